@@ -61,6 +61,10 @@ class Timed(HttpTransport):
                 return
             yield bucket
 
+    def connect(self, address: Address, num_workers: int, *, timeout_s: float) -> None:
+        """Prepare the other transport."""
+        self.inner.connect(address, num_workers, timeout_s=timeout_s)
+
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         """Send by the other transport."""
         started = time.perf_counter()

@@ -54,7 +54,7 @@ class Echo(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(409 if self.path == "/groupgrad/begin" else 200)
+        self.send_response(409 if self.path == "/groupgrad/start" else 200)
         self.end_headers()
         self.wfile.write(json.dumps({"path": self.path, "body": body.decode()}).encode())
 
@@ -73,11 +73,11 @@ def test_a_slow_front_delays_generate_alone_and_changes_nothing():
     front.delay = lambda: 0.3
     try:
         started = time.monotonic()
-        told = call(Address.of(front.url), "bucket", b"abc", query={"first": 0}, timeout_s=5.0)
-        assert told == {"path": "/groupgrad/bucket?first=0", "body": "abc"}
+        told = call(Address.of(front.url), "update", b"abc", query={"first": 0}, timeout_s=5.0)
+        assert told == {"path": "/groupgrad/update?first=0", "body": "abc"}
         assert front.delays == []
         with pytest.raises(ServerRefused) as refused:
-            call(Address.of(front.url), "begin", b"", timeout_s=5.0)
+            call(Address.of(front.url), "start", b"", timeout_s=5.0)
         assert refused.value.status == 409
         request = urllib.request.Request(f"{front.url}/groupgrad/generate", data=b"rows")
         with urllib.request.urlopen(request, timeout=5.0) as answer:

@@ -25,6 +25,7 @@ def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("VLLM_API_KEY", "")
     monkeypatch.delenv("VLLM_API_KEY")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(vllm_serve, "check_plugin", lambda: None)
     return tmp_path / "groupgrad" / "vllm-keys"
 
 
@@ -73,6 +74,7 @@ def test_the_way_of_telling_log_probs_may_be_chosen() -> None:
         (["--port", "1"], "no model is given; add --model"),
         (["--model"], "--model has no value"),
         (["--model", "m", "--api_server_count=2"], "--api-server-count is set by groupgrad"),
+        (["--model", "m", "--weight-transfer-config", "{}"], "--weight-transfer-config is set by groupgrad"),
     ],
 )
 def test_a_command_line_that_cannot_work_is_refused(
@@ -108,7 +110,7 @@ def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> No
     assert command[5:] == [
         "m",
         *ADDED,
-        *["--worker-extension-cls", "groupgrad.engines.vllm.worker.WeightReceiver"],
+        *["--weight-transfer-config", '{"backend": "groupgrad"}'],
         *["--middleware", "groupgrad.engines.vllm.server.Routes"],
     ]
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,37 +27,27 @@ from starlette.routing import Route
 from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.server import Routes
-from groupgrad.engines.vllm.wire import specs_from_json
-from groupgrad.engines.vllm.worker import WeightReceiver, _Push
+from groupgrad.engines.vllm.weight_receiver import WeightReceiver
 
 KEY = "the-key-of-these-tests"
 
 
-class Worker(WeightReceiver):
-    """A worker whose model is a dict of tensors, written in place as vLLM's are. While `is_hung` it answers nothing."""
-
-    rank, device = 0, torch.device("cpu")
+class Model:
+    """A dict of tensors, written in place as vLLM's are."""
 
     def __init__(self, model: Any):
         self.weights = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-        self.is_hung = threading.Event()
+        self.named_parameters = self.weights.items
 
-    def groupgrad_begin(self, specs: list[list[Any]]) -> None:
-        self._groupgrad_push = _Push(specs_from_json(specs), {})
+    def named_modules(self) -> list[tuple[str, Any]]:
+        return []
 
-    def groupgrad_tensors(self, tensors: list[tuple[str, Any]]) -> None:
-        push = self._groupgrad_push
-        assert push is not None and push.loaded is not None
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        names = set()
         for name, tensor in tensors:
             self.weights[name].copy_(tensor)
-            push.loaded.add(name)
-        push.num_tensors += len(tensors)
-
-    def _groupgrad_model(self) -> Any:
-        return SimpleNamespace(named_parameters=self.weights.items)
-
-    def _groupgrad_finish(self) -> None:
-        self._groupgrad_push = None
+            names.add(name)
+        return names
 
     @property
     def digest(self) -> int:
@@ -68,17 +58,104 @@ class Worker(WeightReceiver):
         return value
 
 
-class Engine:
+class Receiver(WeightReceiver):
+    """The backend with the attributes that vLLM gives it."""
+
+    device, model_config = torch.device("cpu"), None
+    parallel_config = SimpleNamespace(rank=0, world_size=1, data_parallel_index=0, world_size_across_dp=1)
+
+    def __init__(self, model: Any):
+        self.model = model
+
+
+class Worker:
+    """In place of vLLM's worker, with its rules for updates of weights. While `is_hung` it answers nothing."""
+
+    def __init__(self, receiver: WeightReceiver):
+        self.receiver, self.is_active = receiver, False
+        self.is_hung = threading.Event()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.receiver.init_transfer_engine(self.receiver.init_info_cls(**init_info))
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        if self.is_active:
+            raise RuntimeError("Cannot release a trainer connection during a weight update")
+        self.receiver.shutdown()
+
+    def start_weight_update(self) -> None:
+        if self.is_active:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        self.receiver.start_weight_update()
+        self.is_active = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        if not self.is_active:
+            raise RuntimeError("start_weight_update must be called before update_weights.")
+        try:
+            self.receiver.update_weights(update_info)
+        except BaseException:
+            self.is_active = False
+            raise
+
+    def finish_weight_update(self) -> None:
+        if not self.is_active:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+        self.receiver.finish_weight_update()
+        self.is_active = False
+
+
+class Weights:
+    """The part of vLLM's engine that transfers weights, with one worker, whose errors it wraps as vLLM does."""
+
+    def __init__(self, receiver: WeightReceiver):
+        self.worker, self.version = Worker(receiver), "default"
+
+    async def _call(self, name: str, **arguments: Any) -> None:
+        while self.worker.is_hung.is_set():
+            await asyncio.sleep(0.01)
+        try:
+            await asyncio.to_thread(getattr(self.worker, name), **arguments)
+        except Exception as error:
+            raise Exception(f"Call to {name} method failed: {error}") from None
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        await self._call("init_weight_transfer_engine", init_info=request.init_info)
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        await self._call("shutdown_weight_transfer_engine")
+
+    async def start_weight_update(self) -> None:
+        await self._call("start_weight_update")
+
+    async def update_weights(self, request: Any) -> None:
+        await self._call("update_weights", update_info=request.update_info)
+
+    async def finish_weight_update(self) -> None:
+        await self._call("finish_weight_update")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+    async def reset_encoder_cache(self) -> None:
+        pass
+
+
+class Engine(Weights):
     """In place of vLLM's engine; a token takes `token_s` seconds."""
 
     errored = False
     input_processor = SimpleNamespace(
         model_config=None, speculative_config=None, structured_outputs_config=None, tokenizer=None
     )
-    vllm_config = SimpleNamespace(lora_config=None)
+    vllm_config = SimpleNamespace(lora_config=None, parallel_config=Receiver.parallel_config)
 
     def __init__(self, model: Any, dtype: str):
-        self.worker, self.token_s = Worker(model), 0.0
+        self.model, self.token_s = Model(model), 0.0
+        super().__init__(Receiver(self.model))
         config = SimpleNamespace(architectures=[type(model).__name__], get_text_config=model.config.get_text_config)
         vocab_size = model.config.vocab_size
         self.model_config = SimpleNamespace(
@@ -88,22 +165,8 @@ class Engine:
         self.sampled: list[int] = []
         """The seeds of the rows that ended here."""
 
-    async def collective_rpc(self, name: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
-        while self.worker.is_hung.is_set():
-            await asyncio.sleep(0.01)
-        return [await asyncio.to_thread(getattr(self.worker, name), *args, **(kwargs or {}))]
-
-    async def reset_prefix_cache(self) -> bool:
-        return True
-
-    async def reset_encoder_cache(self) -> None:
-        pass
-
-    async def update_weight_version(self, version: str) -> None:
-        pass
-
     async def generate(self, prompt: Any, params: Any, name: str, *, lora_request: Any) -> AsyncIterator[Any]:
-        stream = random.Random(f"{self.worker.digest} {prompt['prompt_token_ids']} {params.seed}")
+        stream = random.Random(f"{self.model.digest} {prompt['prompt_token_ids']} {params.seed}")
         for number in range(params.max_tokens):
             await asyncio.sleep(self.token_s)
             while self.worker.is_hung.is_set():
@@ -111,6 +174,7 @@ class Engine:
             token, is_last = stream.randrange(4, 90), number == params.max_tokens - 1
             part = SimpleNamespace(token_ids=[token], logprobs=[{token: SimpleNamespace(logprob=-1.0)}])
             part.finish_reason = "length" if is_last else None
+            part.weight_versions = [SimpleNamespace(version=self.version)] if is_last else None
             yield SimpleNamespace(outputs=[part], prompt_token_ids=prompt["prompt_token_ids"])
         self.sampled.append(params.seed)
 
@@ -192,7 +256,19 @@ def pretend_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     params.StructuredOutputsParams = SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    pretend_weight_transfer(monkeypatch)
     monkeypatch.setenv("VLLM_API_KEY", KEY)
+
+
+def pretend_weight_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the parts of vLLM that a push needs in place of its own."""
+    base = ModuleType("vllm.distributed.weight_transfer.base")
+    base.WeightTransferInitRequest = base.WeightTransferUpdateRequest = SimpleNamespace  # type: ignore[attr-defined]
+    reload = ModuleType("vllm.model_executor.model_loader.reload")
+    reload.initialize_layerwise_reload = lambda model: None  # type: ignore[attr-defined]
+    reload.finalize_layerwise_reload = lambda model, config: None  # type: ignore[attr-defined]
+    for module in (base, reload):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 class _SamplingParams(SimpleNamespace):

@@ -152,9 +152,10 @@ def test_a_group_that_cannot_be_formed_says_why(server: Served, policy: Any) -> 
 
 
 def test_workers_on_this_machine_read_its_memory(server: Served, engine: VLLMServerEngine) -> None:
-    assert isinstance(choose_transport(server.address, timeout_s=30.0), SharedMemoryTransport)
+    assert isinstance(choose_transport(server.address, 1, timeout_s=30.0), SharedMemoryTransport)
     for name in ("groupgrad-" + 32 * "0", "../../etc/passwd"):
-        assert call(server.address, "reads", {"name": name}, timeout_s=30.0) == {"workers": [False]}
+        with pytest.raises(ServerRefused, match="does not see the trainer's shared memory"):
+            call(server.address, "init", {"shared": name}, timeout_s=30.0)
 
 
 class Flips:
@@ -162,7 +163,7 @@ class Flips:
 
     def __init__(self, inner: HttpTransport):
         self._inner = inner
-        self.device, self.close = inner.device, inner.close
+        self.device, self.connect, self.close = inner.device, inner.connect, inner.close
 
     def send(self, address: Address, weight_version: str, bucket: Any, *, timeout_s: float) -> None:
         if bucket.number == 1:
@@ -198,7 +199,7 @@ def test_a_push_that_does_not_end_leaves_a_server_that_does_not_sample(
     before = [sample.ids for sample in engine.sample(requests(), OPTIONS)]
     token = call(server.address, "info", timeout_s=30.0)["next_push"]
     body = {"weight_version": "1-dead", "push": token, "tensors": [], "timeout_s": 5.0}
-    call(server.address, "begin", body, timeout_s=30.0)
+    call(server.address, "start", body, timeout_s=30.0)
     _nothing_is_sampled(server, engine, "1-dead")
 
     engine.push(policy, 1)
@@ -216,10 +217,11 @@ def _nothing_is_sampled(server: Served, engine: VLLMServerEngine, other: str = "
     assert refused.value.code == 503
 
 
-def test_others_cannot_keep_a_push_waiting(server: Served, engine: VLLMServerEngine, policy: Any) -> None:
+def test_others_cannot_keep_a_push_waiting(server: Served, policy: Any) -> None:
     def info() -> dict[str, Any]:
         return call(server.address, "info", timeout_s=10.0)
 
+    engine = server.engine(transport=SharedMemoryTransport())  # suspended workers cannot say whether they see it
     engine.push(policy, 0)
     workers = server.workers()
     with ThreadPoolExecutor(2) as threads:

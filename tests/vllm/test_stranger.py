@@ -16,8 +16,9 @@ def test_without_the_key_nothing_is_told_changed_or_stopped(server: Served, poli
     engine.push(policy, 0)
     version, samples = engine.weight_version, engine.sample(requests(), OPTIONS)
     body = json.dumps({"weight_version": version, "checksum": 0, "model": "x", "prompt": [5, 6]}).encode()
-    posts = [f"/groupgrad/{route}" for route in ("begin", "bucket", "commit", "adapter", "open", "join", "generate")]
-    posts += ["/v1/completions", "/tokenize", "/inference/v1/generate", "/invocations", "/pause"]
+    routes = ("init", "start", "update", "finish", "shutdown", "adapter", "generate")
+    posts = [*(f"/groupgrad/{route}" for route in routes), "/pause", "/start_weight_update", "/finish_weight_update"]
+    posts += ["/v1/completions", "/tokenize", "/inference/v1/generate", "/invocations"]
     for key in (None, "wrong"):
         for path in posts:
             assert raw_exchange(server.port, request(path, body, key))[0] == 401, path
@@ -28,9 +29,9 @@ def test_without_the_key_nothing_is_told_changed_or_stopped(server: Served, poli
     assert raw_exchange(server.port, request("/health"))[0] == 200
 
     assert raw_exchange(server.port, request("/version", key=server.key))[0] == 200
-    assert raw_exchange(server.port, request("/groupgrad/begin", key=server.key, length=2**40))[0] == 413
-    assert raw_exchange(server.port, request("/groupgrad/begin", b"{", server.key))[0] == 400
-    assert raw_exchange(server.port, request("/groupgrad/commit", body, server.key))[0] == 409
+    assert raw_exchange(server.port, request("/groupgrad/start", key=server.key, length=2**40))[0] == 413
+    assert raw_exchange(server.port, request("/groupgrad/start", b"{", server.key))[0] == 400
+    assert raw_exchange(server.port, request("/groupgrad/finish", body, server.key))[0] == 409
     assert engine.sample(requests(), OPTIONS) == samples
     info = call(server.address, "info", timeout_s=30.0)
     assert info["weight_version"] == version and info["complete"] and server.process is not None

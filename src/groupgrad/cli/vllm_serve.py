@@ -17,6 +17,7 @@ from groupgrad import compat
 from groupgrad.cli.command_parser import COMMAND_CODES, codes_in_words
 from groupgrad.engines.vllm.api_keys import VARIABLE, check_key, forget_key, is_loopback, store_new_key
 from groupgrad.engines.vllm.server import server_command
+from groupgrad.engines.vllm.transfer_plugin import check_plugin
 from groupgrad.engines.vllm.vllm_params import LOGPROBS_MODE
 
 USAGE = """usage: groupgrad vllm-serve --model NAME [--tensor-parallel-size N] [options of vLLM's server]
@@ -37,7 +38,7 @@ weights to it.
 
 # Aliases of vLLM's options that users of other servers know.
 _ALIASES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
-_RESERVED = ("--worker-extension-cls", "--api-server-count")
+_RESERVED = ("--weight-transfer-config", "--api-server-count")
 HOST = "127.0.0.1"
 """Where the server listens unless `--host` or `--uds` is given."""
 
@@ -51,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         arguments = vllm_arguments(argv)
         if importlib.util.find_spec("vllm") is None:
             raise ValueError("vLLM is not installed; run `pip install vllm`")
+        check_plugin()
         address = check_port(arguments)
         key, arguments = take_key(arguments)
         if key is None and address is None:

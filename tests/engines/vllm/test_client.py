@@ -43,6 +43,7 @@ class Scripted:
             "vocab_size": 92,
             "base_version": "x",
             "next_push": "0",
+            "num_workers": 1,
         }
         self.info |= {"dtype": "bfloat16", "max_model_len": 64, "max_lora_rank": 0, "complete": True}
         self.info |= {"weight_version": "as loaded", "pending_version": None}
@@ -87,14 +88,14 @@ class Scripted:
     def check(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
         return 200, {}
 
-    def reads(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
-        return 200, {"workers": [False]}
+    def init(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
+        return 500, {"error": "this worker does not see the trainer's shared memory"}
 
-    def begin(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
+    def start(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
         self.specs, self.checksum = specs_from_json(json.loads(data)["tensors"]), 0
         return 200, {}
 
-    def bucket(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
+    def update(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
         first = int(query["first"])
         own, tensor = (
             self.specs[first : first + int(query["count"])],
@@ -104,7 +105,7 @@ class Scripted:
         self.checksum = zlib.crc32(data, self.checksum)
         return 200, {}
 
-    def commit(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
+    def finish(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
         body = json.loads(data)
         if body["checksum"] != self.checksum:
             return 422, {"error": "another checksum"}
@@ -359,14 +360,14 @@ def test_a_row_that_fails_is_named(scripted: Scripted, model: Any) -> None:
 def test_a_push_that_is_refused_says_both_sides(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
     engine.connect(model)
-    scripted.commit = lambda data, query: (422, {"error": "nothing was sent for x"})  # type: ignore[method-assign]
+    scripted.finish = lambda data, query: (422, {"error": "nothing was sent for x"})  # type: ignore[method-assign]
     with pytest.raises(ServerRefused, match=r"pushing version 5 to http://.* failed: nothing was sent for x"):
         engine.push(model, 5)
 
 
 def test_a_server_that_runs_out_of_memory_in_a_push_is_an_error_with_the_remedy(scripted: Scripted, model: Any) -> None:
     story = "RuntimeError: Worker failed with error 'CUDA out of memory. Tried to allocate 2.00 GiB'"
-    scripted.bucket = lambda data, query: (500, {"error": story})  # type: ignore[method-assign]
+    scripted.update = lambda data, query: (500, {"error": story})  # type: ignore[method-assign]
     with pytest.raises(ServerRefused, match=r"Tried to allocate 2.00 GiB'; .*lower --gpu-memory-utilization"):
         scripted.engine().push(model, 5)
 

@@ -35,18 +35,34 @@ class SimulatedVLLM:
             model_config=self.model_config, speculative_config=None, structured_outputs_config="auto", tokenizer="a b"
         )
         self.log: list[str] = []
+        self.is_active = False
+        """True during an update of weights."""
+        self.version = "default"
         self.weights: dict[str, torch.Tensor] = {}
         self.adapters: dict[int, dict[str, torch.Tensor]] = {}
         self.rows: dict[str, dict[str, Any]] = {}
         self.change: Callable[[dict[str, Any]], None] = lambda output: None
         """Called with each output; may modify it."""
 
-    def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> None:
+    def start_weight_update(self) -> None:
+        assert not self.is_active
+        self.is_active = True
+
+    def update_weights(self, request: dict[str, Any]) -> None:
         assert "weights asleep" not in self.log[-1:], "a push into memory that sleeps"
-        if name == "groupgrad_tensors":
-            self.weights.update(args[0])
-        elif name == "groupgrad_commit":
-            self.log.append("pushed")
+        update = request["update_info"]
+        if "tensors" in update:
+            self.weights.update(update["tensors"])
+        elif "checksum" not in update:
+            self.is_active = False
+            raise RuntimeError("this push is abandoned")
+
+    def finish_weight_update(self) -> None:
+        self.is_active = False
+        self.log.append("pushed")
+
+    def update_weight_version(self, version: str) -> None:
+        self.version = version
 
     def add_lora(self, request: Any) -> bool:
         self.adapters[request.lora_int_id] = load_file(Path(request.lora_path) / "adapter_model.safetensors")
@@ -88,6 +104,7 @@ class SimulatedVLLM:
         for name, row in self.rows.items():
             expanded = [token for token in row["prompt"]["prompt_token_ids"] for _ in range(3 if token == 9 else 1)]
             part = SimpleNamespace(token_ids=[1], finish_reason="stop", logprobs=[{1: SimpleNamespace(logprob=-0.5)}])
+            part.weight_versions = [SimpleNamespace(version=self.version)]
             output = {"request_id": name, "finished": True, "outputs": [part], "prompt_token_ids": expanded}
             output |= {"lora_request": row["adapter"]}
             self.change(output)
@@ -152,17 +169,31 @@ def test_buckets_are_no_larger_than_the_limit(
     vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    inner = vllm.collective_rpc
+    inner = vllm.update_weights
 
-    def counted(name: str, args: tuple[Any, ...] = ()) -> None:
-        if name == "groupgrad_tensors":
-            sizes.append(sum(tensor.nbytes for _, tensor in args[0]))
-        inner(name, args)
+    def counted(request: dict[str, Any]) -> None:
+        sizes.append(sum(tensor.nbytes for _, tensor in request["update_info"].get("tensors", ())))
+        inner(request)
 
-    monkeypatch.setattr(vllm, "collective_rpc", counted)
+    monkeypatch.setattr(vllm, "update_weights", counted)
     monkeypatch.setattr(colocate, "BUCKET_BYTES", 20_000)
     engine.push(model, 0)
     assert max(sizes) <= 20_000 and sum(sizes) == sum(p.nbytes for p in model.parameters())
+
+
+def test_a_push_that_breaks_off_is_ended_and_the_next_one_begins(
+    vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*given: Any, **options: Any) -> Any:
+        raise MemoryError("no memory for a bucket")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(colocate, "bucket_ranges", broken)
+        engine.push(model, 0)
+    with pytest.raises(ValueError, match="no whole weights"):
+        engine.sample([ROW], OPTIONS)
+    engine.push(model, 1)
+    assert vllm.log.count("pushed") == 1 and len(engine.sample([ROW], OPTIONS)) == 1
 
 
 def test_a_merge_leaves_the_policy_alone(vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any) -> None:
@@ -269,8 +300,9 @@ def test_a_row_whose_weights_changed_meanwhile_is_refused(
     vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
 ) -> None:
     weight_version = engine.push(model, 0)
-    vllm.change = lambda output: setattr(engine, "_weight_version", "1-other")
-    with pytest.raises(RuntimeError, match=f"row 0 was begun with '{weight_version}' and ended with '1-other'"):
+    vllm.change = lambda output: output["outputs"][0].weight_versions.append(SimpleNamespace(version="1-other"))
+    story = rf"row 0 was sampled from the weights \['{weight_version}', '1-other'\], not '{weight_version}'"
+    with pytest.raises(RuntimeError, match=story):
         engine.sample([ROW], OPTIONS)
 
 

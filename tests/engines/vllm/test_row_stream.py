@@ -21,14 +21,16 @@ class Engine:
 
     model_config = SimpleNamespace(hf_config=SimpleNamespace(image_token_id=9))
 
-    def __init__(self) -> None:
+    def __init__(self, *versions: str) -> None:
         self.prompts: list[dict[str, Any]] = []
+        self.versions = [SimpleNamespace(version=version) for version in versions] or None
 
     async def generate(self, prompt: Any, params: Any, name: str, *, lora_request: Any) -> AsyncIterator[Any]:
         self.prompts.append(prompt)
         images = "multi_modal_data" in prompt
         expanded = [token for token in prompt["prompt_token_ids"] for _ in range(3 if token == 9 and images else 1)]
         part = SimpleNamespace(token_ids=[4], finish_reason="length", logprobs=[{4: SimpleNamespace(logprob=-0.5)}])
+        part.weight_versions = self.versions
         yield SimpleNamespace(outputs=[part], prompt_token_ids=expanded)
 
 
@@ -64,6 +66,11 @@ def row(number: int, prompt: int) -> dict[str, Any]:
 def test_a_row_ends_with_its_ids_and_log_probs() -> None:
     lines = stream_lines(Engine(), prompts=[[5, 6]], rows=[row(3, 0)])
     assert lines == {3: {"row": 3, "weight_version": "0-a", "finish_reason": "length", "ids": [4], "logprobs": [-0.5]}}
+
+
+def test_a_row_names_the_weights_that_vllm_has_sampled_it_from() -> None:
+    found = [stream_lines(Engine(*versions), prompts=[[5]], rows=[row(3, 0)]) for versions in (["1-b"], ["0-a", "1-b"])]
+    assert [lines[3]["weight_version"] for lines in found] == ["1-b", "0-a and 1-b"]
 
 
 def test_heartbeats_count_the_tokens_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:

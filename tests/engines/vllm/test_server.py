@@ -11,42 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from simulated_server import Receiver, Weights, pretend_weight_transfer
 
 from groupgrad.engines.vllm import server as server_module
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS
 from groupgrad.engines.vllm.server import Routes
 from groupgrad.engines.vllm.server_requests import Call, Refusal
 from groupgrad.engines.vllm.wire import TensorSpec
-from groupgrad.engines.vllm.worker import OTHER_GROUP, WeightReceiver
 
 KEY = "the-key-of-these-tests"
-
-
-class Engine:
-    """An engine with one worker, whose errors it wraps as vLLM does."""
-
-    def __init__(self, worker: Any):
-        self._worker = worker
-
-    async def reset_prefix_cache(self) -> bool:
-        return True
-
-    async def reset_encoder_cache(self) -> None:
-        pass
-
-    async def update_weight_version(self, version: str) -> None:
-        pass
-
-    async def collective_rpc(self, name: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
-        try:
-            return [getattr(self._worker, name)(*args, **(kwargs or {}))]
-        except RuntimeError as error:
-            raise Exception(f"Call to {name} method failed: {error}") from None
 
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
+    pretend_weight_transfer(monkeypatch)
 
 
 def scope(path: str, **query: str) -> dict[str, Any]:
@@ -66,13 +45,20 @@ def call_of(body: Any = None, **query: str) -> Call:
     return Call(scope("/", **query), receive)
 
 
+class Empty(Receiver):
+    """The backend of a model without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(named_modules=list, named_parameters=list))
+
+
 def test_a_worker_in_another_group_has_a_status_of_its_own() -> None:
     routes = Routes(None)
     routes._weights.begin("3-a", [TensorSpec("a", "uint8", (64,))])
-    engine = Engine(WeightReceiver())
-    bucket = call_of(weight_version="3-a", first="0", count="1", group="mine", num_bytes="64")
-    with pytest.raises(Refusal, match=f"{OTHER_GROUP} None, and weights are to come over mine") as caught:
-        asyncio.run(routes.route_bucket(engine, bucket))
+    engine = Weights(Empty())
+    bucket = call_of(weight_version="3-a", first="0", count="1", group="mine")
+    with pytest.raises(Refusal, match="the workers are in the process group '', not 'mine'") as caught:
+        asyncio.run(routes.route_update(engine, bucket))
     assert caught.value.status == GROUP_LEFT_STATUS
 
 
@@ -91,25 +77,26 @@ def answer_to(routes: Routes, engine: Any, path: str, body: Any) -> dict[str, An
     return answer
 
 
-def test_routes_of_workers_answer_for_each_worker() -> None:
-    routes, engine = Routes(None), Engine(WeightReceiver())
-    reads = answer_to(routes, engine, "/groupgrad/reads", {"name": "groupgrad-" + 32 * "0"})
-    assert reads == {"status": 200, "workers": [False]}
-    assert answer_to(routes, engine, "/groupgrad/leave", {"name": "mine"}) == {"status": 200, "workers": [None]}
+def test_each_route_says_what_is_wrong() -> None:
+    routes, engine = Routes(None), Weights(Empty())
+    unseen = answer_to(routes, engine, "/groupgrad/init", {"shared": "groupgrad-" + 32 * "0"})
+    assert unseen["status"] == 500 and "this worker does not see the trainer's shared memory" in unseen["error"]
+    assert answer_to(routes, engine, "/groupgrad/init", {}) == {"status": 200}
+    assert answer_to(routes, engine, "/groupgrad/shutdown", {"group": "mine"}) == {"status": 200}
     unknown = answer_to(routes, engine, "/groupgrad/nothing", {})
     assert unknown == {"status": 404, "error": "there is no route /groupgrad/nothing"}
-    failed = answer_to(routes, engine, "/groupgrad/commit", {"weight_version": "3-a", "checksum": 0})
+    failed = answer_to(routes, engine, "/groupgrad/finish", {"weight_version": "3-a", "checksum": 0})
     assert failed == {"status": 409, "error": "the push '3-a' is not under way on this server"}
 
 
-class Quiet:
-    """A worker that accepts everything."""
-
-    def groupgrad_begin(self, specs: Any) -> None:
-        pass
-
-    def groupgrad_commit(self, checksum: int) -> None:
-        pass
+def test_only_the_group_that_is_named_is_left() -> None:
+    left: list[str] = []
+    routes, engine = Routes(None), Weights(Empty())
+    for group, name in (("a", "b"), ("a", "a"), ("b", "a"), ("b", "b")):
+        engine.worker.receiver.shutdown = lambda group=group: left.append(group)  # type: ignore[method-assign]
+        routes._weights.group = group
+        assert answer_to(routes, engine, "/groupgrad/shutdown", {"group": name}) == {"status": 200}
+    assert left == ["a", "b"]
 
 
 class App:
@@ -137,11 +124,11 @@ async def call_vllm(routes: Routes) -> dict[str, Any]:
     return answer
 
 
-async def begin_push(routes: Routes, timeout_s: float) -> asyncio.Task[Any]:
+async def begin_push(routes: Routes, engine: Weights, timeout_s: float) -> asyncio.Task[Any]:
     """A push that waits for rows to end."""
     push = asyncio.create_task(
-        routes.route_begin(
-            Engine(Quiet()),
+        routes.route_start(
+            engine,
             call_of(
                 {
                     "weight_version": "3-a",
@@ -162,14 +149,15 @@ def test_calls_are_refused_while_a_push_waits() -> None:
         routes = Routes(app)
         early = asyncio.create_task(call_vllm(routes))
         await asyncio.sleep(0)
-        push = await begin_push(routes, 5.0)
+        engine = Weights(Empty())
+        push = await begin_push(routes, engine, 5.0)
         late = await call_vllm(routes)
         assert late["status"] == 503 and late["headers"][b"retry-after"] == b"1" and "waits for rows" in late["error"]
         assert not push.done() and not early.done()
         app.may_end.set()
         assert (await early)["status"] == 200 and await push is None
         assert (await call_vllm(routes))["error"].startswith("the push '3-a' of weights has not ended")
-        await routes.route_commit(Engine(Quiet()), call_of({"weight_version": "3-a", "checksum": 0}))
+        await routes.route_finish(engine, call_of({"weight_version": "3-a", "checksum": 0}))
         assert (await call_vllm(routes))["status"] == 200
 
     asyncio.run(run())
@@ -181,7 +169,7 @@ def test_a_push_that_times_out_leaves_the_server_as_it_was() -> None:
         routes = Routes(app)
         early = asyncio.create_task(call_vllm(routes))
         await asyncio.sleep(0)
-        push = await begin_push(routes, 0.1)
+        push = await begin_push(routes, Weights(Empty()), 0.1)
         with pytest.raises(Refusal, match=r"1 rows still sample after 0\.1 s"):
             await push
         late = asyncio.create_task(call_vllm(routes))
@@ -203,7 +191,7 @@ def test_an_adapter_is_taken_once_and_as_it_was_sent(monkeypatch: pytest.MonkeyP
         return True
 
     monkeypatch.setattr(server_module, "lora_request", request)
-    routes, engine = Routes(None), Engine(Quiet())
+    routes, engine = Routes(None), Weights(Empty())
     engine.add_lora = engine.remove_lora = add_lora  # type: ignore[attr-defined]
     token = routes._weights.next_push
     query = {"weight_version": "1-a", "base_version": "as loaded", "push": token, "timeout_s": "1.0"}

@@ -64,7 +64,7 @@ def test_rows_are_spread_and_do_not_depend_on_who_samples_them(
     before = sampled(servers)
     assert pool.sample(ROWS, OPTIONS) == expected
     assert [after - count for after, count in zip(sampled(servers), before)] == [8, 8, 8]
-    digests = {server.engine.worker.digest for server in servers}
+    digests = {server.engine.model.digest for server in servers}
     assert len(digests) == 1 and pool.weight_version.startswith("0-")
 
 
@@ -142,7 +142,7 @@ def test_the_rows_of_servers_that_die_and_hang_go_to_the_others(
     hangs.engine.worker.is_hung.clear()
     dies.start()
     until_back(pool)
-    assert {server.engine.worker.digest for server in servers} == {lives.engine.worker.digest}
+    assert {server.engine.model.digest for server in servers} == {lives.engine.model.digest}
     before = sampled(servers)
     pool.sample(ROWS, OPTIONS)
     assert [after - count for after, count in zip(sampled(servers), before)] == [8, 8, 8]
@@ -275,7 +275,7 @@ def test_a_push_that_one_server_refuses_is_the_others(
     def refuse(*given: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(servers[2].engine.worker, "groupgrad_bucket", refuse)
+    monkeypatch.setattr(servers[2].engine.worker.receiver, "load", refuse)
     pool.push(model, 1)
     assert [member.cause is None for member in pool.members] == [True, True, False]
     assert "out of memory" in str(pool.members[2].cause)

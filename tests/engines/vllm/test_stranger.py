@@ -39,9 +39,9 @@ def trainer(server: SimulatedServer, model: Any) -> Iterator[VLLMServerEngine]:
     """A trainer that has pushed. When a test ends, weights and samples have to be those of the push."""
     engine = server.client()
     engine.push(model, 0)
-    digest, samples = server.engine.worker.digest, engine.sample(ROWS, OPTIONS)
+    digest, samples = server.engine.model.digest, engine.sample(ROWS, OPTIONS)
     yield engine
-    assert server.engine.worker.digest == digest
+    assert server.engine.model.digest == digest
     assert engine.sample(ROWS, OPTIONS) == samples
     assert call(engine.address, "info", timeout_s=5.0)["weight_version"] == engine.weight_version
 
@@ -51,9 +51,9 @@ def text(**fields: Any) -> bytes:
 
 
 PUSH = [
-    ("begin", text(weight_version="9-x", push="0", tensors=[["lm_head.weight", "float32", [92, 32]]], timeout_s=1.0)),
-    ("bucket", bytes(92 * 32 * 4)),
-    ("commit", text(weight_version="9-x", checksum=0)),
+    ("start", text(weight_version="9-x", push="0", tensors=[["lm_head.weight", "float32", [92, 32]]], timeout_s=1.0)),
+    ("update", bytes(92 * 32 * 4)),
+    ("finish", text(weight_version="9-x", checksum=0)),
 ]
 
 
@@ -66,8 +66,9 @@ PUSH = [
 def test_without_the_key_nothing_is_answered(server: SimulatedServer, trainer: VLLMServerEngine, key: Any) -> None:
     version = trainer.weight_version
     paths = [(f"/groupgrad/{route}", body) for route, body in PUSH]
-    paths += [("/groupgrad/commit", text(weight_version=version, checksum=0)), ("/groupgrad/leave", text(name="a"))]
-    paths += [("/groupgrad/join", text(host="10.0.0.1", port=1)), ("/groupgrad/adapter", b"x"), ("/groupgrad/no", b"x")]
+    paths += [("/groupgrad/finish", text(weight_version=version, checksum=0)), ("/groupgrad/shutdown", text(group="g"))]
+    paths += [("/groupgrad/init", text(host="10.0.0.1", port=1)), ("/groupgrad/adapter", b"x"), ("/groupgrad/no", b"x")]
+    paths += [("/start_weight_update", b""), ("/finish_weight_update", text(weight_version=version)), ("/pause", b"")]
     paths += [("/groupgrad/info", b""), ("/version", b""), ("/v1/completions", text(prompt="a")), ("//version", b"")]
     for path, body in paths:
         status, answer = raw_exchange(server.port, request(path, body, key, weight_version=version, first=0, count=1))
@@ -96,7 +97,7 @@ def test_a_websocket_is_closed(server: SimulatedServer) -> None:
 )
 @pytest.mark.parametrize("key", [None, KEY])
 def test_a_huge_body_is_refused_before_it_is_read(server: SimulatedServer, trainer: Any, key: str | None) -> None:
-    for route in ("check", "begin", "generate", "adapter", "join"):
+    for route in ("check", "start", "generate", "adapter", "init"):
         query = {"weight_version": "9-x", "base_version": "b", "config_bytes": 1, "checksum": 0, "timeout_s": 1.0}
         query["push"] = call(trainer.address, "info", timeout_s=5.0)["next_push"]
         head = request(f"/groupgrad/{route}", key=key, length=2**40, **query)
@@ -117,7 +118,7 @@ def test_a_slow_body_is_given_up_and_holds_nothing_up(
     server: SimulatedServer, trainer: VLLMServerEngine, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_requests, "SILENCE_S", 0.5)
-    heads = [request(f"/groupgrad/{route}", key=KEY, length=1000) for route in ("join", "check")]
+    heads = [request(f"/groupgrad/{route}", key=KEY, length=1000) for route in ("init", "check")]
     connections = [socket.create_connection(("127.0.0.1", server.port), timeout=5.0) for _ in heads]
     try:
         for connection, head in zip(connections, heads):
@@ -137,32 +138,40 @@ def test_a_slow_body_is_given_up_and_holds_nothing_up(
 @pytest.mark.parametrize(
     "body",
     [
-        *(b"{", b"[1]", b"\xff", b'{"a": 1e}', b"[" * 100_000, b"null", b'{"name": 5}', b'{"name": ["a"]}'),
-        *(b'{"name": "a", "host": "10.0.0.1"}', pickle.dumps({"name": "a"})),
+        *(b"{", b"[1]", b"\xff", b'{"a": 1e}', b"[" * 100_000, b"null", b'{"group": 5}', b'{"group": ["a"]}'),
+        *(b'{"name": "a"}', pickle.dumps({"group": "a"})),
     ],
     ids=str,
 )
 def test_bad_json_is_a_bad_request(server: SimulatedServer, trainer: VLLMServerEngine, body: bytes) -> None:
-    status, answer = raw_exchange(server.port, request("/groupgrad/reads", body, KEY))
+    status, answer = raw_exchange(server.port, request("/groupgrad/shutdown", body, KEY))
     assert status == 400 and answer["error"]
+
+
+GROUP = {"group": "g", "backend": "gloo", "port": 5, "size": 2, "timeout_s": 1.0, "peer": {}}
 
 
 @pytest.mark.parametrize(
     ("route", "fields", "words"),
     [
-        ("open", {"port": 0, "timeout_s": 1.0}, "there is no port 0"),
-        ("open", {"port": 5, "timeout_s": 1e9}, "waits at most 86400 s: lower vllm_server_timeout"),
-        ("open", {"port": 5, "timeout_s": float("nan")}, "timeout_s is nan"),
-        ("open", {"port": 5, "timeout_s": 10**400}, "which is no float"),
-        ("open", {"port": 5, "timeout_s": 1.0, "host": "10.0.0.1"}, "the route open takes no host"),
-        ("join", {"host": "10.0.0.1"}, "the route join takes no host"),
-        ("leave", {}, "the field name is 'None', which is no str"),
-        ("begin", {"weight_version": "9-x", "push": "0", "tensors": [["a", "float32", [1]]]}, "timeout_s"),
-        ("begin", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [5]}, "no list of name, dtype"),
-        ("begin", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [["a", "os", [1]]]}, "'os' is not"),
-        ("begin", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [["a", "int8", [-1]]]}, "shape"),
-        ("commit", {"weight_version": "9-x", "checksum": "many"}, "the field checksum is 'many', which is no int"),
-        ("commit", {"weight_version": "9-x", "checksum": True}, "the field checksum is 'True'"),
+        ("init", {**GROUP, "port": 0}, "there is no port 0"),
+        ("init", {**GROUP, "timeout_s": 1e9}, "waits at most 86400 s: lower vllm_server_timeout"),
+        ("init", {**GROUP, "timeout_s": float("nan")}, "timeout_s is nan"),
+        ("init", {**GROUP, "timeout_s": 10**400}, "which is no float"),
+        ("init", {**GROUP, "backend": "mpi"}, "the backend 'mpi' is neither nccl nor gloo"),
+        ("init", {**GROUP, "host": "10.0.0.1"}, "the route init takes no host"),
+        ("init", {"host": "10.0.0.1"}, "the route init takes no host"),
+        ("init", {"port": 5, "timeout_s": 1.0, "host": "10.0.0.1"}, "the route init takes no host"),
+        ("init", {"port": 0, "timeout_s": 1.0}, "there is no port 0"),
+        ("init", {"shared": "s", "group": "g"}, "the route init takes no group"),
+        ("init", {"shared": 5}, "the field shared is '5', which is no str"),
+        ("shutdown", {}, "the field group is 'None', which is no str"),
+        ("start", {"weight_version": "9-x", "push": "0", "tensors": [["a", "float32", [1]]]}, "timeout_s"),
+        ("start", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [5]}, "no list of name, dtype"),
+        ("start", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [["a", "os", [1]]]}, "'os' is not"),
+        ("start", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [["a", "int8", [-1]]]}, "shape"),
+        ("finish", {"weight_version": "9-x", "checksum": "many"}, "the field checksum is 'many', which is no int"),
+        ("finish", {"weight_version": "9-x", "checksum": True}, "the field checksum is 'True'"),
         ("generate", {"weight_version": 5}, "the field weight_version"),
         ("check", {"sampling": []}, "the field sampling is '\\[\\]', which is no dict"),
     ],
@@ -208,8 +217,8 @@ def test_a_recorded_push_is_refused(
     monkeypatch.setattr(trainer, "_transport", weight_transport.HttpTransport())
     assert trainer._last_push is not None
     trainer.push(trainer._last_push.model, 1)
-    replayed = [entry for entry in recorded if entry[0] in ("begin", "bucket", "commit")]
-    assert {route for route, _, _ in replayed} == {"begin", "bucket", "commit"}
+    replayed = [entry for entry in recorded if entry[0] in ("start", "update", "finish")]
+    assert {route for route, _, _ in replayed} == {"start", "update", "finish"}
     for route, data, query in replayed:
         with pytest.raises(ServerRefused) as caught:
             call(trainer.address, route, data, query=query, timeout_s=5.0)
@@ -220,7 +229,7 @@ def announce(trainer: VLLMServerEngine, version: str, tensors: list[list[Any]]) 
     """Begin a push."""
     body = {"weight_version": version, "tensors": tensors, "timeout_s": 1.0}
     body["push"] = call(trainer.address, "info", timeout_s=5.0)["next_push"]
-    call(trainer.address, "begin", body, timeout_s=5.0)
+    call(trainer.address, "start", body, timeout_s=5.0)
 
 
 HEAD = ["lm_head.weight", "float32", [92, 32]]
@@ -236,8 +245,9 @@ HEAD = ["lm_head.weight", "float32", [92, 32]]
         (bytes(92 * 32 * 4), {"first": 0, "count": 0}, 409),
         (bytes(92 * 32 * 4), {"first": -1, "count": 1}, 409),
         (bytes(92 * 32 * 4), {"first": "a", "count": 1}, 400),
-        (b"", {"first": 0, "count": 1, "group": "g", "num_bytes": 2**40}, 422),
-        (b"x", {"first": 0, "count": 1, "shared": "s", "num_bytes": 92 * 32 * 4}, 413),
+        (b"", {"first": 0, "count": 1}, 422),
+        (b"x", {"first": 0, "count": 1, "shared": "s"}, 413),
+        (b"x", {"first": 0, "count": 1, "group": "g"}, 413),
     ],
 )
 def test_a_bucket_of_other_tensors_reaches_no_worker(
@@ -251,8 +261,8 @@ def test_a_bucket_of_other_tensors_reaches_no_worker(
 ) -> None:
     announce(trainer, "1-x", [HEAD])
     with monkeypatch.context() as patch, pytest.raises(ServerRefused) as caught:
-        patch.setattr(server.engine.worker, "groupgrad_bucket", lambda *given: pytest.fail("it reached a worker"))
-        call(trainer.address, "bucket", body, query={"weight_version": "1-x", **query}, timeout_s=5.0)
+        patch.setattr(server.engine.worker, "update_weights", lambda *given: pytest.fail("it reached a worker"))
+        call(trainer.address, "update", body, query={"weight_version": "1-x", **query}, timeout_s=5.0)
     assert caught.value.status == status
     trainer.push(model, 0)
 
@@ -268,13 +278,13 @@ def test_half_a_push_and_then_silence_holds_up_no_other_push(
     announce(trainer, "1-x", [HEAD, ["model.norm.weight", "float32", [32]]])
     call(
         trainer.address,
-        "bucket",
+        "update",
         bytes(HEAD[2][0] * 32 * 4),
         query={"weight_version": "1-x", "first": 0, "count": 1},
         timeout_s=5.0,
     )
     with pytest.raises(ServerRefused, match="2 tensors were announced, 1 came"):
-        call(trainer.address, "commit", {"weight_version": "1-x", "checksum": 0}, timeout_s=5.0)
+        call(trainer.address, "finish", {"weight_version": "1-x", "checksum": 0}, timeout_s=5.0)
     assert raw_exchange(server.port, request("/v1/completions", text(prompt="a"), KEY))[0] == 503
     started = time.monotonic()
     trainer.push(model, 1)
@@ -295,13 +305,13 @@ def test_nothing_is_unpickled(server: SimulatedServer, trainer: VLLMServerEngine
     bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
     pickle.loads(bomb)  # it works
     (tmp_path / "exploded").unlink()
-    for route in ("check", "generate", "begin", "commit", "reads", "adapter"):
+    for route in ("check", "generate", "start", "finish", "init", "adapter"):
         raw_exchange(server.port, request(f"/groupgrad/{route}", bomb, KEY))
     announce(trainer, "1-x", [["lm_head.weight", "uint8", [len(bomb)]]])
     padded = bomb + bytes(-len(bomb) % 64)
     query = {"weight_version": "1-x", "first": 0, "count": 1}
     with pytest.raises(ServerRefused):  # the worker's tensor has another shape
-        call(trainer.address, "bucket", padded, query=query, timeout_s=5.0)
+        call(trainer.address, "update", padded, query=query, timeout_s=5.0)
     assert not (tmp_path / "exploded").exists()
     sources = Path(server_module.__file__).parent.glob("*.py")
     assert not [path for path in sources if "pickle" in path.read_text() or "torch.load" in path.read_text()]

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_server import Receiver
 
+from groupgrad.engines.vllm import weight_receiver
 from groupgrad.engines.vllm import weight_transport as transports
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, ServerUnreachable
 from groupgrad.engines.vllm.weight_group import GroupBroken
+from groupgrad.engines.vllm.weight_receiver import Meeting
 from groupgrad.engines.vllm.weight_transport import (
     GroupTransport,
     HttpTransport,
     SharedMemoryTransport,
-    can_meet,
     choose_transport,
 )
 from groupgrad.engines.vllm.wire import Bucket
@@ -26,33 +28,37 @@ SERVER = Address.of(port=9)
 GPU = {"device": "GPU-a", "nccl": [2, 27]}
 
 
-def worker(rank: int = 0, device: str | None = "GPU-b", nccl: Any = (2, 27)) -> dict[str, Any]:
-    return {"rank": rank, "device": device, "nccl": None if nccl is None else list(nccl)}
-
-
 @pytest.mark.parametrize(
-    ("ours", "workers", "expected"),
+    ("own", "works"),
     [
-        (GPU, [worker()], True),
-        (GPU, [worker(1, "GPU-c"), worker(0)], True),
+        ({"device": "GPU-b", "nccl": [2, 27]}, True),
         # NCCL connects no GPU with itself, and no CPU.
-        (GPU, [worker(device="GPU-a")], False),
-        (GPU, [worker(device=None, nccl=None)], False),
-        ({"device": None, "nccl": None}, [worker()], False),
-        (GPU, [worker(nccl=(2, 21))], False),
-        # Several engines behind one server number their workers alike.
-        (GPU, [worker(0), worker(0, "GPU-c")], False),
+        ({"device": "GPU-a", "nccl": [2, 27]}, False),
+        ({"device": None, "nccl": None}, False),
+        ({"device": "GPU-b", "nccl": [2, 21]}, False),
     ],
 )
-def test_who_can_meet_over_nccl(ours: dict[str, Any], workers: list[dict[str, Any]], expected: bool) -> None:
-    assert can_meet(ours, workers) is expected
+def test_who_can_meet_over_nccl(own: dict[str, Any], works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[Any] = []
+    monkeypatch.setattr(weight_receiver, "describe_device", lambda device: own)
+    monkeypatch.setattr(weight_receiver, "open_store", lambda *where, **options: "store")
+    monkeypatch.setattr(weight_receiver, "WeightGroup", lambda *given, **options: met.append(given))
+    meeting = Meeting(backend="nccl", host="127.0.0.1", port=5, size=2, timeout_s=1.0, peer=GPU)
+    if works:
+        receiver = Receiver(None)
+        receiver.init_transfer_engine(Meeting(host="127.0.0.1", port=5, timeout_s=1.0))
+        receiver.init_transfer_engine(meeting)
+        assert met == [("nccl", "store", 1, 2)]
+    else:
+        with pytest.raises(RuntimeError, match="NCCL connects different GPUs of one release of it, not"):
+            Receiver(None).init_transfer_engine(meeting)
 
 
 class Answers:
     """Scripted answers of a server, by route."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: Any):
-        self.answers: dict[str, Any] = {"devices": {"workers": [worker()]}, "reads": {"workers": [True]}, **answers}
+        self.answers: dict[str, Any] = answers
         self.routes: list[str] = []
         monkeypatch.setattr(transports, "call", self._call)
         monkeypatch.setattr(transports, "describe_device", lambda device: GPU)
@@ -62,7 +68,7 @@ class Answers:
         answer = self.answers.get(route, {})
         if isinstance(answer, Exception):
             raise answer
-        return answer() if callable(answer) else answer
+        return answer(body) if callable(answer) else answer
 
 
 CUDA = torch.device("cuda", 0)
@@ -71,34 +77,54 @@ CUDA = torch.device("cuda", 0)
 def test_a_policy_on_a_gpu_meets_a_server_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
     Answers(monkeypatch)
     met: list[Address] = []
-    monkeypatch.setattr(GroupTransport, "meet", lambda self, address, *, timeout_s: met.append(address))
-    transport = choose_transport(SERVER, timeout_s=1.0, device=CUDA)
+    monkeypatch.setattr(GroupTransport, "connect", lambda self, address, workers, *, timeout_s: met.append(address))
+    transport = choose_transport(SERVER, 1, timeout_s=1.0, device=CUDA)
     assert isinstance(transport, GroupTransport) and transport._backend == "nccl" and met == [SERVER]
 
 
 def test_a_group_that_cannot_be_formed_is_a_warning_and_another_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Answers(monkeypatch, open=ServerRefused(500, "port 51216 is taken"))
+    def refuse(body: dict[str, Any]) -> dict[str, Any]:
+        if "port" in body:
+            raise ServerRefused(500, "port 51216 is taken")
+        return {}
+
+    Answers(monkeypatch, init=refuse)
+
     with caplog.at_level(logging.WARNING):
-        transport = choose_transport(SERVER, timeout_s=1.0, device=CUDA)
+        transport = choose_transport(SERVER, 1, timeout_s=1.0, device=CUDA)
     assert type(transport) is SharedMemoryTransport
     assert "without NCCL, which is slower: the server says: port 51216 is taken" in caplog.text
 
 
-@pytest.mark.parametrize(("reads", "kind"), [(True, SharedMemoryTransport), (False, HttpTransport)])
-def test_a_policy_on_a_cpu_never_asks_for_devices(reads: bool, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = Answers(monkeypatch, reads={"workers": [True, reads]})
-    assert type(choose_transport(SERVER, timeout_s=1.0, device=torch.device("cpu"))) is kind
-    assert answers.routes == ["reads"]
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [({}, SharedMemoryTransport), (ServerRefused(500, "this worker does not see"), HttpTransport)],
+)
+def test_a_policy_on_a_cpu_meets_nobody(answer: Any, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers(monkeypatch, init=answer)
+    assert type(choose_transport(SERVER, 1, timeout_s=1.0, device=torch.device("cpu"))) is kind
+    assert answers.routes == ["init"]
+
+
+def test_a_server_that_is_not_there_is_no_reason_for_another_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    Answers(monkeypatch, init=ServerUnreachable("it is not there"))
+    with pytest.raises(ServerUnreachable):
+        choose_transport(SERVER, 1, timeout_s=1.0)
 
 
 def test_a_worker_that_cannot_join_is_no_reason_to_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    Answers(monkeypatch, join=ServerRefused(500, "rank 1 of 2 met nobody"))
+    def refuse(body: dict[str, Any]) -> dict[str, Any]:
+        if "group" in body:
+            raise ServerRefused(500, "rank 1 of 2 met nobody")
+        return {}
+
+    Answers(monkeypatch, init=refuse)
     monkeypatch.setattr(transports, "open_store", lambda *where, **options: time.sleep(5.0))
     started = time.monotonic()
     with pytest.raises(GroupBroken, match="here: still waiting; the server: rank 1 of 2 met nobody"):
-        GroupTransport().meet(SERVER, timeout_s=30.0)
+        GroupTransport().connect(SERVER, 1, timeout_s=30.0)
     assert time.monotonic() - started < 3.0
 
 
@@ -136,30 +162,30 @@ def joined(group: Group) -> GroupTransport:
 def test_a_bucket_that_the_server_does_not_take_ends_the_group_at_once(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = Answers(monkeypatch, bucket=error)
+    answers = Answers(monkeypatch, update=error)
     group = Group()
     with pytest.raises(type(error), match=str(error)):
         joined(group).send(SERVER, "0-a", BUCKET, timeout_s=5.0)
-    assert group.closed and answers.routes[-1] == "leave"
+    assert group.closed and answers.routes[-1] == "shutdown"
 
 
 def test_workers_that_another_trainer_has_met_since_are_a_broken_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their answer may come before the group notices that it is broken."""
-    answers = Answers(monkeypatch, bucket=ServerRefused(GROUP_LEFT_STATUS, "this worker is in the process group None"))
+    answers = Answers(monkeypatch, update=ServerRefused(GROUP_LEFT_STATUS, "this worker is in the process group None"))
     group = Group()
     with pytest.raises(GroupBroken, match=r"64 bytes .* the server says: this worker is in the process group None"):
         joined(group).send(SERVER, "0-a", BUCKET, timeout_s=5.0)
-    assert group.closed and answers.routes[-1] == "leave"
+    assert group.closed and answers.routes[-1] == "shutdown"
 
 
 def test_a_group_that_breaks_tells_both_stories(monkeypatch: pytest.MonkeyPatch) -> None:
     said = threading.Event()
 
-    def refuse() -> Any:
+    def refuse(body: Any) -> Any:
         said.set()
         raise ServerRefused(500, "GroupBroken: 64 bytes did not come")
 
-    Answers(monkeypatch, bucket=refuse)
+    Answers(monkeypatch, update=refuse)
     group = Group("64 bytes were not sent: connection reset")
     waiting = group.send
 
@@ -176,7 +202,7 @@ def test_a_group_that_breaks_tells_both_stories(monkeypatch: pytest.MonkeyPatch)
 def test_a_server_that_does_not_say_whether_it_loaded_is_not_waited_for_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Answers(monkeypatch, bucket=lambda: time.sleep(3.0))
+    Answers(monkeypatch, update=lambda body: time.sleep(3.0))
     group = Group()
     monkeypatch.setattr(Group, "send", lambda self, data, problem: None)
     with pytest.raises(GroupBroken, match=r"did not say within 0\.2 s that it has loaded"):

@@ -200,7 +200,7 @@ class VLLMServerEngine(VLLMEngine):
         """What the server says of itself now, if it fits and its workers answer; errors as those of `connect`."""
         info = call(self.address, "info", timeout_s=timeout_s)
         self._check_fit(info)
-        call(self.address, "devices", {}, timeout_s=timeout_s)
+        call(self.address, "init", {}, timeout_s=timeout_s)
         return info
 
     def _check_fit(self, info: dict[str, Any]) -> None:
@@ -249,16 +249,17 @@ class VLLMServerEngine(VLLMEngine):
             specs = specs_of(shapes, torch_dtype(self.info["dtype"]))
             body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
             body["push"] = self.info["next_push"]
-            # The server waits that long for rows to end; its answer takes a moment more.
-            call(self.address, "begin", body, timeout_s=self.timeout_s + 5.0)
             transport = self._current_transport(model)
+            transport.connect(self.address, self.info["num_workers"], timeout_s=self.timeout_s)
+            # The server waits that long for rows to end; its answer takes a moment more.
+            call(self.address, "start", body, timeout_s=self.timeout_s + 5.0)
             checksum = 0
             tensors = (tensor for _, tensor in weights)
             for bucket in pack(specs, tensors, device=transport.device, bucket_bytes=self._bucket_bytes):
                 transport.send(self.address, weight_version, bucket, timeout_s=self.timeout_s)
                 checksum = bucket.checksum
         body = {"weight_version": weight_version, "checksum": checksum}
-        call(self.address, "commit", body, timeout_s=self.timeout_s)
+        call(self.address, "finish", body, timeout_s=self.timeout_s)
 
     def _current_transport(self, model: nn.Module) -> HttpTransport:
         """The transport for this push.
@@ -275,7 +276,10 @@ class VLLMServerEngine(VLLMEngine):
             device = None
         elif self._chosen is not None:
             self._chosen[1].close()
-        transport = choose_transport(self.address, timeout_s=self.timeout_s, device=device, group_port=self._group_port)
+        num_workers = self.info["num_workers"]
+        transport = choose_transport(
+            self.address, num_workers, timeout_s=self.timeout_s, device=device, group_port=self._group_port
+        )
         self._chosen = start_id, transport
         return transport
 

@@ -7,11 +7,12 @@ Sleeping is vLLM's own, for GPUs; it was tested against a simulated vLLM only.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from groupgrad.engines.vllm.vllm_params import (
     sampling_params,
     verify,
 )
-from groupgrad.engines.vllm.wire import BUCKET_BYTES, bucket_ranges, specs_of, specs_to_json, torch_dtype
+from groupgrad.engines.vllm.wire import BUCKET_BYTES, bucket_ranges, specs_of, torch_dtype
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.weights import adapter_files, checkpoint_weights, drained_checkpoint_weights
 
@@ -95,6 +96,7 @@ class VLLMColocateEngine(VLLMEngine):
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not forget what it computed with the weights before")
         self._engine.reset_encoder_cache()
+        self._llm.update_weight_version(push.weight_version)
         self._weight_version = push.weight_version
         return push.weight_version
 
@@ -112,14 +114,27 @@ class VLLMColocateEngine(VLLMEngine):
     def _load(self, model: nn.Module, *, merge: bool) -> None:
         shapes = checkpoint_weights(model, merge=merge, shapes_only=True)
         specs = specs_of(shapes, torch_dtype(self._options.dtype))
-        with torch.no_grad(), drained_checkpoint_weights(model, merge=merge) as weights:
-            self._llm.collective_rpc("groupgrad_begin", args=(specs_to_json(specs),))
+        with torch.no_grad(), drained_checkpoint_weights(model, merge=merge) as weights, self._weight_update():
             for first, end in bucket_ranges(specs, BUCKET_BYTES):
-                announced = zip(specs[first:end], weights)
+                announced = zip(specs[first:end], itertools.islice(weights, end - first), strict=True)
                 # Tensors that have vLLM's dtype already are not copied.
-                bucket = [(name, tensor.to(torch_dtype(spec.dtype))) for spec, (name, tensor) in announced]
-                self._llm.collective_rpc("groupgrad_tensors", args=(bucket,))
-            self._llm.collective_rpc("groupgrad_commit")
+                self._update(tensors=[(name, tensor.to(torch_dtype(spec.dtype))) for spec, (name, tensor) in announced])
+            self._update(checksum=None)
+
+    @contextmanager
+    def _weight_update(self) -> Iterator[None]:
+        """vLLM's update of weights, which ends here even if an exception is raised inside."""
+        self._llm.start_weight_update()
+        try:
+            yield
+            self._llm.finish_weight_update()
+        except BaseException:
+            with suppress(Exception):  # vLLM ends an update that is not finished at an error alone
+                self._update()
+            raise
+
+    def _update(self, **update_info: Any) -> None:
+        self._llm.update_weights({"update_info": update_info})
 
     def _use_adapter(self, adapter: Any) -> None:
         previous, self._adapter = self._adapter, None
@@ -185,13 +200,13 @@ class VLLMColocateEngine(VLLMEngine):
 class ColocateSession(TicketSession):
     """A session over vLLM's engine; each `advance` is one of its steps.
 
-    Every sample is checked: its weights are still those of the session's beginning, by the weight version of `owner`
-    and by its adapter, and vLLM's prompt is the request's, images included.
+    Every sample is checked: its weights are those of the session's beginning, by the weight version that vLLM has
+    recorded and by its adapter, and vLLM's prompt is the request's, images included.
     """
 
     def __init__(self, owner: VLLMColocateEngine, fields: dict[str, Any]):
         super().__init__()
-        self._owner, self._engine, self._fields = owner, owner._engine, fields
+        self._engine, self._fields = owner._engine, fields
         self._weight_version, self._adapter = owner.weight_version, owner._adapter
         self._tickets: dict[str, int] = {}
         """Tickets by vLLM's request id."""
@@ -231,14 +246,14 @@ class ColocateSession(TicketSession):
     def _sample(self, ticket: int, request: Request, output: Any) -> Sample:
         """The sample of a finished row, checked."""
         check_prompt(request.prompt_ids, output.prompt_token_ids)
-        current = self._owner._weight_version
-        if current != self._weight_version:
-            raise RuntimeError(f"row {ticket} was begun with {self._weight_version!r} and ended with {current!r}")
+        part = output.outputs[0]
+        versions = [span.version for span in part.weight_versions or ()]  # vLLM's own record
+        if any(version != self._weight_version for version in versions):
+            raise RuntimeError(f"row {ticket} was sampled from the weights {versions}, not {self._weight_version!r}")
         adapter = getattr(output.lora_request, "lora_name", None)
         expected = getattr(self._adapter, "lora_name", None)
         if adapter != expected:
             raise RuntimeError(f"row {ticket} was sampled with the adapter {adapter!r}, not {expected!r}")
-        part = output.outputs[0]
         ids = list(part.token_ids)
         if part.finish_reason not in FINISH_REASONS:
             raise RuntimeError(

@@ -20,8 +20,8 @@ from torch import nn
 from groupgrad import dist
 from groupgrad.engines.vllm.lora import lora_rank
 from groupgrad.engines.vllm.tensor_parallel import launcher_environment
+from groupgrad.engines.vllm.transfer_plugin import BACKEND, register
 from groupgrad.engines.vllm.vllm_params import PROCESSED
-from groupgrad.engines.vllm.worker import EXTENSION
 from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.scoring.forward import unwrap
 
@@ -78,6 +78,7 @@ def start(folder: str, options: ColocateOptions) -> Any:
 
         from vllm import LLM
 
+        register()  # workers are in this process
         is_cpu = current_platform.is_cpu()
         if options.sleep_mode and is_cpu:
             raise ValueError("vllm_enable_sleep_mode=True, but vLLM cannot sleep on a CPU; set it to False")
@@ -95,7 +96,7 @@ def start(folder: str, options: ColocateOptions) -> Any:
             "load_format": "dummy",
             "generation_config": "vllm",
             "logprobs_mode": options.logprobs_mode,
-            "worker_extension_cls": EXTENSION,
+            "weight_transfer_config": {"backend": BACKEND},
         }
         if options.max_lora_rank:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(options.max_lora_rank)}

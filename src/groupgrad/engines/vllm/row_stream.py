@@ -76,6 +76,7 @@ class RowStream:
         line: dict[str, Any] = {"row": row["row"], "weight_version": self._body["weight_version"]}
         ids: list[int] = []
         logprobs: list[float] = []
+        versions: dict[str, None] = {}
         try:
             prompt = self._body["prompts"][row["prompt"]]
             images = await self._images(row["images"]) if "images" in row else ()
@@ -93,7 +94,10 @@ class RowStream:
                 logprobs.extend(sampled_logprobs(part.token_ids, part.logprobs if part.token_ids else []))
                 self._load.num_tokens += len(part.token_ids)
                 line["finish_reason"] = part.finish_reason
+                # vLLM's own record, at the end of a row; a row without tokens has none.
+                versions = dict.fromkeys(span.version for span in part.weight_versions or ())
             line |= {"ids": ids, "logprobs": logprobs}
+            line["weight_version"] = " and ".join(versions) or line["weight_version"]
         except Exception as error:  # reported to the trainer, as the failure of this row alone
             line["error"] = f"{type(error).__name__}: {error}"
         self._lines.put_nowait(line)

@@ -5,10 +5,12 @@ vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They a
 - GET `/groupgrad/info`: the model, this start of the server, and its weights.
 - POST `/groupgrad/check`: reject sampling options that vLLM refuses.
 - POST `/groupgrad/generate`: rows in, a line of JSON for each row as it ends, and a heartbeat every second.
-- POST `/groupgrad/reads`, `/groupgrad/devices`, `/groupgrad/open`, `/groupgrad/join`, `/groupgrad/leave`: call that
-  method of all workers, to find out and set up how buckets come to them.
-- POST `/groupgrad/begin`, `/groupgrad/bucket`, `/groupgrad/commit`: a push of weights.
+- POST `/groupgrad/init`, `/groupgrad/shutdown`: a trainer meets the workers, or leaves them.
+- POST `/groupgrad/start`, `/groupgrad/update`, `/groupgrad/finish`: a push of weights, a bucket for each `update`.
 - POST `/groupgrad/adapter`: a push of an adapter.
+
+The routes of a push call the methods of vLLM's weight transfer. vLLM's own routes to them ask for no key, exist in its
+development mode alone, and check nothing (docs/vllm.md).
 
 Every route, vLLM's own included, needs the key (`api_keys.py`); without it only GET `/health` is answered.
 
@@ -30,7 +32,7 @@ import tempfile
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -42,7 +44,9 @@ from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, MISSING_KEY_STATUS
 from groupgrad.engines.vllm.lora import lora_request
 from groupgrad.engines.vllm.row_stream import RowStream, ServerLoad
 from groupgrad.engines.vllm.server_requests import Call, Refusal, check_length, header, limited, take, take_timeout
+from groupgrad.engines.vllm.transfer_plugin import TRANSFER_CONFIG
 from groupgrad.engines.vllm.vllm_params import sampling_params, verify
+from groupgrad.engines.vllm.weight_receiver import REFUSED
 from groupgrad.engines.vllm.wire import (
     AS_LOADED,
     PROTOCOL,
@@ -52,23 +56,18 @@ from groupgrad.engines.vllm.wire import (
     specs_from_json,
     specs_to_json,
 )
-from groupgrad.engines.vllm.worker import EXTENSION, OTHER_GROUP, REFUSED
 
 logger = logging.getLogger(__name__)
 
 MIDDLEWARE = "groupgrad.engines.vllm.server.Routes"
+FLAGS = ("--weight-transfer-config", TRANSFER_CONFIG, "--middleware", MIDDLEWARE)
+"""Arguments that make `vllm serve` a server for groupgrad's trainers."""
 PREFIX = "/groupgrad/"
 RETRY_S = 1
 """Seconds after which a caller that was refused during a push may retry."""
-WORKER_ROUTES: dict[str, dict[str, type]] = {
-    "reads": {"name": str},
-    "devices": {},
-    "open": {"port": int, "timeout_s": float},
-    "join": {"name": str, "backend": str, "port": int, "size": int, "timeout_s": float},
-    "leave": {"name": str},
-}
-"""Routes that call the method `groupgrad_<route>` of all workers, with these fields of the body. `open` and `join` get
-the server's own address besides: callers name none."""
+PORT_FIELDS = {"port": int, "timeout_s": float}
+GROUP_FIELDS = {**PORT_FIELDS, "group": str, "backend": str, "size": int, "peer": dict}
+"""Fields of a call of `init` that opens a port, or forms a process group there. The address is the server's own."""
 SPECS_BYTES, ROWS_BYTES, ADAPTER_BYTES = 2**26, 2**30, 2**33
 """Largest announcement of a push, largest call for rows (with images, or of vLLM's own routes), and largest adapter."""
 OPEN_PATH = "/health"
@@ -97,6 +96,8 @@ class ServerWeights:
     """Tensors that the push under way has announced."""
     num_tensors: int = 0
     """How many of them the workers have."""
+    group: str = ""
+    """The process group that the workers were asked to join last."""
     push_is_waiting: bool = False
     """True while a push waits for rows to end."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -122,15 +123,15 @@ class ServerWeights:
         if self.is_complete or self.pending_version != version:
             raise Refusal(409, f"the push {version!r} is not under way on this server")
 
-    def next_bucket(self, first: int, count: int) -> int:
-        """Length in bytes of the bucket with these tensors, which have to be the next ones of the push."""
+    def next_bucket(self, first: int, count: int) -> Sequence[TensorSpec]:
+        """Tensors of this bucket, which have to be the next ones of the push."""
         if first != self.num_tensors or not 0 < count <= len(self.specs) - first:
             raise Refusal(
                 409,
                 f"a bucket has the tensors {first} to {first + count}, but {self.num_tensors} of {len(self.specs)} are "
                 "here",
             )
-        return padded_bytes(self.specs[first : first + count])
+        return self.specs[first : first + count]
 
 
 class Routes:
@@ -194,9 +195,7 @@ class Routes:
         route = scope["path"].removeprefix(PREFIX).strip("/")
         handler = getattr(self, f"route_{route}", None)
         try:
-            if route in WORKER_ROUTES:
-                status, answer = 200, await self._call_workers(engine, route, call)
-            elif handler is not None:
+            if handler is not None:
                 status, answer = 200, await handler(engine, call)
             else:
                 raise Refusal(404, f"there is no route {scope['path']}")
@@ -208,20 +207,6 @@ class Routes:
             await _stream(answer, scope, receive, send)
         else:
             await _reply(status, answer or {}, send)
-
-    async def _call_workers(self, engine: Any, route: str, call: Call) -> dict[str, Any]:
-        body, kinds = await call.json(), WORKER_ROUTES[route]
-        if unknown := body.keys() - kinds.keys():
-            raise Refusal(400, f"the route {route} takes no {', '.join(sorted(unknown))}")
-        fields: dict[str, Any] = {name: take(body, name, kind) for name, kind in kinds.items()}
-        if "timeout_s" in fields:
-            take_timeout(body)
-        if "port" in fields:
-            if not 0 < fields["port"] < 65536:
-                raise Refusal(400, f"there is no port {fields['port']}")
-            fields["host"] = call.server_host
-        async with self._weights.lock:
-            return {"workers": await engine.collective_rpc(f"groupgrad_{route}", kwargs=fields)}
 
     async def route_info(self, engine: Any, call: Call) -> dict[str, Any]:
         if engine.errored:
@@ -241,6 +226,7 @@ class Routes:
             "dtype": str(config.dtype).removeprefix("torch."),
             "max_model_len": config.max_model_len,
             "max_lora_rank": 0 if lora is None else int(lora.max_lora_rank),
+            "num_workers": engine.vllm_config.parallel_config.world_size_across_dp,
             "quantization": config.quantization,
             "logprobs_mode": str(config.logprobs_mode),
             "weight_version": weights.version,
@@ -270,7 +256,39 @@ class Routes:
         with _refused_options():
             return RowStream(engine, body, weights.adapter, self._load)
 
-    async def route_begin(self, engine: Any, call: Call) -> None:
+    async def route_init(self, engine: Any, call: Call) -> None:
+        """Have all workers look into the trainer's shared memory, open a port, form a process group, or only answer."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        body, weights = await call.json(), self._weights
+        kinds: dict[str, type] = {}
+        if body:
+            kinds = {"shared": str} if "shared" in body else GROUP_FIELDS if "group" in body else PORT_FIELDS
+        if unknown := body.keys() - kinds.keys():
+            raise Refusal(400, f"the route init takes no {', '.join(sorted(unknown))}")
+        fields: dict[str, Any] = {name: take(body, name, kind) for name, kind in kinds.items()}
+        if "port" in fields:
+            take_timeout(body)
+            if fields.get("backend", "gloo") not in ("nccl", "gloo"):
+                raise Refusal(400, f"the backend {fields['backend']!r} is neither nccl nor gloo")
+            if not 0 < fields["port"] < 65536:
+                raise Refusal(400, f"there is no port {fields['port']}")
+            fields["host"] = call.server_host
+        async with weights.lock:
+            if "port" in fields:
+                weights.group = fields.pop("group", "")
+            await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=fields))
+
+    async def route_shutdown(self, engine: Any, call: Call) -> None:
+        """Leave the process group of this name, if the workers are in it."""
+        name, weights = take(await call.json(), "group", str), self._weights
+        async with weights.lock:
+            if name == weights.group:
+                weights.group = ""
+                await self._end_update(engine)
+                await engine.shutdown_weight_transfer_engine()
+
+    async def route_start(self, engine: Any, call: Call) -> None:
         body, weights = await call.json(SPECS_BYTES), self._weights
         version, token, timeout_s = take(body, "weight_version", str), take(body, "push", str), take_timeout(body)
         try:
@@ -280,36 +298,55 @@ class Routes:
         async with weights.lock:
             weights.check_announced(token)
             await self._drain(timeout_s)
+            await self._end_update(engine)
             weights.begin(version, specs)
             weights.adapter = None
-            await engine.collective_rpc("groupgrad_begin", args=(specs_to_json(specs),))
+            await engine.start_weight_update()
 
-    async def route_bucket(self, engine: Any, call: Call) -> None:
+    async def route_update(self, engine: Any, call: Call) -> None:
         query, weights = call.query, self._weights
         version, first, count = take(query, "weight_version", str), take(query, "first", int), take(query, "count", int)
         weights.check_pending(version)
-        num_bytes = weights.next_bucket(first, count)
+        num_bytes = padded_bytes(weights.next_bucket(first, count))
         is_here = query.keys().isdisjoint(("shared", "group"))
         body = await call.body(num_bytes if is_here else 0)
-        sent = len(body) if is_here else take(query, "num_bytes", int)
-        if sent != num_bytes:
-            raise Refusal(422, f"a bucket has {sent} bytes, but its tensors have {num_bytes}")
+        if is_here and len(body) != num_bytes:
+            raise Refusal(422, f"a bucket has {len(body)} bytes, but its tensors have {num_bytes}")
+        source = {"body": body} if is_here else {"shared": query["shared"]} if "shared" in query else {}
         async with weights.lock:
             weights.check_pending(version)
-            weights.next_bucket(first, count)
-            with _refused_as(GROUP_LEFT_STATUS, OTHER_GROUP):  # another trainer may have met the workers meanwhile
-                await engine.collective_rpc("groupgrad_bucket", args=(body, query))
+            specs = specs_to_json(weights.next_bucket(first, count))
+            if query.get("group", weights.group) != weights.group:  # another trainer has met the workers meanwhile
+                story = f"the workers are in the process group {weights.group!r}, not {query['group']!r}"
+                raise Refusal(GROUP_LEFT_STATUS, story)
+            await self._update(engine, specs=specs, **source)
             weights.num_tensors += count
 
-    async def route_commit(self, engine: Any, call: Call) -> None:
+    async def route_finish(self, engine: Any, call: Call) -> None:
         body, weights = await call.json(), self._weights
         version, checksum = take(body, "weight_version", str), take(body, "checksum", int)
         async with weights.lock:
             weights.check_pending(version)
-            with _refused_as(422, REFUSED):
-                await engine.collective_rpc("groupgrad_commit", args=(checksum,))
+            if weights.num_tensors != len(weights.specs):
+                raise Refusal(422, f"{len(weights.specs)} tensors were announced, {weights.num_tensors} came")
+            try:
+                await self._update(engine, checksum=checksum)
+            except Exception as error:  # vLLM wraps the worker's error in others
+                raise Refusal(422, str(error)) if REFUSED in str(error) else error from None
+            await engine.finish_weight_update()
             weights.base_version = version
             await self._finish_push(engine, version)
+
+    async def _update(self, engine: Any, **update_info: Any) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def _end_update(self, engine: Any) -> None:
+        """End an update that was started and not finished: vLLM refuses another, and ends it at an error alone."""
+        if not self._weights.is_complete:
+            with suppress(Exception):
+                await self._update(engine)
 
     async def route_adapter(self, engine: Any, call: Call) -> None:
         """Load an adapter; the body is its configuration (`config_bytes` long), then its tensors."""
@@ -375,17 +412,6 @@ def _refused_options() -> Iterator[None]:
         raise Refusal(400, f"vLLM {_vllm_version()} refuses the sampling options: {error}") from None
 
 
-@contextmanager
-def _refused_as(status: int, words: str) -> Iterator[None]:
-    """Turn a worker's error with these words, which vLLM wraps in others, into a refusal of that status."""
-    try:
-        yield
-    except Exception as error:
-        if words in str(error):
-            raise Refusal(status, str(error)) from None
-        raise
-
-
 def _vllm_version() -> str:
     return compat.installed_version("vllm") or "of unknown version"
 
@@ -418,5 +444,5 @@ def _is_health(scope: Any) -> bool:
 
 
 def server_command(arguments: list[str]) -> list[str]:
-    """vLLM's command line for a server with groupgrad's routes and workers."""
-    return ["serve", *arguments, "--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
+    """vLLM's command line for a server with groupgrad's routes and its backend of weight transfer."""
+    return ["serve", *arguments, *FLAGS]

@@ -31,9 +31,12 @@ class HttpTransport:
     device = torch.device("cpu")
     """Device of the buckets that `send` takes."""
 
+    def connect(self, address: Address, num_workers: int, *, timeout_s: float) -> None:
+        """Prepare to send a push to a server with so many workers."""
+
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         """Return when all workers have loaded the bucket."""
-        call(address, "bucket", bucket.data.numpy().data, query=_query(weight_version, bucket), timeout_s=timeout_s)
+        call(address, "update", bucket.data.numpy().data, query=_query(weight_version, bucket), timeout_s=timeout_s)
 
     def close(self) -> None:
         """Leave the server without waiting for anything."""
@@ -45,16 +48,16 @@ class SharedMemoryTransport(HttpTransport):
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         """Return when all workers have loaded the bucket."""
         with shared_file(bucket.data.numpy().data) as name:
-            query = _query(weight_version, bucket, shared=name, num_bytes=len(bucket.data))
-            call(address, "bucket", b"", query=query, timeout_s=timeout_s)
+            query = _query(weight_version, bucket, shared=name)
+            call(address, "update", b"", query=query, timeout_s=timeout_s)
 
 
 class GroupTransport(HttpTransport):
     """Broadcasts buckets over a process group of this rank and all workers: NCCL from a GPU, gloo from the CPU.
 
-    The group is formed at the first bucket, at `port` of the server's machine, which its first worker opens. `send`
+    The group is formed before the first push, at `port` of the server's machine, which its first worker opens. `send`
     raises GroupBroken, with both sides' errors, if a bucket does not arrive in time or the workers have joined another
-    trainer since; the group is closed then.
+    trainer since; the group is closed then, and the next push forms another.
     """
 
     def __init__(self, port: int = GROUP_PORT, device: torch.device | None = None):
@@ -64,31 +67,31 @@ class GroupTransport(HttpTransport):
         self._address: Address | None = None
         self._name = ""
 
-    def meet(self, address: Address, *, timeout_s: float) -> WeightGroup:
-        """Form the group with the workers. GroupBroken if that fails."""
-        self.close()
-        meeting_s = min(timeout_s, MEETING_S)
+    def connect(self, address: Address, num_workers: int, *, timeout_s: float) -> None:
+        """Form the group with the workers, unless there is one. GroupBroken if that fails."""
+        if self._group is not None:
+            return
+        meeting_s, size = min(timeout_s, MEETING_S), 1 + num_workers
         try:
-            size = 1 + len(call(address, "devices", {}, timeout_s=timeout_s)["workers"])
-            call(address, "open", {"port": self._port, "timeout_s": meeting_s}, timeout_s=timeout_s)
+            call(address, "init", {"port": self._port, "timeout_s": meeting_s}, timeout_s=timeout_s)
         except ServerRefused as refused:
             raise GroupBroken(f"the server says: {refused}") from None
         self._address, self._name = address, uuid.uuid4().hex[:8]
-        body = {"name": self._name, "backend": self._backend, "port": self._port, "size": size, "timeout_s": timeout_s}
+        body = {"group": self._name, "backend": self._backend, "port": self._port, "size": size, "timeout_s": timeout_s}
+        body["peer"] = describe_device(self.device)
 
         def join_here() -> None:
             store = open_store(address.host, self._port, serves=False, timeout_s=meeting_s)
             self._group = WeightGroup(self._backend, store, 0, size, timeout_s=timeout_s, device=self.device)
 
-        _run_both(join_here, lambda: call(address, "join", body, timeout_s=timeout_s), meeting_s + 5.0)
-        assert self._group is not None
-        return self._group
+        _run_both(join_here, lambda: call(address, "init", body, timeout_s=timeout_s), meeting_s + 5.0)
 
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         """Return when all workers have loaded the bucket."""
-        group = self._group or self.meet(address, timeout_s=timeout_s)
-        query = _query(weight_version, bucket, group=self._name, num_bytes=len(bucket.data))
-        loading = _THREADS.submit(call, address, "bucket", b"", query=query, timeout_s=timeout_s)
+        group = self._group
+        assert group is not None, "a transport is connected before it sends"
+        query = _query(weight_version, bucket, group=self._name)
+        loading = _THREADS.submit(call, address, "update", b"", query=query, timeout_s=timeout_s)
         try:
             group.send(bucket.data, lambda: _error(loading))
             if not wait([loading], timeout_s).done:
@@ -109,11 +112,16 @@ class GroupTransport(HttpTransport):
             return
         group.close()
         with contextlib.suppress(ConnectionError, ServerRefused):
-            call(self._address, "leave", {"name": self._name}, timeout_s=5.0)
+            call(self._address, "shutdown", {"group": self._name}, timeout_s=5.0)
 
 
 def choose_transport(
-    address: Address, *, timeout_s: float, device: torch.device | None = None, group_port: int = GROUP_PORT
+    address: Address,
+    num_workers: int,
+    *,
+    timeout_s: float,
+    device: torch.device | None = None,
+    group_port: int = GROUP_PORT,
 ) -> HttpTransport:
     """The fastest transport that works for a policy on `device` (None: do not try a process group).
 
@@ -121,30 +129,21 @@ def choose_transport(
     HTTP. A group that cannot be formed logs one warning.
     """
     if device is not None and device.type == "cuda":
-        workers = call(address, "devices", {}, timeout_s=timeout_s)["workers"]
-        if can_meet(describe_device(device), workers):
-            transport = GroupTransport(group_port, device)
-            try:
-                transport.meet(address, timeout_s=timeout_s)
-                return transport
-            except GroupBroken as broken:
-                logger.warning("weights go to the vLLM server %s without NCCL, which is slower: %s", address, broken)
+        transport = GroupTransport(group_port, device)
+        try:
+            transport.connect(address, num_workers, timeout_s=timeout_s)
+            return transport
+        except GroupBroken as broken:
+            logger.warning("weights go to the vLLM server %s without NCCL, which is slower: %s", address, broken)
     remove_stale()
     try:
         with shared_file(b"seen") as name:
-            if all(call(address, "reads", {"name": name}, timeout_s=timeout_s)["workers"]):
-                return SharedMemoryTransport()
-    except OSError as error:
-        if isinstance(error, ConnectionError):  # any other error: no shared memory here
-            raise
-    return HttpTransport()
-
-
-def can_meet(ours: dict[str, Any], workers: list[dict[str, Any]]) -> bool:
-    """True if NCCL can connect our device with all workers: distinct GPUs and one release of NCCL."""
-    if ours["device"] is None or sorted(worker["rank"] for worker in workers) != list(range(len(workers))):
-        return False
-    return all(worker["device"] not in (None, ours["device"]) and worker["nccl"] == ours["nccl"] for worker in workers)
+            call(address, "init", {"shared": name}, timeout_s=timeout_s)
+    except ConnectionError:
+        raise
+    except (OSError, ServerRefused):  # no shared memory here, or another machine's there
+        return HttpTransport()
+    return SharedMemoryTransport()
 
 
 def _query(weight_version: str, bucket: Bucket, **more: Any) -> dict[str, Any]:

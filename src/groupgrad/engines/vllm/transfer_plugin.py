@@ -1,0 +1,41 @@
+"""Plugin of vLLM that adds groupgrad's backend to its registry of weight transfers.
+
+vLLM loads it in each of its processes, from the entry point `vllm.general_plugins` of the installed package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+
+BACKEND = "groupgrad"
+"""Name of the backend, and of the plugin."""
+
+TRANSFER_CONFIG = json.dumps({"backend": BACKEND})
+"""Value of vLLM's `--weight-transfer-config`."""
+
+
+def register() -> None:
+    """Add the backend; its module is imported when a worker needs it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    with contextlib.suppress(ValueError):  # it is registered
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "groupgrad.engines.vllm.transfer_engine", "VerifiedWeightTransfer"
+        )
+
+
+def check_plugin() -> None:
+    """ValueError if the processes of a server would not load the plugin."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and BACKEND not in allowed.split(","):
+        raise ValueError(
+            f"VLLM_PLUGINS is {allowed!r}, so vLLM does not load the plugin that receives weights; add {BACKEND} to it"
+        )
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=BACKEND):
+        raise ValueError(
+            "groupgrad is not installed where vLLM looks for plugins, so the server could not receive weights; run "
+            "`pip install` on it, again if this installation is of an earlier release"
+        )

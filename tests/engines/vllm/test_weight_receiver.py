@@ -1,0 +1,112 @@
+"""The backend of vLLM's weight transfer in one worker, by vLLM's rules, and the plugin that registers it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from simulated_server import Model, Receiver, Worker, pretend_weight_transfer
+
+from groupgrad.engines.vllm import transfer_plugin
+from groupgrad.engines.vllm.transfer_plugin import check_plugin, register
+from groupgrad.engines.vllm.weight_receiver import REFUSED
+from groupgrad.engines.vllm.wire import pack, specs_of, specs_to_json
+
+
+@pytest.fixture
+def worker(model: Any, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    pretend_weight_transfer(monkeypatch)
+    return Worker(Receiver(Model(model)))
+
+
+def send(worker: Worker, tensors: list[tuple[str, torch.Tensor]]) -> int:
+    """Start a push and send these tensors in small buckets; returns their checksum."""
+    specs, checksum = specs_of(tensors, torch.float32), 0
+    worker.start_weight_update()
+    for bucket in pack(specs, (tensor for _, tensor in tensors), bucket_bytes=20_000):
+        own = specs_to_json(specs[bucket.first : bucket.first + bucket.count])
+        worker.update_weights({"specs": own, "body": bucket.data.numpy().tobytes()})
+        checksum = bucket.checksum
+    return checksum
+
+
+def test_a_whole_push_is_loaded(worker: Worker, model: Any) -> None:
+    tensors = list(model.state_dict().items())
+    checksum = send(worker, tensors)
+    worker.update_weights({"checksum": checksum})
+    worker.finish_weight_update()
+    assert all(torch.equal(worker.receiver.model.weights[name], tensor) for name, tensor in tensors)
+
+
+def test_what_is_not_whole_is_refused_and_the_next_push_begins(worker: Worker, model: Any) -> None:
+    tensors = list(model.state_dict().items())
+    checksum = send(worker, tensors)
+    with pytest.raises(RuntimeError, match=f"{REFUSED} 0 refuses the push: its bytes have the checksum .*, those sent"):
+        worker.update_weights({"checksum": checksum ^ 1})
+    name, _ = tensors[3]
+    checksum = send(worker, tensors[:3] + tensors[4:])
+    with pytest.raises(RuntimeError, match=f"{REFUSED} 0 refuses the push: nothing was sent for {name}"):
+        worker.update_weights({"checksum": checksum})
+    with pytest.raises(RuntimeError, match="without a matching start_weight_update"):
+        worker.finish_weight_update()
+    checksum = send(worker, tensors)
+    worker.update_weights({"checksum": checksum})
+    worker.finish_weight_update()
+
+
+def test_a_push_that_is_not_finished_is_ended_by_an_empty_update(worker: Worker, model: Any) -> None:
+    tensors = list(model.state_dict().items())
+    send(worker, tensors)
+    with pytest.raises(RuntimeError, match="already active"):
+        worker.start_weight_update()
+    with pytest.raises(RuntimeError, match="abandoned"):
+        worker.update_weights({})
+    worker.start_weight_update()
+    worker.update_weights({"tensors": tensors})
+    worker.update_weights({"checksum": None})
+    worker.finish_weight_update()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "found", "words"),
+    [
+        (None, ["groupgrad"], ""),
+        ("other,groupgrad", ["groupgrad"], ""),
+        ("other", ["groupgrad"], "VLLM_PLUGINS is 'other', so vLLM does not load .* add groupgrad"),
+        ("", ["groupgrad"], "VLLM_PLUGINS is ''"),
+        (None, [], "groupgrad is not installed where vLLM looks for plugins"),
+    ],
+)
+def test_a_server_that_could_not_receive_weights_is_not_started(
+    allowed: str | None, found: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    monkeypatch.setattr(transfer_plugin.importlib.metadata, "entry_points", lambda **wanted: found)
+    if words:
+        with pytest.raises(ValueError, match=words):
+            check_plugin()
+    else:
+        check_plugin()
+
+
+def test_the_backend_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[tuple[str, ...]] = []
+
+    class Factory:
+        @classmethod
+        def register_engine(cls, *given: str) -> None:
+            if registered:
+                raise ValueError("it is already registered")
+            registered.append(given)
+
+    module = ModuleType("vllm.distributed.weight_transfer.factory")
+    module.WeightTransferEngineFactory = Factory  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    register()
+    register()
+    assert registered == [("groupgrad", "groupgrad.engines.vllm.transfer_engine", "VerifiedWeightTransfer")]
