@@ -99,6 +99,20 @@ def test_only_the_group_that_is_named_is_left() -> None:
     assert left == ["a", "b"]
 
 
+def test_a_trainer_that_leaves_ends_no_push_of_another_one() -> None:
+    routes, engine = Routes(None), Weights(Empty())
+    routes._weights.group = "a"
+
+    async def start() -> None:
+        await (await begin_push(routes, engine, 5.0))
+
+    asyncio.run(start())
+    refused = answer_to(routes, engine, "/groupgrad/shutdown", {"group": "a"})
+    assert refused["status"] == 500 and "during a weight update" in refused["error"]
+    asyncio.run(routes.route_finish(engine, call_of({"weight_version": "3-a", "checksum": 0})))
+    assert routes._weights.version == "3-a"
+
+
 class App:
     """In place of vLLM's application; its answers wait for `may_end`."""
 

@@ -280,12 +280,11 @@ class Routes:
             await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=fields))
 
     async def route_shutdown(self, engine: Any, call: Call) -> None:
-        """Leave the process group of this name, if the workers are in it."""
+        """Leave the process group of this name, if the workers are in it; vLLM refuses during a push."""
         name, weights = take(await call.json(), "group", str), self._weights
         async with weights.lock:
             if name == weights.group:
                 weights.group = ""
-                await self._end_update(engine)
                 await engine.shutdown_weight_transfer_engine()
 
     async def route_start(self, engine: Any, call: Call) -> None:
