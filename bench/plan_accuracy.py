@@ -111,7 +111,7 @@ def measured(case: dict[str, Any]) -> int:
                 gradient_checkpointing=case["checkpointing"],
                 beta=0.04 if case["reference"] else 0.0,
                 bf16=case["half"],
-                optim={"adamw": "adamw_torch", "adafactor": "adafactor"}[case["optimizer"]],
+                optim={"adamw": "adamw_torch_fused", "adafactor": "adafactor"}[case["optimizer"]],
                 use_cpu=True,
                 report_to="none",
                 save_strategy="no",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from groupgrad.batching.packing import RowCost, split_to_size, total_cost
 from groupgrad.modeling.systems.oom_retry import tokens_per_pass
 from groupgrad.planning.shapes import ModelShape
 
@@ -14,9 +15,14 @@ Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 OPTIMIZER_BYTES: dict[str, float] = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.1, "sgd": 0.0}
 """Bytes of the optimizer's states for each trained parameter in float32."""
 
+UPDATE_TENSORS: dict[str, float] = {"adamw": 0.0, "adamw_8bit": 0.0, "adafactor": 2.0, "sgd": 0.0}
+"""Temporary tensors of the size of one weight in the optimizer's update; torch's fused AdamW has none."""
+
 _FOUR_BIT_BYTES = 0.5 + 4 / 64
 _HEAD_SCRATCH = {"cpu": 3 * 512 * 2048 * 4, "cuda": 3 * 4096 * 8192 * 4}
 _CUDA_CONTEXT = 600 * 2**20
+_CPU_CONTEXT = 32 * 2**20
+"""Code and tables that the first step of a process loads; measured, see `bench/plan_accuracy.py`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,8 +72,11 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
+    """Of the largest pass, with the output head's gradient, which a pass computes beside its scores."""
     scratch: int
     """Temporary tensors of the backward pass and of the output head."""
+    update: int
+    """Temporary tensors of the optimizer's update."""
     keys_values: int
     context: int
     """Bytes that the device's library takes for itself."""
@@ -81,11 +90,13 @@ class Memory:
 
     @property
     def training(self) -> int:
-        """Bytes in use in a backward pass, in which gradients take the place of activations layer by layer."""
-        held = self.context + self.weights + self.reference + self.optimizer + self.scratch
-        if self.accumulates:
-            return held + self.gradients + self.activations
-        return held + max(self.gradients, self.activations)
+        """Bytes in use in a step: in its backward passes, or in the optimizer's update.
+
+        In a backward pass gradients take the place of activations layer by layer.
+        """
+        held = self.context + self.weights + self.reference + self.optimizer
+        both = self.gradients + self.activations if self.accumulates else max(self.gradients, self.activations)
+        return held + max(both + self.scratch, self.gradients + self.update)
 
     @property
     def peak(self) -> int:
@@ -111,12 +122,15 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         gradients //= sizes.devices
     if sizes.sharding != "ddp":
         optimizer //= sizes.devices
-    tokens = pass_tokens(sizes, shape.hidden)
+    passes = pass_sizes(sizes, shape.hidden)
+    tokens = max(passes)
     one_layer = int(shape.layer_bytes * tokens)
     activations = int((shape.layer_bytes * shape.layers + shape.other_bytes) * tokens)
     if sizes.checkpointing:
         kept = shape.hidden * (2 if sizes.half else 4)
         activations = int((kept * shape.layers + shape.other_bytes) * tokens) + one_layer
+    if sizes.adapter == "full":
+        activations += shape.head_parameters * sizes.weight_bytes
     return Memory(
         weights=weights,
         sampled=sampled or weights,
@@ -126,27 +140,32 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         activations=activations,
         scratch=_HEAD_SCRATCH["cuda" if sizes.on_gpu else "cpu"] + one_layer // 2 + _unreduced(shape, sizes),
         keys_values=_keys_values(shape, sizes) if sizes.samples else 0,
-        context=_CUDA_CONTEXT if sizes.on_gpu else 0,
-        accumulates=sizes.accumulates,
+        update=_update(shape, sizes),
+        context=_CUDA_CONTEXT if sizes.on_gpu else _CPU_CONTEXT,
+        accumulates=sizes.accumulates or len(passes) > 1,
     )
 
 
-def pass_tokens(sizes: RunSizes, hidden_size: int) -> int:
-    """Returns the tokens of a training pass whose completions have full length; each prompt counts once.
+def pass_sizes(sizes: RunSizes, hidden_size: int) -> list[int]:
+    """Returns the tokens of each training pass of a micro-batch whose completions have full length.
 
-    On a CPU a larger micro-batch is cut between its groups.
+    Each prompt counts once in a pass. On a CPU a larger micro-batch is cut as in training.
     """
-    groups = max(1, -(-sizes.micro_batch // sizes.group))
-    tokens = sizes.micro_batch * sizes.completion + groups * sizes.prompt
+    costs = [RowCost(sizes.completion, sizes.prompt, row // sizes.group) for row in range(sizes.micro_batch)]
+    if sizes.on_gpu:
+        return [total_cost(costs)]
     limit = tokens_per_pass(hidden_size)
-    if sizes.on_gpu or tokens <= limit:
-        return tokens
-    of_group = min(sizes.group, sizes.micro_batch) * sizes.completion + sizes.prompt
-    return max(of_group, limit // of_group * of_group)
+    return [total_cost(costs[row] for row in rows) for rows in split_to_size(costs, limit)]
 
 
 def _trained(shape: ModelShape, sizes: RunSizes) -> int:
     return shape.parameters if sizes.adapter == "full" else shape.adapter_inputs * sizes.lora_rank
+
+
+def _update(shape: ModelShape, sizes: RunSizes) -> int:
+    """Bytes of temporary tensors of the largest weight's update. Those of an adapter are small."""
+    largest = shape.largest_parameter if sizes.adapter == "full" else 0
+    return int(UPDATE_TENSORS[sizes.optimizer] * largest * _state_bytes(sizes))
 
 
 def _state_bytes(sizes: RunSizes) -> int:

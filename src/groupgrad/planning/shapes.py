@@ -28,6 +28,10 @@ class ModelShape:
     layers: int
     layer_parameters: int
     """Parameters of one layer."""
+    head_parameters: int
+    """Parameters of the output head."""
+    largest_parameter: int
+    """Numbers of the largest weight."""
     linear_parameters: int
     """Parameters of linear layers within the layers; these can be quantized."""
     adapter_inputs: int
@@ -77,6 +81,8 @@ def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
         parameters=sum(p.numel() for p in model.parameters()),
         layers=len(layers),
         layer_parameters=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
+        head_parameters=head.weight.numel() if (head := model.get_output_embeddings()) is not None else 0,
+        largest_parameter=max(p.numel() for p in model.parameters()),
         linear_parameters=sum(part.weight.numel() for part in linear),
         adapter_inputs=sum(part.in_features + part.out_features for part in linear),
         hidden=text.hidden_size,

@@ -43,8 +43,8 @@ def memory_guard(
         )
     max_tokens = args.max_tokens_per_pass
     if max_tokens is None and args.device.type == "cpu" and not aux_loss:
-        text: Any = getattr(getattr(pretrained(model), "config", None), "get_text_config", dict)()
-        width = getattr(text, "hidden_size", None)
+        config: Any = getattr(pretrained(model), "config", None)
+        width = None if config is None else getattr(config.get_text_config(), "hidden_size", None)
         max_tokens = tokens_per_pass() if width is None else tokens_per_pass(width)
     if collectives is not None and obstacle is None:
         return JointMemoryGuard(clear, collectives, max_tokens=max_tokens, prepare=prepare)
