@@ -43,13 +43,7 @@ def ragged(**fields: Any) -> Batch:
 
 
 def gradients_of(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def averaged(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Collective. The gradients of the mean over ranks of their losses."""
+    """The gradients of the loss, or of the mean of the losses of several ranks. Collective."""
     model.zero_grad()
     loss.backward()
     dist.average_gradients(model.parameters())
@@ -77,7 +71,7 @@ def test_every_kind_of_attention_scores_as_one_rank_does(build: Callable[..., An
         for name in NAMES:
             model = build(name)
             scores = score_tokens(model, ragged(), options)
-            found.append((scores.logprobs.detach(), scores.entropy.detach(), averaged(model, loss_of(scores))))
+            found.append((scores.logprobs.detach(), scores.entropy.detach(), gradients_of(model, loss_of(scores))))
         return found
 
     ranks = on_ranks(action, tmp_path, 2)
@@ -113,7 +107,7 @@ def test_four_ranks_have_the_loss_of_one_whatever_it_sums_over(build: Callable[.
             for policy in OPTIONS.values():
                 model = build("qwen3")
                 loss = policy_loss(score_tokens(model, batch, options), batch, policy).loss
-                found.append((float(loss.detach()), averaged(model, loss)))
+                found.append((float(loss.detach()), gradients_of(model, loss)))
         with torch.no_grad():
             found.append(score_tokens(build("qwen3"), batches[0], options))
         return found
@@ -146,7 +140,7 @@ def test_a_precomputed_gradient_and_checkpointing_change_nothing(build: Callable
         model = build("qwen3").train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         scores = score_tokens(model, batch, options, precomputed)
-        return averaged(model, policy_loss(scores, batch, policy).loss)
+        return gradients_of(model, policy_loss(scores, batch, policy).loss)
 
     model = build("qwen3")
     expected = gradients_of(model, policy_loss(score_tokens(model, batch, ForwardOptions()), batch, policy).loss)
