@@ -222,7 +222,7 @@ class GRPOTrainer(TrainingRun):
         self.memory.begin_step()
         self._remember_last_step()
         self._follow_generate()
-        step = self.state.global_step
+        step, size = self.state.global_step, self.plan.micro_batch_rows
         self._on_policy = self.sampler_logprobs.on_policy(step)
         for index, key in enumerate(keys):
             if key.position == 0 or self.buffer.get(key.generation) is None:
@@ -230,7 +230,7 @@ class GRPOTrainer(TrainingRun):
         self.buffer.keep_only({key.generation for key in keys})
         with dist.errors_on_all_ranks():
             batch = self._rows_of_step(keys)
-        keep, size = self.args.top_entropy_quantile, self.plan.micro_batch_rows
+        keep = self.args.top_entropy_quantile
         with self.timings.phase("scoring"):
             totals = step_totals(batch, len(keys), keep_entropy=keep, entropy_of=self._entropy)
         return assign_micro_batches(
