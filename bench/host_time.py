@@ -15,7 +15,6 @@ import cProfile
 import json
 import os
 import pstats
-import random
 import statistics
 import subprocess
 import sys
@@ -63,7 +62,8 @@ def trainer_of(workload: str, folder: str, steps: int, clock: Clock) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             clock.end_step()
 
-    tokenizer, rows = task.make_tokenizer(), task.make_splits(0).grpo
+    tokenizer: Any = task.make_tokenizer()
+    rows = task.make_splits(0).grpo
     dataset = [{"prompt": problem.prompt} for problem in rows]
     if workload == "demo":
         model, sizes = task.make_model(tokenizer, 0), (256, 16, task.MAX_COMPLETION_LENGTH)
@@ -85,7 +85,6 @@ def trainer_of(workload: str, folder: str, steps: int, clock: Clock) -> Any:
             )
         )
         sizes = (128, 8, 16)
-    random.seed(0)
     config = GRPOConfig(
         output_dir=folder,
         max_steps=steps,
