@@ -209,11 +209,11 @@ class LossWindow(TrainerCallback):
         return {**states[0], "loss": sum(state["loss"] for state in states) / len(states)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put a loaded sum where the loop, which has just set it to 0, adds to it."""
+        """Put a loaded sum where the loop, which has just set it to 0, adds to it. Collective after a resume."""
         if self._loaded is None:
             return
         self._trainer._tr_loss.fill_(self._loaded["loss"])
         self._trainer._globalstep_last_logged = self._loaded["logged_at"]
-        # The mean loss that training returns is over the steps of this call alone.
-        self._trainer._total_loss_scalar -= self._loaded["loss"]
+        # The mean loss that training returns is over the steps of this call alone, and of all ranks.
+        self._trainer._total_loss_scalar -= dist.all_sum([self._loaded["loss"]])[0] / dist.world_size()
         self._loaded = None
