@@ -306,7 +306,7 @@ def test_collectives_do_not_grow_with_micro_batches(make_trainer, monkeypatch):
         monkeypatch.undo()
         counts.append(sorted(calls))
     assert counts[0] == counts[1]
-    assert 0 < len(counts[0]) < 30
+    assert 0 < len(counts[0]) < 31  # in two steps; the last one sums the losses of the run
 
 
 # ------------------------------------------------------------------------------------------------ completions
