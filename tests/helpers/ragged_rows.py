@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tiny_hybrids import VOCABULARY
 from torch import nn
 
-from groupgrad.modeling.scoring.forward import build_batch
+from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
 
 
 def ragged_groups(seed: int) -> Any:
@@ -33,3 +34,17 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_scored_as_one_pass_a_row(model: nn.Module, batch: Any, row_logits: Callable[..., torch.Tensor]) -> None:
+    """The shared layout gives the log-probs and gradients of a plain forward pass for each row (`row_logits`)."""
+    weights = torch.linspace(-1, 2, batch.num_tokens)
+    logits = row_logits(model, batch).log_softmax(-1)
+    expected = logits.gather(-1, batch.completion_ids[:, None]).squeeze(-1)
+    assert float(expected.detach().std()) > 0.1
+    scores = score_tokens(model, batch, ForwardOptions(layout="shared"))
+    torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=1e-5)
+    mine, plain = (gradients(model, (weights * values).sum()) for values in (scores.logprobs, expected))
+    scale = max(float(value.abs().max()) for value in plain.values())
+    for name, value in plain.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5 * scale, msg=name)

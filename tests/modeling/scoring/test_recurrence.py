@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged_rows import batch_of, gradients
+from ragged_rows import assert_scored_as_one_pass_a_row, batch_of, gradients
 from tiny_hybrids import CONFIGS, make_hybrid
 
 from groupgrad.modeling.scoring import recurrence as recurrence_module
@@ -27,17 +27,7 @@ OPTIONS = ForwardOptions(layout="shared")
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_log_probs_and_gradients_are_those_of_one_pass_a_row(family: str, row_logits: Any) -> None:
-    model, batch = make_hybrid(family), batch_of(1)
-    weights = torch.linspace(-1, 2, batch.num_tokens)
-    logits = row_logits(model, batch).log_softmax(-1)
-    expected = logits.gather(-1, batch.completion_ids[:, None]).squeeze(-1)
-    assert float(expected.detach().std()) > 0.1
-    scores = score_tokens(model, batch, OPTIONS)
-    torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=1e-5)
-    mine, plain = (gradients(model, (weights * values).sum()) for values in (scores.logprobs, expected))
-    scale = max(float(value.abs().max()) for value in plain.values())
-    for name, value in plain.items():
-        torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5 * scale, msg=name)
+    assert_scored_as_one_pass_a_row(make_hybrid(family), batch_of(1), row_logits)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
