@@ -218,8 +218,8 @@ RUN_RULES: tuple[Rule, ...] = (
         ("context_parallel_size",),
         lambda c: c.world_size % c.context_parallel_size,
         "context_parallel_size={c.context_parallel_size} cuts each row over so many processes, and the run has "
-        "{c.world_size}. Set it to a divisor of {c.world_size}, or start a multiple of it (groupgrad train "
-        "--num-processes {c.context_parallel_size})",
+        "{c.world_size}. Set it to a divisor of {c.world_size} (1 turns it off), or start a multiple of it (groupgrad "
+        "train --num-processes {c.context_parallel_size})",
     ),
     Rule(
         ("context_parallel_size", "fsdp", "deepspeed", "torch_compile", "record_gradient_share"),
