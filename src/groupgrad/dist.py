@@ -174,7 +174,7 @@ class RingHop:
         self._works = torch_dist.batch_isend_irecv(transfers)
 
     def wait(self) -> list[torch.Tensor]:
-        """What has come in."""
+        """The previous rank's tensors, when they have arrived."""
         with doing(WAITING):
             for work in self._works:
                 work.wait()

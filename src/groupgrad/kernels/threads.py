@@ -100,7 +100,7 @@ class ParkedTeam:
 
 
 class CoreWaits:
-    """How long threads of this process were ready to run and had no core, as Linux counts it.
+    """Reads from Linux how long threads of this process were ready to run but had no core.
 
     Args:
         tasks: Folder with a folder for each thread, whose file `schedstat` has nanoseconds on a core and nanoseconds of

@@ -19,7 +19,7 @@ class BaseModels:
 
     def __init__(self) -> None:
         self._kept: dict[Any, tuple[nn.Module, torch.Tensor]] = {}
-        """By what they were loaded from: the model without an adapter, and the random state that loading left."""
+        """For each source of loading: the model without an adapter, and the random state that loading left."""
         self._addresses: set[int] = set()
 
     @contextmanager

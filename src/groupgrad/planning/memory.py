@@ -72,7 +72,7 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """Of the largest pass, with the output head's gradient, which a pass computes beside its scores."""
+    """Activations of the largest pass, and the gradient of the output head, which is computed in the same pass."""
     scratch: int
     """Temporary tensors of the backward pass and of the output head."""
     update: int

@@ -30,15 +30,15 @@ REFUSED = "vLLM's worker"
 
 @dataclass(slots=True)
 class Meeting:
-    """How buckets will come: in shared memory, or over a process group that meets at a port which is opened first."""
+    """Says how a push sends its buckets: in shared memory, or over a process group whose ranks meet at a port."""
 
     shared: str | None = None
     """A file in the trainer's shared memory, which the worker has to be able to read."""
     host: str = ""
     port: int = 0
-    """Where a group meets: a port of the server, opened by its first worker."""
+    """The server's port at which the ranks of the group meet; its first worker opens it."""
     backend: Backend | None = None
-    """Of the process group of the trainer and all workers; None: open the port."""
+    """Backend of the process group of the trainer and all workers; None asks the worker to open the port."""
     size: int = 0
     """Ranks of the group: the trainer and all workers."""
     timeout_s: float = 0.0

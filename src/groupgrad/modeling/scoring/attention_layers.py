@@ -153,7 +153,7 @@ def _falcon(
 
 @dataclass(slots=True, frozen=True)
 class _Route:
-    """What computes a method of a layer class under a plan."""
+    """Names a method of a layer class, and the function that computes it under a plan."""
 
     method: str
     counterpart: Callable[..., tuple[torch.Tensor, None]]

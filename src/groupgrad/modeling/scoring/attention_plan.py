@@ -1,4 +1,4 @@
-"""What an attention plan is: an object that computes attention for one layout of flat tokens."""
+"""Defines the attention plan, an object that computes attention for one layout of flat tokens."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Chunks:
         return chunks.flatten(0, 1)[self.inverse]
 
     def steps(self, prepare: Prepare, *inputs: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """What `prepare` makes of the chunks (N, ...) of `inputs`, for each step of `scan` in turn.
+        """Applies `prepare` to the chunks (N, ...) of `inputs`, and yields its results for each step of `scan`.
 
         It is made for the steps of a block at a time. Tensors are split at once: the gradient of a slice is as large as
         the whole, so the cost of the backward pass would grow with the square of the number of steps.

@@ -212,7 +212,7 @@ def _delta_parts(
     to_state: torch.Tensor,
     kept: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """What a delta rule's states (n, H, Dk, Dv) need of the chunks that they pass through: each (n, H, ...).
+    """Prepares chunks for the states (n, H, Dk, Dv) of a delta rule that pass through them; results are (n, H, ...).
 
     These are `written` and `read` (C, Dv or Dk): what the tokens write is written - read @ state. Of the arguments,
     `system` (C, C) times what the tokens write is `right` (C, Dv + Dk), the values to write and the keys by which the

@@ -184,7 +184,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _around(plan: RingPlan, tensors: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """The (H, T, ...) tensors of each rank of the group, this rank's first, with the rank's place in the group.
+    """Yields each rank's place in the group and its (H, T, ...) tensors, beginning with this rank.
 
     While those of one rank are in use, those of the next one are on their way. Collective.
     """
