@@ -49,10 +49,10 @@ vision: $(VENV)/.groupgrad
 	$(VENV)/bin/python examples/vision_squares.py $(VISION_ARGS)
 
 test: $(VENV)/.groupgrad-dev
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(TEST_ARGS)
 
 test-all: $(VENV)/.groupgrad-dev
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
 
 test-vllm: $(VLLM_VENV)/.groupgrad-vllm
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm \

@@ -6,7 +6,6 @@ batches are the same in every run of a seed, because all requests are queued bef
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,6 +19,7 @@ from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.generation_options import PAGED
 from groupgrad.engines.transformers import end_ids
+from groupgrad.garbage import existing_objects_skipped
 from groupgrad.modeling.load import Float32Linear
 from groupgrad.modeling.scoring.attention import pretrained
 from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
@@ -102,7 +102,6 @@ def _run(model: Any, requests: Sequence[Request], config: Any, generation: Gener
         ticket = manager.add_request(request.prompt_ids, max_new_tokens=request.max_new_tokens)
         places[ticket] = i
     outputs: list[Any] = [None] * len(requests)
-    gc.freeze()  # the manager collects garbage twice when it stops, which need not search all of the process
     try:
         manager.start()
         while places:
@@ -117,8 +116,8 @@ def _run(model: Any, requests: Sequence[Request], config: Any, generation: Gener
                     raise _failure(output.error)
                 outputs[places.pop(output.request_id)] = output
     finally:
-        manager.stop(block=True, hard_stop=bool(places))
-        gc.unfreeze()
+        with existing_objects_skipped():  # the manager collects garbage twice when it stops
+            manager.stop(block=True, hard_stop=bool(places))
     return outputs
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from groupgrad.checkpoints.saving import step_of
+from groupgrad.garbage import existing_objects_skipped
 from groupgrad.rollout.collector import Experience
 from groupgrad.stopping import Paused, Stopped
 from groupgrad.sweep.compare import COMBINED
@@ -71,7 +70,7 @@ class ArmRun:
         trainer, started = self.trainer, time.perf_counter()
         self._rewards, trainer.pause_at = {}, until
         resume_from = str(self.folder / f"checkpoint-{step}") if step else None
-        with _few_objects_to_search():
+        with existing_objects_skipped():  # each training begins with a garbage collection
             try:
                 trainer.train(resume_from_checkpoint=resume_from)
                 last_step = trainer.state.global_step
@@ -124,13 +123,3 @@ def _mean(values: list[float]) -> float:
 
 def _digest(identity: Any) -> str:
     return blake2b(repr(identity).encode(), digest_size=8).hexdigest()
-
-
-@contextmanager
-def _few_objects_to_search() -> Iterator[None]:
-    """Sets the objects that exist aside, so that the garbage collection which begins each training passes them by."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
