@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from groupgrad.trainer import checkpointed_run
+
 VARY = {"learning_rate": [1e-2, 3e-2], "loss_type": ["grpo", "dapo"]}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -30,6 +32,22 @@ def test_arms_equal_runs_alone(make_sweep, train_alone, arguments, tools, tmp_pa
         assert tools.logs(folder) == tools.logs(tmp_path / result.name)
         assert len(tools.logs(folder)) >= 1
     assert not tools.equal_files(*folders[:2])
+
+
+def test_a_trainer_in_memory_goes_on_without_reading_its_checkpoint(
+    make_sweep, train_alone, tools, tmp_path, monkeypatch
+):
+    chosen: list[Any] = []
+    choose = checkpointed_run.choose
+    monkeypatch.setattr(checkpointed_run, "choose", lambda *a, **k: chosen.append(a[1]) or choose(*a, **k))
+    # The schedule, the entropy coefficient and the numbers since the last log event differ from step to step.
+    args = {"lr_scheduler_type": "cosine", "logging_steps": 4, "use_adaptive_entropy": True, "entropy_coef": 0.1}
+    results = make_sweep({"learning_rate": [1e-2, 3e-2]}, args=args, turn_steps=1).run()
+    assert chosen == [None, None]  # the first turn of each arm
+    for result in results:
+        train_alone(result.name, **args, **result.changes)
+        assert tools.equal_files(tmp_path / "sweep/arms" / result.name, tmp_path / result.name)
+        assert tools.logs(tmp_path / "sweep/arms" / result.name) == tools.logs(tmp_path / result.name)
 
 
 def test_adapters_with_dropout_equal_runs_alone(make_sweep, train_alone, tools, tmp_path):

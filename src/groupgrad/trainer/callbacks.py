@@ -50,12 +50,20 @@ class RunState:
         """The state of each part now, but of completions, whose records name their step."""
         return {name: part.state_dict() for name, part in self._parts.items() if name != "completions"}
 
+    def states(self) -> dict[str, Any]:
+        """The state of each of this rank's parts, as a checkpoint gets it."""
+        frozen = self.frozen or {}
+        return {name: frozen[name] if name in frozen else part.state_dict() for name, part in self._parts.items()}
+
+    def set_states(self, states: Mapping[str, Any]) -> None:
+        """Restore parts from what `states` has returned in this process; what all share stays as it is."""
+        for name, state in states.items():
+            self._parts[name].load_state_dict(state)
+
     def save(self, folder: str | Path) -> None:
         """Write this rank's file into a checkpoint folder, and on the main process what all share."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        frozen = self.frozen or {}
-        states = {name: frozen[name] if name in frozen else part.state_dict() for name, part in self._parts.items()}
-        torch.save(states, self._path(folder, dist.rank()))
+        torch.save(self.states(), self._path(folder, dist.rank()))
         if self._shared and dist.is_main():
             shared = {name: part.state_dict() for name, part in self._shared.items()}
             torch.save(shared, Path(folder) / _SHARED_FILE)

@@ -24,7 +24,7 @@ from groupgrad.batching.data_position import prompts_used
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.checkpoints import saving, sharded_files
 from groupgrad.checkpoints.choosing import ResumePoint, choose
-from groupgrad.checkpoints.manifest import file_names
+from groupgrad.checkpoints.manifest import Manifest, file_names
 from groupgrad.checkpoints.plausible import OPTIMIZER, SCHEDULER, TRAINER_STATE
 from groupgrad.config import GRPOConfig
 from groupgrad.errors import CheckpointError, CheckpointNotSaved, NonFiniteError
@@ -36,6 +36,7 @@ from groupgrad.modeling.systems.checkpointing import free_bytes
 from groupgrad.modeling.systems.fsdp import is_fully_sharded, whole_parameters
 from groupgrad.trainer import resumed_options
 from groupgrad.trainer.callbacks import RunState
+from groupgrad.trainer.kept_state import KeptState, set_random_states
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class CheckpointedRun(Trainer):
     """Why the last checkpoint of this training could not be written; None if it was."""
     _data_offset: int = 0
     """Prompts by which the data are further than this run's sizes say, after a resume with other sizes."""
+    _kept_state: KeptState | None = None
+    """The state of the checkpoint with which the last training has paused, or with which the present one goes on."""
     _last_size: int | None = None
     """Bytes of the last checkpoint."""
     _save_under_way: SaveUnderWay | None = None
@@ -334,6 +337,13 @@ class CheckpointedRun(Trainer):
             if self.args.should_save and os.access(run_folder, os.W_OK):
                 saving.sweep(run_folder)
         self._not_saved, self._saved_step, self._data_offset = None, None, 0
+        kept = self._kept_state
+        if kept is not None and kept.fits(self, request):
+            kept.take_schedule(self)
+            self._resumed_from = ResumePoint(kept.checkpoint, Manifest.read(kept.checkpoint))
+            self._continue_data(self._resumed_from)
+            return str(kept.checkpoint)
+        self._kept_state = None
         allow_partial = self.args.allow_partial_resume
         self._resumed_from = choose(run_folder, request, allow_partial=allow_partial)
         if self._resumed_from is None:
@@ -358,6 +368,8 @@ class CheckpointedRun(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Collective under FSDP. Restores the weights, whole or in shards, whichever way they were saved."""
+        if self._kept(resume_from_checkpoint) is not None:
+            return
         inner = unwrap(model or self.model)
         if sharded_files.is_present(resume_from_checkpoint):
             sharded_files.load_model(resume_from_checkpoint, inner, trained_only=is_adapted(inner))
@@ -382,6 +394,9 @@ class CheckpointedRun(Trainer):
         point = self._resumed_from
         if checkpoint is None or point is None:
             super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        if (kept := self._kept(checkpoint)) is not None:
+            kept.restore(self)
             return
         then = {} if point.manifest is None else point.manifest.options
         configured = resumed_options.optimizer_options(self.optimizer)
@@ -453,13 +468,22 @@ class CheckpointedRun(Trainer):
             scheduler.step()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self._is_intact("scaler.pt"):
+        if self._kept(checkpoint) is None and (checkpoint is None or self._is_intact("scaler.pt")):
             super()._load_scaler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        if (kept := self._kept(checkpoint)) is not None:
+            set_random_states(kept.random_states)
+            self._kept_state = None  # nothing is restored after the random streams
+            return
         name = "rng_state.pth" if self.args.world_size <= 1 else f"rng_state_{self.args.process_index}.pth"
         if checkpoint is None or self._is_intact(name):
             super()._load_rng_state(checkpoint)
+
+    def _kept(self, checkpoint: str | None) -> KeptState | None:
+        """The state of a checkpoint, if this trainer still has it."""
+        kept = self._kept_state
+        return kept if kept is not None and checkpoint is not None and Path(checkpoint) == kept.checkpoint else None
 
     def _is_intact(self, name: str) -> bool:
         return self._resumed_from is None or name not in self._resumed_from.damage

@@ -8,7 +8,6 @@ is remembered when a step begins.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from transformers import TrainerCallback
 
@@ -28,6 +25,7 @@ from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import Paused, Stopped, StopRequested
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.trainer.checkpointed_run import CheckpointedRun
+from groupgrad.trainer.kept_state import KeptState, random_states, set_random_states
 
 logger = logging.getLogger(__name__)
 
@@ -41,28 +39,21 @@ class LastStep:
     run: dict[str, Any]
     """State of the run's parts, see `RunState.freeze`."""
     random_states: tuple[Any, ...]
-    """Random states of Python, NumPy, PyTorch and the present CUDA device; None where no device is in use."""
+    """See `kept_state.random_states`."""
     num_input_tokens_seen: int
     flos: float
 
     @classmethod
     def of(cls, trainer: Any) -> LastStep:
         """The present state of a trainer."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        random_states = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
         seen = trainer.state.num_input_tokens_seen
         return cls(
-            trainer.state.global_step, trainer.run_state.freeze(), random_states, seen, float(trainer.current_flos)
+            trainer.state.global_step, trainer.run_state.freeze(), random_states(), seen, float(trainer.current_flos)
         )
 
     def restore(self, trainer: Any) -> None:
         """Puts the state back for a checkpoint."""
-        python, numpy, cpu, cuda = self.random_states
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        set_random_states(self.random_states)
         trainer.state.num_input_tokens_seen, trainer.current_flos = self.num_input_tokens_seen, self.flos
         trainer.run_state.frozen = self.run
 
@@ -183,6 +174,11 @@ class StoppableRun(CheckpointedRun):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with stopping.finishing(), doing("saving"):
             super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._is_pausing:
+            self._kept_state = KeptState.of(self, Path(self._get_output_dir(self.trial)) / Path(output_dir).name)
 
     def _save_last_step(self) -> None:
         """Collective. Writes the checkpoint of the last whole step, unless there is one or no step was made."""

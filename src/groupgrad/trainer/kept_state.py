@@ -1,0 +1,77 @@
+"""The state of a paused run that stays in memory, so that the run goes on without reading its checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from groupgrad import dist
+
+
+@dataclass(slots=True)
+class KeptState:
+    """All that a checkpoint holds and that a paused trainer does not keep by itself.
+
+    Weights, gradient scaler and the optimizer's moments stay where they are. The trainer's next training makes a new
+    schedule and new parts of the run, and other runs move the random streams of the process.
+    """
+
+    checkpoint: Path
+    """The checkpoint with the same state."""
+    run: dict[str, Any]
+    """State of the run's parts, by name."""
+    random_states: tuple[Any, ...]
+    """Random states of Python, NumPy, PyTorch and the present CUDA device; None where no device is in use."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """The optimizer's settings of each group of parameters, the present learning rate among them."""
+    schedule: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trainer: Any, checkpoint: Path) -> KeptState | None:
+        """The state with which a checkpoint is being written; None where ranks share a model, whose parts other
+        libraries keep."""
+        if dist.is_active() or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            return None
+        return cls(checkpoint, copy.deepcopy(trainer.run_state.states()), random_states())
+
+    def fits(self, trainer: Any, request: Any) -> bool:
+        """True if a training that is to resume from `request` finds this state in the trainer."""
+        is_asked = isinstance(request, str) and Path(request) == self.checkpoint and self.checkpoint.is_dir()
+        return is_asked and self.checkpoint.name == f"checkpoint-{trainer.state.global_step}"
+
+    def take_schedule(self, trainer: Any) -> None:
+        """Takes what the beginning of a training sets anew: the schedule, and the learning rates with it."""
+        self.groups = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in trainer.optimizer.param_groups
+        ]
+        self.schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
+
+    def restore(self, trainer: Any) -> None:
+        """Puts the schedule and the parts of the run back, which the training has made anew."""
+        for group, kept in zip(trainer.optimizer.param_groups, self.groups, strict=True):
+            group.update(kept)
+        trainer.lr_scheduler.load_state_dict(self.schedule)
+        trainer.run_state.set_states(self.run)
+
+
+def random_states() -> tuple[Any, ...]:
+    """Random states of Python, NumPy, PyTorch and the present CUDA device; None for a device that is not in use."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Puts random states back."""
+    python, numpy, cpu, cuda = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
