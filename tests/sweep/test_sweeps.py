@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from groupgrad.sweep.runner import FIRST_TURN
 from groupgrad.sweep.sharing import RewardCache, SharedWeights
-from groupgrad.sweep.store import Store
+from groupgrad.sweep.store import Store, Turn
 
 RATES = {"learning_rate": [1e-2, 3e-2]}
 
@@ -27,6 +28,33 @@ def test_halving_drops_arms_and_says_why(make_sweep, tmp_path):
         assert result.compared == {1: (2, 3), 2: (5, 5)}[rung]
     assert (results[0].compared, results[0].behind, results[0].rung) == ((6, 6), None, None)
     assert sum(turn.last_step - turn.first_step for turn in store.turns()) == 3 + 3 + 5 + 6
+
+
+def test_turns_are_few_and_of_about_equal_length(make_sweep, tmp_path):
+    sweeper = make_sweep(RATES, args={"max_steps": 100}, halving={"first": 0.4})._sweeper
+    store, arm = sweeper.store, sweeper.store.arms()[0]
+    assert sweeper.turn_end(arm, 100) == FIRST_TURN  # nothing is known yet, and 40 steps are eight such turns
+    store.end_turn(2, Turn(0, 5, train_s=5.0, switch_s=0.25), 100, {})
+    # At 2.5 %, 9.75 s pay for the next switch, and 4.75 s are missing for the one so far: 3 turns of 15 s for 40 steps.
+    assert sweeper.turn_end(store.arms()[0], 100) == 14
+    store.set_state(2, "stopped")
+    assert sweeper.turn_end(store.arms()[0], 100) == 40  # alone, it takes turns that are five times as long
+
+
+def test_a_command_ends_the_turn_after_the_present_step(make_sweep, tools, tmp_path, monkeypatch):
+    monkeypatch.setattr("groupgrad.sweep.runner.COMMAND_CHECK_S", 0.0)
+    store = Store(tmp_path / "sweep", create=True)
+
+    def stops(completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
+        if trainer_state.global_step == 2 and not store.turns():
+            store.queue("stop", 1)
+        return tools.letters_reward(completion_ids)
+
+    sweep = make_sweep(RATES, reward_funcs=[stops], args={"max_steps": 40}, turn_steps=30)
+    sweep._sweeper._turn(store.arms()[0])
+    assert store.turns()[0].last_step == 3
+    sweep._sweeper.apply_commands()
+    assert store.arms()[0].state == "stopped"
 
 
 def test_a_failing_arm_is_reported_and_the_others_go_on(make_sweep, tools, tmp_path):

@@ -8,6 +8,7 @@ import logging
 import math
 import shutil
 import statistics
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,10 +34,12 @@ logger = logging.getLogger(__name__)
 
 FIRST_TURN = 5
 """Steps of a turn before its cost is known."""
-SWITCH_SHARE = 0.04
+SWITCH_SHARE = 0.025
 """Share of the time that switching between arms should take."""
 LONGEST_TURN = 5
-"""Times of a turn that pays for its own switch alone; commands wait for the end of a turn."""
+"""Times of a turn that pays for its own switch alone. A sweep that is killed loses the turn that it is in."""
+COMMAND_CHECK_S = 1.0
+"""Time between two looks for commands, which end a turn after its present step."""
 MEMORY_SHARE = 0.5
 """Share of the free memory that trainers may keep between turns."""
 ERROR_FILE = "error.txt"
@@ -116,7 +119,7 @@ class Sweeper:
         logger.info("arm %s %s step %d of %s", arm.name, verb, arm.step, arm.max_steps or "its run")
         try:
             run = self._run_of(arm)
-            turn, max_steps, rewards = run.turn(arm.step, lambda length: self._turn_end(arm, length))
+            turn, max_steps, rewards = run.turn(arm.step, TurnEnd(self, arm))
         except (Exception, CheckpointNotSaved) as error:
             self._fail(arm, error)
             return
@@ -131,22 +134,33 @@ class Sweeper:
             self._drop_run(arm.id)
         self._keep_within_memory()
 
-    def _turn_end(self, arm: Arm, max_steps: int) -> int:
-        """The last step of the arm's present turn in a run of `max_steps` steps."""
+    def turn_end(self, arm: Arm, max_steps: int) -> int:
+        """The last step of the arm's present turn in a run of `max_steps` steps.
+
+        Turns of about equal lengths lead to the next rung.
+        """
         rungs = self._rungs(max_steps)
         limit = rungs[arm.rung] if arm.rung < len(rungs) else max_steps
-        return min(arm.step + (self.plan.turn_steps or self._steps_by_cost()), limit)
+        if self.plan.turn_steps is not None:
+            return min(arm.step + self.plan.turn_steps, limit)
+        ready = [other for other in self.store.arms() if other.state == WAITING and not self._is_at_rung(other)]
+        num_turns = max(1, round((limit - arm.step) / self._steps_by_cost(is_alone=len(ready) == 1)))
+        return arm.step + math.ceil((limit - arm.step) / num_turns)
 
-    def _steps_by_cost(self) -> int:
+    def _steps_by_cost(self, *, is_alone: bool) -> int:
         """As many steps as bring the cost of all switches so far, and of the next one, within its share; turns that
-        rungs have cut short are made up for."""
-        turns = [turn for turn in self.store.turns() if turn.last_step > turn.first_step > 0]
+        rungs have cut short are made up for. An arm that is alone takes the longest turns: their ends serve only a
+        sweep that is killed."""
+        turns = [turn for turn in self.store.turns() if turn.last_step > turn.first_step]
+        turns = [turn for turn in turns if turn.first_step > 0] or turns  # a first turn writes and warms up more
         if not turns:
             return FIRST_TURN
         step_s = statistics.median(turn.train_s / (turn.last_step - turn.first_step) for turn in turns)
-        switch_s = statistics.median(turn.switch_s for turn in turns)
-        wanted_s = [seconds * (1 - SWITCH_SHARE) / SWITCH_SHARE for seconds in (switch_s, cost(self.store).switch_s)]
-        missing_s = min(wanted_s[0] + max(0.0, wanted_s[1] - cost(self.store).train_s), LONGEST_TURN * wanted_s[0])
+        switch_s, spent = statistics.median(turn.switch_s for turn in turns), cost(self.store)
+        wanted_s = [seconds * (1 - SWITCH_SHARE) / SWITCH_SHARE for seconds in (switch_s, spent.switch_s)]
+        missing_s = wanted_s[0] + max(0.0, wanted_s[1] - spent.train_s)
+        longest_s = LONGEST_TURN * wanted_s[0]
+        missing_s = longest_s if is_alone else min(missing_s, longest_s)
         return max(FIRST_TURN, math.ceil(missing_s / max(step_s, 1e-6)))
 
     # ------------------------------------------------------------------------------------------------ the trainers
@@ -183,14 +197,15 @@ class Sweeper:
     def _keep_within_memory(self) -> None:
         """Gives up the trainers that were used longest ago where all of them take too much memory; their checkpoints
         are on the disk."""
-        while len(self._runs) > 1:
-            if any(run.trainer.args.device.type != "cpu" for run in self._runs.values()):
-                self._drop_run(next(iter(self._runs)))  # a device may hold one model alone
-                continue
-            kept = sum(run.trained_bytes for run in self._runs.values())
-            if kept <= MEMORY_SHARE * self._free_at_start:
-                return
+        while len(self._runs) > 1 and not self._fit_in_memory(list(self._runs.values())):
             self._drop_run(next(iter(self._runs)))
+
+    def _fit_in_memory(self, runs: Sequence[ArmRun]) -> bool:
+        """True if these trainers may stay: on a CPU by the sizes of what they train."""
+        device = runs[-1].trainer.args.device
+        if device.type == "cpu":
+            return sum(run.trained_bytes for run in runs) <= MEMORY_SHARE * self._free_at_start
+        return False  # a device may hold one model alone
 
     def _drop_run(self, arm: int) -> None:
         if self._runs.pop(arm, None) is not None:
@@ -233,14 +248,14 @@ class Sweeper:
     def _judge(self, cohort: Sequence[Arm], own: Sequence[Arm], rung: int) -> None:
         """Lets the arms `own` pass a rung or drops them, by comparison with all of the cohort that have reached it."""
         assert self.plan.halving is not None
-        compared, num_rungs = {}, 1
+        metric, compared, num_rungs = self.plan.metric, {}, 1
         for arm in cohort:
             rungs = self._rungs(arm.max_steps or 0)
             if rung < len(rungs) and arm.step >= rungs[rung] and arm.state != FAILED:
                 after = compare.compared_steps(rungs[rung], rungs)
                 compared[arm.id] = self.store.rewards(arm.id, after, rungs[rung])
                 num_rungs = len(rungs)
-        verdicts = compare.judge(compared, self.plan.metric, self.plan.halving, num_rungs)
+        verdicts = compare.judge(compared, metric, self.plan.halving, num_rungs)
         ids, names = {arm.id for arm in own}, {arm.id: arm.name for arm in cohort}
         max_steps = {arm.id: arm.max_steps or 0 for arm in cohort}
         steps = {arm: self._rungs(max_steps[arm])[rung] for arm in compared}
@@ -312,6 +327,26 @@ class Sweeper:
         if command.from_weights:
             _copy_weights(self.folder_of(arm), arm.step, self.store.folder / "arms" / name / "start")
         self.store.take(command, clone=(name, arm.cohort, changes, weights_step), message=name)
+
+
+class TurnEnd:
+    """Gives the last step of a turn: the one that was planned when the turn began, or the present one if a command has
+    come. It is asked after each step."""
+
+    def __init__(self, sweeper: Sweeper, arm: Arm):
+        self._sweeper, self._arm = sweeper, arm
+        self._planned: int | None = None
+        self._next_look = 0.0
+
+    def __call__(self, max_steps: int) -> int:
+        """The last step in a run of `max_steps` steps; 0 for the present one."""
+        if self._planned is None:
+            self._planned = self._sweeper.turn_end(self._arm, max_steps)
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + COMMAND_CHECK_S
+            if self._sweeper.store.queued():
+                self._planned = 0
+        return self._planned
 
 
 def _copy_weights(folder: Path, step: int, start: Path) -> None:
