@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers.utils import import_utils
 
 from groupgrad.modeling import fused_modules as parts
+from groupgrad.modeling.scoring import flex_attention as flex
 
 GPU = torch.device("cuda", 0)
 
@@ -317,6 +319,25 @@ def simulated_cuda(free_bytes: int = 1 << 30) -> Iterator[None]:
         finally:
             Graph.recording, Stream.current = None, Stream.default
             _clear_device_caches()
+
+
+@contextmanager
+def trainers_on_simulated_cuda() -> Iterator[None]:
+    """The same, with a device that trainers made inside choose by themselves."""
+    with pytest.MonkeyPatch.context() as patch, simulated_cuda():
+        patch.setattr(flex._State, "failed", True)  # its kernel cannot be compiled here
+        patch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:0")
+        _forget_devices()
+        try:
+            yield
+        finally:
+            _forget_devices()
+
+
+def _forget_devices() -> None:
+    """accelerate chooses a device once in a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
 
 
 def _clear_device_caches() -> None:

@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, PartialState
 from datasets import Dataset
 from peft import LoraConfig
-from simulated_cuda import Graph, simulated_cuda, to_cuda
+from simulated_cuda import Graph, to_cuda, trainers_on_simulated_cuda
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.modeling.scoring import flex_attention as flex
 
 NUMBERS = ("loss", "grad_norm", "reward", "entropy", "kl", "sampling/logp_mismatch")
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    @contextmanager
-    def entered() -> Iterator[None]:
-        with monkeypatch.context() as patch, simulated_cuda():
-            # Its kernel cannot be compiled here.
-            patch.setattr(flex._State, "failed", True)
-            patch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:0")
-            forget_devices()
-            yield
-        forget_devices()
-
-    yield entered
-    forget_devices()
-
-
-def forget_devices() -> None:
-    """accelerate chooses a device once in a process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
 
 
 def lengths(completions: list[str], **_: Any) -> list[float]:
@@ -53,7 +27,7 @@ def lengths(completions: list[str], **_: Any) -> list[float]:
     ],
     ids=["reference, checkpointing", "old policy", "bfloat16, adapter"],
 )
-def test_a_run_gives_the_numbers_of_the_cpu(fields: dict[str, Any], make_model, make_tokenizer, tmp_path, on_gpu):
+def test_a_run_gives_the_numbers_of_the_cpu(fields: dict[str, Any], make_model, make_tokenizer, tmp_path):
     def run(*, gpu: bool, resumed: bool = False) -> list[dict[str, float]]:
         model, given = make_model(), {"bf16": False, **fields}
         adapter = given.pop("peft_config", None)
@@ -83,7 +57,7 @@ def test_a_run_gives_the_numbers_of_the_cpu(fields: dict[str, Any], make_model, 
         trainer.train(resume_from_checkpoint=resumed and str(tmp_path / "checkpoint-2"))
         return [{name: entry[name] for name in NUMBERS if name in entry} for entry in trainer.state.log_history]
 
-    with on_gpu():
+    with trainers_on_simulated_cuda():
         before = Graph.num_replayed
         found = run(gpu=True)
         assert Graph.num_replayed > before

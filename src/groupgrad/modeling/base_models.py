@@ -20,7 +20,7 @@ class BaseModels:
     def __init__(self) -> None:
         self._kept: dict[Any, tuple[nn.Module, torch.Tensor]] = {}
         """For each source of loading: the model without an adapter, and the random state that loading left."""
-        self._addresses: set[int] = set()
+        self._addresses: set[tuple[torch.device, int]] = set()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -35,7 +35,7 @@ class BaseModels:
         """A model with modules of its own over the weights that `load` has given for this key."""
         if key not in self._kept:
             self._kept[key] = load(), torch.get_rng_state()
-            self._addresses |= {parameter.data_ptr() for parameter in self._kept[key][0].parameters()}
+            self._addresses |= {address(parameter) for parameter in self._kept[key][0].parameters()}
         kept, random_state = self._kept[key]
         torch.set_rng_state(random_state)
         return _copy_over_weights(kept)
@@ -43,8 +43,13 @@ class BaseModels:
     def separate_trained(self, model: nn.Module) -> None:
         """Gives the trained weights of a model memory of their own."""
         for parameter in model.parameters():
-            if parameter.requires_grad and parameter.data_ptr() in self._addresses:
+            if parameter.requires_grad and address(parameter) in self._addresses:
                 parameter.data = parameter.data.clone()
+
+
+def address(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    """The place of a tensor's first number; equal for tensors of one device that share memory."""
+    return tensor.device, tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
 
 
 def shared_base(model: Any, options: Any, load: Callable[[], nn.Module], *, is_frozen: bool) -> nn.Module:

@@ -1,8 +1,9 @@
 """Work that arms have in common: tokenised prompts, samples and reference log-probs are computed once.
 
 Arms that differ in a learning rate or a loss have the same weights until their first optimizer step, so they sample the
-same completions. A result is kept under a digest of everything that it depends on, the bits of the weights included,
-and an arm takes it only where all of that is equal. On a CPU the arm itself would have computed the same bits.
+same completions. A result is kept under a digest of everything that it depends on, the device and the bits of the
+weights included, and an arm takes it only where all of that is equal. On a CPU the arm itself would have computed the
+same bits. On a GPU it would have drawn from the same probabilities with the same random streams, up to rounding.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ from groupgrad.trainer.resumed_options import OPTIMIZER_OPTIONS, deciding
 
 T = TypeVar("T")
 
+DEVICES = ("cpu", "cuda")
+"""Types of devices on which samples and log-probs are shared; on others the digest of weights has not been tested."""
 MAX_BYTES = 64 * 2**20
 """Memory that kept results may take; those that were used longest ago are dropped."""
+_WORDS_AT_ONCE = 2**22
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIXES = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 _BYTES_OF_ID, _BYTES_OF_TOKEN = 8, 80  # of a Python list; of an id, a log-prob and an entropy in three lists
 
 AFTER_SAMPLING = frozenset(
@@ -73,11 +79,11 @@ class CommonWork:
     def join(self, trainer: Any) -> None:
         """Lets the trainer of an arm, which is new, take results from others and give its own.
 
-        Samples of one turn from the model itself, and log-probs of a reference that stays as it is, are shared on a
-        CPU; prompts of text wherever the tokenizer can be compared.
+        Samples of one turn from the model itself, and log-probs of a reference that stays as it is, are shared on
+        `DEVICES`; prompts of text wherever the tokenizer can be compared.
         """
         self._join_prompts(trainer.prompt_maker, trainer.args.special_tokens_in_prompts)
-        if trainer.args.device.type == "cpu" and not is_quantized(unwrap(trainer.model)):
+        if trainer.args.device.type in DEVICES and not is_quantized(unwrap(trainer.model)):
             trainer.add_callback(JoinedModel(trainer, self))
 
     def _join_prompts(self, maker: PromptMaker, special_tokens: str) -> None:
@@ -100,7 +106,8 @@ class JoinedModel(TrainerCallback):
         self._trainer, self._work, self._model = trainer, work, unwrap(trainer.model)
         settings = {k: v for k, v in deciding(trainer.args.to_dict()).items() if k not in AFTER_SAMPLING}
         frozen = [(name, weight) for name, weight in self._model.named_parameters() if not weight.requires_grad]
-        self._identity = _digest([_text((settings, _architecture(self._model)))]), _weights(frozen)
+        where = str(trainer.args.device), _text((settings, _architecture(self._model)))
+        self._identity = _digest(where), _weights(frozen)
         self._reference = (*self._identity, _changing_weights(self._model))  # a reference is the model at its start
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -178,11 +185,34 @@ def _changing_weights(model: nn.Module) -> bytes:
 def _weights(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     """A digest of named tensors. A sum of their bits would not do: the first step of Adam moves all weights by the same
     amount up or down, so the differences between two arms may cancel."""
-    found = blake2b(digest_size=16)
+    found, sums = blake2b(digest_size=16), []
     for name, tensor in tensors:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # pyright: ignore
+        bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if bits.device.type == "cpu":
+            found.update(bits.numpy())  # pyright: ignore
+        else:
+            sums.append(weighted_sum_of_bits(bits))
+    if sums:
+        found.update(repr(torch.stack(sums).tolist()).encode())  # one wait for the device
     return found.digest()
+
+
+def weighted_sum_of_bits(bits: torch.Tensor) -> torch.Tensor:
+    """() int64: the sum of 64-bit words of a tensor of bytes, each times a number of its own, modulo 2^64.
+
+    The numbers are odd and look random (splitmix64), so every change of one word changes the sum, and changes of
+    several cancel with a probability of about 2^-63. Nothing leaves the device.
+    """
+    words = torch.cat([bits, bits.new_zeros(-bits.numel() % 8)]).view(torch.int64)
+    total = words.new_zeros(())
+    for start in range(0, words.numel(), _WORDS_AT_ONCE):
+        part = words[start : start + _WORDS_AT_ONCE]
+        mixed = torch.arange(start + 1, start + 1 + part.numel(), device=part.device) * _GOLDEN
+        for shift, factor in _MIXES:
+            mixed = (mixed ^ (mixed >> shift)) * factor
+        total = total + (part * (mixed | 1)).sum()
+    return total
 
 
 def _bytes_of_samples(samples: Sequence[Sample]) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from groupgrad import dist
 from groupgrad.errors import CheckpointNotSaved
@@ -42,6 +43,8 @@ COMMAND_CHECK_S = 1.0
 """Time between two looks for commands, which end a turn after its present step."""
 MEMORY_SHARE = 0.5
 """Share of the free memory that trainers may keep between turns."""
+GPU_MEMORY_SHARE = 0.25
+"""The same of a GPU's memory, whose greater part a turn needs for activations and caches."""
 ERROR_FILE = "error.txt"
 
 
@@ -201,11 +204,14 @@ class Sweeper:
             self._drop_run(next(iter(self._runs)))
 
     def _fit_in_memory(self, runs: Sequence[ArmRun]) -> bool:
-        """True if these trainers may stay: on a CPU by the sizes of what they train."""
+        """True if these trainers may stay: on a CPU by the sizes of what they train, on a GPU by all memory in use."""
         device = runs[-1].trainer.args.device
         if device.type == "cpu":
             return sum(run.trained_bytes for run in runs) <= MEMORY_SHARE * self._free_at_start
-        return False  # a device may hold one model alone
+        if device.type == "cuda":
+            available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+            return torch.cuda.memory_allocated(device) <= GPU_MEMORY_SHARE * available
+        return False  # the memory in use is not known
 
     def _drop_run(self, arm: int) -> None:
         if self._runs.pop(arm, None) is not None:

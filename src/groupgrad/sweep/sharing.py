@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from groupgrad.modeling.base_models import address
+
+_PLAIN_TENSORS = (torch.Tensor,)
+"""Classes of tensors that are nothing but their numbers; quantized and sharded weights have others."""
 _PASSED_ANEW = ("trainer_state", "log_extra", "log_metric")
 """Arguments of reward functions that are no part of a row."""
 
@@ -23,25 +27,27 @@ class SharedWeights:
         self._known: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def share(self, model: nn.Module) -> int:
-        """Lets the frozen weights of a model use the memory of equal ones that are known; the bytes that this frees.
+        """Lets the frozen weights of a model use the memory of equal ones that are known on their device; the bytes
+        that this frees.
 
         Only weights without a gradient are shared, since nothing writes to them, and only those that are equal bit for
         bit.
         """
         freed = 0
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.requires_grad or tensor.device.type != "cpu" or type(tensor.data) is not torch.Tensor:
+            if tensor.requires_grad or type(tensor.data) not in _PLAIN_TENSORS:
                 continue
-            same_name = self._known.setdefault((name, tuple(tensor.shape), tensor.dtype, tensor.stride()), [])
-            for known in same_name:
-                if known.data_ptr() == tensor.data_ptr():
+            kind = name, tensor.device, tuple(tensor.shape), tensor.dtype, tensor.stride()
+            same_kind = self._known.setdefault(kind, [])
+            for known in same_kind:
+                if address(known) == address(tensor):
                     break
                 if _equal_bits(known, tensor):
                     freed += tensor.nbytes
                     tensor.data = known
                     break
             else:
-                same_name.append(tensor.data)
+                same_kind.append(tensor.data)
         return freed
 
 
