@@ -3,7 +3,7 @@
 `python bench/sweep.py` trains all arms of each seed to their end, and then sweeps them again with successive halving in
 a folder of its own. Both sweeps go on where they were interrupted, so several processes may each take some `--seeds`;
 one call with all of them then prints the table. `--memory` compares the memory of 8 LoRA arms with that of one,
-`--profile` shows what a switch does.
+`--profile` shows what a switch does, `--switching` what switches cost in processor time on any machine.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from groupgrad.demo.task import (
     make_tokenizer,
     warm_up,
 )
+from groupgrad.sweep import arm_run
 from groupgrad.sweep.factory import ScriptArms
 from groupgrad.sweep.plan import read_plan
 from groupgrad.sweep.report import cost, results
@@ -58,6 +59,8 @@ def main() -> int:
         return compare_memory()
     if options.profile:
         return profile(options)
+    if options.switching:
+        return switching(options)
     rows = [measure(options, seed) for seed in options.seeds]
     print("\n| seed | arm found | arm that is the best | behind the best | steps made | switching |")
     print("|---|---|---|---|---|---|")
@@ -79,6 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("runs/bench-sweep"))
     parser.add_argument("--memory", action="store_true", help="measure memory instead")
     parser.add_argument("--profile", action="store_true", help="profile the switches of a sweep of 8 arms instead")
+    parser.add_argument("--switching", action="store_true", help="measure switches in processor time instead")
     parser.add_argument("--memory_of", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -155,6 +159,25 @@ def profile(options: argparse.Namespace) -> int:
         switch_s = sum(turn.switch_s for turn in turns)
     pstats.Stats(profiler).sort_stats("cumulative").print_stats(90)
     print(f"{len(turns)} turns: {seconds:.2f} s, training {train_s:.2f} s, counted as switching {switch_s:.2f} s")
+    return 0
+
+
+def switching(options: argparse.Namespace) -> int:
+    """Prints what the turns of a sweep with halving take in processor time."""
+    arm_run.clock = time.process_time
+    with tempfile.TemporaryDirectory() as folder:
+        sweeper = make_demo_sweep(options, Path(folder), options.seeds[0], halving=True)
+        sweeper.run()
+        turns, spent = sweeper.store.turns(), cost(sweeper.store)
+    print(
+        f"{len(turns)} turns of {spent.steps} steps: training {spent.train_s:.1f} s, switching {spent.switch_s:.2f} s, "
+        f"{spent.switch_share:.1%}"
+    )
+    for name, chosen in (
+        ("first", [t for t in turns if not t.first_step]),
+        ("later", [t for t in turns if t.first_step]),
+    ):
+        print(f"{name} turns: {sum(turn.switch_s for turn in chosen) / len(chosen):.3f} s for each of {len(chosen)}")
     return 0
 
 

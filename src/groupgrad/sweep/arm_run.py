@@ -20,6 +20,9 @@ from groupgrad.stopping import Paused, Stopped
 from groupgrad.sweep.compare import COMBINED
 from groupgrad.sweep.store import PromptRewards, Turn
 
+clock: Callable[[], float] = time.perf_counter
+"""Measures turns, in seconds; `bench/sweep.py --switching` sets it to processor time."""
+
 
 class StepClock(TrainerCallback):
     """The seconds from the beginning of a turn's first step to the end of its last one."""
@@ -30,11 +33,11 @@ class StepClock(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the first step's time."""
         if self.began is None:
-            self.began = time.perf_counter()
+            self.began = clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the time of the last step so far."""
-        self.ended = time.perf_counter()
+        self.ended = clock()
 
     def take(self) -> float:
         """The seconds, and a new beginning."""
@@ -67,7 +70,7 @@ class ArmRun:
     def turn(self, step: int, until: Callable[[int], int]) -> tuple[Turn, int, dict[int, PromptRewards]]:
         """Trains from `step` to the step that `until` gives for the run's length; the turn, the run's length, and the
         rewards of the turn's steps. The model is saved after the last step of all."""
-        trainer, started = self.trainer, time.perf_counter()
+        trainer, started = self.trainer, clock()
         self._rewards, trainer.pause_at = {}, until
         resume_from = str(self.folder / f"checkpoint-{step}") if step else None
         with existing_objects_skipped():  # each training begins with a garbage collection
@@ -82,7 +85,7 @@ class ArmRun:
                 if not (self.folder / f"checkpoint-{last_step}").is_dir():
                     last_step = step  # nothing later could be saved
         train_s = self._clock.take()
-        switch_s = max(0.0, time.perf_counter() - started - train_s)
+        switch_s = max(0.0, clock() - started - train_s)
         rewards = {step: found for step, found in self._rewards.items() if step <= last_step}
         return Turn(step, last_step, train_s, switch_s), trainer.state.max_steps, rewards
 
