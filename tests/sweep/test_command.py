@@ -128,7 +128,7 @@ def test_actions_wait_while_a_process_trains(content, capsys):
     store.add_arms([("01-a", 0, {"beta": 0.1})])
     with locked("out"):
         assert cli.main(["sweep", "stop", "out", "1"]) == 0
-    assert "queued; the sweep takes it after the present turn" in capsys.readouterr().out
+    assert "queued; the sweep takes it after the present step" in capsys.readouterr().out
     assert [command.kind for command in store.queued()] == ["stop"]
     assert store.arms()[0].state == "waiting"
 

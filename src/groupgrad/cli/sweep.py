@@ -178,7 +178,7 @@ def _act(arguments: argparse.Namespace) -> int:
         if arguments.what in ("resume", "clone"):
             print("no process trains this sweep now; start it with `groupgrad sweep FILE`")
     else:
-        print(f"{arguments.what} of {arm.name}: queued; the sweep takes it after the present turn")
+        print(f"{arguments.what} of {arm.name}: queued; the sweep takes it after the present step")
     return 0
 
 
