@@ -49,7 +49,7 @@ class BaseModels:
 
 def address(tensor: torch.Tensor) -> tuple[torch.device, int]:
     """The place of a tensor's first number; equal for tensors of one device that share memory."""
-    return tensor.device, tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    return tensor.device, int(tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size())
 
 
 def shared_base(model: Any, options: Any, load: Callable[[], nn.Module], *, is_frozen: bool) -> nn.Module:
