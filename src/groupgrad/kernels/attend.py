@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -93,3 +94,56 @@ def attend(
     if failed:
         raise MemoryError(f"no memory is left for the attention of {num_tokens} tokens")
     return output
+
+
+class _AttentionGradient(ctypes.Structure):
+    """Mirrors `AttentionGradient` of `attention_gradient.cpp`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_width", "window")),
+        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "output", "gradient")),
+        *((name, ctypes.c_void_p) for name in ("of_queries", "of_keys", "of_values")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    )
+
+
+def rows_by_prompt(spans: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n, 4) rows for `attend_gradient` of `spans` (n, 6) (see `span_table`), and (groups + 1,) bounds of those that
+    share a prompt, the prompt itself first."""
+    starts, lengths, _, prompt_lengths, prompts, _ = spans.unbind(1)
+    is_behind = prompt_lengths > 0
+    owners = torch.where(is_behind, prompts, starts)
+    order = (2 * owners + is_behind).argsort(stable=True)
+    rows = torch.stack([starts, lengths, prompts, prompt_lengths], 1)[order]
+    counts = owners[order].unique_consecutive(return_counts=True)[1]
+    return rows, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def attend_gradient(
+    kernels: ctypes.CDLL,
+    tensors: Sequence[torch.Tensor],
+    groups: tuple[torch.Tensor, torch.Tensor],
+    options: ScoreOptions,
+) -> list[torch.Tensor]:
+    """Gradients with respect to query (T, Hq, D), key and value (T, Hkv, D), from `rows_by_prompt`.
+
+    `tensors` are query, key, value, the output and the gradient with respect to that. MemoryError if the scores of a
+    tile do not fit. There are no sinks.
+    """
+    query, key, *_ = tensors = [x.contiguous() for x in tensors]
+    gradients = [torch.empty_like(x) for x in tensors[:3]]
+    rows, bounds = groups
+    call = _AttentionGradient(
+        query.shape[1],
+        *key.shape[1:],
+        options.window or 0,
+        *(x.data_ptr() for x in (*tensors, *gradients)),
+        options.scale,
+        options.softcap or 0.0,
+    )
+    failed = kernels.groupgrad_attend_gradient(
+        ctypes.addressof(call), rows.data_ptr(), bounds.data_ptr(), len(bounds) - 1, torch.get_num_threads()
+    )
+    if failed:
+        raise MemoryError(f"no memory is left for the gradient of attention of {len(query)} tokens")
+    return gradients

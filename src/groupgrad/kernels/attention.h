@@ -187,8 +187,9 @@ void cap_scores(float *scores, long count, float cap) {
     }
 }
 
-// output[q] += sum over p of weights[q * stride + p] * values[p], for Q queries and V vectors of columns.
-template <int Q, int V>
+// output[q] += sum over p of weights[q * stride + p] * values[p], for Q queries and V vectors of columns. With `Across`
+// the weights are stored the other way round: weights[p * stride + q].
+template <bool Across, int Q, int V>
 inline void mix_columns(const float *weights, long stride, const float *values, long count, long width, float *output) {
     Vec sums[Q][V];
     for (int q = 0; q < Q; q++)
@@ -201,7 +202,7 @@ inline void mix_columns(const float *weights, long stride, const float *values, 
         for (int q = 0; q < Q; q++)
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
-                sums[q][v] += weights[q * stride + p] * value[v];
+                sums[q][v] += weights[Across ? p * stride + q : q * stride + p] * value[v];
                 if (Q * V <= 4) KEEP(sums[q][v]);
             }
     }
@@ -209,29 +210,34 @@ inline void mix_columns(const float *weights, long stride, const float *values, 
         for (int v = 0; v < V; v++) store(output + q * width + v * LANES, sums[q][v]);
 }
 
-template <int Q>
+template <bool Across, int Q>
 void mix_some(const float *weights, long stride, const float *values, long count, long width, float *output) {
     constexpr int V = REGISTERS == 32 ? 4 : 2;
     long d = 0;
     for (; d + V * LANES <= width; d += V * LANES)
-        mix_columns<Q, V>(weights, stride, values + d, count, width, output + d);
-    for (; d + LANES <= width; d += LANES) mix_columns<Q, 1>(weights, stride, values + d, count, width, output + d);
+        mix_columns<Across, Q, V>(weights, stride, values + d, count, width, output + d);
+    for (; d + LANES <= width; d += LANES)
+        mix_columns<Across, Q, 1>(weights, stride, values + d, count, width, output + d);
     for (; d < width; d++)
         for (int q = 0; q < Q; q++)
             for (long p = 0; p < count; p++) {
                 float &to = output[q * width + d];
-                to = fused(weights[q * stride + p], values[p * width + d], to);
+                to = fused(weights[Across ? p * stride + q : q * stride + p], values[p * width + d], to);
             }
 }
 
-// output (queries, width) += weights (queries, stride) times values (count, width).
+// output (queries, width) += weights (queries, stride) times values (count, width). With `Across` weights are
+// (count, stride), and their transpose is multiplied.
+template <bool Across = false>
 void mix(long queries, const float *weights, long stride, const float *values, long count, long width, float *output) {
+    const long step = Across ? 1 : stride;
     long q = 0;
     for (; q + 4 <= queries; q += 4)
-        mix_some<4>(weights + q * stride, stride, values, count, width, output + q * width);
+        mix_some<Across, 4>(weights + q * step, stride, values, count, width, output + q * width);
     for (; q + 2 <= queries; q += 2)
-        mix_some<2>(weights + q * stride, stride, values, count, width, output + q * width);
-    for (; q < queries; q++) mix_some<1>(weights + q * stride, stride, values, count, width, output + q * width);
+        mix_some<Across, 2>(weights + q * step, stride, values, count, width, output + q * width);
+    for (; q < queries; q++)
+        mix_some<Across, 1>(weights + q * step, stride, values, count, width, output + q * width);
 }
 
 }  // namespace

@@ -228,6 +228,7 @@ def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.groupgrad_tile.argtypes = [pointer, ctypes.c_int]
     kernels.groupgrad_finish.argtypes = [pointer] * 2 + [number] + [pointer] * 3
     kernels.groupgrad_attend.argtypes = [pointer, pointer, number, ctypes.c_int]
+    kernels.groupgrad_attend_gradient.argtypes = [pointer] * 3 + [number, ctypes.c_int]
     inputs, weight, bias, output = (
         torch.linspace(-1, 1, n, dtype=torch.float32, device="cpu") for n in (9 * 37, 29 * 37, 29, 9 * 29)
     )

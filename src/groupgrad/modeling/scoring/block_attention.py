@@ -2,7 +2,8 @@
 
 The scores of all rows of a group against their prompt are one matrix product; those against their own tokens are
 another. Nothing of the size of the scores is kept for the backward pass, which computes them again. On a CPU in float32
-the forward pass runs in the compiled kernels instead, so training and sampling compute the same numbers.
+both passes run in the compiled kernels instead (attention with sinks the forward pass alone), so training and sampling
+compute the same numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from groupgrad.kernels import library
-from groupgrad.kernels.attend import attend, slot_spans, span_table
+from groupgrad.kernels.attend import attend, attend_gradient, rows_by_prompt, slot_spans, span_table
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.blocks import Block, Segment, make_blocks
 from groupgrad.modeling.scoring.flex_attention import TokenPlaces, attend_flex, is_usable
@@ -37,7 +38,9 @@ class BlockPlan:
         none = Segment(0, 0)
         prompts = [segment.shared or none for segment in segments]
         rows = [(s.start, s.length, 0, p.length, p.start, s.start) for s, p in zip(segments, prompts)]
-        self.spans = span_table(torch.tensor(rows, dtype=torch.int64).view(-1, 6))
+        self._spans = torch.tensor(rows, dtype=torch.int64).view(-1, 6)
+        self._groups: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.spans = span_table(self._spans)
         """(n, 10) int64, the segments as the compiled kernels take them."""
 
     def blocks(self, device: torch.device) -> list[Block]:
@@ -47,6 +50,13 @@ class BlockPlan:
         if device not in self._blocks_on:
             self._blocks_on[device] = [block.to(device) for block in self._blocks]
         return self._blocks_on[device]
+
+    @property
+    def groups(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The segments as the compiled gradient takes them, made when they are first needed."""
+        if self._groups is None:
+            self._groups = rows_by_prompt(self._spans)
+        return self._groups
 
     def places(self, device: torch.device) -> TokenPlaces:
         """The tokens as flex attention masks them."""
@@ -109,13 +119,16 @@ class _RowAttention(torch.autograd.Function):
                     _put(padded, block, values.mix(weights))
             output = padded[:-1]
         ctx.save_for_backward(query, key, value, sinks, output)
-        ctx.plan, ctx.call = plan, call
+        ctx.plan, ctx.call, ctx.kernels = plan, call, kernels
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, sinks, output = ctx.saved_tensors
         call: AttentionCall = ctx.call
+        if ctx.kernels is not None and sinks is None:
+            tensors = query, key, value, output, grad
+            return *attend_gradient(ctx.kernels, tensors, ctx.plan.groups, call), None, None, None
         # Gradients have one more token, which takes what padding adds; the padding of `grad` is 0.
         grad_query, grad_key, grad_value = (x.new_zeros(len(x) + 1, *x.shape[1:]) for x in (query, key, value))
         grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)

@@ -1,0 +1,103 @@
+"""Gradients of attention over rows that share prompts: those of float64, whatever the threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from groupgrad.kernels.attend import attend_gradient, rows_by_prompt
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
+
+Row = tuple[int, int, int, int]
+"""Start, length, and the start and length of the prompt before it, 0 and 0 without one."""
+
+
+def make_rows(prompts: list[int], rows: list[tuple[int, int]]) -> tuple[list[Row], int]:
+    """Prompts of these lengths, then rows of (prompt or -1, length) in this order; and the number of tokens."""
+    found: list[Row] = []
+    end = 0
+    for number, length in [*((-1, length) for length in prompts), *rows]:
+        before, many = (0, 0) if number < 0 else found[number][:2]
+        found.append((end, length, before, many))
+        end += length
+    return found, end
+
+
+def output_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: list[Row], call: AttentionCall
+) -> torch.Tensor:
+    """(T, Hq, D), row by row in the type of the inputs (T, H, D)."""
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    key, value = (x.repeat_interleave(len(query) // len(key), dim=0) for x in (key, value))
+    parts = []
+    for start, length, before, many in rows:
+        places = torch.cat([torch.arange(before, before + many), torch.arange(start, start + length)])
+        scores = call.scale * query[:, start : start + length] @ key[:, places].transpose(1, 2)
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        behind = torch.arange(many, many + length)[:, None] - torch.arange(many + length)
+        scores = scores.masked_fill((behind < 0) | (behind >= (call.window or many + length)), -torch.inf)
+        parts.append(scores.softmax(-1) @ value[:, places])
+    return torch.cat(parts, dim=1).transpose(0, 1)
+
+
+def computed(
+    kernels: ctypes.CDLL, inputs: list[torch.Tensor], rows: list[Row], call: AttentionCall, grad: torch.Tensor
+) -> list[torch.Tensor]:
+    spans = torch.tensor([(start, length, 0, many, before, start) for start, length, before, many in rows])
+    output = output_of(*(x.double() for x in inputs), rows, call).float()  # pyright: ignore[reportCallIssue]
+    return attend_gradient(kernels, [*inputs, output, grad], rows_by_prompt(spans), call)
+
+
+MIXED = make_rows([13, 1, 61], [(0, 5), (2, 40), (0, 0), (1, 17), (-1, 90), (0, 23), (2, 1), (-1, 1), (1, 8), (2, 70)])
+"""Rows of several prompts in no order, one without tokens, and rows without a prompt."""
+
+
+@pytest.mark.parametrize(("repeat", "width"), [(1, 8), (2, 16), (3, 20), (4, 64), (1, 33)])
+@pytest.mark.parametrize("window", [None, 1, 6, 30])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_gradients_are_those_of_float64(
+    repeat: int,
+    width: int,
+    window: int | None,
+    softcap: float | None,
+    kernels: ctypes.CDLL,
+    threads: Callable[[int], None],
+):
+    torch.manual_seed(width + (window or 0))
+    rows, num_tokens = MIXED
+    inputs = [torch.randn(num_tokens, heads, width) for heads in (2 * repeat, 2, 2)]
+    grad, call = torch.randn(num_tokens, 2 * repeat, width), AttentionCall(0, width**-0.5, softcap, window)
+    leaves = [x.double().requires_grad_() for x in inputs]
+    wanted = torch.autograd.grad(output_of(*leaves, rows, call), leaves, grad.double())  # pyright: ignore
+    threads(1)
+    found = computed(kernels, inputs, rows, call, grad)
+    largest = max(float(want.abs().max()) for want in wanted)
+    for gradient, want in zip(found, wanted):
+        torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=5e-7 * largest)
+    threads(3)
+    again = computed(kernels, inputs, rows, call, grad)
+    assert all(map(torch.equal, found, again)), "threads change no bit"
+
+
+def test_rows_longer_than_a_tile_of_scores(kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    rows, num_tokens = make_rows([2000], [(0, 30), (-1, 1500)])
+    inputs = [torch.randn(num_tokens, heads, 8) for heads in (3, 1, 1)]
+    grad = torch.randn(num_tokens, 3, 8)
+    for window in (None, 700):
+        call = AttentionCall(0, 0.4, None, window)
+        leaves = [x.double().requires_grad_() for x in inputs]
+        wanted = torch.autograd.grad(output_of(*leaves, rows, call), leaves, grad.double())  # pyright: ignore
+        for gradient, want in zip(computed(kernels, inputs, rows, call, grad), wanted):
+            torch.testing.assert_close(gradient.double(), want, rtol=1e-4, atol=1e-6 * float(want.abs().max()))
+
+
+def test_rows_of_a_prompt_are_one_group_with_the_prompt_first():
+    rows = torch.tensor([(9, 4, 0, 0, 0, 9), (13, 7, 0, 9, 0, 13), (0, 9, 0, 0, 0, 0), (20, 3, 0, 4, 9, 20)])
+    found, bounds = rows_by_prompt(rows)
+    assert found.tolist() == [[0, 9, 0, 0], [13, 7, 0, 9], [9, 4, 0, 0], [20, 3, 9, 4]]
+    assert bounds.tolist() == [0, 2, 4]
