@@ -69,6 +69,35 @@ def test_only_what_needs_a_gradient_gets_one():
     assert x.grad is not None and x.grad.abs().sum() > 0 and model[0].weight.grad is None
 
 
+def test_rotary_embeddings_keep_their_bits_and_gradients():
+    if library() is None:
+        pytest.skip(status())
+    from transformers.models.qwen3 import modeling_qwen3
+
+    original = modeling_qwen3.apply_rotary_pos_emb
+    config = transformers.Qwen3Config(hidden_size=8, num_hidden_layers=1, vocab_size=9, intermediate_size=8)
+    model = transformers.Qwen3ForCausalLM(config)
+    torch.manual_seed(0)
+    for width in (6, 16, 40):
+        inputs = [torch.randn(1, 50, heads, width).transpose(1, 2).requires_grad_() for heads in (4, 2)]
+        angles = torch.randn(1, 50, width)  # the two halves differ, as in no model
+        tables = angles.cos(), angles.sin()
+        plain = original(*inputs, *tables)
+        with compiled_parts(model):
+            assert modeling_qwen3.apply_rotary_pos_emb is not original
+            with compiled_parts(model):
+                found = modeling_qwen3.apply_rotary_pos_emb(*inputs, *tables)
+            # Other shapes, as of padded rows, and types are left to the model's own function.
+            wide = [x.double() for x in (*inputs, *tables)]
+            assert modeling_qwen3.apply_rotary_pos_emb(*wide)[0].dtype == torch.float64
+        assert modeling_qwen3.apply_rotary_pos_emb is original
+        assert "Rotated" in str(found[0].grad_fn) and all(map(torch.equal, found, plain))
+        grads = [torch.randn_like(x) for x in inputs]
+        wanted = torch.autograd.grad(plain, inputs, grads)
+        for gradient, want in zip(torch.autograd.grad(found, inputs, grads), wanted):
+            torch.testing.assert_close(gradient, want, rtol=1e-6, atol=1e-6)
+
+
 def test_modules_are_as_before_afterwards_also_on_errors():
     model, x = make(Qwen2RMSNorm), torch.randn(3, 48)
     before = model(x)

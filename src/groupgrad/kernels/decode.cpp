@@ -85,23 +85,6 @@ void normalise_all(const Columns &input, const float *weight, float epsilon, con
     }
 }
 
-// Rotary embedding, rounded as torch does: both products, then their sum.
-void rotate(const float *cosines, const float *sines, long width, float *values) {
-    const long half = width / 2;
-    for (long i = 0; i < half; i += LANES) {
-        const long count = half - i;
-        const Vec one = load_some(values + i, count), other = load_some(values + half + i, count);
-        Vec a = one * load_some(cosines + i, count), b = other * load_some(sines + i, count);
-        Vec c = other * load_some(cosines + half + i, count), d = one * load_some(sines + half + i, count);
-        ROUND(a);
-        ROUND(b);
-        ROUND(c);
-        ROUND(d);
-        store_some(values + i, a - b, count);
-        store_some(values + half + i, c + d, count);
-    }
-}
-
 // values[n * rows + row] += bias[n], if there is a bias.
 void add_bias(const float *bias, long count, long rows, float *values) {
     if (!bias) return;

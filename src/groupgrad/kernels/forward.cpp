@@ -273,6 +273,19 @@ void groupgrad_gate_gradient(const float *gradient, const float *gates, const fl
     }
 }
 
+// output = input (tokens, heads, width) rotated by the angles of each token, given as cosines and sines (tokens, width).
+void groupgrad_rotate(const float *input, const float *cosines, const float *sines, float *output, int64_t tokens,
+                      int64_t heads, int64_t width, int threads) {
+    const int64_t step = heads * width;
+#pragma omp parallel for num_threads(threads) if (tokens * step > SMALL_PART)
+    for (int64_t token = 0; token < tokens; token++) {
+        float *to = output + token * step;
+        std::memcpy(to, input + token * step, step * sizeof(float));
+        for (int64_t head = 0; head < heads; head++)
+            rotate(cosines + token * width, sines + token * width, width, to + head * width);
+    }
+}
+
 // Causal attention of all tokens of some spans. Returns 1 without memory.
 int groupgrad_attend(const Attention *call, const Span *spans, int64_t count, int threads) {
     const std::unique_ptr<Tiles[]> tiles(new (std::nothrow) Tiles[count]);

@@ -1,4 +1,4 @@
-"""Linear layers, RMS norms and gates of many tokens by the compiled kernels, with gradients.
+"""Linear layers, RMS norms, gates and rotary embeddings of many tokens by the compiled kernels, with gradients.
 
 All take float32 tensors on the CPU. A token's numbers do not depend on the tokens beside it, and a decode step computes
 bit-exactly the same. There are no second derivatives.
@@ -63,6 +63,11 @@ def norm(kernels: ctypes.CDLL | None, input: torch.Tensor, weight: torch.Tensor,
 def gated(kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, of equal shapes."""
     return _Gated.apply(kernels, gate, up)  # pyright: ignore[reportReturnType]
+
+
+def rotated(kernels: ctypes.CDLL, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """(1, H, T, D) vectors x as x * cosines + (-x[D/2:], x[:D/2]) * sines, of (1, T, D) each, rounded as torch does."""
+    return _Rotated.apply(kernels, input, cosines, sines)  # pyright: ignore[reportReturnType]
 
 
 class _Linear(torch.autograd.Function):
@@ -149,3 +154,28 @@ class _Gated(torch.autograd.Function):
         pointers = [x.data_ptr() for x in (grad, gate, up, grad_gate, grad_up)]
         ctx.kernels.groupgrad_gate_gradient(*pointers, gate.numel(), torch.get_num_threads())
         return None, grad_gate, grad_up
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: ctypes.CDLL, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(cosines, sines)
+        return _rotate(kernels, input, cosines, sines)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cosines, sines = ctx.saved_tensors
+        back = sines.roll(sines.shape[-1] // 2, -1).neg_()
+        return None, _rotate(ctx.kernels, grads[0], cosines, back), None, None
+
+
+def _rotate(kernels: ctypes.CDLL, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    input = input.transpose(1, 2).contiguous()
+    output = torch.empty_like(input)
+    pointers = [x.data_ptr() for x in (input, cosines.contiguous(), sines.contiguous(), output)]
+    kernels.groupgrad_rotate(*pointers, *input.shape[1:], torch.get_num_threads())
+    return output.transpose(1, 2)

@@ -1,9 +1,9 @@
 """Replaces known modules of a model by faster or more exact computations during a pass.
 
-On a CPU, linear layers, RMS norms and gated layers run in the compiled kernels (see `kernels`), which give a token the
-same numbers when it is sampled and when it is trained. Norms are computed in float64: their factor scales all numbers
-of a vector together, so its rounding does not average out in the products that follow. The backward passes read memory
-fewer times than those that autograd composes.
+On a CPU, linear layers, RMS norms, gated layers and rotary embeddings run in the compiled kernels (see `kernels`).
+They give a token the same numbers when it is sampled and when it is trained. Norms are computed in float64: their
+factor scales all numbers of a vector together, so its rounding does not average out in the products that follow. The
+backward passes read memory fewer times than those that autograd composes.
 
 On a GPU, norms run in PyTorch's fused kernel: one launch, rounded once. transformers' modules take a launch for each
 operation and keep the results of several for the backward pass.
@@ -11,6 +11,7 @@ operation and keep the results of several for the backward pass.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from torch.autograd import forward_ad
 
 from groupgrad import kernels
 from groupgrad.kernels import layers
-from groupgrad.modeling.families import MLPS, NORMS, is_transformers_class
+from groupgrad.modeling.families import CAUSAL_LMS, MLPS, NORMS, is_transformers_class
 from groupgrad.modeling.scoring.attention import is_checkpointing
 from groupgrad.modeling.systems.sharding import is_sharded
 
@@ -34,6 +35,9 @@ _PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, nn.Parameter)
 
 _staying: WeakSet[nn.Module] = WeakSet()
 """Modules whose forward methods stay replaced until `own_parts`."""
+
+ROTARY = "apply_rotary_pos_emb"
+"""Name of the function of rotary embeddings in transformers' model files."""
 
 _Compute = Callable[[Any, torch.Tensor], torch.Tensor | None]
 
@@ -48,6 +52,7 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None) -> Iterator[N
     was replaced by other code. CPU computations have no second derivatives.
     """
     replaced: list[Any] = []
+    files: list[Any] = []
     if stays is None:
         stays = torch.is_grad_enabled() and is_checkpointing(model)
     try:
@@ -62,8 +67,14 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None) -> Iterator[N
                     module.forward = _Replaced(module, compute, stays)
             if stays:
                 _staying.update(replaced)
+            if has_kernels:
+                files = _rotary_files(modules)
+        for file in files:
+            setattr(file, ROTARY, _Rotary(getattr(file, ROTARY)))
         yield
     finally:
+        for file in files:
+            setattr(file, ROTARY, getattr(file, ROTARY).original)
         for module in [] if stays else replaced:
             module.__dict__.pop("forward", None)
 
@@ -103,11 +114,39 @@ class _Replaced:
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         module, (hidden,) = self._module, (*inputs, *named.values())
         output = None
-        # Under another library's checkpointing, a layer that is computed again later has to save the same tensors.
-        is_forward_mode = forward_ad._current_level >= 0
-        if (self._stays or not _has_saved_tensor_hooks()) and not is_forward_mode:
+        if _is_ordinary_pass(self._stays):
             output = self._compute(module, hidden)
         return type(module).forward(module, hidden) if output is None else output
+
+
+class _Rotary:
+    """A model file's function of rotary embeddings, in the kernels where they support the input."""
+
+    def __init__(self, original: Callable[..., Any]):
+        self.original = original
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        library = kernels.library()
+        if library is None or named or not _supports_rotary(inputs) or not _is_ordinary_pass():
+            return self.original(*inputs, **named)
+        query, key, cosines, sines = inputs
+        return tuple(layers.rotated(library, x, cosines, sines) for x in (query, key))
+
+
+def _supports_rotary(inputs: tuple[Any, ...]) -> bool:
+    """True for queries and keys (1, H, T, D) of flat tokens with cosines and sines (1, T, D)."""
+    if len(inputs) != 4 or not all(map(_is_plain_input, inputs)):
+        return False
+    query, key, cosines, sines = inputs
+    shape = (1, *query.shape[-2:])
+    return query.dim() == key.dim() == 4 and len(query) == 1 and cosines.shape == sines.shape == shape
+
+
+def _rotary_files(modules: list[nn.Module]) -> list[Any]:
+    """The files of the decoders among `modules` whose function of rotary embeddings is their own."""
+    names = {type(m).__module__ for m in modules if type(m).__name__ in CAUSAL_LMS and is_transformers_class(type(m))}
+    files = [sys.modules[name] for name in names]
+    return [file for file in files if getattr(getattr(file, ROTARY, None), "__module__", None) == file.__name__]
 
 
 def _replacement(module: nn.Module, *, has_kernels: bool) -> _Compute | None:
@@ -141,10 +180,14 @@ def _is_plain_input(input: torch.Tensor) -> bool:
     return _is_plain(input) and not torch.is_autocast_enabled("cpu")
 
 
-def _has_saved_tensor_hooks() -> bool:
-    """True if tensors saved for the backward pass go through hooks."""
+def _is_ordinary_pass(stays: bool = False) -> bool:
+    """False in forward mode, and where saved tensors go through hooks, unless the computation `stays` replaced.
+
+    Under another library's checkpointing, a layer that is computed again later has to save the same tensors.
+    """
     top_hooks = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
-    return top_hooks is not None and top_hooks(True) is not None
+    has_hooks = top_hooks is not None and top_hooks(True) is not None
+    return (stays or not has_hooks) and forward_ad._current_level < 0
 
 
 def _linear(module: nn.Linear, input: torch.Tensor) -> torch.Tensor | None:
