@@ -148,5 +148,5 @@ def test_stored_tokens_survive_a_change_of_size():
     assert cache.suffixes.tensors[0][0][2:].abs().sum() == 0.0
     assert cache.prompts.tensors[0][1][0, 0, :4, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert not cache.reserve(Need(20, 50, 2, 9, max_suffix_length=100), Need(5, 80, 2, 9))
-    cache.suffixes.move(1, 0, 3)
+    cache.suffixes.move([(1, 0)], 3)
     assert cache.suffixes.tensors[0][0][0, 0, :3, 0].tolist() == [4.0, 5.0, 6.0]

@@ -85,13 +85,14 @@ class KVSlab:
         self.num_slots, self.slot_size = num_slots, slot_size
         self.version += 1
 
-    def move(self, source: int, target: int, num_tokens: int) -> None:
-        """Copies the first `num_tokens` tokens of one slot to another."""
+    def move(self, moves: Sequence[tuple[int, int]], num_tokens: int) -> None:
+        """Copies the first `num_tokens` tokens of slots to others (from, to); no slot is both."""
+        sources, targets = [source for source, _ in moves], [target for _, target in moves]
         for pair in self.tensors.values():
             for tensor in pair:
-                tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
+                tensor[targets, :, :num_tokens] = tensor[sources, :, :num_tokens]
         for state in self.states:
-            state[target] = state[source]
+            state[targets] = state[sources]
 
 
 @dataclass(slots=True, eq=False)

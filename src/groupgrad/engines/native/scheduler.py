@@ -184,6 +184,10 @@ class Scheduler:
     def _take_fitting(self) -> list[Sequence]:
         """Takes sequences off the queue while they fit, dropping retained keys and values for them."""
         admitted: list[Sequence] = []
+        need = self._need(self.waiting)
+        if (self._max_sequences is None or need.num_suffixes <= self._max_sequences) and self._fits(need):
+            admitted, self.waiting = list(self.waiting), deque()
+            return admitted
         need, new_groups = self._need(), set[int]()
         while self.waiting and need.num_suffixes != self._max_sequences:
             sequence = self.waiting[0]
@@ -332,8 +336,9 @@ class Scheduler:
         leaving = {id(sequence) for sequence in sequences}
         for sequence in sequences:
             sequence.group.ref_count -= 1
-        for source, target in compact(self.running, [id(sequence) in leaving for sequence in self.running]):
-            self.cache.suffixes.move(source, target, self.running[target].num_stored)
+        moves = compact(self.running, [id(sequence) in leaving for sequence in self.running])
+        if moves:
+            self.cache.suffixes.move(moves, max(self.running[target].num_stored for _, target in moves))
         self._free_unused_prompts()
         self._slots_version += 1
         self._is_admission_due = True
@@ -343,8 +348,9 @@ class Scheduler:
         unused = [group for group in self.groups if not group.ref_count]
         if not unused:
             return
-        for source, target in compact(self.groups, [not group.ref_count for group in self.groups]):
-            self.cache.prompts.move(source, target, len(self.groups[target].prompt_ids))
+        moves = compact(self.groups, [not group.ref_count for group in self.groups])
+        if moves:
+            self.cache.prompts.move(moves, max(len(self.groups[target].prompt_ids) for _, target in moves))
         for group in unused:
             group.slot, group.first_logits = -1, None
         for slot, group in enumerate(self.groups):
@@ -359,14 +365,12 @@ def _new_groups(sequences: Collection[Sequence]) -> list[Group]:
 
 def _need(sequences: Collection[Sequence], groups: Collection[Group]) -> Need:
     prompt_lengths = [len(group.prompt_ids) for group in groups]
-    longest = most = 0
-    for sequence in sequences:  # called in each step: `num_stored` and `max_length` without their calls
-        num_context = len(sequence.context_ids)
-        longest = max(longest, num_context + len(sequence.sampled_ids) - 1)
-        most = max(most, num_context + sequence.request.max_new_tokens)
+    # Called in each step: `num_stored` and `max_length` without their calls.
+    longest = max([len(s.context_ids) + len(s.sampled_ids) for s in sequences], default=1)
+    most = max([len(s.context_ids) + s.request.max_new_tokens for s in sequences], default=0)
     return Need(
         num_suffixes=len(sequences),
-        suffix_length=longest,
+        suffix_length=max(0, longest - 1),
         num_prompts=len(groups),
         prompt_length=max(prompt_lengths, default=0),
         max_suffix_length=most,
