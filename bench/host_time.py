@@ -1,10 +1,11 @@
 """Measures the processor time of an optimizer step of small models, which Python and not arithmetic decides.
 
-    python bench/host_time.py [--workload demo|small] [--steps 30] [--profile 25] [--against PATH]
+    python bench/host_time.py [--workload demo|small] [--steps 30] [--profile 25] [--parts] [--against PATH]
 
 `demo` is a step of the demo: 256 rows of at most 40 tokens and a model of two layers. `small` is a model of a million
 parameters with 128 rows of at most 16 tokens. Processor seconds of one thread are reported, because other work on the
-machine hardly changes them. `--profile` lists the functions that take most of it, by calls and seconds. `--against`
+machine hardly changes them. `--profile` lists the functions that take most of it, by calls and seconds, `--parts` the
+milliseconds of a step's parts on the training thread, each without the parts that it calls. `--against`
 runs another checkout's package in turn with this one, each in a process of its own, and prints the ratio.
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import functools
+import importlib
 import json
 import os
 import pstats
@@ -29,12 +32,58 @@ WARM_UP = 3
 """Steps before the first one that counts."""
 
 
+PARTS = {
+    "decode steps in C++": "groupgrad.engines.native.cpp_step:CompiledStep.sample",
+    "decode steps in C++, one a call": "groupgrad.engines.native.cpp_step:CompiledStep.__call__",
+    "prompts": "groupgrad.engines.native.session:NativeSession._prefill",
+    "the rest of the native engine": "groupgrad.engines.native.engine:NativeEngine.sample",
+    "rewards, texts, collation": "groupgrad.rollout.collector:ExperienceCollector.__call__",
+    "layout of a pass": "groupgrad.modeling.scoring.layout:flat_layout",
+    "attention, forward": "groupgrad.modeling.scoring.block_attention:attend",
+    "attention, backward": "groupgrad.modeling.scoring.block_attention:_RowAttention.backward",
+    "the rest of the forward pass": "groupgrad.trainer.trainer:score_tokens",
+    "the rest of the backward pass": "groupgrad.trainer.trainer:GRPOTrainer._backward",
+    "record of rollouts": "groupgrad.trainer.run_recorder:RunRecorder.on_step_end",
+    "optimizer": "torch.optim:AdamW.step",
+    "the rest of training_step": "groupgrad.trainer.trainer:GRPOTrainer.training_step",
+}
+"""Parts of a step, and the functions that they are."""
+
+
+class PartTimes:
+    """Seconds of the training thread in each of `PARTS`, without those of the parts inside it."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._inner = 0.0
+        for label, path in PARTS.items():
+            module, _, names = path.partition(":")
+            *owners, name = names.split(".")
+            owner = functools.reduce(getattr, owners, importlib.import_module(module))
+            timed = self._timed(getattr(owner, name), label)
+            is_static = isinstance(vars(owner).get(name), staticmethod)
+            setattr(owner, name, staticmethod(timed) if is_static else timed)
+
+    def _timed(self, function: Any, label: str) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **named: Any) -> Any:
+            outer, self._inner, began = self._inner, 0.0, time.thread_time()
+            try:
+                return function(*args, **named)
+            finally:
+                whole = time.thread_time() - began
+                self.seconds[label] += whole - self._inner
+                self._inner = outer + whole
+
+        return call
+
+
 class Clock:
     """Processor seconds of each step, from its end to the end of the next; made a callback by `trainer_of`."""
 
-    def __init__(self, profiler: cProfile.Profile | None) -> None:
+    def __init__(self, profiler: cProfile.Profile | None, parts: PartTimes | None = None) -> None:
         self.seconds: list[float] = []
-        self._profiler, self._ended = profiler, 0.0
+        self._profiler, self._parts, self._ended = profiler, parts, 0.0
 
     def end_step(self) -> None:
         """Notes the step that ends; the profiler runs after those of the warm-up."""
@@ -42,6 +91,8 @@ class Clock:
         self.seconds.append(now - self._ended)
         if self._profiler is not None and len(self.seconds) == WARM_UP:
             self._profiler.enable()
+        if self._parts is not None and len(self.seconds) == WARM_UP:
+            self._parts.seconds = dict.fromkeys(PARTS, 0.0)
         self._ended = time.process_time()
 
 
@@ -111,19 +162,22 @@ def trainer_of(workload: str, folder: str, steps: int, clock: Clock) -> Any:
     )
 
 
-def measure(workload: str, steps: int, lines: int) -> float:
-    """Median processor seconds of a step; prints `lines` lines of a profile."""
+def measure(workload: str, steps: int, lines: int, *, with_parts: bool = False) -> float:
+    """Median processor seconds of a step; prints `lines` lines of a profile, and the step's parts."""
     import torch
 
     torch.set_num_threads(1)
     profiler = cProfile.Profile(time.process_time) if lines else None
-    clock = Clock(profiler)
+    parts = PartTimes() if with_parts else None
+    clock = Clock(profiler, parts)
     with tempfile.TemporaryDirectory() as folder:
         trainer_of(workload, folder, WARM_UP + steps, clock).train()
     if profiler is not None:
         profiler.disable()
         for order in ("tottime", "cumulative"):
             pstats.Stats(profiler, stream=sys.stderr).sort_stats(order).print_stats(lines)
+    for label, seconds in [] if parts is None else sorted(parts.seconds.items(), key=lambda part: -part[1]):
+        print(f"{1e3 * seconds / steps:8.1f} ms  {label}")
     return statistics.median(clock.seconds[WARM_UP:])
 
 
@@ -146,6 +200,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=("demo", "small"), default="small")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--profile", type=int, default=0, metavar="LINES")
+    parser.add_argument("--parts", action="store_true", help="print the milliseconds of a step's parts")
     parser.add_argument("--against", type=Path, metavar="CHECKOUT")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each checkout")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -158,7 +213,7 @@ def main() -> None:
             f"{this / other:.2f} of it"
         )
         return
-    seconds = measure(options.workload, options.steps, options.profile)
+    seconds = measure(options.workload, options.steps, options.profile, with_parts=options.parts)
     text = json.dumps({"seconds": seconds}) if options.json else f"{1e3 * seconds:.1f} ms of a processor a step"
     print(text)
 
