@@ -33,8 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {**PLAIN, "max_grad_norm": 0.05, "offload": True},
     "hopeless": {**PLAIN, "short": ("middle", (1,), 4)},
 }
-FSDP_ALONE = {"cut", "forward_on_one", "middle_on_one", "middle_on_both", "images", "images_checkpointing", "offload"}
-"""Cases that ZeRO-3 refuses, beside `hopeless`."""
 
 
 def build(ranks: Any, name: str, out: Path, kind: str | None) -> Any:
@@ -47,8 +45,10 @@ def build(ranks: Any, name: str, out: Path, kind: str | None) -> Any:
     if kind == "fsdp2":
         settings |= {"fsdp": True, "fsdp_config": {"cpu_offload": True} if offload else None}
     elif kind == "zero3":
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
         from zero_ranks import deepspeed_config
 
+        unset_hf_deepspeed_config()  # that of the case before, under which transformers would shard a new model
         settings["deepspeed"] = deepspeed_config(3, False)
     return ranks.build(f"sharded_{name}", out, **settings)
 

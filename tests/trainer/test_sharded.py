@@ -20,13 +20,9 @@ from groupgrad.modeling.weights import checkpoint_weights
 SCRIPT = Path(__file__).with_name("sharded_ranks.py")
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 ZERO = [*SLOW, pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]
-BOTH = ["plain", "adapter", "no_signal", "by_need"]
-FAST = ["middle_on_one", "images", "offload"]
-FSDP_ALONE = [*FAST, "cut", "forward_on_one", "middle_on_both", "images_checkpointing"]
-TOGETHER = {
-    "fsdp2": [[*FAST, "by_need", "hopeless"], [case for case in BOTH + FSDP_ALONE if case not in (*FAST, "by_need")]],
-    "zero3": [BOTH],
-}
+FAST = ["middle_on_one", "images", "offload", "by_need", "hopeless"]
+MORE = ["plain", "adapter", "no_signal", "cut", "forward_on_one", "middle_on_both", "images_checkpointing"]
+TOGETHER = {"fsdp2": [FAST, MORE], "zero3": [[case for case in FAST + MORE if case != "offload"]]}
 """Cases of each kind that two processes run one after the other."""
 CASES = [
     pytest.param(kind, case, marks=ZERO if kind == "zero3" else SLOW * (place > 0))
@@ -35,6 +31,7 @@ CASES = [
     for case in cases
     if case != "hopeless"
 ]
+KINDS = ["fsdp2", pytest.param("zero3", marks=ZERO)]
 Results = list[dict[str, Any]]
 
 
@@ -45,7 +42,7 @@ def script() -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert {*BOTH, *FSDP_ALONE, "hopeless"} == set(module.CASES)
+    assert {*FAST, *MORE} == set(module.CASES)
     return module
 
 
@@ -99,44 +96,45 @@ def test_two_processes_that_share_a_model_equal_one(one, two, tools, kind, case)
             assert entry == pytest.approx(wanted, abs=1e-4, rel=1e-4)
 
 
-def test_a_model_that_takes_images_is_saved_as_other_programs_read_it(two, tools):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_takes_images_is_saved_as_other_programs_read_it(two, tools, kind):
     """Its weights have other names in files than in memory."""
-    result = two("fsdp2", "images")[0]
+    result = two(kind, "images")[0]
     saved = AutoModelForImageTextToText.from_pretrained(result["folder"] / "final")
     assert torch.equal(tools.weights(saved), result["weights"])
 
 
 @pytest.mark.parametrize(
-    ("case", "short"),
+    ("kind", "case", "short"),
     [
-        ("middle_on_one", {0}),
-        pytest.param("forward_on_one", {1}, marks=SLOW),
-        pytest.param("middle_on_both", {0, 1}, marks=SLOW),
+        pytest.param(kind, case, short, marks=ZERO if kind == "zero3" else SLOW * (case not in FAST))
+        for kind in TOGETHER
+        for case, short in {"middle_on_one": {0}, "forward_on_one": {1}, "middle_on_both": {0, 1}}.items()
     ],
 )
-def test_a_rank_that_runs_out_of_memory_cuts_its_micro_batches(two, case, short):
+def test_a_rank_that_runs_out_of_memory_cuts_its_micro_batches(two, kind, case, short):
     """It fails until its parts fit, and later micro-batches are cut beforehand; the others keep their sizes."""
-    for rank, result in enumerate(two("fsdp2", case)):
+    for rank, result in enumerate(two(kind, case)):
         assert bool(result["failures"]) == (result["limit"] is not None) == (rank in short)
         assert result["failures"] < 6
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_size_of_a_pass_is_bounded_on_all_ranks_together(two):
+@pytest.mark.parametrize("kind", [pytest.param("fsdp2", marks=SLOW), KINDS[1]])
+def test_the_size_of_a_pass_is_bounded_on_all_ranks_together(two, kind):
     """The ranks make equally many passes, and more than without `max_tokens_per_pass`."""
-    counts = {case: [rank["passes"] for rank in two("fsdp2", case)] for case in ("plain", "cut")}
+    counts = {case: [rank["passes"] for rank in two(kind, case)] for case in ("plain", "cut")}
     assert counts["plain"] == [4, 4]  # two steps of two micro-batches
     assert counts["cut"][0] == counts["cut"][1] > 4
 
 
-def test_one_row_that_does_not_fit_ends_all_processes(two):
-    first, second = (rank["error"] for rank in two("fsdp2", "hopeless"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_that_does_not_fit_ends_all_processes(two, kind):
+    first, second = (rank["error"] for rank in two(kind, "hopeless"))
     assert second.startswith("RuntimeError: ") and "does not fit into memory" in second
     assert first.startswith("RankError: stopped because rank 1 failed with RuntimeError: ")
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=ZERO)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_activations_that_do_not_fit_on_one_rank_are_recomputed_on_all(two, kind):
     """Ranks that share a model compute it in the same way; `by_need` leaves rank 1 alone without memory."""
     assert [rank["recomputes"] for rank in two(kind, "by_need")] == [True, True]

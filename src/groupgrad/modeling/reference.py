@@ -15,9 +15,7 @@ from torch import nn
 
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import active_adapters, is_adapted, leaves_base_unchanged
-from groupgrad.modeling.systems.fsdp import is_fully_sharded
 from groupgrad.modeling.systems.sharding import ShardSnapshot, is_sharded
-from groupgrad.modeling.vlm import is_multimodal
 
 
 class Reference:
@@ -118,13 +116,8 @@ class Reference:
 
 
 def check_sharded_policy(policy: nn.Module, reference: Reference | None) -> None:
-    """UnavailableError for VLMs under ZeRO-3, and for references that do not work with sharded parameters."""
+    """UnavailableError for references that do not work with sharded parameters."""
     name = f"{type(policy).__name__.removeprefix('FSDP')} under DeepSpeed ZeRO-3 or FSDP"
-    if is_multimodal(policy) and not is_fully_sharded(policy):
-        raise UnavailableError(
-            f"{type(policy).__name__} under DeepSpeed ZeRO-3: models that take images are not trained so; use FSDP 2, "
-            "ZeRO stage 1 or 2, or processes that each have the whole model"
-        )
     if reference is not None and reference.keeps_parameters:
         raise UnavailableError(
             f"{name}: a reference that is this adapter as it was given cannot be kept; begin with a new adapter, set "

@@ -41,12 +41,13 @@ from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import LayoutReport, check_causal, check_layout
-from groupgrad.modeling.systems import fsdp
+from groupgrad.modeling.systems import fsdp, zero3
 from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed
 from groupgrad.modeling.systems.gradient_sums import GradientSums
 from groupgrad.modeling.systems.memory_guards import memory_guard, obstacle_to_cutting
 from groupgrad.modeling.systems.oom_retry import MemoryGuard
 from groupgrad.modeling.systems.sharding import gather_all, gather_per_module
+from groupgrad.modeling.systems.zero3_passes import Zero3PassCollectives, can_recover
 from groupgrad.modeling.vlm import is_multimodal
 from groupgrad.multimodal.vlm_prompts import (
     VisionPromptMaker,
@@ -263,12 +264,15 @@ def gradient_memory(
     model: nn.Module,
     forward_options: ForwardOptions,
     checkpointing: CheckpointingByNeed | None,
+    accelerator: Any,
 ) -> tuple[GradientSums, MemoryGuard]:
     """The sums of a step's gradients, and the guard that trains micro-batches again that ran out of memory."""
     prepare = None if checkpointing is None else checkpointing.prepare
     in_float32 = config.gradient_dtype != "weights" and obstacle_to_cutting(config) is None
     sums = GradientSums(model, in_float32=in_float32)
-    return sums, memory_guard(model, config, sums.clear, aux_loss=forward_options.aux_loss, prepare=prepare)
+    passes = Zero3PassCollectives(accelerator) if zero_stage(config) == 3 and can_recover() else None
+    guard = memory_guard(model, config, sums.clear, aux_loss=forward_options.aux_loss, prepare=prepare, zero3=passes)
+    return sums, guard
 
 
 def build_prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
@@ -384,6 +388,9 @@ def build_components(
     policy_options = room_options.policy_options(config, prompt_maker.max_context)
     forward_options = room_options.forward_options(config, pad_id=pad_id, aux_loss=policy.aux_loss_coef != 0.0)
     forward_options = execution.layout.options(forward_options)
+    if zero_stage(config) == 3:
+        image = zero3.image_of_every_pass(policy.model, execution.example, policy.aux_loss_coef)
+        forward_options = replace(forward_options, image_example=image)
     scorer = OldAndRefScorer(policy.model, policy.reference, forward_options, config.device)
     sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=pad_id)
     rollouts = rollout_components.source(

@@ -430,7 +430,7 @@ class GRPOTrainer(TrainingRun):
         if self._keeps_compute_loss and type(self).batch_loss is GRPOTrainer.batch_loss:
             self.signal_watch = build.signal_watch(self.args, self._policy)
         self.gradient_sums, self.memory = build.gradient_memory(
-            self.args, self.model, self.components.forward_options, self.checkpointing
+            self.args, self.model, self.components.forward_options, self.checkpointing, self.accelerator
         )
         self.run_state = RunState(
             {

@@ -37,6 +37,7 @@ from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import configured_kernels
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.attention import unplug
+from groupgrad.modeling.systems import zero3
 from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
 from groupgrad.modeling.systems.fsdp import (
     clip_offloaded,
@@ -256,6 +257,8 @@ class TrainingRun(TRLNames, StoppableRun):
                 yield
             finally:
                 self._restore_modules()
+        if is_last and self.is_deepspeed_enabled:
+            zero3.engine(self.accelerator).step()
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Adds the gradient of `loss`, as `transformers.Trainer.training_step` does."""
@@ -266,8 +269,9 @@ class TrainingRun(TRLNames, StoppableRun):
         if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
             further["learning_rate"] = self._get_learning_rate()
         if self.is_deepspeed_enabled:
-            further["scale_wrt_gas"] = False
-        self.accelerator.backward(loss, **further)
+            zero3.backward(self.accelerator, loss)
+        else:
+            self.accelerator.backward(loss, **further)
         self._restore_modules()
 
     def _restore_modules(self) -> None:
@@ -378,14 +382,12 @@ class TrainingRun(TRLNames, StoppableRun):
             model = self._prepare_model(model)
         elif training and dist.is_active() and not self.is_deepspeed_enabled and not is_sharded(self.model):
             args, megabytes = self.args, self.args.ddp_bucket_cap_mb
-            size = dist.BUCKET_BYTES if megabytes is None else megabytes * 2**20
-            buffers = args.ddp_broadcast_buffers is not False
             model = self._prepare_model(model)
             self._gradient_sync = GradientSync(
                 self.model,
                 self.gradient_sums,
-                bucket_bytes=size,
-                buffers=buffers,
+                bucket_bytes=dist.BUCKET_BYTES if megabytes is None else megabytes * 2**20,
+                buffers=args.ddp_broadcast_buffers is not False,
                 joint_passes=args.context_parallel_size > 1,
             )
             self._gradient_sync.begin()

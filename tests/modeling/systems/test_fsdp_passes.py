@@ -15,8 +15,9 @@ from torch import nn
 
 from groupgrad.batching.micro_batches import MicroBatch, assign_micro_batches
 from groupgrad.modeling.systems import memory_guards
-from groupgrad.modeling.systems.fsdp_passes import PassCollectives, _Counted
+from groupgrad.modeling.systems.fsdp_passes import FSDPPassCollectives, _Counted
 from groupgrad.modeling.systems.joint_oom_retry import JointMemoryGuard
+from groupgrad.modeling.systems.pass_collectives import PassCollectives
 from groupgrad.objectives import OnPolicyInfo, PolicyLoss, PolicyOptions, policy_loss
 
 
@@ -29,7 +30,7 @@ class Model:
 
 def test_after_a_failed_pass_the_collectives_that_it_made_are_left_out():
     made: list[torch.Tensor] = []
-    collectives = PassCollectives(model := Model())
+    collectives = FSDPPassCollectives(model := Model())
     gather = _Counted(collectives, lambda output, own, group: made.append(output))
 
     def calls(count: int) -> list[torch.Tensor]:
@@ -58,7 +59,7 @@ class Machine:
     def __init__(self, policy: Any, most: int, where: str):
         self.policy, self.most, self.where = policy, most, where
         self.tokens: list[int] = []
-        self.guard = JointMemoryGuard(policy.zero_grad, PassCollectives(Model()))
+        self.guard = JointMemoryGuard(policy.zero_grad, PassCollectives())
 
     def forward(self, part: MicroBatch) -> PolicyLoss:
         batch, scores = scored(part, self.policy)

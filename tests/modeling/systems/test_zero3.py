@@ -5,6 +5,7 @@ What DeepSpeed itself does with them is for `tests/trainer/test_zero.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vlm_batches import make_vlm_setup
+from vlm_batches import make_batch, make_vlm_setup
 
+from groupgrad.errors import UnavailableError
 from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
 from groupgrad.modeling.self_check import check_layout, random_batch
+from groupgrad.modeling.systems import zero3
 from groupgrad.modeling.systems.sharding import (
     ShardSnapshot,
     gather_all,
@@ -160,5 +163,38 @@ def test_unsupported_policies_are_rejected(model):
     kept: Any = SimpleNamespace(keeps_parameters=True)
     with pytest.raises(ValueError, match=r"ZeRO-3 or FSDP: a reference that is this adapter.*beta=0.0"):
         check_sharded_policy(model, kept)
-    with pytest.raises(ValueError, match=r"Gemma3.* under DeepSpeed ZeRO-3: models that take images"):
-        check_sharded_policy(make_vlm_setup("gemma3").model, None)
+
+
+@pytest.mark.parametrize("rows", [[(1, [22, 23, 24]), (1, [40, 41])], []])
+def test_passes_without_images_run_the_vision_tower(rows):
+    """Other ranks gather its weights in theirs, forward and backward; scores and gradients of the rows stay."""
+    vlm = make_vlm_setup("gemma3")
+    batch, plain = make_batch(vlm, rows or [(1, [22])]).select(range(len(rows))), ForwardOptions(temperature=0.7)
+    example = zero3.image_of_every_pass(vlm.model, vlm.cases[2].prompt, 0.0)
+    expected = score_tokens(vlm.model, batch, plain)
+    expected.logprobs.sum().backward() if rows else None
+    gradients = {name: p.grad for name, p in vlm.model.named_parameters() if p.grad is not None}
+    vlm.model.zero_grad()
+    for parameter in vlm.model.parameters():
+        parameter.ds_id, parameter.ds_status = 0, Status.AVAILABLE
+    towers: list[int] = []
+    next(m for n, m in vlm.model.named_modules() if n.endswith("vision_tower")).register_forward_hook(
+        lambda *_: towers.append(1)
+    )
+    scores = score_tokens(vlm.model, batch, replace(plain, image_example=example))
+    scores.logprobs.sum().backward()
+    torch.testing.assert_close(scores.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    assert towers == [1]
+    for name, parameter in vlm.model.named_parameters():
+        wanted = gradients.get(name, torch.zeros_like(parameter))
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_models_that_cannot_make_such_passes_are_refused(model):
+    vlm = make_vlm_setup("gemma3")
+    assert zero3.image_of_every_pass(model, None, 0.0) is None
+    with pytest.raises(UnavailableError, match=r"Gemma3.* under DeepSpeed ZeRO-3: its processor makes no prompt"):
+        zero3.image_of_every_pass(vlm.model, None, 0.0)
+    with pytest.raises(UnavailableError, match="load-balancing loss would count the image"):
+        zero3.image_of_every_pass(vlm.model, vlm.cases[2].prompt, 0.1)

@@ -30,7 +30,7 @@ from groupgrad.modeling.systems.oom import score_in_parts
 from groupgrad.modeling.systems.sharding import gather_per_module, is_sharded
 from groupgrad.modeling.systems.zero3 import is_zero_sharded
 from groupgrad.modeling.vlm import with_images
-from groupgrad.types import Media
+from groupgrad.types import Media, Prompt
 
 Layout = Literal["shared", "packed", "dense"]
 
@@ -56,6 +56,9 @@ class ForwardOptions:
     """Never keep the logits of all tokens, where the head's arithmetic is known."""
     context: RankGroup | None = None
     """Ranks that have the same batches, and that the tokens of each pass are cut over; None: this rank takes all."""
+    image_example: Prompt | None = None
+    """A prompt with an image, which ranks under ZeRO-3 compute in passes without images, so that all of them gather the
+    weights of the vision tower; None for models that take text alone."""
 
 
 def layout_for(model: nn.Module, options: ForwardOptions) -> Layout:
@@ -90,6 +93,8 @@ def score_tokens(
     """
     if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
         return _score_nothing(model, batch, options)
+    if _lacks_image(model, batch, options):
+        return _score_beside_an_image(model, batch, options, precomputed, tap)
     if bool(batch.trained.all()):
         return _score(model, batch, options, precomputed, tap)
     loss_tokens = batch.trained.nonzero().flatten()
@@ -148,9 +153,44 @@ def _score_nothing(model: nn.Module, batch: Batch, options: ForwardOptions) -> T
 
     The scores depend on the pass, so a backward pass runs through the model too.
     """
-    placeholder = build_batch([[options.pad_id]], [0], [[options.pad_id]])
-    scores = score_tokens(model, placeholder.to(batch.offsets.device), options)
+    scores = score_tokens(model, _placeholder(options).to(batch.offsets.device), options)
     return replace(scores, logprobs=scores.logprobs[:0], entropy=scores.entropy[:0])
+
+
+def _placeholder(options: ForwardOptions) -> Batch:
+    """A batch of one token, with an image where passes need one."""
+    example = options.image_example
+    if example is None:
+        return build_batch([[options.pad_id]], [0], [[options.pad_id]])
+    return build_batch([example.ids], [0], [[options.pad_id]], (example.media,))
+
+
+def _lacks_image(model: nn.Module, batch: Batch, options: ForwardOptions) -> bool:
+    """True if other ranks may run the vision tower in this pass, whose weights they gather together, and this not."""
+    has_images = any((*(batch.media or ()), *(batch.row_media or ())))
+    return options.image_example is not None and not has_images and is_zero_sharded(model)
+
+
+def _score_beside_an_image(
+    model: nn.Module,
+    batch: Batch,
+    options: ForwardOptions,
+    precomputed: PrecomputedGradient | None,
+    tap: StatesTap | None,
+) -> TokenScores:
+    """Scores of a pass that also computes a placeholder row with an image, whose gradients are 0."""
+    unjoined = dict.fromkeys(("old_logprobs", "ref_logprobs", "sampling_logprobs", "sampling_entropy"))
+    rows = Batch.concat([replace(batch, **unjoined), _placeholder(options).to(batch.offsets.device)])
+    if precomputed is not None:
+        parts = (precomputed.logprobs, torch.nan), (precomputed.gradient, 0.0)
+        precomputed = PrecomputedGradient(*(torch.cat([values, values.new_full((1,), last)]) for values, last in parts))
+
+    def tap_rows(states: torch.Tensor, places: torch.Tensor | None) -> None:
+        assert tap is not None
+        tap(states[:-1], None if places is None else places[:-1])
+
+    scores = score_tokens(model, rows, options, precomputed, None if tap is None else tap_rows)
+    return replace(scores, logprobs=scores.logprobs[:-1], entropy=scores.entropy[:-1])
 
 
 def build_batch(

@@ -1,9 +1,4 @@
-"""Counts the collectives of FSDP in a pass, so that a rank whose pass has failed can make the rest of them.
-
-In a pass all ranks gather the units of the model and reduce their gradients in the same order. A rank whose memory runs
-out has made some of these collectives; the others wait for the rest. It therefore starts a pass over a placeholder
-token, in which the collectives that it has made already do nothing.
-"""
+"""Counts the collectives of FSDP 2 in a pass: its gathers of units and its reductions of their gradients."""
 
 from __future__ import annotations
 
@@ -13,6 +8,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
+from groupgrad.modeling.systems.pass_collectives import PassCollectives
+
 # torch 2.13 has other names for them.
 _all_gather: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
@@ -20,26 +17,17 @@ _reduce_scatter: Any = getattr(torch_dist, "reduce_scatter_single", None) or tor
 _ATTRIBUTE = "_groupgrad_pass_collectives"
 
 
-class PassCollectives:
-    """The collectives of the passes of a sharded model."""
+class FSDPPassCollectives(PassCollectives):
+    """The collectives of the passes of a model that FSDP 2 shards."""
 
     def __init__(self, model: Any):
+        super().__init__()
         self._model = model
-        self._num_made = self._num_left_out = 0
-
-    def begin_pass(self) -> None:
-        """A pass begins."""
-        self._num_made = self._num_left_out = 0
 
     def begin_rest(self) -> None:
-        """After a failed pass: the next one makes the collectives that the failed pass has left. Not a collective."""
+        """As `PassCollectives.begin_rest`; the units forget the failed pass. Not a collective."""
         self._model.reset_iter_state()
-        self._num_made, self._num_left_out = 0, self._num_made
-
-    def is_due(self) -> bool:
-        """Counts a collective; False if the failed pass has made it already."""
-        self._num_made += 1
-        return self._num_made > self._num_left_out
+        super().begin_rest()
 
 
 class _Counted:
@@ -69,7 +57,7 @@ def count_collectives(model: Any, units: list[Any]) -> None:
     """
     if not all(hasattr(model, name) for name in ("reset_iter_state", "set_custom_all_gather")):
         return
-    collectives = PassCollectives(model)
+    collectives = FSDPPassCollectives(model)
     gather = _Counted(collectives, _gather)
     reduce = _Counted(collectives, _reduce)
     for unit in units:

@@ -9,9 +9,9 @@ import torch
 
 from groupgrad import dist
 from groupgrad.batching.micro_batches import MicroBatch
-from groupgrad.modeling.systems.fsdp_passes import PassCollectives
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory, release_frames
 from groupgrad.modeling.systems.oom_retry import MemoryGuard
+from groupgrad.modeling.systems.pass_collectives import PassCollectives
 from groupgrad.objectives import NO_PASS, PolicyLoss
 
 

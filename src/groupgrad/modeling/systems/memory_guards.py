@@ -14,6 +14,7 @@ from groupgrad.modeling.systems.fsdp_passes import pass_collectives
 from groupgrad.modeling.systems.joint_oom_retry import JointMemoryGuard
 from groupgrad.modeling.systems.oom_retry import MemoryGuard, tokens_per_pass
 from groupgrad.modeling.systems.sharding import is_sharded
+from groupgrad.modeling.systems.zero3_passes import Zero3PassCollectives
 
 
 def memory_guard(
@@ -23,16 +24,21 @@ def memory_guard(
     *,
     aux_loss: bool,
     prepare: Callable[[Batch], None] | None = None,
+    zero3: Zero3PassCollectives | None = None,
 ) -> MemoryGuard:
     """The guard for a run with these training arguments.
 
     `clear` drops the gradients of a step, `prepare` is called with each batch before its passes with a gradient.
+    `zero3` has the passes of a model that DeepSpeed ZeRO-3 shards when training begins.
 
     A CPU's matrix products run at full speed from few tokens on, so larger micro-batches are cut there. A
     load-balancing loss depends on the cut, so its micro-batches stay whole. ValueError if `max_tokens_per_pass` is set
     and micro-batches cannot be cut.
     """
-    obstacle, collectives = obstacle_to_cutting(args), pass_collectives(model)
+    if zero3 is not None:
+        obstacle, collectives, clear = None, zero3, zero3.drop_gradients
+    else:
+        obstacle, collectives = obstacle_to_cutting(args), pass_collectives(model)
     if obstacle is None and is_sharded(model) and collectives is None:
         obstacle = f"torch {torch.__version__} cannot go on after a failed pass of a model in shards; update it to 2.13"
     reason = "the load-balancing loss (router_aux_loss_coef) depends on the rows of a pass" if aux_loss else obstacle

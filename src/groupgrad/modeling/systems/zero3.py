@@ -9,8 +9,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.integrations import deepspeed as hf_deepspeed
+
+from groupgrad.errors import UnavailableError
+from groupgrad.modeling.vlm import is_multimodal
+from groupgrad.types import Prompt
 
 
 def is_shard(parameter: Any) -> bool:
@@ -86,6 +91,43 @@ def loading_unsharded() -> Iterator[None]:
         yield
     finally:
         hf_deepspeed.set_hf_deepspeed_config(config)
+
+
+def image_of_every_pass(model: nn.Module, example: Prompt | None, aux_loss_coef: float) -> Prompt | None:
+    """The prompt with an image that ranks compute in passes without one; None for a model that takes text alone.
+
+    Without it a rank would not run the vision tower, and the others would wait for it to gather the tower's weights.
+    UnavailableError for a model that takes images and cannot make such passes. `example` is the prompt, None if the
+    model's processor made none.
+    """
+    if not is_multimodal(model):
+        return None
+    name = f"{type(model).__name__} under DeepSpeed ZeRO-3"
+    if example is None or example.media is None:
+        raise UnavailableError(
+            f"{name}: its processor makes no prompt of an image, which passes without images need so that all ranks "
+            "run the vision tower; use FSDP 2"
+        )
+    if aux_loss_coef != 0.0:
+        raise UnavailableError(
+            f"{name}: the load-balancing loss would count the image of passes without one; set "
+            "router_aux_loss_coef=0.0, or use FSDP 2"
+        )
+    return example
+
+
+def engine(accelerator: Any) -> Any:
+    """DeepSpeed's engine, of any stage, for the model that `accelerator` has prepared."""
+    return accelerator.deepspeed_engine_wrapped.engine
+
+
+def backward(accelerator: Any, loss: torch.Tensor) -> None:
+    """Adds the gradient of `loss`, of a whole micro-batch or of a part of it; `engine(accelerator).step()` ends a step.
+
+    accelerate would take the optimizer step with the first part of the step's last micro-batch.
+    """
+    engine(accelerator).set_gradient_accumulation_boundary(accelerator.sync_gradients)
+    engine(accelerator).backward(loss, scale_wrt_gas=False)
 
 
 def release(parameters: Iterable[Any]) -> None:

@@ -1,0 +1,31 @@
+"""Counts the collectives of a pass of a sharded model, so that a rank whose pass has failed can make the rest of them.
+
+In a pass all ranks gather the parts of the model and reduce their gradients in the same order. A rank whose memory runs
+out has made some of these collectives; the others wait for the rest. It therefore starts a pass over a placeholder
+token, in which the collectives that it has made already do nothing. `fsdp_passes.py` and `zero3_passes.py` have what
+differs between the ways of sharding.
+"""
+
+from __future__ import annotations
+
+
+class PassCollectives:
+    """The collectives of the passes of a sharded model."""
+
+    def __init__(self) -> None:
+        self.num_made = 0
+        """Collectives of the pass so far, with those that were left out."""
+        self._num_left_out = 0
+
+    def begin_pass(self) -> None:
+        """A pass begins. Not a collective."""
+        self.num_made = self._num_left_out = 0
+
+    def begin_rest(self) -> None:
+        """After a failed pass: the next one makes the collectives that the failed pass has left. Not a collective."""
+        self.num_made, self._num_left_out = 0, self.num_made
+
+    def is_due(self) -> bool:
+        """Counts a collective; False if the failed pass has made it already."""
+        self.num_made += 1
+        return self.num_made > self._num_left_out
