@@ -25,6 +25,7 @@ from groupgrad.errors import RankError
 from groupgrad.stopping import StopRequested, interruptible
 
 T = TypeVar("T")
+TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 BUCKET_BYTES = 25 * 2**20
 """Size of the buckets in which small gradients are reduced together."""
@@ -229,7 +230,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, bucket_bytes: int =
     A missing gradient counts as 0; a parameter without a gradient on every rank keeps none. The `parameters` of all
     ranks are the same in the same order (RuntimeError if their numbers differ). Small gradients are copied into
     buckets of `bucket_bytes`, so that all of them are never copied at once. Gradients are divided before they are
-    summed, which keeps float16 from overflowing.
+    summed, which keeps float16 from overflowing. They are sent in the order in which a backward pass makes them.
     """
     if not is_active():
         return
@@ -239,38 +240,38 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, bucket_bytes: int =
         counts = ", ".join(str(len(flags)) for flags in has_gradient)
         raise RuntimeError(f"the ranks train different parameters: {counts} of them; freeze the same on all")
     gradients: list[torch.Tensor] = []
-    for parameter, *flags in zip(parameters, *has_gradient):
+    for parameter, *flags in zip(reversed(parameters), *map(reversed, has_gradient)):
         if any(flags):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-    pending: list[_BucketReduce] = []
-    for bucket in _buckets(gradients, bucket_bytes):
-        pending.append(_BucketReduce(bucket))
+    pending: list[BucketReduce] = []
+    for bucket in buckets(gradients, bucket_bytes):
+        pending.append(BucketReduce(bucket))
         if len(pending) > 2:  # two buckets are reduced while the next one is filled
             pending.pop(0).wait()
     for reduce in pending:
         reduce.wait()
 
 
-def _buckets(tensors: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:
+def buckets(tensors: Sequence[TensorT], max_bytes: int) -> Iterator[list[TensorT]]:
     """Groups tensors of the same dtype and device into buckets of at most `max_bytes`; large tensors stay alone."""
-    buckets: defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    open_buckets: defaultdict[tuple[torch.dtype, torch.device], list[TensorT]] = defaultdict(list)
     num_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for tensor in tensors:
         if tensor.nbytes >= min(LARGE_BYTES, max_bytes):
             yield [tensor]
             continue
         key = tensor.dtype, tensor.device
-        if buckets[key] and num_bytes[key] + tensor.nbytes > max_bytes:
-            yield buckets.pop(key)
+        if open_buckets[key] and num_bytes[key] + tensor.nbytes > max_bytes:
+            yield open_buckets.pop(key)
             num_bytes[key] = 0
-        buckets[key].append(tensor)
+        open_buckets[key].append(tensor)
         num_bytes[key] += tensor.nbytes
-    yield from buckets.values()
+    yield from open_buckets.values()
 
 
-class _BucketReduce:
+class BucketReduce:
     """Asynchronous mean over ranks of tensors with the same dtype and device. Collective."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):

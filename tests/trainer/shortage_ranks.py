@@ -191,6 +191,7 @@ def joined(out: Path) -> dict[str, Any]:
         for parameter in model.parameters():
             parameter += 0.1 * RANK
     settings = {**FULL_2, "eval": "sets", "eval_strategy": "no"}
+    settings["gradient_checkpointing_kwargs"] = {"use_reentrant": True}  # so that gradients are averaged after the pass
     trainer = ranks.build("joined", out, model=model, ddp_bucket_cap_mb=1, ddp_broadcast_buffers=False, **settings)
     trainer.evaluate()
     dist.average_gradients = watched
@@ -239,6 +240,70 @@ def half_precision_sum() -> torch.Tensor:
     return model.weight.grad.float()
 
 
+class Stack(nn.Module):
+    """Layers of different sizes, one of which only rank 0 runs and one none, over inputs that differ between ranks."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.of_rank_0 = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.unused = nn.Linear(6, 6)
+        self.to(dtype)
+
+    def backward(self, number: int, full_at: int | None = None) -> None:
+        """A pass; with `full_at` memory runs out in the backward pass of this layer."""
+        generator = torch.Generator().manual_seed(10 * number + RANK)
+        states = torch.randn(3, 6, generator=generator).to(self.unused.weight.dtype)
+        for place, layer in enumerate([self.of_rank_0] * (RANK == 0) + list(self.layers)):
+            states = layer(states)
+            if place == full_at:
+                states.register_hook(self.fail)
+        states.square().sum().backward()
+
+    @staticmethod
+    def fail(_gradient: torch.Tensor) -> None:
+        raise MemoryError("there is no more")
+
+
+def sent_early(dtype: torch.dtype, *, overlaps: bool) -> dict[str, Any]:
+    """The averaged gradients of some steps, and how many buckets were sent before a step's last pass was over."""
+    from groupgrad.modeling.systems.gradient_sums import GradientSums
+    from groupgrad.modeling.systems.gradient_sync import GradientSync
+
+    model = Stack(dtype)
+    sums = GradientSums(model, in_float32=True)
+    sync = GradientSync(model, sums, bucket_bytes=200, overlaps=overlaps)
+    sync.begin()
+    found: dict[str, Any] = {"gradients": [], "sent": []}
+    for step in ("first", "plain", "full on rank 1", "no last pass on rank 1", "plain again"):
+        for last in (False, True):
+            with sums.passes(is_last=last), sync.micro_batch(is_last=last):
+                if last and RANK == 1 and step == "no last pass on rank 1":
+                    continue
+                try:
+                    with sync.backward_pass(is_last=True):
+                        model.backward(last, 1 if last and RANK == 1 and step == "full on rank 1" else None)
+                except MemoryError:
+                    sums.clear()
+                    model.backward(0)
+                    with sync.backward_pass(is_last=True):
+                        model.backward(1)
+                found["sent"].append(len(sync._ahead._sent))
+                sync.unsent()
+        found["gradients"].append([None if p.grad is None else p.grad.float() for p in model.parameters()])
+        sums.clear()
+    try:
+        for last in (False, True):
+            with sums.passes(is_last=last), sync.micro_batch(is_last=last), sync.backward_pass(is_last=True):
+                model.backward(last)
+                if RANK == 1:
+                    raise ValueError("no luck")
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be looked through after each failure
@@ -252,6 +317,8 @@ def main(out: Path) -> None:
     save("joined", joined(out))
     save("statistics", [statistics(buffers) for buffers in (True, False)])
     save("half_precision_sum", half_precision_sum())
+    for dtype in (torch.float32, torch.bfloat16):
+        save(f"sent_early_{dtype}", [sent_early(dtype, overlaps=overlaps) for overlaps in (True, False)])
     for where in HOPELESS:
         save(f"hopeless_{where}", hopeless(where, out))
 

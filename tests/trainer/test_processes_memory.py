@@ -100,6 +100,31 @@ def test_gradients_are_those_of_float64_means(out, tools):
     assert tools.relative(first["weights"], undisturbed["weights"]) < 1e-6
 
 
+def test_gradients_sent_during_the_last_pass_are_those_sent_after_it(out):
+    """Bit-equal weights of a run, in one that joins them as `joined` does."""
+    assert torch.equal(results(out, "joined")[0]["weights"], results(out, "full")[0]["weights"])
+
+
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
+def test_gradients_are_sent_while_the_last_pass_runs(out, dtype):
+    """Also where a rank's last pass runs out of memory or is left out, and where a rank fails, which all learn."""
+    found = results(out, f"sent_early_{dtype}")
+    for early, late in found:
+        assert set(late["sent"]) == {0} and early["sent"][:2] == [0, 0]
+        assert min(early["sent"][3], early["sent"][5]) > 0
+        for step, pair in enumerate(zip(early["gradients"], late["gradients"])):
+            for number, (one, other) in enumerate(zip(*pair)):
+                assert (one is None) == (other is None) == (number >= 10), (step, number)
+                assert one is None or torch.equal(one, other), (step, number)
+        assert early["error"] == late["error"]
+    assert [both[0]["error"] for both in found] == [
+        "RankError: stopped because rank 1 failed with ValueError: no luck",
+        "ValueError: no luck",
+    ]
+    for ours, theirs in zip(found[0][0]["gradients"], found[1][0]["gradients"]):
+        assert all(torch.equal(one, other) for one, other in zip(ours[:10], theirs[:10]))
+
+
 def test_ranks_join_as_they_are_told(out):
     """`ddp_bucket_cap_mb` bounds the pieces that travel, and `ddp_broadcast_buffers` leaves each rank its buffers."""
     found = results(out, "joined")

@@ -208,7 +208,7 @@ class GRPOTrainer(TrainingRun):
             with self._training_passes(is_last=inputs.is_last):
                 losses = self.memory.train(micro_batch, partial(self._loss, model), self._backward)
                 loss = torch.stack([part.loss.detach() for part in losses]).sum()
-                self.finite_steps.mark(loss, self.gradient_sums.holders)
+                self.finite_steps.mark(loss, self._unsent_gradients())
         for part in losses:
             self.metric_store.add(part.metrics)
         self._step_log.add(losses, seconds=time.perf_counter() - started)

@@ -28,6 +28,7 @@ from groupgrad.batch import Batch
 from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.config import GRPOConfig
+from groupgrad.config.settings import mapping
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
@@ -50,6 +51,7 @@ from groupgrad.modeling.systems.fsdp import (
 )
 from groupgrad.modeling.systems.gradient_sums import GradientSums
 from groupgrad.modeling.systems.gradient_sync import GradientSync
+from groupgrad.modeling.systems.oom_retry import MemoryGuard
 from groupgrad.modeling.systems.sharding import is_sharded, num_parameters
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
 from groupgrad.objectives import PolicyLoss
@@ -112,6 +114,7 @@ class TrainingRun(TRLNames, StoppableRun):
     """`batch_loss(model, batch)`: a batch's share in the loss of its optimizer step, with gradient, and its metrics."""
     gradient_sums: GradientSums
     """The gradients of the present optimizer step."""
+    memory: MemoryGuard
     _gradient_sync: GradientSync | None = None
     """Averages gradients over ranks; None for a single rank, and where DeepSpeed does it."""
     _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
@@ -260,6 +263,10 @@ class TrainingRun(TRLNames, StoppableRun):
         if is_last and self.is_deepspeed_enabled:
             zero3.engine(self.accelerator).step()
 
+    def _unsent_gradients(self) -> list[nn.Parameter]:
+        """The holders of gradients that other ranks do not have yet, inside `_training_passes`."""
+        return self.gradient_sums.holders if self._gradient_sync is None else self._gradient_sync.unsent()
+
     def _backward(self, loss: torch.Tensor) -> None:
         """Adds the gradient of `loss`, as `transformers.Trainer.training_step` does."""
         args, further = self.args, {}
@@ -268,10 +275,12 @@ class TrainingRun(TRLNames, StoppableRun):
             hf_trainer.clear_device_cache()
         if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
             further["learning_rate"] = self._get_learning_rate()
+        sync = self._gradient_sync
         if self.is_deepspeed_enabled:
             zero3.backward(self.accelerator, loss)
         else:
-            self.accelerator.backward(loss, **further)
+            with nullcontext() if sync is None else sync.backward_pass(is_last=self.memory.is_last_backward):
+                self.accelerator.backward(loss, **further)
         self._restore_modules()
 
     def _restore_modules(self) -> None:
@@ -389,6 +398,7 @@ class TrainingRun(TRLNames, StoppableRun):
                 bucket_bytes=dist.BUCKET_BYTES if megabytes is None else megabytes * 2**20,
                 buffers=args.ddp_broadcast_buffers is not False,
                 joint_passes=args.context_parallel_size > 1,
+                overlaps=not mapping(args.gradient_checkpointing_kwargs).get("use_reentrant"),
             )
             self._gradient_sync.begin()
         return super()._wrap_model(model, training, dataloader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -12,20 +12,21 @@ from torch.nn.modules.batchnorm import _NormBase
 from groupgrad import dist
 from groupgrad.modeling.systems.gradient_sums import GradientSums
 from groupgrad.modeling.systems.oom import release_frames
+from groupgrad.modeling.systems.overlapped_average import OverlappedAverage
 
 
 class GradientSync:
     """Averages gradients over ranks that each hold the whole model.
 
     DistributedDataParallel reduces gradients inside the step's last backward pass, so all ranks must make the same
-    passes. Here each rank makes as many passes as its memory and rows need, and the complete gradients are averaged.
-    This overlaps no communication with a backward pass, which matters little in a step that also samples, and saves the
-    wrapper's second copy of all gradients.
+    passes. Here each rank makes as many passes as its memory and rows need, and the complete gradients are averaged in
+    place, without the wrapper's second copy of all gradients. Those that a rank's last backward pass completes are sent
+    while it still runs (`overlaps`), from the second step on: the first one shows which parameters have gradients.
 
     `sums` has the gradients, in the type that they are sent in; without it they are the parameters' own. With `buffers`
     the model's buffers are copied from rank 0 too. With `joint_passes` ranks make passes together: when one of them
     fails, the others wait for it inside a pass and can agree on nothing, so its error ends it alone, and the loss of a
-    process ends the others.
+    process ends the others. Gradients must be made at once within each backward pass with `overlaps`.
     """
 
     def __init__(
@@ -36,10 +37,13 @@ class GradientSync:
         bucket_bytes: int = dist.BUCKET_BYTES,
         buffers: bool = True,
         joint_passes: bool = False,
+        overlaps: bool = False,
     ):
         self._model, self._bucket_bytes, self._buffers = model, bucket_bytes, buffers
         self._sums = GradientSums(model, in_float32=False) if sums is None else sums
-        self._joint_passes = joint_passes
+        self._joint_passes, self._overlaps = joint_passes, overlaps and not joint_passes
+        self._ahead = OverlappedAverage((), bucket_bytes)
+        self._is_last = False
 
     def begin(self) -> None:
         """Copies rank 0's model to all ranks. Collective."""
@@ -51,6 +55,7 @@ class GradientSync:
 
         Collective on exit from the last micro-batch and on errors; the body must not run one, except for joint passes.
         """
+        self._is_last = is_last
         try:
             yield
         except Exception as error:
@@ -58,14 +63,35 @@ class GradientSync:
                 raise
             if dist.is_active():
                 release_frames(error)  # the error is sent over the device, which may be full
+            self._ahead.send_rest()  # the others send theirs before they learn of the error
             dist.raise_on_all_ranks(error)
         if not is_last:
             return
+        self._ahead.send_rest()
         dist.raise_on_all_ranks(None)
-        dist.average_gradients(self._sums.holders, bucket_bytes=self._bucket_bytes)
+        self._average()
         if self._buffers:
             for statistics in _running_statistics(self._model):
                 dist.broadcast_tensor(statistics)
+
+    def backward_pass(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """The context of a backward pass; `is_last` for this rank's last one in its micro-batch. Not a collective."""
+        return self._ahead.last_pass() if is_last and self._is_last else nullcontext()
+
+    def unsent(self) -> list[nn.Parameter]:
+        """The holders of gradients that have not been sent to the other ranks."""
+        return (self._is_last and self._ahead.unsent()) or self._sums.holders
+
+    def _average(self) -> None:
+        """Collective, after all of `_ahead` is sent."""
+        holders = self._sums.holders
+        self._ahead.take()
+        ahead = self._ahead.holders
+        rest = [holder for holder in holders if id(holder) not in ahead]
+        dist.average_gradients(rest, bucket_bytes=self._bucket_bytes)
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        pairs = [pair for pair in zip(trained, holders) if self._overlaps and pair[1].grad is not None]
+        self._ahead = OverlappedAverage(pairs, self._bucket_bytes)
 
 
 def _running_statistics(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -56,6 +56,8 @@ class MemoryGuard:
         self._max_cost = None if max_tokens is None or obstacle is not None else 3 * max_tokens * num_ranks
         self._limit: int | None = None
         self._done: list[MicroBatch] = []
+        self.is_last_backward = False
+        """True in the last part of the micro-batch that makes a backward pass, unless it fails."""
 
     def begin_step(self) -> None:
         """Start a step; the gradients must be empty."""
@@ -76,6 +78,7 @@ class MemoryGuard:
         losses: list[PolicyLoss] = []
         while waiting:
             part, is_first_time = waiting.pop(0)
+            self.is_last_backward = all(other.passes != FORWARD_AND_BACKWARD for other, _ in waiting)
             loss, gradients_are_whole = self._try(part, forward, backward)
             if loss is None:
                 waiting[:0] = [(smaller, is_first_time) for smaller in self._smaller(part)]
