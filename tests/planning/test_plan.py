@@ -105,6 +105,23 @@ def test_long_rows_of_a_group_are_cut_where_their_prompt_costs_little(make_model
     assert cut.training - one.training == min(one.gradients, one.activations)
 
 
+def test_devices_that_train_rows_together_divide_their_tokens(make_model: Any) -> None:
+    """Each makes a pass for the micro-batch of every one of them, with a fourth of its tokens."""
+    shape = model_shape("small", make_model().config, half=False)
+    sizes = replace(SIZES, context_parallel_size=4, devices=4, on_gpu=True)
+    assert pass_sizes(sizes, 512) == [205] * 4
+    cut, alone = predict(shape, sizes), predict(shape, replace(SIZES, on_gpu=True))
+    head = 4 * shape.head_parameters
+    assert (cut.activations - head) / (alone.activations - head) == pytest.approx(1 / 4, rel=1e-3)
+    assert cut.accumulates and (cut.weights, cut.gradients, cut.keys_values) == (
+        *(alone.weights, alone.gradients),
+        alone.keys_values,
+    )
+    on_two = pass_sizes(replace(SIZES, micro_batch=64, completion=300, context_parallel_size=2), 512)
+    assert sum(on_two) == 16 * 1210 and max(on_two) == 3 * 1210 / 2, "half the tokens of three groups, below 2,048"
+    assert [choice.name for choice in choices(shape, sizes, 10**9)] == ["full", "LoRA", "4-bit"]
+
+
 def test_the_largest_weight_decides_what_an_update_takes(make_model: Any) -> None:
     shape = model_shape("wide", make_model(vocab_size=100_000).config, half=False)
     assert shape.largest_parameter == 100_000 * 32
@@ -175,6 +192,10 @@ def test_mistakes_end_with_a_sentence(tmp_path: Path, capsys: Any) -> None:
         (["--model", str(tmp_path), "--device", "8GB"], "layers of a kind that is not predicted yet"),
         (["--model", str(tmp_path), "--device", "8"], "8 is no size; write it as 80GB or 24GiB"),
         (["--model", str(tmp_path), "--device", "8GB", "--completions", "9"], "did you mean --completion?"),
+        (
+            ["--model", str(tmp_path), "--device", "8GB", "--devices", "3", "--context-parallel-size", "2"],
+            "--context-parallel-size 2 devices train each row together, and --devices 3 is no multiple of it",
+        ),
     ):
         with pytest.raises(SystemExit) as ended:
             raise SystemExit(main(["plan", *argv]))

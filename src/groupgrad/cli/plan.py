@@ -17,6 +17,13 @@ _UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}
 def main(argv: Sequence[str]) -> int:
     """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
     options = parser().parse_args(argv)
+    if options.devices % options.context_parallel_size:
+        print(
+            f"groupgrad plan: error: --context-parallel-size {options.context_parallel_size} devices train each row "
+            f"together, and --devices {options.devices} is no multiple of it; give a multiple",
+            file=sys.stderr,
+        )
+        return 2
     from groupgrad.planning.choices import choices, recommended
     from groupgrad.planning.memory import RunSizes
     from groupgrad.planning.shapes import model_shape, read_config
@@ -39,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
         float32_gradients=options.gradient_dtype == "float32",
         samples=not options.vllm_server,
         devices=options.devices,
+        context_parallel_size=options.context_parallel_size,
         on_gpu=on_gpu,
     )
     try:
@@ -75,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
         ("num-generations", 8, "completions of a prompt"),
         ("micro-batch", 8, "per_device_train_batch_size to begin with"),
         ("accumulation", 2, "gradient_accumulation_steps; from 2 on gradients are held beside activations"),
+        ("context-parallel-size", 1, "devices that train each row together, with a part of its tokens each"),
         ("lora-r", 16, "rank of adapters, on all linear layers"),
     ):
         parser.add_argument(f"--{flag}", type=_count, default=default, help=f"{text} (default {default})")
@@ -139,6 +148,8 @@ def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
         f"per_device_train_batch_size={best.sizes.micro_batch}",
         f"gradient_checkpointing={best.sizes.checkpointing}",
     ]
+    if sizes.context_parallel_size > 1:
+        settings.append(f"context_parallel_size={sizes.context_parallel_size}")
     return f"Recommended: {best.name}, {', '.join(settings)}. {vllm if sizes.on_gpu and sizes.samples else ''}".rstrip()
 
 

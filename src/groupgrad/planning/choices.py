@@ -27,7 +27,8 @@ class Choice:
 def choices(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> list[Choice]:
     """Returns the ways to run: full weights, LoRA and 4 bits, and with several devices the ways to shard.
 
-    Each has the largest micro-batch that fits, without checkpointing where one row fits so.
+    Each has the largest micro-batch that fits, without checkpointing where one row fits so. Rows that devices train
+    together (`context_parallel_size`) leave the model whole on each, so none of the ways to shard is among them then.
     """
     return [_largest(shape, name, way, device_bytes) for name, way in _ways(sizes)]
 
@@ -55,12 +56,13 @@ def smallest_device(shape: ModelShape, sizes: RunSizes) -> int:
 
 
 def _ways(sizes: RunSizes) -> Iterator[tuple[str, RunSizes]]:
+    shards = sizes.devices > 1 and sizes.context_parallel_size == 1
     yield "full", replace(sizes, adapter="full", sharding="ddp")
-    if sizes.devices > 1:
+    if shards:
         for sharding in ("zero1", "zero2", "zero3", "fsdp2"):
             yield f"full, {sharding}", replace(sizes, adapter="full", sharding=sharding)
     yield "LoRA", replace(sizes, adapter="lora", sharding="ddp")
-    if sizes.devices > 1:
+    if shards:
         for sharding in ("zero3", "fsdp2"):
             yield f"LoRA, {sharding}", replace(sizes, adapter="lora", sharding=sharding)
     yield "4-bit", replace(sizes, adapter="4bit", sharding="ddp")

@@ -57,6 +57,8 @@ class RunSizes:
     accumulates: bool = False
     """A step has several micro-batches, so gradients of the first are held beside activations of the next."""
     devices: int = 1
+    context_parallel_size: int = 1
+    """Devices that train each row together, every one with a part of its tokens."""
     on_gpu: bool = True
 
 
@@ -138,7 +140,10 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        scratch=_HEAD_SCRATCH["cuda" if sizes.on_gpu else "cpu"] + one_layer // 2 + _unreduced(shape, sizes),
+        scratch=_HEAD_SCRATCH["cuda" if sizes.on_gpu else "cpu"]
+        + one_layer // 2
+        + _unreduced(shape, sizes)
+        + _ring(shape, sizes, tokens),
         keys_values=_keys_values(shape, sizes) if sizes.samples else 0,
         update=_update(shape, sizes),
         context=_CUDA_CONTEXT if sizes.on_gpu else _CPU_CONTEXT,
@@ -147,15 +152,16 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
 
 
 def pass_sizes(sizes: RunSizes, hidden_size: int) -> list[int]:
-    """Returns the tokens of each training pass of a micro-batch whose completions have full length.
+    """Returns the tokens of each training pass that this device computes, of completions of full length.
 
-    Each prompt counts once in a pass. On a CPU a larger micro-batch is cut as in training.
+    Each prompt counts once in a pass. On a CPU a larger micro-batch is cut as in training. Devices that train rows
+    together make a pass for the micro-batch of each of them.
     """
+    ranks = sizes.context_parallel_size
     costs = [RowCost(sizes.completion, sizes.prompt, row // sizes.group) for row in range(sizes.micro_batch)]
-    if sizes.on_gpu:
-        return [total_cost(costs)]
-    limit = tokens_per_pass(hidden_size)
-    return [total_cost(costs[row] for row in rows) for rows in split_to_size(costs, limit)]
+    limit = tokens_per_pass(hidden_size) * ranks
+    parts = [range(len(costs))] if sizes.on_gpu else split_to_size(costs, limit)
+    return [-(-total_cost(costs[row] for row in rows) // ranks) for rows in parts] * ranks
 
 
 def _trained(shape: ModelShape, sizes: RunSizes) -> int:
@@ -203,6 +209,13 @@ def _unreduced(shape: ModelShape, sizes: RunSizes) -> int:
     if sizes.sharding != "fsdp2" or sizes.adapter != "full":
         return 0
     return (_outside_layers(shape) + shape.layer_parameters) * _compute_bytes(sizes) + 4 * shape.layer_parameters
+
+
+def _ring(shape: ModelShape, sizes: RunSizes, tokens: int) -> int:
+    """Bytes of a layer's keys and values that go around the devices of a row: those in use, and the next."""
+    if sizes.context_parallel_size == 1:
+        return 0
+    return 2 * tokens * (shape.kv_values // shape.layers) * (2 if sizes.half else 4)
 
 
 def _weights(shape: ModelShape, sizes: RunSizes) -> int:
