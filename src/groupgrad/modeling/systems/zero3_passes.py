@@ -120,7 +120,7 @@ class _Attributes:
 
     def __init__(self, owner: Any):
         self._owner = owner
-        self._content = _content(vars(owner), levels=3)
+        self._content = _content(vars(owner), levels=3) or []
 
     def restore(self) -> None:
         """Gives the object its attributes back."""
