@@ -4,9 +4,9 @@
 
 Each run is a whole training on CPU processes (gloo), a step of SGD in float32 on a group of four completions of random
 tokens: one of `--tokens` tokens and three short ones. Columns: the most memory of a process's activations (what a
-pass saves for its backward pass, each storage once), its share of one process's, the growth of the peak of a process's
-memory during the step (VmHWM; temporary tensors and gradients too), and the difference of the final weights to those
-of one process, relative to the weights and to their change.
+pass saves for its backward pass, each storage once), what `groupgrad plan` predicts for it, its share of one process's,
+the growth of the peak of a process's memory during the step (VmHWM; temporary tensors and gradients too), and the
+difference of the final weights to those of one process, relative to the weights and to their change.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from worker import PeakMemory
 from workloads import ModelShape
 
 from groupgrad import GRPOConfig, GRPOTrainer, dist
+from groupgrad.modeling.fused_modules import compiled_parts
+from groupgrad.planning.memory import RunSizes, predict
+from groupgrad.planning.shapes import model_shape
 
 SHAPE = ModelShape(
     vocab_size=512, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=192
@@ -44,6 +48,7 @@ class SavedBytes:
     """The most bytes that one of the observed passes saved for its backward pass, the model's weights left out."""
 
     def __init__(self, model: nn.Module):
+        self._model = model
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         self.most = 0
 
@@ -58,7 +63,9 @@ class SavedBytes:
                 sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        # `stays`: training has no hooks, and with them the modules would not compute as in training.
+        hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor)
+        with compiled_parts(self._model, stays=True), hooks:
             yield
         self.most = max(self.most, sum(sizes.values()))
 
@@ -174,16 +181,34 @@ def measure(folder: Path, num_processes: int, num_tokens: int, *, timeout_s: flo
     return [{**result, "weights": torch.load(folder / f"{rank}.pt")} for rank, result in enumerate(results)]
 
 
-def table(runs: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+def predicted(num_processes: int, num_tokens: int) -> int:
+    """Bytes of activations that `groupgrad plan` predicts for a process."""
+    model = make_model(SHAPE, make_words(SHAPE.vocab_size), max_length=2 * num_tokens)
+    shape = model_shape("measured", model.config, half=False)
+    sizes = RunSizes(prompt=4, completion=num_tokens, group=NUM_ROWS, rows=NUM_ROWS, micro_batch=1)
+    sizes = replace(sizes, context_parallel_size=num_processes, devices=num_processes, on_gpu=False)
+    return predict(shape, sizes).activations - 4 * shape.head_parameters  # without the gradient of the head
+
+
+def table(runs: Sequence[Sequence[dict[str, Any]]], num_tokens: int) -> list[str]:
     """Lines of a table, from the results of one process and of others."""
     start, alone = runs[0][0]["weights"]
-    columns = "processes", "activations", "share of one", "growth of the peak", "difference", "of the change"
+    columns = (
+        "processes",
+        "activations",
+        "predicted",
+        "share of one",
+        "growth of the peak",
+        "difference",
+        "of the change",
+    )
     lines = [f"| {' | '.join(columns)} |", "|" + "---:|" * len(columns)]
     for results in runs:
         saved, peak = (max(r[key] for r in results) for key in ("saved_bytes", "peak_bytes"))
         gap = max(float((r["weights"][1] - alone).norm()) for r in results)
         lines.append(
-            f"| {len(results)} | {saved / 2**20:.0f} MiB | {saved / runs[0][0]['saved_bytes']:.0%} "
+            f"| {len(results)} | {saved / 2**20:.0f} MiB | {predicted(len(results), num_tokens) / 2**20:.0f} MiB "
+            f"| {saved / runs[0][0]['saved_bytes']:.0%} "
             f"| {peak / 2**20:.0f} MiB | {gap / float(alone.norm()):.1e} "
             f"| {gap / float((alone - start).norm()):.1e} |"
         )
@@ -203,7 +228,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         numbers = sorted({1, *arguments.processes})
         runs = [measure(Path(root) / str(number), number, arguments.tokens) for number in numbers]
-    print("\n".join(table(runs)))
+    print("\n".join(table(runs, arguments.tokens)))
 
 
 if __name__ == "__main__":

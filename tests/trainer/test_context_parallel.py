@@ -149,6 +149,9 @@ def test_four_processes_train_a_row_of_16384_tokens(tmp_path, monkeypatch):
         assert float((rank["weights"][1] - end).norm() / (end - start).norm()) < 1e-3
         assert rank["saved_bytes"] < 0.4 * alone["saved_bytes"]
         assert rank["peak_bytes"] < 0.4 * alone["peak_bytes"]
+    for number, results in ((1, [alone]), (4, four)):
+        saved = max(rank["saved_bytes"] for rank in results)
+        assert context_parallel.predicted(number, 16_384) == pytest.approx(saved, rel=0.1)
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
