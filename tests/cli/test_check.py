@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
+from groupgrad.cli import check
 from groupgrad.cli.main import main
 from groupgrad.preflight.findings import Finding, as_text
 from groupgrad.preflight.round_findings import round_findings
@@ -112,6 +114,27 @@ def test_a_completion_length_beyond_the_context_is_told_with_both_numbers(run_fl
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "a completion of 4,000 tokens (max_completion_length) in the context of 512 positions" in text
     assert "Lower max_completion_length below 512, or raise" in text
+
+
+def test_of_several_processes_the_main_one_prints(run_flags: list[str], capsys: Any, monkeypatch: Any) -> None:
+    """All of them return the worst code."""
+    codes: list[int] = []
+
+    def gather(found: Any) -> list[Any]:
+        codes.append(found)
+        return [found, 1]
+
+    findings = check._findings
+
+    def found(*arguments: Any) -> Any:
+        result = findings(*arguments)
+        monkeypatch.setattr(dist, "is_main", lambda: False)
+        monkeypatch.setattr(dist, "all_gather_objects", gather)
+        return result
+
+    monkeypatch.setattr(check, "_findings", found)
+    assert main(["check", *run_flags, "--no-round"]) == 1
+    assert codes == [0] and capsys.readouterr().out == ""
 
 
 def test_what_cannot_begin_ends_with_a_sentence(run_flags: list[str], capsys: Any) -> None:

@@ -44,7 +44,10 @@ class CheckParser(TrainParser):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the findings. Returns 1 if one is an error, and 2 after a sentence if the run cannot begin."""
+    """Prints the findings. Returns 1 if one is an error, and 2 after a sentence if the run cannot begin.
+
+    Under a launcher the main process prints its findings, and all return the worst code.
+    """
     with tempfile.TemporaryDirectory() as aside, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         parsed = parse(argv, CheckParser())
@@ -60,8 +63,11 @@ def main(argv: Sequence[str]) -> int:
             return 2
         remarks = [Finding("settings", text, "warning") for text in _remarks(caught)]
         findings = _findings(trainer, parsed, remarks)
-    print(as_text(findings, shutil.get_terminal_size((120, 24)).columns), end="")
-    return 1 if count(findings, "error") else 0
+    from groupgrad import dist
+
+    if dist.is_main():
+        print(as_text(findings, shutil.get_terminal_size((120, 24)).columns), end="")
+    return max(dist.all_gather_objects(1 if count(findings, "error") else 0))
 
 
 def parser() -> CheckParser:
