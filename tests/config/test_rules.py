@@ -482,6 +482,7 @@ def test_zero_stage_is_read_from_dict_file_and_launcher(stage, tmp_path, monkeyp
         ({"num_completions_to_print": 3}, "log_completions is False"),
         ({"pad_to_multiple_of": 8}, "nothing is padded"),
         ({"shuffle_rows": "groups"}, "serves one optimizer step"),
+        ({"optim": "adamw_torch_8bit"}, "adam_epsilon=1e-08: second moments"),
         ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": False}, "scale_rewards='none'"),
     ],
 )

@@ -293,6 +293,9 @@ NARROW_STATE = {
 }
 """Optimizer -> its package."""
 
+EPSILON = {"adamw_torch_8bit": 1e-5}
+"""Its second moments that are small beside others of their block are 0, which a larger epsilon makes up for."""
+
 
 def state_bytes(state: dict[str, Any]) -> int:
     """Bytes of an optimizer's state of one weight, those inside of tensor subclasses counted."""
@@ -322,6 +325,7 @@ def test_optimizers_with_narrow_state(optim: str, make_trainer, make_policy, too
             model=make_policy(hidden_size=64, intermediate_size=96),
             optim=name,
             learning_rate=1e-3,
+            adam_epsilon=EPSILON.get(optim, 1e-8),
             output_dir=str(tmp_path / folder),
             save_strategy="steps",
             save_steps=1,
@@ -337,7 +341,7 @@ def test_optimizers_with_narrow_state(optim: str, make_trainer, make_policy, too
     assert torch.equal(finals["resumed"], finals["straight"])
     change = tools.relative(finals["straight"] - start, finals["plain"] - start)
     assert change > 0
-    if "torch" not in optim:  # those of torchao are compared by themselves below
+    if optim != "adamw_torch_4bit":  # which is compared by itself below
         assert change < 0.3
 
 

@@ -181,6 +181,14 @@ RUN_RULES: tuple[Rule, ...] = (
         "sums none. Leave gradient_dtype at 'auto', or set optim='adamw_torch'",
     ),
     Rule(
+        ("optim", "adam_epsilon"),
+        lambda c: c.optimizer_name == "adamw_torch_8bit" and c.adam_epsilon < 1e-6,
+        "optim='adamw_torch_8bit' with adam_epsilon={c.adam_epsilon}: second moments that are small beside others of "
+        "their block are kept as 0, and an update divides by little else than adam_epsilon, so that such weights may "
+        "move by hundreds of learning rates. Set adam_epsilon=1e-5, or optim='adamw_8bit'",
+        warns=True,
+    ),
+    Rule(
         ("optim",),
         lambda c: conditions.steps_in_backward(c) and c.world_size > 1 and not uses_deepspeed(c),
         "optim={c.optimizer_name!r} changes weights while gradients are made, before those of the {c.world_size} "
