@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from groupgrad.cli.command_parser import CommandParser
-from groupgrad.cli.replay import quiet, refuse
+from groupgrad.cli.command_parser import CommandParser, refuse
+from groupgrad.cli.replay import quiet
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from groupgrad.cli.command_parser import epilog
+from groupgrad.cli.command_parser import epilog, refuse
 from groupgrad.cli.parsing import Parsed, TrainParser, parse
 from groupgrad.preflight.findings import Finding, as_text, count
 
@@ -57,10 +57,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             trainer = _build(parsed, aside)
         except (ValueError, TypeError, ImportError, OSError) as error:
-            if os.environ.get("GROUPGRAD_TRACEBACK"):
-                raise
-            print(f"groupgrad check: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
-            return 2
+            return refuse("check", error)
         remarks = [Finding("settings", text, "warning") for text in _remarks(caught)]
         findings = _findings(trainer, parsed, remarks)
     from groupgrad import dist

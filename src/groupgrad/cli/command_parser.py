@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -96,6 +98,17 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the problem and exits with status 2."""
         self.exit(2, f"{self.prog}: error: {message}\n(`{self.prog} --help` lists all options)\n")
+
+
+def refuse(command: str, error: Exception, status: int = 2) -> int:
+    """Prints why a command cannot do what it was asked for, and returns its exit status.
+
+    With the variable GROUPGRAD_TRACEBACK the error is raised instead.
+    """
+    if os.environ.get("GROUPGRAD_TRACEBACK"):
+        raise error
+    print(f"groupgrad {command}: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
+    return status
 
 
 def _spelled_as(word: str, known: list[str]) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from groupgrad.cli.command_parser import CommandParser
+from groupgrad.cli.command_parser import CommandParser, refuse
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,14 +42,6 @@ def main(argv: Sequence[str]) -> int:
         return refuse("replay", error)
     print(replay_report(found[0]), end="")
     return 0 if found[0].is_same else 1
-
-
-def refuse(command: str, error: Exception) -> int:
-    """Prints why a command cannot do what it was asked for. Returns 2."""
-    if os.environ.get("GROUPGRAD_TRACEBACK"):
-        raise error
-    print(f"groupgrad {command}: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
-    return 2
 
 
 @contextmanager

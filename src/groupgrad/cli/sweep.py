@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from groupgrad.cli.command_parser import CommandParser
+from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.config.field_rules import nearest
 from groupgrad.errors import OutputDirInUse
 from groupgrad.sweep.choices import number
@@ -47,10 +47,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError("--set and --from-weights belong to clone; change the file to change the sweep")
         return _run(Path(arguments.what), dry_run=arguments.dry_run)
     except (ValueError, TypeError, ImportError, OSError, OutputDirInUse) as error:
-        if os.environ.get("GROUPGRAD_TRACEBACK"):
-            raise
-        print(f"groupgrad sweep: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
-        return 2
+        return refuse("sweep", error)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from transformers import BitsAndBytesConfig
 from groupgrad import compat, dist
 from groupgrad.checkpoints.saving import is_storage_error
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.command_parser import refuse
 from groupgrad.cli.dataset import load_splits
 from groupgrad.cli.dry_run import describe
 from groupgrad.cli.launch import launch_command
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         command = launch_command(argv)
     except ValueError as error:
-        return _refuse(error, 2)
+        return refuse("train", error)
     if command is not None:
         os.execv(command[0], command)
     parsed = parse(argv)
@@ -71,9 +72,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         trainer = build(parsed)
     except (ValueError, TypeError, ImportError, OSError) as error:
-        if os.environ.get("GROUPGRAD_TRACEBACK"):
-            raise
-        return _refuse(error, 2)
+        return refuse("train", error)
     if parsed.own["dry_run"]:
         if dist.is_main():
             print(describe(trainer, parsed), end="")
@@ -83,20 +82,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         run(trainer, parsed)
     except CheckpointError as error:
-        return _refuse(error, 2)
+        return refuse("train", error)
     except CheckpointNotSaved as error:
-        return _refuse(error, EXIT_CHECKPOINT_NOT_SAVED)
+        return refuse("train", error, EXIT_CHECKPOINT_NOT_SAVED)
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of this command."""
     return train_parser()
-
-
-def _refuse(error: Exception, status: int) -> int:
-    print(f"groupgrad train: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
-    return status
 
 
 def build(
