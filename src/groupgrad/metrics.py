@@ -34,10 +34,6 @@ class Metric:
             return None if weight == 0 else value / weight
         return None if value != value else value
 
-    def detached(self) -> Metric:
-        """Returns the same metric with plain floats; waits for the device."""
-        return Metric(self.kind, float(self.value), float(self.weight))
-
 
 def mean_of(total: Scalar, count: Scalar) -> Metric:
     """Metric whose value is `total / count`."""

@@ -41,7 +41,7 @@ class Stopped(SystemExit):
 
     def __init__(self, name: str, message: str):
         super().__init__(EXIT_INTERRUPTED if name == "SIGINT" else EXIT_STOPPED)
-        self.signal_name, self.message = name, message
+        self.message = message
 
     def __str__(self) -> str:
         return self.message

@@ -91,7 +91,7 @@ def one_batch(maker: ExperienceCollector, plan: GenerationPlan, dataset: list[di
         scored = maker(request, trainer_state=None)
     except Exception as error:
         return [type(error).__name__, str(error)]
-    metrics = merge_all(dist.all_gather_objects({key: m.detached() for key, m in scored.metrics.items()}))
+    metrics = merge_all(dist.all_gather_objects(scored.metrics))
     return {
         "rows": {
             rollout.index: [rollout.completion_ids, a]
@@ -114,7 +114,7 @@ def evaluation(model: Any, maker: ExperienceCollector) -> dict[str, float | None
     parts: list[Any] = []
     for number, rows in enumerate([[*ROWS, ROWS[1]], [ROWS[2]]]):
         metrics = evaluate(EvalBatch(number, rows), phase="eval", step=0, trainer_state=None)[1]
-        parts += dist.all_gather_objects({key: m.detached() for key, m in metrics.items()})
+        parts += dist.all_gather_objects(metrics)
     return {key: metric.read() for key, metric in merge_all(parts).items()}
 
 

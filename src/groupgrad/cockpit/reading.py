@@ -40,9 +40,9 @@ class NoRun(ValueError):
 class RunFolder:
     """The files of one run. Methods may be called from several threads, and while the run is written."""
 
-    def __init__(self, path: str | Path, name: str | None = None):
+    def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.name = name or self.path.resolve().name
+        self.name = self.path.resolve().name
         known = (run_files.METRICS, run_files.EVENTS, run_files.ROLLOUTS, run_files.CONFIG)
         if not any((self.path / part).exists() for part in known):
             raise NoRun(
@@ -261,15 +261,7 @@ def _is_alive(start: dict[str, Any]) -> bool:
 
 def _facets(table: pa.Table) -> dict[str, list[Any]]:
     if not table.num_rows:
-        return {
-            "finish_reasons": [],
-            "tools": [],
-            "rewards": [],
-            "seconds": [],
-            "phases": [],
-            "shares": [],
-            "steps": [],
-        }
+        return {name: [] for name in ("finish_reasons", "tools", "rewards", "seconds", "phases", "shares", "steps")}
     tools = {tool for names in pc.unique(table["tools"]).to_pylist() for tool in (names or "").split("\n") if tool}
     steps = pc.min_max(table["step"]).as_py()
     return {

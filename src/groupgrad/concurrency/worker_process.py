@@ -24,7 +24,7 @@ import cloudpickle
 
 from groupgrad.concurrency.running_time import slices
 from groupgrad.concurrency.worker_main import RemoteTraceback, serve
-from groupgrad.concurrency.workers import NoAnswer, Outcome
+from groupgrad.concurrency.workers import Outcome, late
 
 START_TIMEOUT_S = 120.0
 """Seconds for a process to start and to load its functions."""
@@ -191,8 +191,7 @@ class _Child:
         seconds = time.monotonic() - began
         if reply is None:
             self._end()
-            error = NoAnswer(f"no answer within {call.timeout_s:g} seconds")
-            return Outcome(error=error, timed_out=True, seconds=seconds)
+            return late(call.timeout_s, seconds)
         value, error = _loaded(reply)
         return Outcome(value, error, seconds=seconds)
 

@@ -40,6 +40,11 @@ class Outcome:
     """Seconds since it started running."""
 
 
+def late(timeout_s: float | None, seconds: float) -> Outcome:
+    """The outcome of a call that had not ended after `timeout_s`; it has run for `seconds`."""
+    return Outcome(error=NoAnswer(f"no answer within {timeout_s:g} seconds"), timed_out=True, seconds=seconds)
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
     """One call under way."""
@@ -247,8 +252,7 @@ class Workers:
                 call.name,
                 call.timeout_s,
             )
-        error = NoAnswer(f"no answer within {call.timeout_s:g} seconds")
-        return Outcome(error=error, timed_out=True, seconds=call.seconds)
+        return late(call.timeout_s, call.seconds)
 
 
 async def _use_daemon_threads() -> None:

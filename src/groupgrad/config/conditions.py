@@ -21,7 +21,7 @@ from transformers.generation import ContinuousBatchingConfig
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 
-from groupgrad.config.field_rules import DTYPES, failure_action, field_problem, nearest
+from groupgrad.config.field_rules import DTYPES, failure_action, field_problem, nearest, with_nearest
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.nested_values import cuda_in_map
 from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, vllm_fields
@@ -101,9 +101,7 @@ def unknown_sampling_options(c: GRPOSettings) -> str:
     if c.use_vllm:  # vLLM has names of its own, which `vllm_params.py` checks
         return ""
     known = {*vars(GenerationConfig()), "stop_strings", *OWNED_KEYS, *MOVED} - INTERNAL
-    unknown = [key for key in mapping(c.generation_kwargs) if key not in known]
-    similar = {key: nearest(key, known) for key in unknown}
-    return ", ".join(f"{key!r}" + (f" (did you mean {similar[key]!r}?)" if similar[key] else "") for key in unknown)
+    return with_nearest([key for key in mapping(c.generation_kwargs) if key not in known], known)
 
 
 def moved_options(c: GRPOSettings) -> str:
@@ -134,9 +132,7 @@ def continuous_batching_problem(c: GRPOSettings) -> str | None:
     known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
     for key, value in settings.items():
         if key not in known:
-            similar = nearest(key, known)
-            hint = f" (did you mean {similar!r}?)" if similar else ""
-            return f"has {key!r}{hint}, which transformers does not know. Take it out"
+            return f"has {with_nearest([key], known)}, which transformers does not know. Take it out"
         if key in ("return_logprobs", "seed"):
             return f"has {key}={value!r}, which the sampler sets itself. Take it out"
     try:
@@ -234,11 +230,7 @@ def unknown_checkpointing_keys(c: GRPOSettings) -> str:
     kwargs = c.gradient_checkpointing_kwargs
     if not isinstance(kwargs, (dict, type(None))):
         return f"the value {kwargs!r}, which is no dict"
-    unknown = [key for key in kwargs or {} if key not in _CHECKPOINTING_KEYS]
-    similar = [nearest(key, _CHECKPOINTING_KEYS) for key in unknown]
-    return ", ".join(
-        f"{key!r} (did you mean {known!r}?)" if known else repr(key) for key, known in zip(unknown, similar)
-    )
+    return with_nearest([key for key in kwargs or {} if key not in _CHECKPOINTING_KEYS], _CHECKPOINTING_KEYS)
 
 
 def unusable_folder(c: GRPOSettings) -> str | None:
@@ -271,8 +263,7 @@ def unknown_trackers(c: GRPOSettings) -> str:
     """Lists the entries of `report_to` that are no trackers of transformers, with the most similar."""
     given = [c.report_to] if isinstance(c.report_to, str) else c.report_to or []
     known = ["all", "none", *INTEGRATION_TO_CALLBACK]
-    similar = {name: nearest(name, known) for name in given if name not in known}
-    return ", ".join(repr(name) + (f" (did you mean {near!r}?)" if near else "") for name, near in similar.items())
+    return with_nearest([name for name in given if name not in known], known)
 
 
 def malformed_optim_args(c: GRPOSettings) -> str | None:

@@ -11,11 +11,11 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import GradientAccumulationPlugin
@@ -24,8 +24,7 @@ from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrate
 from transformers.training_args import OptimizerNames
 
 from groupgrad.objectives import Aggregation, LossType, MismatchMode, RatioLevel, ScaleRewards
-
-FailureAction = Literal["error"] | float | None
+from groupgrad.rewards.supervision import FailureAction
 
 
 @dataclass(slots=True, frozen=True)
@@ -285,6 +284,12 @@ def nearest(value: object, choices: Iterable[str]) -> str | None:
     """Returns the choice spelled most like `value`, or None if none is similar."""
     matches = difflib.get_close_matches(str(value).lower(), list(choices), n=1)
     return matches[0] if matches else None
+
+
+def with_nearest(names: Iterable[str], known: Collection[str]) -> str:
+    """Lists unknown names in quotes, each with the known one that is spelled most like it."""
+    similar = {name: nearest(name, known) for name in names}
+    return ", ".join(repr(name) + (f" (did you mean {near!r}?)" if near else "") for name, near in similar.items())
 
 
 def changed(record: Any, names: Iterable[str]) -> list[str]:

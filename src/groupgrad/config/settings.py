@@ -13,8 +13,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.config.field_rules import CHOICES, FailureAction, failure_action, parse_bytes
+from groupgrad.config.field_rules import CHOICES, failure_action, parse_bytes
 from groupgrad.config.legacy import LegacyArguments
+from groupgrad.rewards.supervision import FailureAction
 
 CISPO_CEILING = 5.0
 """Ceiling of the importance weight that `loss_type="cispo"` uses without `epsilon_high` (arXiv:2510.13786)."""

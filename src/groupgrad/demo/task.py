@@ -87,12 +87,11 @@ class Score:
     """One sampled completion a problem, in their order."""
 
 
-def make_splits(seed: int, *, num_grpo: int = 1024, num_held_out: int = 512) -> Splits:
-    """All problems, shuffled by `seed` and dealt out; the warm-up gets those that are left over."""
+def make_splits(seed: int) -> Splits:
+    """All problems, shuffled by `seed`: 512 held out, 1,024 for GRPO, and the rest for the warm-up."""
     problems = [Problem(terms) for terms in product(range(1, 10), repeat=NUM_TERMS)]
     random.Random(seed).shuffle(problems)
-    held_out, rest = problems[:num_held_out], problems[num_held_out:]
-    return Splits(warm_up=rest[num_grpo:], grpo=rest[:num_grpo], held_out=held_out)
+    return Splits(warm_up=problems[1536:], grpo=problems[512:1536], held_out=problems[:512])
 
 
 def demonstrate(problem: Problem, habit: Habit, rng: random.Random) -> str:
@@ -190,14 +189,13 @@ def warm_up(
     *,
     num_steps: int = 800,
     batch_size: int = 64,
-    learning_rate: float = 4e-3,
     seed: int = 0,
 ) -> list[float]:
     """Train the model on careless demonstrations; gives each step's loss in nats a token.
 
     The learning rate rises over the first tenth of the steps and falls to zero along a cosine.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.01)
     schedule = get_cosine_schedule_with_warmup(optimizer, num_steps // 10, num_steps)
     batches = demonstration_batches(problems, tokenizer, batch_size=batch_size, seed=seed)
     losses: list[float] = []

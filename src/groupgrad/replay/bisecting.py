@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -157,10 +158,7 @@ def _count(folder: Path) -> int:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="np") as file:
             for name in file.keys():  # noqa: SIM118 - the file is no dict
-                size = 1
-                for extent in file.get_slice(name).get_shape():
-                    size *= extent
-                total += size
+                total += math.prod(file.get_slice(name).get_shape())
     return total
 
 
@@ -169,33 +167,27 @@ def _replay_both(result: Bisection, make_first: MakeTrainer | None, make_second:
     last = result.first_step
     assert last is not None
     runs = [(result.first, make_first), (result.second, make_second)]
-    again: list[RunRecords | None] = []
+    again: list[RunRecords] = []
     folder = Path(tempfile.mkdtemp(prefix="groupgrad-bisect-"))
     try:
         for place, (run, make) in enumerate(runs):
-            again.append(None)
             if make is None:
                 continue
-            start = _shared_start(result, run, last)
-            again[place] = repeat(make(), run, start, last, folder / str(place), saves=[last])
+            # The newest checkpoint at which both runs are known to be the same, or the start.
+            start = find_start(run, min(last, result.known_same + 1))
+            again.append(repeat(make(), run, start, last, folder / str(place), saves=[last]))
             result.replays += 1
-            origin = "the start" if start.checkpoint is None else start.checkpoint.name
             result.findings += [f"{run.name}: note: {remark}" for remark in start.remarks]
-            result.findings.append(_repeats(run, again[place], start, last, origin))
-        if again[0] is not None and again[1] is not None:
+            result.findings.append(_repeats(run, again[-1], start, last))
+        if len(again) == 2:
             _compare_replays(result, again[0], again[1], last)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shared_start(result: Bisection, run: RunRecords, last: int) -> Start:
-    """The newest checkpoint of a run at which both runs are known to be the same, or the start."""
-    return find_start(run, min(last, result.known_same + 1))
-
-
-def _repeats(run: RunRecords, again: RunRecords | None, start: Start, last: int, origin: str) -> str:
+def _repeats(run: RunRecords, again: RunRecords, start: Start, last: int) -> str:
     """Says whether a run's replay is what it recorded, and where not."""
-    assert again is not None
+    origin = "the start" if start.checkpoint is None else start.checkpoint.name
     head = f"{run.name} repeated from {origin} to step {last}"
     for step in range(start.step + 1, last + 1):
         found = compare_step(run, again, step, evaluations=False)

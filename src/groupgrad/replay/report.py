@@ -23,9 +23,7 @@ def replay_report(result: Replay) -> str:
     if result.row is not None:
         lines += ["", *_row_lines(result)]
     lines += ["", "compared:", *_compared_lines(result.compared)]
-    for number, (total, found) in result.weights.items():
-        outcome = "the same bits" if found is None else f"{found[0]:,} differ, first {found[1]}: {found[2]}"
-        lines.append(f"  checkpoint-{number}: {total:,} weights: {outcome}")
+    lines += _weights_lines(result)
     if not result.weights and not result.compared.digests:
         lines.append("  weights: not compared, for the run has stored neither a digest nor a checkpoint of them")
     lines += ["", *_outcome(result.compared, result.is_same, name, "the replay")]
@@ -78,6 +76,15 @@ def _compared_lines(compared: Compared) -> list[str]:
     return lines
 
 
+def _weights_lines(result: Replay | Bisection) -> list[str]:
+    """A line for each checkpoint whose weights were compared."""
+    lines = []
+    for number, (total, found) in result.weights.items():
+        outcome = "the same bits" if found is None else f"{found[0]:,} differ, first {found[1]}: {found[2]}"
+        lines.append(f"  checkpoint-{number}: {total:,} weights: {outcome}")
+    return lines
+
+
 def _outcome(compared: Compared, is_same: bool, first: str, second: str) -> list[str]:
     count = compared.rows + compared.metrics + compared.digests
     if is_same and not count:
@@ -110,10 +117,7 @@ def bisection_report(result: Bisection) -> str:
         lines.append("configuration: the same")
     lines.append(f"weights at the start: {result.weights_at_start}")
     lines += ["", f"compared: {result.extent}", *_compared_lines(result.compared)]
-    for number, (total, found) in result.weights.items():
-        outcome = "the same bits" if found is None else f"{found[0]:,} differ, first {found[1]}: {found[2]}"
-        lines.append(f"  checkpoint-{number}: {total:,} weights: {outcome}")
-    lines.append("")
+    lines += [*_weights_lines(result), ""]
     if result.first_step is None:
         lines.append("No difference was found.")
     else:

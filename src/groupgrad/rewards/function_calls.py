@@ -22,7 +22,7 @@ from groupgrad.concurrency.deadline import DeadlinePassed, call_within
 from groupgrad.concurrency.event_loop import LoopThread
 from groupgrad.concurrency.running_time import slices
 from groupgrad.concurrency.worker_process import WorkerProcess
-from groupgrad.concurrency.workers import NoAnswer, Outcome
+from groupgrad.concurrency.workers import NoAnswer, Outcome, late
 from groupgrad.errors import RewardError
 from groupgrad.rewards.call_inputs import CallInputs, CallLog
 from groupgrad.rewards.functions import RewardFunction
@@ -155,7 +155,7 @@ class FunctionCalls:
                 return _result(future, longest_s)
             except futures.TimeoutError:  # the function does not let its loop move
                 self._loop.abandon()
-                return _late((timeout_s or 0.0) + BLOCKED_S, timeout_s)
+                return late(timeout_s, (timeout_s or 0.0) + BLOCKED_S)
 
         return BegunCall(finish, future.cancel)
 
@@ -170,7 +170,7 @@ class FunctionCalls:
         except (Exception, SystemExit) as error:
             return Outcome(error=error, seconds=time.monotonic() - began)
         except DeadlinePassed:
-            return _late(time.monotonic() - began, timeout_s)
+            return late(timeout_s, time.monotonic() - began)
         if inspect.isawaitable(returned):  # a plain function, such as a lambda, around an async one
             return self._on_loop(lambda: returned).finish()
         return Outcome(returned, seconds=time.monotonic() - began)
@@ -192,7 +192,7 @@ async def _attempt(call: Callable[[], Any], timeout_s: float | None) -> Outcome:
         for seconds in slices(timeout_s):
             if (await asyncio.wait({task}, timeout=seconds))[0]:
                 break
-        return task.result() if task.done() else _late(time.monotonic() - began, timeout_s)
+        return task.result() if task.done() else late(timeout_s, time.monotonic() - began)
     finally:
         task.cancel()
 
@@ -203,11 +203,6 @@ def _result(future: futures.Future[Outcome], longest_s: float | None = None) -> 
         if futures.wait([future], seconds).done:
             break
     return future.result(0)
-
-
-def _late(seconds: float, timeout_s: float | None) -> Outcome:
-    error = NoAnswer(f"no answer within {timeout_s:g} seconds")
-    return Outcome(error=error, timed_out=True, seconds=seconds)
 
 
 def _runs_in_workers(function: RewardFunction) -> bool:
