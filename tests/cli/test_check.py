@@ -56,12 +56,12 @@ def judged(context: int | None = None, **metrics: Any) -> dict[str, Finding]:
     return {finding.topic: finding for finding in round_findings(trainer, done, PLAN, num_steps=1800)}
 
 
-def test_a_run_whose_completions_are_all_cut_is_an_error(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+def test_a_run_that_truncates_all_completions_is_an_error(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
     """The round makes no file in the run's folder, and it uses the run's own limits."""
     weights = (tmp_path / "model" / "model.safetensors").read_bytes()
     assert main(["check", *run_flags, "--max_completion_length", "1", "--prompts", "1"]) == 1
     shown = capsys.readouterr().out
-    assert topics(shown)["ended"] == "error" and "all completions were cut" in re.sub(r"\s+", " ", shown)
+    assert topics(shown)["ended"] == "error" and "all completions were truncated" in re.sub(r"\s+", " ", shown)
     assert "max_completion_length is 1." in re.sub(r"\s+", " ", shown) and "1 error," in shown
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights
@@ -169,7 +169,7 @@ def test_conversations_whose_turns_end_with_another_token(
         ({}, "ended", "ok", "100 % of completions ended by themselves; they are 3 to 9 tokens long"),
         ({"completions/clipped_ratio": 0.1}, "ended", "ok", "90 % of completions ended by themselves, the others were"),
         ({"completions/clipped_ratio": 0.5}, "ended", "warning", "max_completion_length is 256. Raise"),
-        ({"completions/clipped_ratio": 1.0}, "ended", "error", "all completions were cut before they ended"),
+        ({"completions/clipped_ratio": 1.0}, "ended", "error", "all completions were truncated"),
         ({"completions/clipped_ratio": 0.5, "context": 64}, "ended", "warning", "a context of 64 positions together"),
         ({"completions/clipped_ratio": 0.5, "context": 260}, "ended", "warning", "256, but prompt and completion have"),
         ({"frac_reward_zero_std": 0.25}, "variance", "ok", "75 % of groups have rewards that differ"),

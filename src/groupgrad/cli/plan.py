@@ -124,8 +124,8 @@ def _context_remark(shape: Any, sizes: Any) -> str | None:
     mend = f"lower --completion to {room:,}" if room > 0 else "lower --prompt and --completion"
     return (
         f"Warning: a prompt of {sizes.prompt:,} and a completion of {sizes.completion:,} tokens do not fit into the "
-        f"model's context of {shape.context:,} positions, so completions would be cut there; {mend}, or take a model "
-        "with a longer context.\n"
+        f"model's context of {shape.context:,} positions, so completions would be truncated there; {mend}, or take a "
+        "model with a longer context.\n"
     )
 
 

@@ -70,7 +70,7 @@ def _truncated(numbers: Numbers) -> Advice | None:
     if share is None or share < 0.25:
         return None
     return Advice(
-        f"{share * 100:.0f} % of completions are cut before they end, so their rewards are of unfinished answers.",
+        f"{share * 100:.0f} % of completions are truncated, so their rewards are of unfinished answers.",
         "Raise max_completion_length, reward short answers, or set mask_truncated_completions=True.",
         "completions/clipped_ratio",
     )

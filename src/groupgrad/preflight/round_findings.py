@@ -42,20 +42,20 @@ def _round_in_words(done: Round, plan: GenerationPlan) -> str:
 
 
 def _ending(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, Mapping[str, str]]) -> Finding:
-    cut, longest = float(metrics[_TRUNCATED]), float(metrics["completions/max_length"])
+    truncated, longest = float(metrics[_TRUNCATED]), float(metrics["completions/max_length"])
     lengths = f"they are {metrics['completions/min_length']:,.0f} to {longest:,.0f} tokens long"
     if _TRUNCATED not in advices:
-        others = ", the others were cut" if cut else ""
-        return Finding("ended", f"{_percent(1 - cut)} of completions ended by themselves{others}; {lengths}")
-    status: Status = "error" if cut == 1 else "warning"
-    share = "all" if cut == 1 else f"{_percent(cut)} of"
-    seen = f"{share} completions were cut before they ended, so unfinished answers would be rewarded; {lengths}."
+        others = ", the others were truncated" if truncated else ""
+        return Finding("ended", f"{_percent(1 - truncated)} of completions ended by themselves{others}; {lengths}")
+    status: Status = "error" if truncated == 1 else "warning"
+    share = "all" if truncated == 1 else f"{_percent(truncated)} of"
+    seen = f"{share} completions were truncated, so unfinished answers would be rewarded; {lengths}."
     limit, context = trainer.args.max_completion_length, trainer.prompt_maker.max_context
     mend = f"max_completion_length is {limit:,}."
     if context is not None and (limit >= context or longest < limit):
         mend = (
-            f"{mend[:-1]}, but prompt and completion have a context of {context:,} positions together, which cut them. "
-            "Take a model with a longer context, shorten prompts, reward short answers, or set "
+            f"{mend[:-1]}, but prompt and completion have a context of {context:,} positions together, which truncates "
+            "them. Take a model with a longer context, shorten prompts, reward short answers, or set "
             "mask_truncated_completions=True."
         )
     else:

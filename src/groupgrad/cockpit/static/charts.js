@@ -9,7 +9,7 @@ export const CHARTS = [
   { title: "Reward functions", prefix: "rewards/", suffix: "/mean", hint: "mean of each function" },
   { title: "Effective groups", keys: ["frac_reward_zero_std"], map: (value) => 1 - value, hint: "share of groups whose rewards differ: only these teach" },
   { title: "Completion length", keys: ["completions/mean_length", "completions/max_length"], hint: "tokens; dashed: the longest" },
-  { title: "Truncated", keys: ["completions/clipped_ratio"], hint: "share of completions that were cut" },
+  { title: "Truncated", keys: ["completions/clipped_ratio"], hint: "share of completions that ended at a limit" },
   { title: "Entropy", keys: ["entropy"], hint: "nats a token" },
   { title: "KL to the reference", keys: ["kl"], hint: "nats a token; only with beta above 0" },
   { title: "Clipped tokens", keys: ["clip_ratio/high_mean", "clip_ratio/low_mean", "cispo_clip_ratio"], hint: "share above the trust region; dashed: below" },

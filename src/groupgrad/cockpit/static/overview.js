@@ -71,7 +71,7 @@ function tilesOf(run) {
     tile("reward", short(latest(run, "reward")), `± ${short(latest(run, "reward_std"))}`),
     latest(run, "eval_reward") !== null && tile("held-out reward", short(latest(run, "eval_reward"))),
     tile("effective groups", share === null ? "–" : `${Math.round(100 * (1 - share))} %`),
-    tile("length", short(latest(run, "completions/mean_length"), 1), `${Math.round(100 * (latest(run, "completions/clipped_ratio") ?? 0))} % cut`),
+    tile("length", short(latest(run, "completions/mean_length"), 1), `${Math.round(100 * (latest(run, "completions/clipped_ratio") ?? 0))} % truncated`),
     tile("entropy", short(latest(run, "entropy"))),
     tile("a step", duration(perStep), `${short(latest(run, "tokens_per_second"))} tokens/s`));
 }
