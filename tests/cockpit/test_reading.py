@@ -15,7 +15,7 @@ from synthetic_run import HOSTILE, write_run
 
 from groupgrad.cli.main import main
 from groupgrad.cockpit.reading import NoRun, RunFolder
-from groupgrad.cockpit.selection import Selection
+from groupgrad.cockpit.row_selection import Selection
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from unittest import mock
 import yaml
 
 from groupgrad.cli import parsing, train
-from groupgrad.replay.records import RunRecords
 from groupgrad.replay.replaying import ReplayError
+from groupgrad.replay.run_records import RunRecords
 
 
 class _Done(BaseException):

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from groupgrad.cli.command_parser import CommandParser
 from groupgrad.cockpit.reading import NoRun, RunFolder
-from groupgrad.cockpit.selection import Selection
+from groupgrad.cockpit.row_selection import Selection
 from groupgrad.telemetry.completions_table import print_table
 from groupgrad.telemetry.render import visible
 from groupgrad.telemetry.rollout_table import REWARD

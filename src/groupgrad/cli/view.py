@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
             if not arguments.export.parent.is_dir():
                 folder = arguments.export.parent
                 raise NoRun(f"--export {str(arguments.export)!r}: there is no folder {str(folder)!r}; make it first")
-            from groupgrad.cockpit.report import write_report
+            from groupgrad.cockpit.static_report import write_report
 
             write_report(runs, arguments.export)
             print(f"{arguments.export} holds {', '.join(run.name for run in runs)}; it needs no server")

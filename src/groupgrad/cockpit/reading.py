@@ -15,7 +15,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from groupgrad.cockpit.selection import Selection, ordered, pc, select
+from groupgrad.cockpit.row_selection import Selection, ordered, pc, select
 from groupgrad.telemetry import run_files
 from groupgrad.telemetry.rollout_table import REWARD, SECONDS, TRAINING
 from groupgrad.telemetry.run_files import parse_rollout_file, read_lines, read_lines_from

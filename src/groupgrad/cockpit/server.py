@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from groupgrad.cockpit import LOCAL_HOSTS, STATIC, views
 from groupgrad.cockpit.reading import RunFolder
-from groupgrad.cockpit.selection import Selection
+from groupgrad.cockpit.row_selection import Selection
 from groupgrad.telemetry.rollout_table import TRAINING
 from groupgrad.telemetry.run_files import finite
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from groupgrad.cockpit.advice import advice
 from groupgrad.cockpit.reading import RunFolder
-from groupgrad.cockpit.selection import Selection
+from groupgrad.cockpit.row_selection import Selection
 
 MAX_POINTS = 4000
 """Log events of a run that the page gets; of a longer run every second, third, ... one."""

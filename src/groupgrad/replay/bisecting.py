@@ -13,8 +13,8 @@ from typing import Any
 from groupgrad.checkpoints.manifest import Manifest
 from groupgrad.errors import CheckpointError
 from groupgrad.replay.differences import Compared, compare_settings, compare_step, compare_weights
-from groupgrad.replay.records import RunRecords
 from groupgrad.replay.replaying import Start, check_processes, find_start, repeat
+from groupgrad.replay.run_records import RunRecords
 from groupgrad.trainer.resumed_options import deciding
 
 MakeTrainer = Callable[[], Any]

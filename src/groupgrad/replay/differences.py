@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from groupgrad.replay.records import RunRecords
+from groupgrad.replay.run_records import RunRecords
 
 _FIRST = ("prompt_id", "prompt", "images", "data", "is_messages", "group")
 _THEN = ("completion_ids", "sampled", "logprobs", "entropy", "policy_version", "tool_calls", "finish_reason")

@@ -25,7 +25,7 @@ from groupgrad.errors import CheckpointError
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.weights_digest import weights_digest
 from groupgrad.replay.differences import Compared, compare_settings, compare_step, compare_weights
-from groupgrad.replay.records import RunRecords
+from groupgrad.replay.run_records import RunRecords
 from groupgrad.trainer import build
 from groupgrad.trainer.resumed_options import deciding
 from groupgrad.trainer.run_summary import StartLines
