@@ -31,8 +31,8 @@ class FakeTrainer:
         self.recorder = types.SimpleNamespace(command=None)
         FakeTrainer.instances.append(self)
 
-    def train(self, resume_from_checkpoint=None):
-        self.calls.append(("train", resume_from_checkpoint))
+    def train(self):
+        self.calls.append(("train", self.arguments["args"].resume_from_checkpoint))
 
     def save_model(self, output_dir):
         self.calls.append(("save_model", output_dir))
@@ -82,16 +82,8 @@ def test_resuming_and_pushing():
     argv = [*BASE, "--reward_funcs", "accuracy_reward", "--resume_from_checkpoint", "true", "--push_to_hub"]
     assert cli.main(["train", *argv, "--hub_model_id", "me/x"]) == 0
     calls = FakeTrainer.instances[0].calls
-    assert calls[0] == ("train", True)
+    assert calls[0] == ("train", "true")
     assert calls[-1] == ("push_to_hub", "rows.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(None, None), ("true", True), ("False", None), ("auto", "auto"), ("out/checkpoint-5", "out/checkpoint-5")],
-)
-def test_values_of_resume_from_checkpoint(value, expected):
-    assert train.resume_from(value) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,7 +120,7 @@ def test_rewards_of_your_own_from_the_current_folder(tmp_path):
 def test_loading_options_reach_the_config():
     config = GRPOConfig(use_cpu=True, model_init_kwargs={"device_map": None})
     model = ModelArguments(model_name_or_path="m", dtype="bfloat16", model_revision="v1", attn_implementation="eager")
-    assert train.model_name(model, config) == "m"
+    assert train.take_model_options(model, config) == "m"
     assert config.model_init_kwargs == {
         "device_map": None,
         "revision": "v1",
@@ -146,7 +138,7 @@ def test_loading_options_reach_the_config():
 )
 def test_loading_options_that_contradict(flags, kwargs, text):
     with pytest.raises(ValueError, match=text):
-        train.model_name(
+        train.take_model_options(
             ModelArguments(model_name_or_path="m", **flags), GRPOConfig(use_cpu=True, model_init_kwargs=kwargs)
         )
 
@@ -350,8 +342,7 @@ def test_errors_of_checkpoints_have_exit_codes(monkeypatch, capsys):
     runs += [(CheckpointNotSaved("7 bytes free"), full, 73, "No space left"), (None, full, 73, "No space left")]
     for of_training, of_saving, status, text in runs:
 
-        def train(self, resume_from_checkpoint=None, error=of_training):
-            assert resume_from_checkpoint == "auto"
+        def train(self, error=of_training):
             if error is not None:
                 raise error
 

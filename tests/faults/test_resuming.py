@@ -33,6 +33,7 @@ def from_elsewhere(checkpoint: Path) -> Path:
 )
 def test_auto_starts_anew_only_where_there_is_no_checkpoint(second, new_trainer, tmp_path, request_):
     assert choose(tmp_path / "other", "auto") is None
+    assert [choose(second.parent, nothing) for nothing in (None, False, "", "False")] == [None] * 4
     with pytest.raises(ValueError, match=r"No valid checkpoint found.*resume_from_checkpoint='auto'"):
         choose(tmp_path / "other", True)
     # The field of the configuration counts where train() is called without an argument.

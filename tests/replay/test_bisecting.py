@@ -76,7 +76,7 @@ def test_settings_are_named_first(clean, tmp_path):
     assert result.weights_at_start.startswith("different") and result.first_step == 1
     report = bisection_report(result)
     assert "learning_rate: 0.01 in" in report
-    assert f"steps 1 to 1; {clean} has 12 and {tmp_path / 'other'} 2" in report
+    assert f"compared: step 1; {clean} has 12 and {tmp_path / 'other'} 2" in report
 
 
 def test_a_flipped_bit_is_found_without_a_replay(clean, tmp_path):

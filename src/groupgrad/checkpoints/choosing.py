@@ -48,12 +48,12 @@ def choose(run_folder: Path, request: str | bool | None, *, allow_partial: bool 
     """The verified checkpoint that `request` means, or None for a start without one. Collective.
 
     `request` is a path, True for the newest valid checkpoint in `run_folder` (ValueError without one), "auto" for the
-    same or else a new start, or None or False. CheckpointError, with the file and the way out, if the checkpoint is
-    damaged; with `allow_partial` only if weights or the step count are.
+    same or else a new start; None, False and an empty text start anew. CheckpointError, with the file and the way out,
+    if the checkpoint is damaged; with `allow_partial` only if weights or the step count are.
     """
     if isinstance(request, str) and request.lower() in ("true", "false", AUTO):
         request = {"true": True, "false": False}.get(request.lower(), AUTO)
-    if request is None or request is False:
+    if not request:
         return None
     if request is not True and request != AUTO:
         return _verified(Path(request), run_folder, allow_partial=allow_partial)

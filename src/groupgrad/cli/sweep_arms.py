@@ -40,7 +40,7 @@ class CommandLineArms:
         """ValueError, as from `groupgrad train`, for settings that cannot work; neither data nor models are loaded."""
         parsed = self._parsed(settings)
         train.load_rewards(parsed.script)
-        train.model_name(parsed.model, parsed.config)
+        train.take_model_options(parsed.model, parsed.config)
         train.peft_config(parsed.model)
         train.quantization_config(parsed.model)
 

@@ -106,7 +106,7 @@ def build(
     from groupgrad.trainer import GRPOTrainer
 
     rewards = (rewards_of or load_rewards)(parsed.script)
-    model = model_name(parsed.model, parsed.config)
+    model = take_model_options(parsed.model, parsed.config)
     check_model_name("model_name_or_path", model, mapping(parsed.config.model_init_kwargs))
     if parsed.script.reward_model_name_or_path:
         kwargs = hub_kwargs(mapping(parsed.config.model_init_kwargs)) | mapping(parsed.config.reward_model_init_kwargs)
@@ -133,7 +133,7 @@ def run(trainer: Any, parsed: Parsed) -> None:
     refused: CheckpointNotSaved | None = None
     trainer.recorder.command = parsed.command
     try:
-        trainer.train(resume_from_checkpoint=resume_from(config.resume_from_checkpoint))
+        trainer.train()
     except CheckpointNotSaved as error:
         refused = error
     try:
@@ -148,13 +148,6 @@ def run(trainer: Any, parsed: Parsed) -> None:
         raise CheckpointNotSaved(f"{refused}; `groupgrad train` has written the model to {config.output_dir}")
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=parsed.script.dataset_name)
-
-
-def resume_from(value: str | bool | None) -> str | bool | None:
-    """Reads `resume_from_checkpoint`: True for the newest whole checkpoint in `output_dir`, "auto", a path, or None."""
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        value = value.lower() == "true"
-    return value or None
 
 
 def load_rewards(script: ScriptArguments) -> list[Any]:
@@ -193,8 +186,8 @@ def load_reward(name: str) -> Callable[..., Any]:
     return function
 
 
-def model_name(model: ModelArguments, config: GRPOConfig) -> str:
-    """Returns the model's name and writes its loading options into `config.model_init_kwargs`. ValueError if an option
+def take_model_options(model: ModelArguments, config: GRPOConfig) -> str:
+    """Writes the loading options into `config.model_init_kwargs` and returns the model's name. ValueError if an option
     is set there too, to another value."""
     if not model.model_name_or_path:
         raise ValueError("no model is given; set model_name_or_path to a hub id or a local folder")

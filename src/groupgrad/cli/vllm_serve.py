@@ -40,7 +40,7 @@ weights to it.
 _ALIASES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
 _RESERVED = ("--weight-transfer-config", "--api-server-count")
 HOST = "127.0.0.1"
-"""Where the server listens unless `--host` or `--uds` is given."""
+"""Address of the server without `--host` and `--uds`."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -210,7 +210,7 @@ class EnvHandle:
         self.spec = spec
         self.toolbox = ToolBox(tools, spec.tools, self)
         self.must_discard = False
-        """True if the instance must not be used again: a reset failed, or a call may still be inside it."""
+        """True if `release` must close the instance: a reset failed, or a call may still be inside it."""
         self._environments = environments
         self._lock = threading.Lock()
         self._num_running = 0
@@ -260,10 +260,6 @@ class EnvHandle:
         with self._lock:
             return self._num_running > 0
 
-    def discard(self) -> None:
-        """Makes `release` close the instance instead of pooling it."""
-        self.must_discard = True
-
     def detach(self) -> Any:
         """Ends the episode and returns the instance; None if there is none, and from the second call on."""
         with self._lock:
@@ -308,7 +304,7 @@ class EnvHandle:
             outcome, problem = running.result(), ""
             if outcome.error is not None:
                 if outcome.timed_out or method == "reset":
-                    self.discard()
+                    self.must_discard = True
                 logger.debug("%s failed", name, exc_info=outcome.error)
                 is_complete = isinstance(outcome.error, EnvironmentFault)
                 problem = str(outcome.error) if is_complete else f"{name} failed: {error_text(outcome.error)}"

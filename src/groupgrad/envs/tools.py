@@ -176,7 +176,7 @@ def _start(
     def finish(running: Future[Outcome]) -> None:
         outcome = running.result()
         if outcome.timed_out and owner is not None:
-            owner.discard()  # before its next call starts
+            owner.must_discard = True  # before its next call starts
         reply.set_result(_reply(tool, outcome, options))
 
     try:

@@ -46,7 +46,7 @@ class Bisection:
     def extent(self) -> str:
         """The steps whose records were compared."""
         one, two = self.first.last_step, self.second.last_step
-        lengths = f"steps 1 to {self.last_compared}"
+        lengths = "step 1" if self.last_compared == 1 else f"steps 1 to {self.last_compared}"
         return lengths if one == two else f"{lengths}; {self.first.name} has {one} and {self.second.name} {two}"
 
     @property

@@ -143,7 +143,7 @@ def column_names(dataset: Any) -> list[str]:
 
 
 def named_datasets(evaluation: Any) -> dict[str, Any]:
-    """Evaluation sets by the name that messages use; one set or a dict of them. TypeError for anything else."""
+    """Evaluation sets by the name that messages use; `evaluation` is one set, a dict of them or None."""
     if evaluation is None:
         return {}
     if isinstance(evaluation, Mapping):

@@ -1,7 +1,7 @@
-"""Ends all ranks of a run when one fails, hangs or is killed, where the others would wait for it without an end.
+"""Ends all ranks of a run when one fails, hangs or is killed; the others would wait for it forever.
 
 Beside the process group each rank has a TCP connection to rank 0, which passes news on. A rank that fails outside
-`dist.errors_on_all_ranks`, or that hangs, says so; a connection that ends without a word is that of a process that
+`dist.errors_on_all_ranks`, or that hangs, says so; a connection that ends without a message is that of a process that
 was killed. Then every rank ends with an error that names rank and cause, whatever it waits for.
 """
 
@@ -80,7 +80,7 @@ class RankWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Tells the other ranks how this one ends; raises RankError where another rank caused the error."""
+        """Sends the other ranks how this one has ended; raises RankError where another rank caused the error."""
         if self._thread is None:
             return
         self._is_leaving = True

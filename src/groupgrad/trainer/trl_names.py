@@ -106,6 +106,10 @@ def given(argument: str, read: Callable[[Any], Any]) -> ReadOnly:
     return ReadOnly(read, f"pass GRPOTrainer({argument}=...)")
 
 
+def _refuse_reading(*_: object) -> Any:
+    raise AttributeError("metrics can be appended to, not read; trainer.state.log_history has the logs")
+
+
 class MetricList:
     """One metric of a mode (`train` or `eval`); what is appended is averaged over the log window and over ranks."""
 
@@ -121,21 +125,7 @@ class MetricList:
         for value in values:
             self.append(value)
 
-    def __getattr__(self, name: str) -> Any:
-        raise _unreadable()
-
-    def __iter__(self) -> Any:
-        raise _unreadable()
-
-    def __len__(self) -> int:
-        raise _unreadable()
-
-    def __getitem__(self, place: Any) -> Any:
-        raise _unreadable()
-
-
-def _unreadable() -> AttributeError:
-    return AttributeError("metrics can be appended to, not read; trainer.state.log_history has the logs")
+    __getattr__ = __iter__ = __len__ = __getitem__ = _refuse_reading
 
 
 class MetricLists:
@@ -147,14 +137,7 @@ class MetricLists:
     def __getitem__(self, name: str) -> MetricList:
         return MetricList(self._store, name)
 
-    def __iter__(self) -> Any:
-        raise _unreadable()
-
-    def __contains__(self, name: object) -> bool:
-        raise _unreadable()
-
-    def __len__(self) -> int:
-        raise _unreadable()
+    __iter__ = __contains__ = __len__ = _refuse_reading
 
 
 class TRLNames:
