@@ -57,6 +57,11 @@ BAD: list[tuple[str, Any, list[str]]] = [
     ("save_strategy", "step", ["save_strategy='step'", "did you mean 'steps'"]),
     ("hub_strategy", "always", ["hub_strategy='always'", "every_save"]),
     ("report_to", "tensorbord", ["'tensorbord' (did you mean 'tensorboard'?)", "Set it to 'none'"]),
+    (
+        "report_to",
+        ["wandb", "none"],
+        ["report_to=['wandb', 'none'] has 'none' or 'all' beside", "Set it to one or"],
+    ),
     ("report_to", ["wandb", "foo"], ["report_to=['wandb', 'foo'] has 'foo'", "Set it to 'none'"]),
     ("ddp_backend", "gloo", ["ddp_backend='gloo'", "torchrun"]),
     ("warmup_ratio", 1.5, ["warmup_ratio=1.5", "from 0 to 1"]),

@@ -27,6 +27,7 @@ SERVER = {"use_vllm": True, "vllm_mode": "server"}
 
 # (settings, texts in the message: the value seen, and what to set)
 BAD: list[tuple[dict, list[str]]] = [
+    ({"output_dir": ""}, ["output_dir='' cannot be written to: it is no path", "Set it to a folder"]),
     ({"loss_type": "dappo"}, ["loss_type='dappo'", "did you mean 'dapo'", "luspo"]),
     ({"loss_type": "ppo2_something"}, ["loss_type='ppo2_something'", "Set it to one of grpo"]),
     ({"importance_sampling_level": "tokens"}, ["importance_sampling_level='tokens'", "did you mean 'token'"]),

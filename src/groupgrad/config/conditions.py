@@ -235,7 +235,7 @@ def unknown_checkpointing_keys(c: GRPOSettings) -> str:
 
 def unusable_folder(c: GRPOSettings) -> str | None:
     """The reason why `output_dir` cannot be a folder to write to; None if it can."""
-    if not isinstance(c.output_dir, (str, os.PathLike, type(None))):
+    if c.output_dir == "" or not isinstance(c.output_dir, (str, os.PathLike, type(None))):
         return "it is no path"
     path = Path(os.path.abspath(os.path.expanduser(c.output_dir or ".")))
     if any(len(os.fsencode(part)) > 255 for part in path.parts):

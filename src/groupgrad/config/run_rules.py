@@ -82,6 +82,11 @@ RUN_RULES: tuple[Rule, ...] = (
         + ", ".join(INTEGRATION_TO_CALLBACK),
     ),
     Rule(
+        ("report_to",),
+        lambda c: isinstance(c.report_to, list) and len(c.report_to) > 1 and {"none", "all"} & {*c.report_to},
+        "report_to={c.report_to!r} has 'none' or 'all' beside others. Set it to one or the other",
+    ),
+    Rule(
         ("warmup_steps", "max_steps"),
         lambda c: c.max_steps > 0 and c.warmup_steps >= c.max_steps and c.warmup_steps >= 1,
         "warmup_steps={c.warmup_steps} of max_steps={c.max_steps}: the run ends before it trains at learning_rate",
