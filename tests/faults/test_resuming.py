@@ -45,6 +45,24 @@ def test_auto_starts_anew_only_where_there_is_no_checkpoint(second, new_trainer,
         new_trainer(second.parent).train(resume_from_checkpoint=request_)
 
 
+@pytest.mark.parametrize(
+    ("request_", "error", "text"),
+    [
+        (
+            "run",
+            CheckpointError,
+            r"run', which has checkpoints and is none; set it to '.*run/checkpoint-2', the newest",
+        ),
+        ("checkpoint-2", CheckpointError, r"no such folder; set it to '.*run/checkpoint-2', or to True for the newest"),
+        (2, TypeError, "resume_from_checkpoint is 2, an int; set it to the path of a checkpoint, or to True or 'auto'"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused_with_one_that_is(second, monkeypatch, tmp_path, request_, error, text):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=text):
+        choose(second.parent, request_)
+
+
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "groupgrad_state_0.pt"])
 @pytest.mark.fault(
     "a part of a checkpoint other than weights is lost, and allow_partial_resume=True is set",

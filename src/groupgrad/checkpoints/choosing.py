@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -44,7 +45,9 @@ class ResumePoint:
         return name not in self.damage and (self.folder / name).is_file()
 
 
-def choose(run_folder: Path, request: str | bool | None, *, allow_partial: bool = False) -> ResumePoint | None:
+def choose(
+    run_folder: Path, request: str | os.PathLike[str] | bool | None, *, allow_partial: bool = False
+) -> ResumePoint | None:
     """The verified checkpoint that `request` means, or None for a start without one. Collective.
 
     `request` is a path, True for the newest valid checkpoint in `run_folder` (ValueError without one), "auto" for the
@@ -55,6 +58,11 @@ def choose(run_folder: Path, request: str | bool | None, *, allow_partial: bool 
         request = {"true": True, "false": False}.get(request.lower(), AUTO)
     if not request:
         return None
+    if not isinstance(request, (bool, str, os.PathLike)):
+        raise TypeError(
+            f"resume_from_checkpoint is {request!r}, an {type(request).__name__}; set it to the path of a checkpoint, "
+            "or to True or 'auto' for the newest"
+        )
     if request is not True and request != AUTO:
         return _verified(Path(request), run_folder, allow_partial=allow_partial)
     found = dist.all_gather_objects([path.name for path in checkpoints_in(run_folder)])[0]
@@ -92,13 +100,21 @@ def _newest_valid(candidates: list[Path], *, allow_partial: bool) -> ResumePoint
 
 def _verified(folder: Path, run_folder: Path, *, allow_partial: bool) -> ResumePoint:
     if not any(dist.all_gather_objects(folder.is_dir())):
+        own = run_folder / folder
+        place = repr(str(own)) if own.is_dir() else "the folder of a checkpoint"
         raise CheckpointError(
-            f"resume_from_checkpoint is {str(folder)!r}, but there is no such folder; set it to a checkpoint's folder, "
-            "or to True for the newest valid one in output_dir"
+            f"resume_from_checkpoint is {str(folder)!r}, but there is no such folder; set it to {place}, or to True "
+            "for the newest valid one in output_dir"
         )
     point = _examine(folder)
     if not point.damage:
         return _with_remark(point)
+    checkpoints = dist.all_gather_objects([path.name for path in checkpoints_in(folder)])[0]
+    if checkpoints and TRAINER_STATE in point.damage:
+        raise CheckpointError(
+            f"resume_from_checkpoint is {str(folder)!r}, which has checkpoints and is none; set it to "
+            f"{str(folder / checkpoints[-1])!r}, the newest, or to True for the newest valid one in output_dir"
+        )
     lost = _lost(point)
     if allow_partial and not lost:
         return _with_remark(point)
