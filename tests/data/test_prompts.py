@@ -128,6 +128,22 @@ def test_other_classes_than_data_sets_are_rejected(thing: Any, tokenizer):
         check(thing, tokenizer)
 
 
+@pytest.mark.parametrize("kind", ["pandas", "arrow"])
+def test_a_format_whose_rows_are_no_dicts_is_rejected(kind: str, tokenizer):
+    rows = Dataset.from_list([{"prompt": "a"}])
+    for dataset in (rows.with_format(kind), rows.to_iterable_dataset().with_format(kind)):
+        with pytest.raises(TypeError, match=r"train_dataset has a format whose rows are no dicts.*with_format\(None\)"):
+            check(dataset, tokenizer)
+
+
+def test_a_format_that_makes_arrays_of_messages_is_rejected(tokenizer):
+    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}]).with_format("numpy")
+    with pytest.raises(
+        ValueError, match=r"its prompt is array.*a list of messages \(dataset.with_format\(None\) has them"
+    ):
+        check(dataset, tokenizer)
+
+
 @pytest.mark.parametrize("column", ["image", "images"])
 @pytest.mark.parametrize("first", [True, False])
 def test_image_columns_are_rejected_in_any_row(column: str, first: bool, tokenizer):

@@ -215,10 +215,11 @@ def check_dataset(
 ) -> None:
     """Rejects a data set that cannot be trained on; `argument` names it in the message.
 
-    TypeError for another class; ValueError for a missing `prompt` column (unless `may_lack_prompts`), empty or
-    malformed prompts, images that are unreadable or do not fit their messages, and prompts longer than the context. The
-    first `DECODED_FIRST` images are decoded, of the others only the header is read. Of a stream only the first row is
-    checked. With `renders` the first conversations are rendered, as they will be.
+    TypeError for another class or rows that are no dicts; ValueError for a missing `prompt` column (unless
+    `may_lack_prompts`), empty or malformed prompts, images that are unreadable or do not fit their messages, and
+    prompts longer than the context. The first `DECODED_FIRST` images are decoded, of the others only the header is
+    read. Of a stream only the first row is checked. With `renders` the first conversations are rendered, as they will
+    be.
     """
     if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
         splits = ", ".join(map(repr, dataset))
@@ -232,6 +233,9 @@ def check_dataset(
             "(datasets.Dataset.from_list([...]) makes one from a list of rows)"
         )
     first = first_row(dataset)
+    is_read_as_dicts = not isinstance(dataset, Dataset) or dataset.format["type"] not in ("arrow", "pandas", "polars")
+    if not is_read_as_dicts or not isinstance(first, (dict, type(None))):
+        raise TypeError(f"{argument} has a format whose rows are no dicts; give dataset.with_format(None)")
     if first is None:
         raise ValueError(f"{argument} has no rows; give it at least one row with a 'prompt'")
     if "prompt" not in first and may_lack_prompts:
@@ -309,7 +313,8 @@ def _malformed(prompt: Any, prompt_maker: PromptMaker) -> str | None:
     if isinstance(prompt, str):
         return None if prompt else "its prompt is the empty text; remove the row or write a prompt"
     if not isinstance(prompt, list):
-        return f"its prompt is {prompt!r}; a prompt is a text or a list of messages"
+        remedy = " (dataset.with_format(None) has them as lists)" if hasattr(prompt, "tolist") else ""
+        return f"its prompt is {prompt!r}; a prompt is a text or a list of messages{remedy}"
     if not prompt:
         return "its prompt is an empty list of messages; remove the row or add a user message"
     for message in prompt:
