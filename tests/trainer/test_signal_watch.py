@@ -31,7 +31,11 @@ def warnings_of(caplog):
 @pytest.mark.parametrize(
     ("reward", "reason", "remedy"),
     [
-        (constant, "in 10 of them the rewards of each group were equal", "Choose tasks that are sometimes solved"),
+        (
+            constant,
+            "in 10 of them the rewards of each group were equal",
+            "End the run if the task is learned",
+        ),
         (unscored, "in 10 of them no completion was scored", "return numbers"),
     ],
 )

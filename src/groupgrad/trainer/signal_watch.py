@@ -20,7 +20,10 @@ _EQUAL = "the rewards of each group were equal"
 _REMEDIES = {
     _UNSCORED: "have a reward function return numbers for these rows",
     _TRUNCATED: "raise max_completion_length",
-    _EQUAL: "choose tasks that are sometimes solved, give partial credit, or raise num_generations or temperature",
+    _EQUAL: (
+        "end the run if the task is learned; otherwise choose tasks that are sometimes solved, give partial credit, or "
+        "raise num_generations or temperature"
+    ),
 }
 
 
