@@ -18,7 +18,7 @@ TRAIN = {
 
 def test_a_training_line_shows_the_numbers_that_matter():
     assert format_log(TRAIN, step=5, max_steps=200, seconds_per_step=2.345) == (
-        "step   5  reward  0.500 ± 0.250  loss -0.0123  len   45.2  truncated  12%  entropy 1.234  grad  0.52"
+        "step   5  reward  0.500 ± 0.250  loss -0.0123  len   45.2  trunc  12%  entropy 1.234  grad  0.52"
         "  lr 1.0e-06    2.35 s/step"
     )
 

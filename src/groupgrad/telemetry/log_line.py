@@ -27,7 +27,7 @@ _FIELDS = (
     _Field("loss", "loss", ".4f", 7, 1),
     _Field("kl", "kl", ".4f", 6, 3),
     _Field("len", "completions/mean_length", ".1f", 6, 4),
-    _Field("truncated", "completions/clipped_ratio", ".0f", 3, 6, 100.0, "%"),
+    _Field("trunc", "completions/clipped_ratio", ".0f", 3, 6, 100.0, "%"),
     _Field("entropy", "entropy", ".3f", 5, 5),
     _Field("grad", "grad_norm", ".2f", 5, 8),
     _Field("lr", "learning_rate", ".1e", 7, 9),
