@@ -1,4 +1,4 @@
-"""Names of users' functions, and the test for async ones."""
+"""Names of users' functions, what partials have set, and the test for async ones."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, functools.partial):
         function = function.func
     return function
+
+
+def bound_keywords(function: Callable[..., Any]) -> set[str]:
+    """The keywords that layers of `functools.partial` have set; `inspect.signature` does not say which they are."""
+    bound: set[str] = set()
+    while isinstance(function, functools.partial):
+        bound.update(function.keywords)
+        function = function.func
+    return bound

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import typing
@@ -10,6 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema, parse_google_format_docstring
+
+from groupgrad.concurrency.callables import bound_keywords, innermost
 
 EXAMPLE = '''
     def multiply(a: int, b: int) -> int:
@@ -46,10 +47,7 @@ def describe(function: Callable[..., Any], name: str, where: str) -> dict[str, A
     cannot be called with keywords or yields its results; ValueError for a missing docstring, hint or description of an
     argument, and for a hint that has no JSON counterpart.
     """
-    inner, bound = function, set[str]()
-    while isinstance(inner, functools.partial):
-        bound.update(inner.keywords)
-        inner = inner.func
+    inner, bound = innermost(function), bound_keywords(function)
     if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
         raise TypeError(f"{where} yields its results, but a model gets one answer to a call; return it instead")
     signature = _signature(function, where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import math
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from groupgrad.concurrency.callables import function_name, is_async
+from groupgrad.concurrency.callables import bound_keywords, function_name, is_async
 from groupgrad.errors import RewardError
 from groupgrad.rewards.call_inputs import (
     GROUND_TRUTH_COLUMNS,
@@ -86,12 +85,6 @@ def inspect_function(function: Callable[..., Any]) -> RewardFunction:
                 "with keywords; remove the '/' from its signature"
             )
     keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    # `signature` merges nested partials, but does not say which keywords they have set.
-    bound: set[str] = set()
-    layer = function
-    while isinstance(layer, functools.partial):
-        bound.update(layer.keywords)
-        layer = layer.func
     return RewardFunction(
         name=name,
         call=function,
@@ -99,7 +92,7 @@ def inspect_function(function: Callable[..., Any]) -> RewardFunction:
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
         takes=frozenset(p.name for p in keywords),
         requires=tuple(p.name for p in keywords if p.default is p.empty),
-        bound=frozenset(bound),
+        bound=frozenset(bound_keywords(function)),
     )
 
 

@@ -166,7 +166,8 @@ def to_parquet(table: pa.Table) -> pa.Buffer:
 
 def message_text(value: Any) -> str:
     """A text as it is, and messages as JSON, images as a marker."""
-    return _unbroken(value) if isinstance(value, str) else json.dumps(plain_value(value), ensure_ascii=False)
+    plain = plain_value(value)
+    return plain if isinstance(value, str) else json.dumps(plain, ensure_ascii=False)
 
 
 def image_hashes(media: Any) -> list[str]:
@@ -179,10 +180,6 @@ def image_hashes(media: Any) -> list[str]:
 
 def _digest(*parts: str) -> str:
     return hashlib.sha1("\0".join(parts).encode("utf-8", errors="replace")).hexdigest()[:12]
-
-
-def _unbroken(text: str) -> str:
-    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _numbers(values: Sequence[float] | np.ndarray) -> pa.Array:
@@ -210,7 +207,7 @@ def _sums(offsets: np.ndarray, values: np.ndarray | None) -> pa.Array:
 
 def _calls(uses: Sequence[Any]) -> list[dict[str, Any]]:
     return [
-        {"name": _unbroken(use.name), "failed": use.failed, "timed_out": use.timed_out, "seconds": use.seconds}
+        {"name": plain_value(use.name), "failed": use.failed, "timed_out": use.timed_out, "seconds": use.seconds}
         for use in uses
     ]
 
