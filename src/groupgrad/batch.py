@@ -120,8 +120,8 @@ class Batch:
             prompt_ids=self.prompt_ids[prompt_tokens],
             prompt_offsets=prompt_offsets,
             prompt_of_row=prompt_of_row,
-            media=_selected_media(self.media, prompts),
-            row_media=_selected_media(self.row_media, rows),
+            media=None if self.media is None else _selected_media(self.media, prompts),
+            row_media=None if self.row_media is None else _selected_media(self.row_media, rows),
             **selected,
         )
 
@@ -201,9 +201,9 @@ def _tokens_of(offsets: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor
     return places, new_offsets
 
 
-def _selected_media(media: tuple[Media | None, ...] | None, places: torch.Tensor) -> tuple[Media | None, ...] | None:
-    selected = None if media is None else tuple(media[place] for place in _integers(places))
-    return selected if selected is not None and any(selected) else None
+def _selected_media(media: tuple[Media | None, ...], places: torch.Tensor) -> tuple[Media | None, ...] | None:
+    selected = tuple(media[place] for place in _integers(places))
+    return selected if any(selected) else None
 
 
 def _integers(values: torch.Tensor) -> list[int]:

@@ -72,7 +72,9 @@ class MicroBatch:
 
     def layout(self) -> Batch:
         """The rows as a batch, on the CPU; losses of all parts of a micro-batch add up to the micro-batch's loss."""
-        batch = self.step.batch.select(self.rows)
+        batch = self.step.batch
+        if len(self.rows) < batch.num_rows:
+            batch = batch.select(self.rows)
         count = batch.totals.micro_batches / self.share if self.share else float("inf")
         return replace(batch, totals=replace(batch.totals, micro_batches=count))
 
@@ -91,6 +93,8 @@ class MicroBatch:
 
     def split_to_size(self, limit: int) -> list[MicroBatch]:
         """Parts that cost at most `limit`; a group is cut only where computing its prompt again costs little."""
+        if self.cost <= limit:
+            return [self]
         return self._parts(self._rows_of(split_to_size(self._costs(), limit)))
 
     def _costs(self) -> list[RowCost]:
