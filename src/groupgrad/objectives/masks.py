@@ -21,11 +21,9 @@ def off_policy_keep(
     return PerRow((advantages >= 0) | (drift <= threshold))
 
 
-def high_entropy_keep(entropy: torch.Tensor, layout: Layout, threshold: float | None) -> torch.Tensor:
-    """(L,) bool: loss tokens whose entropy (nats) is at least `threshold`; all loss tokens if it is None.
+def high_entropy_keep(entropy: torch.Tensor, layout: Layout, threshold: float) -> torch.Tensor:
+    """(L,) bool: loss tokens whose entropy (nats) is at least `threshold`.
 
     No gradient. A threshold of inf or NaN keeps nothing. Source: arXiv:2506.01939, eq. 5.
     """
-    if threshold is None:
-        return layout.trained
     return layout.trained & (entropy.detach() >= threshold)

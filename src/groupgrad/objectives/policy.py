@@ -18,7 +18,7 @@ from groupgrad.objectives.mismatch import mismatch_ratio
 from groupgrad.objectives.options import LossType, PolicyOptions
 from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, spread, where_trained
 from groupgrad.objectives.ratios import policy_log_ratio, policy_ratio
-from groupgrad.objectives.reduce import Reduction, even_share, step_share, token_mean_share
+from groupgrad.objectives.reduce import REDUCTIONS, Reduction, even_share, token_mean_share
 
 
 @dataclass(slots=True)
@@ -147,9 +147,14 @@ def policy_loss(
     recipe = LOSSES[options.loss_type]
     terms = _terms(scores, batch, options)
     layout = terms.layout
-    kept = high_entropy_keep(scores.entropy, layout, batch.totals.entropy_threshold)
     policy = recipe.surrogate(terms, options)
-    per_token = _mask(policy.per_token, kept, terms, batch, options)
+    per_token, kept = policy.per_token, layout.trained
+    if batch.totals.entropy_threshold is not None:
+        kept = high_entropy_keep(scores.entropy, layout, batch.totals.entropy_threshold)
+        per_token = torch.where(kept, per_token, torch.zeros_like(per_token))
+    threshold = options.off_policy_mask_threshold
+    if threshold is not None:
+        per_token = _without_drifted_rows(per_token, terms, batch, threshold)
     if terms.correction is not None and not recipe.folds_mismatch:
         per_token = per_token * spread(terms.correction, layout)
     metrics = {"entropy": mean_where(scores.entropy, layout.trained), **policy.metrics}
@@ -159,7 +164,8 @@ def policy_loss(
         )
         per_token = per_token + options.beta * kl
         metrics["kl"] = mean_where(kl, layout.trained)
-    loss = step_share(per_token, layout, batch.totals, recipe.reduction, options.max_completion_length)
+    reduce = REDUCTIONS[recipe.reduction]
+    loss = reduce(per_token, layout, batch.totals, options.max_completion_length)
     if entropy_coef != 0:
         metrics["policy_loss"] = mean_of(loss, 1 / batch.totals.micro_batches)
         loss = loss - entropy_coef * _entropy_share(scores.entropy, kept, layout, batch)
@@ -188,16 +194,13 @@ def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyT
     )
 
 
-def _mask(
-    per_token: torch.Tensor, kept: torch.Tensor, terms: PolicyTerms, batch: Batch, options: PolicyOptions
-) -> torch.Tensor:
-    """(L,) the policy term where both masks keep it, 0 elsewhere."""
-    threshold = options.off_policy_mask_threshold
+def _without_drifted_rows(per_token: torch.Tensor, terms: PolicyTerms, batch: Batch, threshold: float) -> torch.Tensor:
+    """(L,) the policy term, 0 in sequences that the off-policy mask leaves out."""
     behaviour = batch.old_logprobs if batch.sampling_logprobs is None else batch.sampling_logprobs
-    if threshold is not None and behaviour is not None:
-        rows = off_policy_keep(terms.logprobs, behaviour, terms.advantages, terms.layout, threshold)
-        kept = kept & spread(rows, terms.layout)
-    return torch.where(kept, per_token, torch.zeros_like(per_token))
+    if behaviour is None:
+        return per_token
+    rows = off_policy_keep(terms.logprobs, behaviour, terms.advantages, terms.layout, threshold)
+    return torch.where(spread(rows, terms.layout), per_token, torch.zeros_like(per_token))
 
 
 def _entropy_share(entropy: torch.Tensor, kept: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:

@@ -17,20 +17,6 @@ from groupgrad.objectives.ragged import Layout, row_mean, where_trained
 Reduction = Literal["sequence_mean", "sequence_sum", "local_token_mean", "token_mean", "constant"]
 
 
-def step_share(
-    per_token: torch.Tensor,
-    layout: Layout,
-    totals: StepTotals,
-    reduction: Reduction,
-    max_completion_length: int,
-) -> torch.Tensor:
-    """() this micro-batch's share of the step's loss, from its (L,) token losses. Differentiable; 0 without tokens.
-
-    Rows that are empty or masked out count among the step's rows; only loss tokens count among its tokens.
-    """
-    return _REDUCTIONS[reduction](per_token, layout, totals, max_completion_length)
-
-
 def token_mean_share(per_token: torch.Tensor, layout: Layout, totals: StepTotals, step_tokens: float) -> torch.Tensor:
     """() share of the mean over all `step_tokens` tokens of the step. Differentiable."""
     return totals.world_size * where_trained(per_token, layout).sum() / max(1.0, step_tokens)
@@ -61,10 +47,13 @@ def _constant(per_token: torch.Tensor, layout: Layout, totals: StepTotals, const
     return totals.world_size * where_trained(per_token, layout).sum() / (max(1.0, totals.rows) * constant)
 
 
-_REDUCTIONS: dict[Reduction, Callable[[torch.Tensor, Layout, StepTotals, int], torch.Tensor]] = {
+REDUCTIONS: dict[Reduction, Callable[[torch.Tensor, Layout, StepTotals, int], torch.Tensor]] = {
     "sequence_mean": _sequence_mean,
     "sequence_sum": _sequence_sum,
     "local_token_mean": _local_token_mean,
     "token_mean": _token_mean,
     "constant": _constant,
 }
+"""Each gives () a micro-batch's share of the step's loss from its (L,) token losses, its layout, the step's totals and
+`max_completion_length`. Differentiable; 0 without tokens. Rows that are empty or masked out count among the step's
+rows; only loss tokens count among its tokens."""
