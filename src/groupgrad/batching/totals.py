@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -28,20 +29,21 @@ def step_totals(
     step (arXiv:2506.01939, eq. 6) from `entropy_of(batch)`, (L,) nats, which is called on ranks without rows too.
     """
     rows, tokens = dist.all_sum([float(batch.num_rows), float(batch.trained.sum())])
-    threshold = num_kept = None
+    totals = StepTotals(rows, tokens, micro_batches=num_micro_batches, world_size=dist.world_size())
     if keep_entropy < 1.0 and entropy_of is not None:
-        with dist.errors_on_all_ranks():
-            entropy = entropy_of(batch)[batch.trained]
-        entropies = dist.all_gather_rows(entropy)
-        if len(entropies):
-            threshold = entropy_threshold(entropies, keep_entropy)
-            threshold -= _TIE_NATS * max(1.0, abs(threshold))
-            num_kept = float((entropies >= threshold).sum())
-    return StepTotals(
-        rows=rows,
-        tokens=tokens,
-        micro_batches=num_micro_batches,
-        world_size=dist.world_size(),
-        entropy_threshold=threshold,
-        entropy_tokens=num_kept,
-    )
+        return _with_entropy_threshold(totals, batch, keep_entropy, entropy_of)
+    return totals
+
+
+def _with_entropy_threshold(
+    totals: StepTotals, batch: Batch, keep_entropy: float, entropy_of: Callable[[Batch], torch.Tensor]
+) -> StepTotals:
+    """Collective. Adds the threshold and the number of tokens that it keeps; neither if the step has no tokens."""
+    with dist.errors_on_all_ranks():
+        entropy = entropy_of(batch)[batch.trained]
+    entropies = dist.all_gather_rows(entropy)
+    if not len(entropies):
+        return totals
+    threshold = entropy_threshold(entropies, keep_entropy)
+    threshold -= _TIE_NATS * max(1.0, abs(threshold))
+    return replace(totals, entropy_threshold=threshold, entropy_tokens=float((entropies >= threshold).sum()))
