@@ -60,6 +60,11 @@ class FiniteSteps:
         if bool(torch.isfinite(torch.as_tensor(norm)).all()):
             self._num_in_row = 0
             return True
+        self._skip(norm, step, rows, tokenizer, is_applied=is_applied)
+        return False
+
+    def _skip(self, norm: Any, step: int, rows: Sequence[MicroBatch], tokenizer: Any, *, is_applied: bool) -> None:
+        """Counts a step that is not finite, writes its rows, and warns or raises."""
         self.num_skipped += 1
         self._num_in_row += 1
         path = self._folder / f"step_{step:06d}_rank_{dist.rank()}.jsonl"
@@ -81,7 +86,6 @@ class FiniteSteps:
                 "(bf16 or float32 in place of fp16)"
             )
         logger.warning("%s, so the step was skipped: weights and optimizer stay as they were", seen)
-        return False
 
     def metrics(self) -> dict[str, Metric]:
         """`nonfinite_steps`, from the first one on."""
