@@ -457,17 +457,6 @@ class GRPOTrainer(TrainingRun):
         options = replace(room_options.loader_options(self.args), offset=self._data_offset)
         return make_train_loader(self.train_dataset, self.plan, dist.rank(), options)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:  # pyright: ignore
-        """Yields batches of whole groups, every prompt once."""
-        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]  # pyright: ignore
-        if dataset is None:
-            raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
-        dataset_checks.check_rows(dataset, "eval_dataset", self.prompt_maker, self.rollout_components)
-        rows = self.args.per_device_eval_batch_size * dist.world_size()
-        return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
-
     # ----------------------------------------------------------------------------------------------- evaluation
 
     def evaluation_loop(

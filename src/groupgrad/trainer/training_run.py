@@ -24,7 +24,6 @@ from transformers.training_args import OptimizerNames
 
 from groupgrad import dist
 from groupgrad.activity import Hung, doing
-from groupgrad.batch import Batch
 from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.config import GRPOConfig
@@ -33,7 +32,7 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import HangError
-from groupgrad.metrics import latest, merge_all
+from groupgrad.metrics import latest
 from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import configured_kernels
 from groupgrad.modeling.reference import Reference
@@ -54,7 +53,6 @@ from groupgrad.modeling.systems.gradient_sync import GradientSync
 from groupgrad.modeling.systems.oom_retry import MemoryGuard
 from groupgrad.modeling.systems.sharding import is_sharded, num_parameters
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
-from groupgrad.objectives import PolicyLoss
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.custom import sample_completions
@@ -70,6 +68,7 @@ from groupgrad.trainer.exit_guard import exits_are_errors
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.launcher_watch import LauncherWatch
 from groupgrad.trainer.rank_watch import RankWatch
+from groupgrad.trainer.replaceable_loss import ReplaceableLoss
 from groupgrad.trainer.run_lock import locked
 from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
@@ -83,7 +82,7 @@ from groupgrad.trainer.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 
-class TrainingRun(TRLNames, StoppableRun):
+class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     """`transformers.Trainer` with groupgrad's logs and checkpoints; subclasses set the attributes named here."""
 
     args: GRPOConfig
@@ -110,8 +109,6 @@ class TrainingRun(TRLNames, StoppableRun):
     prompt_maker: PromptMaker
     components: TrainerComponents
     rollout_components: RolloutComponents
-    batch_loss: Callable[..., PolicyLoss]
-    """`batch_loss(model, batch)`: a batch's share in the loss of its optimizer step, with gradient, and its metrics."""
     gradient_sums: GradientSums
     """The gradients of the present optimizer step."""
     memory: MemoryGuard
@@ -288,43 +285,6 @@ class TrainingRun(TRLNames, StoppableRun):
         unplug(self.model)
         own_parts(self.model)
 
-    def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        """The loss of `batch_loss`; a subclass may change it."""
-        if return_outputs:
-            raise ValueError("return_outputs=True is not supported: the loss is made of token scores, not of outputs")
-        return self.batch_loss(model, inputs).loss
-
-    @property
-    def _keeps_compute_loss(self) -> bool:
-        """True if neither a subclass nor a script has replaced `compute_loss`."""
-        return getattr(self.compute_loss, "__func__", None) is TrainingRun.compute_loss
-
-    @property
-    def _keeps_loss(self) -> bool:
-        """True if `batch_loss` and `compute_loss` are the trainer's own: rows without advantage then have no loss."""
-        own = getattr(self.batch_loss, "__func__", None)
-        return self._keeps_compute_loss and getattr(own, "__module__", "") == "groupgrad.trainer.trainer"
-
-    def _hooked_loss(self, model: nn.Module, batch: Batch) -> PolicyLoss:
-        """The replaced `compute_loss`, with the metrics of each `batch_loss` that it calls."""
-        losses: list[PolicyLoss] = []
-        batch_loss, replaced = self.batch_loss, vars(self).get("batch_loss")
-
-        def recorded(*args: Any, **kwargs: Any) -> PolicyLoss:
-            losses.append(batch_loss(*args, **kwargs))
-            return losses[-1]
-
-        self.batch_loss = recorded
-        try:
-            loss = self.compute_loss(model, batch)
-        finally:
-            del self.batch_loss
-            if replaced is not None:
-                self.batch_loss = replaced
-        return PolicyLoss(loss, merge_all(part.metrics for part in losses))
-
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """The norm of the averaged gradient, scaled down to `max_grad_norm`. Collective for a sharded model."""
         if is_offloaded(self.model):
@@ -475,6 +435,17 @@ class TrainingRun(TRLNames, StoppableRun):
         finally:
             # Some search backends drop the trainer's model after each trial.
             self.model_init, self.model, self.model_wrapped = None, model, model
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:  # pyright: ignore
+        """Yields batches of whole groups, every prompt once."""
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]  # pyright: ignore
+        if dataset is None:
+            raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
+        dataset_checks.check_rows(dataset, "eval_dataset", self.prompt_maker, self.rollout_components)
+        rows = self.args.per_device_eval_batch_size * dist.world_size()
+        return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
 
     def get_test_dataloader(self, test_dataset: Any) -> EvalLoader:  # pyright: ignore
         """The same for `predict`."""

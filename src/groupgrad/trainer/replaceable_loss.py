@@ -1,0 +1,57 @@
+"""`compute_loss` and `batch_loss` of the trainer, either of which a subclass or a script may replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad.batch import Batch
+from groupgrad.metrics import merge_all
+from groupgrad.objectives import PolicyLoss
+
+
+class ReplaceableLoss:
+    """Tells a trainer's own loss from a replaced one, and collects the metrics of the latter."""
+
+    batch_loss: Callable[..., PolicyLoss]
+    """`batch_loss(model, batch)`: a batch's share in the loss of its optimizer step, with gradient, and its metrics."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The loss of `batch_loss`; a subclass may change it."""
+        if return_outputs:
+            raise ValueError("return_outputs=True is not supported: the loss is made of token scores, not of outputs")
+        return self.batch_loss(model, inputs).loss
+
+    @property
+    def _keeps_compute_loss(self) -> bool:
+        """True if neither a subclass nor a script has replaced `compute_loss`."""
+        return getattr(self.compute_loss, "__func__", None) is ReplaceableLoss.compute_loss
+
+    @property
+    def _keeps_loss(self) -> bool:
+        """True if `batch_loss` and `compute_loss` are the trainer's own: rows without advantage then have no loss."""
+        own = getattr(self.batch_loss, "__func__", None)
+        return self._keeps_compute_loss and getattr(own, "__module__", "") == "groupgrad.trainer.trainer"
+
+    def _hooked_loss(self, model: nn.Module, batch: Batch) -> PolicyLoss:
+        """The replaced `compute_loss`, with the metrics of each `batch_loss` that it calls."""
+        losses: list[PolicyLoss] = []
+        batch_loss, replaced = self.batch_loss, vars(self).get("batch_loss")
+
+        def recorded(*args: Any, **kwargs: Any) -> PolicyLoss:
+            losses.append(batch_loss(*args, **kwargs))
+            return losses[-1]
+
+        self.batch_loss = recorded
+        try:
+            loss = self.compute_loss(model, batch)
+        finally:
+            del self.batch_loss
+            if replaced is not None:
+                self.batch_loss = replaced
+        return PolicyLoss(loss, merge_all(part.metrics for part in losses))
