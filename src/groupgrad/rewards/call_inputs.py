@@ -23,6 +23,8 @@ MAX_SHOWN_CHARS = 200
 HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")
 """Data-set columns that functions do not get, since `prompts`, `completions` and `completion_ids` take their place."""
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+ALIASES = ("responses", "ground_truths")
+"""Further arguments, for functions that name them."""
 GROUND_TRUTH_COLUMNS = ("ground_truths", "ground_truth", "answer", "solution")
 TRAINER_METRICS = frozenset(
     {

@@ -16,6 +16,7 @@ import torch
 from groupgrad.concurrency.callables import bound_keywords, function_name, is_async
 from groupgrad.errors import RewardError
 from groupgrad.rewards.call_inputs import (
+    ALIASES,
     GROUND_TRUTH_COLUMNS,
     HIDDEN_COLUMNS,
     STANDARD_ARGUMENTS,
@@ -55,7 +56,8 @@ class RewardFunction:
     def arguments(self, inputs: CallInputs, log: CallLog) -> dict[str, Any]:
         """Returns copies of the keyword arguments for one call. RewardError if a required one does not exist."""
         names = [name for name in inputs.names if self.takes_all or name in self.takes]
-        names += [name for name in inputs.aliases if name in self.takes]
+        if not self.takes.isdisjoint(ALIASES):
+            names += [name for name in inputs.aliases if name in self.takes]
         missing = [name for name in self.requires if name not in names]
         if missing:
             hint = ""

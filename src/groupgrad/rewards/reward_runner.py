@@ -128,11 +128,12 @@ class RewardRunner:
                 by_row = dict(zip(rows, values))
                 table.columns[name] = [by_row.get(row) for row in range(len(rollouts))]
         table.metrics = merge_all(log.metrics for log in logs)
-        if not any(statistics.failures for statistics in self._statistics.values()):
-            self._warn_unscored(table.rewards[rows], inputs)
-        for name, statistics in self._statistics.items():
-            metrics = statistics.take(name)
-            table.metrics |= metrics if self.supervision.is_active else {}
+        unscored = table.rewards[rows].isnan().all(dim=1)
+        if bool(unscored.any()) and not any(statistics.failures for statistics in self._statistics.values()):
+            self._warn_unscored(unscored.nonzero().flatten().tolist(), inputs)
+        if self.supervision.is_active:
+            for name, statistics in self._statistics.items():
+                table.metrics |= statistics.take(name)
         return table
 
     def close_workers(self) -> None:
@@ -235,10 +236,9 @@ class RewardRunner:
                 break
         return None
 
-    def _warn_unscored(self, rewards: torch.Tensor, inputs: CallInputs) -> None:
+    def _warn_unscored(self, unscored: Sequence[int], inputs: CallInputs) -> None:
         """Warns once of completions without any reward; they do not contribute to training."""
-        unscored = rewards.isnan().all(dim=1).nonzero().flatten().tolist()
-        if unscored and not self._warned_unscored:
+        if not self._warned_unscored:
             self._warned_unscored = True
             logger.warning(
                 "step %d: %d of %d completions got no reward, since %s returned None or NaN, and teach nothing; the "
