@@ -113,7 +113,8 @@ class ExperienceCollector:
         if problems:
             report_failures(problems, request)
         result = self._advantages(rewards, request.num_generations)
-        advantages = result.advantages[[rollout.index for rollout in rollouts]]
+        rows = [rollout.index for rollout in rollouts]
+        advantages = result.advantages[rows]
         metrics = {
             **completion_metrics(rollouts),
             **reward_metrics(rewards, table.names, result),
@@ -124,9 +125,8 @@ class ExperienceCollector:
             lag = request.step - min(rollout.policy_version for rollout in rollouts)
             metrics["sampling/policy_lag"] = maximum(float(lag))
         batch = collate(rollouts, advantages, mask_truncated=self.options.mask_truncated)
-        records = self._records(rollouts, table, advantages, request.step)
-        mean_reward = float(result.combined.nanmean())
-        own = result.combined[[rollout.index for rollout in rollouts]].tolist()
+        records = self._records(rollouts, table, advantages, request.step) if self.options.keep_records else []
+        mean_reward, own = float(result.combined.nanmean()), result.combined[rows].tolist()
         return Experience(rollouts, advantages, batch, metrics, tokens, mean_reward, records, table, own)
 
     def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages:
@@ -153,9 +153,7 @@ class ExperienceCollector:
     def _records(
         self, rollouts: list[Rollout], table: RewardTable, advantages: torch.Tensor, step: int
     ) -> list[dict[str, Any]]:
-        """Collective. Records of all ranks in row order, on the main process; none unless the options ask for them."""
-        if not self.options.keep_records:
-            return []
+        """Collective. Records of all ranks in row order, on the main process."""
         records = log_records(rollouts, table, advantages.tolist(), step)
         if not self.options.keep_images:
             records = [without_images(record) for record in records]
