@@ -25,7 +25,7 @@ from groupgrad.modeling.scoring.head_hook import HeadHook, StatesTap
 from groupgrad.modeling.scoring.layout import dense_inputs, flat_inputs
 from groupgrad.modeling.scoring.logit_transform import logit_transform
 from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
-from groupgrad.modeling.systems.fsdp import zero_of_vision_tower
+from groupgrad.modeling.systems.fsdp import is_fully_sharded, zero_of_vision_tower
 from groupgrad.modeling.systems.oom import score_in_parts
 from groupgrad.modeling.systems.sharding import gather_per_module, is_sharded
 from groupgrad.modeling.systems.zero3 import is_zero_sharded
@@ -141,7 +141,7 @@ def _score(
     with images as inputs, compiled_parts(model), head:
         output = inputs.run(model)
     scores = hook.scores_of(output.logits) if hook.scores is None else hook.scores
-    if (zero := zero_of_vision_tower(model)) is not None:
+    if is_fully_sharded(model) and (zero := zero_of_vision_tower(model)) is not None:
         scores = replace(scores, logprobs=scores.logprobs + zero)
     if part is not None:
         scores = part.join(scores)

@@ -154,7 +154,8 @@ class CheckpointingByNeed:
     def prepare(self, batch: Batch) -> None:
         """Switches gradient checkpointing for a forward pass of the batch. Collective if it `is_joint`."""
         num_tokens = _num_tokens(batch)
-        num_values = _num_image_values(self._model, self._options, batch)
+        has_images = batch.media is not None or batch.row_media is not None
+        num_values = _num_image_values(self._model, self._options, batch) if has_images else 0
         if batch.num_rows and layout_for(self._model, self._options) == "dense":
             lengths = batch.prompt_offsets.diff()[batch.prompt_of_row] + batch.offsets.diff()
             num_tokens = batch.num_rows * int(lengths.max())
