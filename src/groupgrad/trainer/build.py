@@ -404,7 +404,8 @@ def build_components(
     num_own = len(rollout_components.reward_names)
     scoring = room_options.scoring_options(config, len(rewards.names) - num_own, num_own)
     vllm_policy = execution.engine.engine if isinstance(execution.engine.engine, VLLMPolicy) else None
-    around = nullcontext if vllm_policy is not None else partial(gather_all, policy.model)
+    gathers = vllm_policy is None and (uses_deepspeed(config) or uses_fsdp(config))
+    around = partial(gather_all, policy.model) if gathers else nullcontext
     collector = ExperienceCollector(
         rollouts, rewards, scoring, timings, vllm_policy, ahead=config.rollout_ahead, around=around, hooks=trainer
     )
