@@ -11,7 +11,7 @@ import torch
 from bigram_step import as_step, scored
 
 from groupgrad.batch import Batch
-from groupgrad.batching.micro_batches import MicroBatch, assign_micro_batches
+from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
 from groupgrad.batching.totals import step_totals
 from groupgrad.objectives import FORWARD, FORWARD_AND_BACKWARD, LOSSES, NO_PASS, OnPolicyInfo, PolicyOptions
 
@@ -51,7 +51,8 @@ def prepared(policy, sample, case: str, options: PolicyOptions, *, moved: bool, 
 
 
 def assigned(step: Step, options: PolicyOptions, on_policy: OnPolicyInfo, **terms: Any) -> list[MicroBatch]:
-    return assign_micro_batches(*step, options, on_policy, **{"entropy_coef": 0.0, "aux_loss": False, **terms})
+    of_step = {name: terms.pop(name) for name in ("entropy_coef", "every_row") if name in terms}
+    return assign_micro_batches(*step, MicroBatchRules(options, **{"aux_loss": False, **terms}), on_policy, **of_step)
 
 
 def parts_of(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -111,57 +111,65 @@ class MicroBatch:
         return [replace(self, rows=rows, share=self.share * share) for rows, share in zip(parts, shares)]
 
 
+@dataclass(slots=True, frozen=True)
+class MicroBatchRules:
+    """Decides, for all steps of a run, which passes rows need and which ranks train them."""
+
+    policy: PolicyOptions
+    aux_loss: bool
+    """A load-balancing loss gives every row a gradient."""
+    backward_everywhere: bool = False
+    """Each micro-batch has at least one row with a gradient. Otherwise at least one micro-batch has, so that the
+    optimizer decays its moments and weights also in a step without any signal."""
+    one_pass: bool = False
+    """Rows that need a forward pass get a backward pass too, so that ranks which hold parts of one model make equally
+    many passes."""
+    balance_ranks: bool = False
+    """The ranks first give rows to each other (`balance_over_ranks`)."""
+    context: dist.RankGroup | None = None
+    """Ranks that make their passes together, so that each of them has the rows of all; None: each has its own."""
+
+
 def assign_micro_batches(
     batch: Batch,
     planned: Sequence[Sequence[int]],
-    options: PolicyOptions,
+    rules: MicroBatchRules,
     on_policy: OnPolicyInfo,
     *,
-    entropy_coef: float,
-    aux_loss: bool,
-    backward_everywhere: bool = False,
-    one_pass: bool = False,
+    entropy_coef: float = 0.0,
     every_row: bool = False,
-    balance_ranks: bool = False,
-    context: dist.RankGroup | None = None,
 ) -> list[MicroBatch]:
     """The step's micro-batches on this rank, as many as `planned`, of similar cost.
 
-    Collective with `balance_ranks` or `context`.
+    Collective with `balance_ranks` or `context` in the rules.
 
     `planned` are the rows of each micro-batch as the generation plan cuts them. Loss, gradient and metrics of the step
     do not depend on the assignment, except for a loss that is defined by the micro-batches of its rows (`bnpo`, load
-    balancing), which keeps `planned`.
-
-    With `backward_everywhere` each micro-batch has at least one row with a gradient; otherwise at least one micro-batch
-    has, so that the optimizer decays its moments and weights also in a step without any signal. With `one_pass` rows
-    that need a forward pass get a backward pass too, so that ranks which hold parts of one model make equally many
-    passes. With `every_row` each row gets a backward pass, for a loss that is not known. With `balance_ranks` the
-    ranks first give rows to each other (`balance_over_ranks`), unless the loss is not known. With `context`, a group of
-    ranks that make their passes together, each of them has the rows of all.
+    balancing), which keeps `planned`. With `every_row` each row gets a backward pass, and none moves to another rank:
+    the loss is not known.
     """
 
     def passes_of(batch: Batch) -> list[int]:
-        passes = required_passes(batch, options, on_policy, entropy_coef=entropy_coef, aux_loss=aux_loss)
         if every_row:
-            passes = torch.full_like(passes, FORWARD_AND_BACKWARD)
-        if one_pass:
+            return [FORWARD_AND_BACKWARD] * batch.num_rows
+        passes = required_passes(batch, rules.policy, on_policy, entropy_coef=entropy_coef, aux_loss=rules.aux_loss)
+        if rules.one_pass:
             passes = passes.masked_fill(passes == FORWARD, FORWARD_AND_BACKWARD)
         return passes.tolist()
 
-    is_local = aux_loss or LOSSES[options.loss_type].reduction == "local_token_mean"
+    is_local = rules.aux_loss or LOSSES[rules.policy.loss_type].reduction == "local_token_mean"
     assigned = [list(rows) for rows in planned]
-    is_one_group = context is not None and context.size == dist.world_size()
-    if balance_ranks and not is_local and not is_one_group and dist.is_active():
+    is_one_group = rules.context is not None and rules.context.size == dist.world_size()
+    if rules.balance_ranks and not is_local and not is_one_group:
         # A script may have replaced the loss on one rank alone, and all must take part in what they send each other.
         batch, assigned = _balanced(batch, assigned, passes_of(batch), may_move=not every_row)
-    if context is not None:
-        batch, assigned = rows_of_group(batch, assigned, context)
+    if rules.context is not None:
+        batch, assigned = rows_of_group(batch, assigned, rules.context)
     needed = passes_of(batch)
     if len(assigned) > 1 and not is_local:
         assigned = pack(row_costs(batch, needed), assigned)
     with_rows = [rows for rows in assigned if rows]
-    if backward_everywhere:
+    if rules.backward_everywhere:
         for rows in with_rows:
             _keep_a_live_row(batch, rows, needed)
     elif with_rows and FORWARD_AND_BACKWARD not in needed:

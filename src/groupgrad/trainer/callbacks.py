@@ -171,19 +171,23 @@ class EntropyController:
         return states[0]
 
 
-class StepEnd(TrainerCallback):
-    """Calls a function after each optimizer step, before anything is logged, evaluated or saved."""
+class TrainerActions(TrainerCallback):
+    """Calls the trainer when training begins, and after each optimizer step, before anything is logged or saved."""
 
-    def __init__(self, action: Callable[[int], None]):
-        self._action = action
+    def __init__(self, begin_training: Callable[[], None], end_step: Callable[[int], None]):
+        self._begin_training, self._end_step = begin_training, end_step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The model is placed, and perhaps sharded over ranks."""
+        self._begin_training()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Run the action with the number of the step just made."""
-        self._action(state.global_step)
+        """`state` counts the step just made."""
+        self._end_step(state.global_step)
 
 
-def put_step_end_first(callbacks: list[TrainerCallback], action: Callable[[int], None]) -> None:
-    """Insert a `StepEnd` before all callbacks, some of which save.
+def put_first(callbacks: list[TrainerCallback], actions: TrainerActions) -> None:
+    """Insert the trainer's actions before all callbacks, some of which save.
 
     The one of `enable_jit_checkpoint` saves wherever it is called once a signal has come. Between a step's gradients
     and its update nothing could go on from that, so it waits for the end of the step.
@@ -191,7 +195,7 @@ def put_step_end_first(callbacks: list[TrainerCallback], action: Callable[[int],
     for callback in callbacks:
         if type(callback).__name__ == "JITCheckpointCallback":
             callback.on_pre_optimizer_step = lambda *args, **kwargs: None
-    callbacks.insert(0, StepEnd(action))
+    callbacks.insert(0, actions)
 
 
 class LossWindow(TrainerCallback):

@@ -9,7 +9,6 @@ from torch import nn
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric
-from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.objectives import MismatchOptions, OnPolicyInfo, fresh_rows, known_rows, logp_mismatch, mismatch_metrics
 from groupgrad.trainer.mismatch_watch import MISMATCH, has_dropout
 
@@ -31,11 +30,11 @@ class SamplerLogprobs:
 
     def __init__(self, source: Source, model: nn.Module, correction: MismatchOptions | None = None):
         self._source, self._model, self._correction = source, model, correction
+        self._is_exact = False
 
-    @property
-    def _is_exact(self) -> bool:
-        # Ranks that share a model go through it together, but the known numbers may differ between ranks.
-        return self._source.is_exact and not is_sharded(self._model)
+    def begin_training(self, *, is_shared: bool) -> None:
+        """Notes if ranks share the model: they go through it together, but may not know the same numbers."""
+        self._is_exact = self._source.is_exact and not is_shared
 
     def on_policy(self, step: int) -> OnPolicyInfo:
         """Policy freshness for the training passes of this step. With dropout the engine's numbers are never exact."""

@@ -26,10 +26,9 @@ from groupgrad.batch import Batch
 from groupgrad.batching.buffer import GenerationBuffer
 from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.loader import MicroBatchKey, make_train_loader, reread_rows
-from groupgrad.batching.micro_batches import MicroBatch, assign_micro_batches
+from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
 from groupgrad.batching.totals import step_totals
 from groupgrad.config import GRPOConfig
-from groupgrad.engines.selection import brings_own_generate
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
 from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, Advantages, OnPolicyInfo, PolicyLoss, policy_loss
@@ -40,7 +39,7 @@ from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_onl
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import build, dataset_checks, room_options
 from groupgrad.trainer.best_metric import check_best_metric
-from groupgrad.trainer.callbacks import RunState, put_step_end_first
+from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
 from groupgrad.trainer.constructor_arguments import (
     check_kinds,
     check_optimizer,
@@ -213,6 +212,20 @@ class GRPOTrainer(TrainingRun):
             self.metric_store.add(part.metrics)
         self._step_log.add(losses, seconds=time.perf_counter() - started)
         return loss
+    def _prepare_steps(self) -> None:
+        """Decide what holds for all steps, once the model is placed and perhaps sharded over ranks."""
+        is_shared = is_sharded(self.model)
+        self.sampler_logprobs.begin_training(is_shared=is_shared)
+        self._rules = MicroBatchRules(
+            self.components.policy_options,
+            self.components.forward_options.aux_loss,
+            # DeepSpeed counts backward passes, and a sharded model's are collectives.
+            backward_everywhere=self.is_deepspeed_enabled or is_shared,
+            one_pass=is_shared,
+            balance_ranks=self.args.balance_ranks and dist.is_active(),
+            context=self.execution.context,
+        )
+
 
     def _begin_step(self, model: nn.Module, keys: Sequence[MicroBatchKey]) -> list[MicroBatch]:
         """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
@@ -236,16 +249,10 @@ class GRPOTrainer(TrainingRun):
         return assign_micro_batches(
             replace(batch, totals=totals),
             [range(index * size, (index + 1) * size) for index in range(len(keys))],
-            self.components.policy_options,
+            self._rules,
             self._on_policy,
             entropy_coef=self.entropy_controller.applied,
-            aux_loss=self.components.forward_options.aux_loss,
-            # DeepSpeed counts backward passes, and a sharded model's are collectives.
-            backward_everywhere=self.is_deepspeed_enabled or is_sharded(self.model),
-            one_pass=is_sharded(self.model),
             every_row=not self._keeps_loss,
-            balance_ranks=self.args.balance_ranks,
-            context=self.execution.context,
         )
 
     def _sample(self, key: MicroBatchKey, index: int) -> Batch:
@@ -366,7 +373,7 @@ class GRPOTrainer(TrainingRun):
         self.remove_callback(PrinterCallback)
         self.remove_callback(PlainProgressCallback)
         self.add_callback(self.progress)
-        put_step_end_first(self.callback_handler.callbacks, self._end_step)
+        put_first(self.callback_handler.callbacks, TrainerActions(self._prepare_steps, self._end_step))
         self._follow_steps()
         with dist.errors_on_all_ranks():
             self.completion_log = build.build_completion_log(config)
@@ -376,20 +383,6 @@ class GRPOTrainer(TrainingRun):
         self.engine = self.execution.engine.engine
         self._micro_batches: list[MicroBatch] = []
         self._start_anew()
-
-    def _follow_generate(self) -> None:
-        """Sample by the model's `generate` from now on if a script has replaced it since the trainer was made.
-
-        ConfigError if the configuration asks for an engine that does not call it.
-        """
-        if self.execution.engine.name not in ("native", "continuous batching") or not brings_own_generate(self.model):
-            return
-        self.components.collector.close()
-        choice = build.engine_of_model(
-            self.args, self.model, self._policy, self.accelerator.autocast, self.execution.example
-        )
-        self.execution, self.engine = replace(self.execution, engine=choice), choice.engine
-        self._build_components()
 
     def _build_components(self) -> None:
         """Cut the configuration into the options of each room, and make the rooms' components."""

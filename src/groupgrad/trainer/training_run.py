@@ -30,6 +30,7 @@ from groupgrad.config import GRPOConfig
 from groupgrad.config.settings import mapping
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
+from groupgrad.engines.selection import brings_own_generate
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import HangError
 from groupgrad.metrics import latest
@@ -107,7 +108,11 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     """vLLM with the policy's weights, if it samples."""
     engine: Engine
     prompt_maker: PromptMaker
+    execution: build.ExecutionPlan
     components: TrainerComponents
+    _build_components: Callable[[], None]
+    _prepare_steps: Callable[[], None]
+    _policy: build.PolicyBundle
     rollout_components: RolloutComponents
     gradient_sums: GradientSums
     """The gradients of the present optimizer step."""
@@ -238,6 +243,21 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
             datasets = self.train_dataset, self.eval_dataset
             dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_components, self.args)
         return served
+
+    def _follow_generate(self) -> None:
+        """Sample by the model's `generate` from now on if a script has replaced it since the trainer was made."""
+        if self.execution.engine.name in ("native", "continuous batching") and brings_own_generate(self.model):
+            self._choose_engine_again()
+
+    def _choose_engine_again(self) -> None:
+        """ConfigError if the configuration asks for an engine that does not fit the model as it is now."""
+        self.components.collector.close()
+        precision, example = self.accelerator.autocast, self.execution.example
+        choice = build.engine_of_model(self.args, self.model, self._policy, precision, example)
+        self.execution, self.engine = replace(self.execution, engine=choice), choice.engine
+        self._build_components()
+        if self.is_in_train:
+            self._prepare_steps()
 
     def _invalidate_vllm(self) -> None:
         """Has the weights sent anew before sampling outside of training, where their changes are not noticed."""

@@ -13,7 +13,7 @@ import torch
 from bigram_step import as_step, scored
 from torch import nn
 
-from groupgrad.batching.micro_batches import MicroBatch, assign_micro_batches
+from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
 from groupgrad.modeling.systems import memory_guards
 from groupgrad.modeling.systems.fsdp_passes import FSDPPassCollectives, _Counted
 from groupgrad.modeling.systems.joint_oom_retry import JointMemoryGuard
@@ -85,9 +85,8 @@ class Machine:
 @pytest.fixture
 def micro_batches(policy, sample) -> list[MicroBatch]:
     batch, planned = as_step(sample(policy))
-    return assign_micro_batches(
-        batch, planned, PolicyOptions(), OnPolicyInfo(5, True), entropy_coef=0.0, aux_loss=False, every_row=True
-    )
+    rules = MicroBatchRules(PolicyOptions(), aux_loss=False)
+    return assign_micro_batches(batch, planned, rules, OnPolicyInfo(5, True), every_row=True)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

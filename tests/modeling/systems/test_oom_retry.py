@@ -9,7 +9,7 @@ import pytest
 import torch
 from bigram_step import as_step, scored
 
-from groupgrad.batching.micro_batches import MicroBatch, assign_micro_batches
+from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
 from groupgrad.batching.totals import step_totals
 from groupgrad.metrics import merge_all
 from groupgrad.modeling.systems.memory_guards import obstacle_to_cutting
@@ -68,9 +68,8 @@ def make_machine(policy, sample):
     def make(options: PolicyOptions, *, skip: bool = True, **terms):
         batch, planned = as_step(sample(policy))
         batch = replace(batch, totals=step_totals(batch, len(planned)))
-        micro_batches = assign_micro_batches(
-            batch, planned, options, OnPolicyInfo(5, True), entropy_coef=0.0, aux_loss=not skip
-        )
+        rules = MicroBatchRules(options, aux_loss=not skip)
+        micro_batches = assign_micro_batches(batch, planned, rules, OnPolicyInfo(5, True))
         return Machine(policy, options, **terms), micro_batches
 
     return make
