@@ -107,7 +107,7 @@ PHASES: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
     "micro-batches": (in_module("assign_micro_batches"), {}),
     "loss": (at("", "batch_loss"), {}),
     "optimizer": (at("optimizer", "step"), {}),
-    "end of the step": (at("_step_log", "finish"), {}),
+    "end of the step": (at("timings", "take"), {}),
     "callback": (at_event("on_step_begin"), {}),
     "log": (at("", "log"), {}),
     "saving": (at("run_state", "save"), SAVING),

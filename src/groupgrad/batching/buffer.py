@@ -27,23 +27,24 @@ class GenerationBuffer:
         self.plan, self._needs_reference = plan, needs_reference
         self.misfit: str | None = None
         """The reason for which the generation batches of a checkpoint were dropped; None if they fit."""
-        self._batches: dict[int, Batch] = {}
+        self.batches: dict[int, Batch] = {}
+        """Rows of the generation batches that are held, by number."""
 
     def get(self, number: int) -> Batch | None:
         """The rows of generation batch `number`, or None if it is not held."""
-        return self._batches.get(number)
+        return self.batches.get(number)
 
     def put(self, number: int, batch: Batch) -> None:
         """Hold the rows of generation batch `number`."""
-        self._batches[number] = batch
+        self.batches[number] = batch
 
     def keep_only(self, numbers: set[int]) -> None:
         """Drop all generation batches but these."""
-        self._batches = {number: batch for number, batch in self._batches.items() if number in numbers}
+        self.batches = {number: batch for number, batch in self.batches.items() if number in numbers}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers that `load_state_dict` restores exactly."""
-        rounds = {str(number): [_batch_state(batch)] for number, batch in self._batches.items()}
+        rounds = {str(number): [_batch_state(batch)] for number, batch in self.batches.items()}
         return {"plan": None if self.plan is None else dataclasses.asdict(self.plan), "rounds": rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -57,18 +58,18 @@ class GenerationBuffer:
             self._drop(f"for other sizes ({differences})")
             return
         # Earlier releases saved one batch for each micro-batch.
-        self._batches = {
+        self.batches = {
             int(number): Batch.concat([_batch_from(part) for part in parts])
             if len(parts) > 1
             else _batch_from(parts[0])
             for number, parts in state["rounds"].items()
         }
 
-        if self._needs_reference and any(batch.ref_logprobs is None for batch in self._batches.values()):
+        if self._needs_reference and any(batch.ref_logprobs is None for batch in self.batches.values()):
             self._drop("without the reference model's log-probs, which beta above 0 needs")
 
     def _drop(self, misfit: str) -> None:
-        self.misfit, self._batches = misfit, {}
+        self.misfit, self.batches = misfit, {}
 
     def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state of any rank: its plan says that the rows were for another number of ranks."""

@@ -89,11 +89,6 @@ class CompletionLog:
         )
         return path
 
-    def drop_step(self, step: int) -> None:
-        """Drops the training records of an optimizer step that was not finished."""
-        if "train" in self._records:
-            self._records["train"] = [record for record in self._records["train"] if record["step"] != step]
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the records as plain values, with a marker for each image. No collective."""
         return {

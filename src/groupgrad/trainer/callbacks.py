@@ -43,17 +43,10 @@ class RunState:
 
     def __init__(self, parts: Mapping[str, Stateful], *, shared: Mapping[str, Shared] | None = None):
         self._parts, self._shared = dict(parts), dict(shared or {})
-        self.frozen: Mapping[str, Any] | None = None
-        """States that are saved in place of the present ones."""
-
-    def freeze(self) -> dict[str, Any]:
-        """The state of each part now, but of completions, whose records name their step."""
-        return {name: part.state_dict() for name, part in self._parts.items() if name != "completions"}
 
     def states(self) -> dict[str, Any]:
         """The state of each of this rank's parts, as a checkpoint gets it."""
-        frozen = self.frozen or {}
-        return {name: frozen[name] if name in frozen else part.state_dict() for name, part in self._parts.items()}
+        return {name: part.state_dict() for name, part in self._parts.items()}
 
     def set_states(self, states: Mapping[str, Any]) -> None:
         """Restore parts from what `states` has returned in this process; what all share stays as it is."""

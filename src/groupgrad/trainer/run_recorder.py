@@ -71,8 +71,6 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         """The same, also after the training."""
         self._early_lines: list[dict[str, Any]] = []
         """Log events before the first training."""
-        self._sampled: list[Experience] = []
-        """Generation batches of the present step."""
         self._scores: list[tuple[Batch, TokenScores]] = []
         """Log-probs and entropies from the step's own passes, where the engine reports none."""
         self._evaluated: dict[str, list[tuple[Experience, int]]] = {}
@@ -96,10 +94,11 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
 
     # ------------------------------------------------------------------------------------- what a step has computed
 
-    def add(self, experience: Experience) -> None:
-        """Keeps a generation batch of the present step until the step has ended."""
-        if self._is_open and (self.keep_bytes or self.senders):
-            self._sampled.append(experience)
+    @property
+    def _sampled(self) -> list[Experience]:
+        """Generation batches of the present step that are to be recorded."""
+        wanted = self._is_open and (self.keep_bytes or self.senders)
+        return self._trainer._step_log.experiences if wanted else []
 
     def add_evaluation(self, experience: Experience, phase: str, first_row: int) -> None:
         """Keeps a batch of an evaluation, whose rows are numbered from `first_row` on, until the evaluation ends."""
@@ -109,7 +108,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
     def keep_scores(self, batch: Batch, scores: TokenScores) -> TokenScores:
         """Returns the scores, and keeps them where the engine has reported no log-probs or entropies of the tokens."""
         lacks = batch.sampling_logprobs is None or batch.sampling_entropy is None
-        if self._sampled and lacks and batch.row_index is not None:
+        if lacks and self._sampled and batch.row_index is not None:
             self._scores.append((batch, TokenScores(scores.logprobs.detach(), scores.entropy.detach())))
         return scores
 
@@ -177,8 +176,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         if self._gradients is not None:
             shares, metrics = self._gradients.end_step(trainer._micro_batches, trainer.accelerator.device)
             trainer.metric_store.add(metrics)
-        step, sampled, scores = state.global_step, self._sampled, self._scores
-        self._sampled, self._scores = [], []
+        step, scores, self._scores = state.global_step, self._scores, []
         known = None
         if trainer.args.balance_ranks and dist.is_active():  # rows may be trained on other ranks than sampled them
             known = {key: row for part in dist.all_gather_objects(numbers_by_row(scores)) for key, row in part.items()}
@@ -188,7 +186,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         if skipped > self._num_skipped:
             self._num_skipped = skipped
             self.event("skipped_step", text="the loss or the gradient was not finite")
-        sampled = [experience for experience in sampled if experience.rollouts]
+        sampled = [experience for experience in self._sampled if experience.rollouts]
         if sampled:
             size, files, max_steps = trainer.plan.num_generations, self._files_of("train"), state.max_steps
             times, stores, senders = (self._step_began_ns, time.time_ns()), self.keep_bytes > 0, self.senders
@@ -246,7 +244,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
     # ---------------------------------------------------------------------------------------------------- the parts
 
     def _forget(self) -> None:
-        self._sampled, self._scores, self._evaluated = [], [], {}
+        self._scores, self._evaluated = [], {}
 
     def _prepare(self, step: int, checkpoint: Path | None) -> bool:
         """Collective. Moves the files of an earlier run aside, or cuts them to `step` to go on; False if that fails.

@@ -1,13 +1,16 @@
-"""Collects the numbers of one optimizer step: seconds, completion lengths and metrics."""
+"""Keeps what one optimizer step has sampled and trained, which is logged, shown and watched when the step has ended."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainerCallback
 
 from groupgrad import dist
 from groupgrad.metrics import Metric, average, merge_all
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, PolicyLoss
+from groupgrad.rollout.collector import Experience
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer.mismatch_watch import MISMATCH
 
@@ -16,48 +19,49 @@ _PHASES = ("sampling", "rewards", "scoring", "training")
 _READ_BY_CONTROLLERS = ("entropy", MISMATCH, FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS)
 
 
-@dataclass(slots=True, frozen=True)
-class StepNumbers:
-    """Numbers of a finished step on this rank."""
-
-    metrics: dict[str, Metric]
-    """`step_time` and `time/...` (seconds)."""
-    measured: dict[str, Metric]
-    """Metrics of the step's losses that decide on the next step or on a warning."""
-    mean_length: float | None
-    """Mean completion length of the rollouts that the step sampled; None if it sampled none."""
-    tokens_per_second: float
-    """Sampled over all ranks, estimated from this one."""
-
-
+@dataclass
 class StepLog:
-    """Accumulates the numbers of the present step; `finish` returns and resets them."""
+    """What the present step has sampled and trained so far; nothing of it is logged before the step has ended."""
 
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-        """Sampled tokens of each rollout."""
-        self._seconds = 0.0
-        self._metrics: list[Mapping[str, Metric]] = []
+    experiences: list[Experience] = field(default_factory=list)
+    """Generation batches that the step has sampled."""
+    losses: list[PolicyLoss] = field(default_factory=list)
+    """Losses and metrics of the parts of its micro-batches, detached; they may still be computed on the device."""
+    seconds: float = 0.0
+    """Time of its micro-batches."""
+    sampling_s: float = 0.0
+    """Time of sampling; known when the step has ended."""
+    measured: dict[str, Metric] = field(default_factory=dict)
+    """Metrics of the losses that decide on the next step or on a warning; known when the step has ended."""
 
-    def add(self, losses: Sequence[PolicyLoss], *, seconds: float) -> None:
-        """Count a micro-batch that took `seconds`; does not wait for the device."""
-        self._seconds += seconds
-        self._metrics += [
-            {key: loss.metrics[key] for key in _READ_BY_CONTROLLERS if key in loss.metrics} for loss in losses
-        ]
-
-    def finish(self, timings: Timings, *, has_weights: bool) -> StepNumbers:
-        """The numbers of the step; with `has_weights` the seconds of sending weights to the engine are among them."""
-        seconds, lengths = timings.take(), self.lengths
-        phases = (*_PHASES, "weights") if has_weights else _PHASES
-        numbers = StepNumbers(
-            metrics={
-                "step_time": average(self._seconds),
-                **{f"time/{phase}": average(seconds.get(phase, 0.0)) for phase in phases},
-            },
-            measured=merge_all(self._metrics),
-            mean_length=sum(lengths) / len(lengths) if lengths else None,
-            tokens_per_second=sum(lengths) * dist.world_size() / max(seconds.get("sampling", 0.0), 1e-9),
+    def finish(self, timings: Timings, *, has_weights: bool) -> dict[str, Metric]:
+        """Ends the step; `step_time` and `time/...` (seconds), with the time of sending weights if `has_weights`."""
+        seconds = timings.take()
+        self.sampling_s = seconds.get("sampling", 0.0)
+        self.measured = merge_all(
+            {key: loss.metrics[key] for key in _READ_BY_CONTROLLERS if key in loss.metrics} for loss in self.losses
         )
-        self.lengths, self._seconds, self._metrics = [], 0.0, []
-        return numbers
+        phases = (*_PHASES, "weights") if has_weights else _PHASES
+        times = {f"time/{phase}": average(seconds.get(phase, 0.0)) for phase in phases}
+        return {"step_time": average(self.seconds), **times}
+
+
+class StepWatches(TrainerCallback):
+    """Shows on the progress bar what a step has done, and has the watches warn of what needs attention."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Reads what the step has sampled and measured."""
+        trainer, step = self._trainer, self._trainer._step_log
+        trainer.mismatch_watch.end_step(state.global_step, step.measured)
+        for experience in step.experiences:
+            if trainer.signal_watch is not None:
+                trainer.signal_watch.read(experience.metrics)
+            trainer.progress.set_numbers(reward=experience.mean_reward)
+        lengths = [rollout.num_sampled for experience in step.experiences for rollout in experience.rollouts]
+        if lengths:
+            # Over all ranks, estimated from this one.
+            speed = sum(lengths) * dist.world_size() / max(step.sampling_s, 1e-9)
+            trainer.progress.set_numbers(length=sum(lengths) / len(lengths), tokens_per_second=speed)

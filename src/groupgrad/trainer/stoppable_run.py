@@ -2,7 +2,8 @@
 
 At the end of a step nothing is in progress, so the step's own checkpoint is written. A signal that comes while
 rollouts are sampled or scored leaves them, and the checkpoint is that of the last whole step: what such work changes
-is remembered when a step begins.
+(generation batches, random states, the count of tokens) is remembered when a step begins. Metrics and completions of a
+step are logged when it ends.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers import TrainerCallback
 
 from groupgrad import dist, stopping
 from groupgrad.activity import doing
+from groupgrad.batch import Batch
 from groupgrad.config.launcher import uses_fsdp, zero_stage
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import Paused, Stopped, StopRequested
@@ -32,30 +34,38 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class LastStep:
-    """The state that a step changes before its optimizer step, as the step before left it."""
+    """The state that sampling and scoring change, as the step before left it."""
 
     step: int
     """Optimizer steps made."""
-    run: dict[str, Any]
-    """State of the run's parts, see `RunState.freeze`."""
+    generation_batches: dict[int, Batch]
+    """Those that the buffer held, by number."""
     random_states: tuple[Any, ...]
     """See `kept_state.random_states`."""
     num_input_tokens_seen: int
-    flos: float
 
     @classmethod
     def of(cls, trainer: Any) -> LastStep:
         """The present state of a trainer."""
-        seen = trainer.state.num_input_tokens_seen
-        return cls(
-            trainer.state.global_step, trainer.run_state.freeze(), random_states(), seen, float(trainer.current_flos)
-        )
+        state = trainer.state
+        return cls(state.global_step, dict(trainer.buffer.batches), random_states(), state.num_input_tokens_seen)
 
     def restore(self, trainer: Any) -> None:
         """Puts the state back for a checkpoint."""
         set_random_states(self.random_states)
-        trainer.state.num_input_tokens_seen, trainer.current_flos = self.num_input_tokens_seen, self.flos
-        trainer.run_state.frozen = self.run
+        trainer.state.num_input_tokens_seen = self.num_input_tokens_seen
+        trainer.buffer.batches = dict(self.generation_batches)
+
+
+class RememberLastStep(TrainerCallback):
+    """Keeps the state before each step, for a signal that comes while the step samples or scores."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Replaces the state of the step before."""
+        self._trainer._last_step = LastStep.of(self._trainer)
 
 
 class StopAtStepEnd(TrainerCallback):
@@ -142,8 +152,12 @@ class StoppableRun(CheckpointedRun):
             if self.pause_at is None:
                 yield
                 return
-        callback = self._stop_at_step_end = StopAtStepEnd(self.due_evaluation, self.pause_at)
-        self.add_callback(callback)
+        self._stop_at_step_end = StopAtStepEnd(self.due_evaluation, self.pause_at)
+        callbacks: list[TrainerCallback] = [self._stop_at_step_end]
+        if self._receives_signals:
+            callbacks.append(RememberLastStep(self))
+        for callback in callbacks:
+            self.add_callback(callback)
         ignored = ("SIGTERM",) if self.args.enable_jit_checkpoint else ()
         # Ranks that hold parts of one model are inside collectives whenever they compute with it.
         is_sharded = zero_stage(self.args) == 3 or uses_fsdp(self.args)
@@ -157,7 +171,8 @@ class StoppableRun(CheckpointedRun):
                 raise self._stopped(str(stop)) from None
             finally:
                 self._receives_signals, self._stop_at_step_end = False, None
-                self.remove_callback(callback)
+                for callback in callbacks:
+                    self.remove_callback(callback)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """`Trainer._run_epoch`. StopRequested if a signal has ended it, since no training is to be finished then."""
@@ -165,11 +180,6 @@ class StoppableRun(CheckpointedRun):
         stop = self._stop_at_step_end
         if stop is not None and stop.name is not None and self.state.global_step < self.state.max_steps:
             raise StopRequested(stop.name)
-
-    def _remember_last_step(self) -> None:
-        """Keeps the state that a step changes before its optimizer step."""
-        if self._receives_signals:
-            self._last_step = LastStep.of(self)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with stopping.finishing(), doing("saving"):
@@ -190,11 +200,7 @@ class StoppableRun(CheckpointedRun):
             return
         if last is not None and last.step == step:
             last.restore(self)
-            self.completion_log.drop_step(step)
-        try:
-            self._save_checkpoint(self.model, self.trial)
-        finally:
-            self.run_state.frozen = None
+        self._save_checkpoint(self.model, self.trial)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _stopped(self, name: str) -> Stopped:

@@ -208,10 +208,10 @@ class GRPOTrainer(TrainingRun):
                 losses = self.memory.train(micro_batch, partial(self._loss, model), self._backward)
                 loss = torch.stack([part.loss.detach() for part in losses]).sum()
                 self.finite_steps.mark(loss, self._unsent_gradients())
-        for part in losses:
-            self.metric_store.add(part.metrics)
-        self._step_log.add(losses, seconds=time.perf_counter() - started)
+        self._step_log.losses += losses
+        self._step_log.seconds += time.perf_counter() - started
         return loss
+
     def _prepare_steps(self) -> None:
         """Decide what holds for all steps, once the model is placed and perhaps sharded over ranks."""
         is_shared = is_sharded(self.model)
@@ -226,14 +226,14 @@ class GRPOTrainer(TrainingRun):
             context=self.execution.context,
         )
 
-
     def _begin_step(self, model: nn.Module, keys: Sequence[MicroBatchKey]) -> list[MicroBatch]:
         """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
-        self._finish_save(wait=False)
+        if self._save_under_way is not None:
+            self._finish_save(wait=False)
+        self._step_log = StepLog()
         model.train()
         self.optimizer.train()  # pyright: ignore  # some optimizers train at other weights than they evaluate
         self.memory.begin_step()
-        self._remember_last_step()
         self._follow_generate()
         step, size = self.state.global_step, self.plan.micro_batch_rows
         self._on_policy = self.sampler_logprobs.on_policy(step)
@@ -260,23 +260,30 @@ class GRPOTrainer(TrainingRun):
 
         `index` is the place among the step's micro-batches of the one that needs it first.
         """
-        rank, step = dist.rank(), self.state.global_step
-        num_left = (self.state.max_steps - step) * self.args.gradient_accumulation_steps - index
-        ahead = key.ahead[: self.plan.generations_after(num_left)]
-        rows = key.rows
+        rank, step, rows = dist.rank(), self.state.global_step, key.rows
         if rows is None:
             groups = self.plan.rank_groups(rank, key.generation)
             with dist.errors_on_all_ranks():
                 rows = reread_rows(key, self.train_dataset, groups, self.buffer.misfit)
-        request, *upcoming = (
-            training_request(self.plan, rank, number, by_group, step)
-            for number, by_group in enumerate((rows, *ahead), start=key.generation)
-        )
+        request, upcoming = training_request(self.plan, rank, key.generation, rows, step), []
+        if key.ahead:
+            num_left = (self.state.max_steps - step) * self.args.gradient_accumulation_steps - index
+            ahead = key.ahead[: self.plan.generations_after(num_left)]
+            numbered = enumerate(ahead, start=key.generation + 1)
+            upcoming = [training_request(self.plan, rank, number, by_group, step) for number, by_group in numbered]
         experience = self.components.collector(request, trainer_state=self.state, upcoming=upcoming)
-        self._log_experience(experience)
-        batch, scorer, size = experience.batch, self.components.scorer, self.plan.micro_batch_rows
+        self.state.num_input_tokens_seen += experience.num_tokens
+        self._step_log.experiences.append(experience)
+        if self.on_experience is not None:
+            self.on_experience(experience)
+        if self.plan.is_on_policy and self.reference is None:
+            return experience.batch
+        return self._with_logprobs(experience.batch)
+
+    def _with_logprobs(self, batch: Batch) -> Batch:
+        """Collective. A generation batch with log-probs of the policy that sampled it and of the reference model."""
+        scorer, size, old = self.components.scorer, self.plan.micro_batch_rows, None
         with self.timings.phase("scoring"), dist.errors_on_all_ranks():
-            old = None
             if not self.plan.is_on_policy:
                 old = self.sampler_logprobs.old_logprobs(batch)
                 if old is None:
@@ -350,13 +357,13 @@ class GRPOTrainer(TrainingRun):
 
     def _end_step(self, step: int) -> None:
         """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""
-        numbers = self._step_log.finish(self.timings, has_weights=self.vllm_policy is not None)
-        if numbers.mean_length is not None:
-            self.progress.set_numbers(length=numbers.mean_length, tokens_per_second=numbers.tokens_per_second)
-        self.metric_store.add({**numbers.metrics, **self.finite_steps.metrics()})
-        self.mismatch_watch.end_step(step, numbers.measured)
+        times = self._step_log.finish(self.timings, has_weights=self.vllm_policy is not None)
+        for experience in self._step_log.experiences:
+            self._log_experience(experience)
+        for metrics in (*(loss.metrics for loss in self._step_log.losses), times, self.finite_steps.metrics()):
+            self.metric_store.add(metrics)
         if self.entropy_controller.is_active:
-            self.metric_store.add(self.entropy_controller.end_step(numbers.measured.get("entropy")))
+            self.metric_store.add(self.entropy_controller.end_step(self._step_log.measured.get("entropy")))
         if self.reference is not None and self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
             self.reference.sync(self._policy.model, self.args.ref_model_mixup_alpha)
 

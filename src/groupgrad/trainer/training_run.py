@@ -74,7 +74,7 @@ from groupgrad.trainer.run_lock import locked
 from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.signal_watch import SignalWatch
-from groupgrad.trainer.step_log import StepLog
+from groupgrad.trainer.step_log import StepLog, StepWatches
 from groupgrad.trainer.stoppable_run import DueEvaluation, StoppableRun
 from groupgrad.trainer.trl_names import TRLNames
 from groupgrad.trainer.vllm_setup import serve_policy
@@ -181,7 +181,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     def _follow_steps(self) -> None:
         """Adds the callbacks that keep or record a part of the run."""
         self._loss_window, self.due_evaluation, self.recorder = LossWindow(self), DueEvaluation(self), RunRecorder(self)
-        for callback in (self._loss_window, self.due_evaluation, self.recorder, StartLines(self)):
+        for callback in (self._loss_window, self.due_evaluation, StepWatches(self), self.recorder, StartLines(self)):
             self.add_callback(callback)
 
     @contextmanager
@@ -410,17 +410,10 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
             logger.warning("step %d: %s could not be written (%s)", self.state.global_step, what, error)
 
     def _log_experience(self, experience: Experience) -> None:
-        """Count, log and show a generation batch."""
-        self.state.num_input_tokens_seen += experience.num_tokens
-        if self.signal_watch is not None:
-            self.signal_watch.read(experience.metrics)
+        """Log a generation batch of the step that has ended."""
         self.metric_store.add({**experience.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
-        self.completion_log.add(experience.records, reward_names=self.rewards.names)
-        self.recorder.add(experience)
-        if self.on_experience is not None:
-            self.on_experience(experience)
-        self._step_log.lengths += [rollout.num_sampled for rollout in experience.rollouts]
-        self.progress.set_numbers(reward=experience.mean_reward)
+        if experience.records:
+            self.completion_log.add(experience.records, reward_names=self.rewards.names)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
