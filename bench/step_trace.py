@@ -6,6 +6,8 @@ Each line is `file:function (lines)`, in the order of the first call. A function
 comments. Left out, unless `--all` is given, is what the reader of a step does not read: the engines' internals, the
 kernels, the model's forward pass (attention and layout) and the arithmetic of the output head. The step that is traced
 samples, scores and trains 8 completions of 2 prompts on a CPU; the step before it has run, so that nothing is set up.
+The last two lines are sums: of the functions from `training_step` to the optimizer, and of the whole list, which has
+what begins and ends a step too.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import ast
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -47,6 +50,8 @@ INTERNALS = (
     "models/recipe.py",
 )
 """Engine internals, the model's forward pass and the head's arithmetic."""
+Row = tuple[str, str, int]
+"""A function: its file, relative to the package, its name, and its number of lines."""
 
 
 class StepTracer(TrainerCallback):
@@ -54,11 +59,18 @@ class StepTracer(TrainerCallback):
 
     def __init__(self) -> None:
         self.called: dict[CodeType, None] = {}
+        self.before_optimizer: dict[CodeType, None] = {}
+        """Those of them that `training_step` calls, and what follows it up to the optimizer."""
+        self._is_before_optimizer = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Switch recording on before the second step."""
         if state.global_step == 1:
             sys.setprofile(self._record)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The gradients are complete."""
+        self._is_before_optimizer = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Switch recording off."""
@@ -67,6 +79,9 @@ class StepTracer(TrainerCallback):
     def _record(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(str(ROOT)):
             self.called.setdefault(frame.f_code)
+            self._is_before_optimizer |= frame.f_code is GRPOTrainer.training_step.__code__
+            if self._is_before_optimizer:
+                self.before_optimizer.setdefault(frame.f_code)
 
 
 @lru_cache
@@ -90,8 +105,8 @@ def functions_of(path: str) -> dict[int, tuple[str, int]]:
     return found
 
 
-def traced_functions(*, everything: bool) -> list[tuple[str, str, int]]:
-    """File (relative to the package), function and lines of what a step calls, in the order of the first call."""
+def traced_functions(*, everything: bool) -> tuple[list[Row], list[Row]]:
+    """What a step calls, in the order of the first call, and the part of it from `training_step` to the optimizer."""
     tracer = StepTracer()
     tokenizer = tiny_task.make_tokenizer()
     problems = tiny_task.make_splits(0).grpo[:8]
@@ -117,8 +132,12 @@ def traced_functions(*, everything: bool) -> list[tuple[str, str, int]]:
             callbacks=[tracer],
         )
         trainer.train()
+    return _rows(tracer.called, everything=everything), _rows(tracer.before_optimizer, everything=everything)
+
+
+def _rows(called: Iterable[CodeType], *, everything: bool) -> list[Row]:
     rows: dict[tuple[str, str], int] = {}
-    for code in tracer.called:
+    for code in called:
         file = str(Path(code.co_filename).relative_to(ROOT))
         name, lines = functions_of(code.co_filename).get(code.co_firstlineno, ("", 0))
         # Comprehensions and lambdas are part of the function that they stand in; a nested function counts with its own.
@@ -136,11 +155,16 @@ def main() -> None:
     """Print the list and its sums."""
     parser = argparse.ArgumentParser(description="Lists the functions that one optimizer step calls.")
     parser.add_argument("--all", action="store_true", help="count engine internals, forward pass and head too")
-    rows = traced_functions(everything=parser.parse_args().all)
+    rows, before_optimizer = traced_functions(everything=parser.parse_args().all)
     for file, name, lines in rows:
         print(f"{file}:{name} ({lines})")
+    print(f"from training_step to the optimizer: {_sums(before_optimizer)}")
+    print(_sums(rows))
+
+
+def _sums(rows: list[Row]) -> str:
     files = {file for file, *_ in rows}
-    print(f"{sum(lines for *_, lines in rows)} lines in {len(rows)} functions of {len(files)} files")
+    return f"{sum(lines for *_, lines in rows)} lines in {len(rows)} functions of {len(files)} files"
 
 
 if __name__ == "__main__":
