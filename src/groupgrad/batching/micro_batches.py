@@ -159,8 +159,7 @@ def assign_micro_batches(
 
     is_local = rules.aux_loss or LOSSES[rules.policy.loss_type].reduction == "local_token_mean"
     assigned = [list(rows) for rows in planned]
-    is_one_group = rules.context is not None and rules.context.size == dist.world_size()
-    if rules.balance_ranks and not is_local and not is_one_group:
+    if rules.balance_ranks and not is_local:
         # A script may have replaced the loss on one rank alone, and all must take part in what they send each other.
         batch, assigned = _balanced(batch, assigned, passes_of(batch), may_move=not every_row)
     if rules.context is not None:

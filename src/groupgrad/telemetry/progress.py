@@ -62,7 +62,8 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         self._has_sampled |= name == "sampling"
         if name != self.phase and (self._has_sampled or name != "training"):
             self.phase = name
-            self._refresh()
+            if self._bar is not None:
+                self._refresh()
 
     def set_numbers(
         self, *, reward: float | None = None, length: float | None = None, tokens_per_second: float | None = None

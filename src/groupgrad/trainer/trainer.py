@@ -214,7 +214,8 @@ class GRPOTrainer(TrainingRun):
 
     def _prepare_steps(self) -> None:
         """Decide what holds for all steps, once the model is placed and perhaps sharded over ranks."""
-        is_shared = is_sharded(self.model)
+        is_shared, context = is_sharded(self.model), self.execution.context
+        is_one_group = context is not None and context.size == dist.world_size()
         self.sampler_logprobs.begin_training(is_shared=is_shared)
         self._rules = MicroBatchRules(
             self.components.policy_options,
@@ -222,8 +223,8 @@ class GRPOTrainer(TrainingRun):
             # DeepSpeed counts backward passes, and a sharded model's are collectives.
             backward_everywhere=self.is_deepspeed_enabled or is_shared,
             one_pass=is_shared,
-            balance_ranks=self.args.balance_ranks and dist.is_active(),
-            context=self.execution.context,
+            balance_ranks=self.args.balance_ranks and dist.is_active() and not is_one_group,
+            context=context,
         )
 
     def _begin_step(self, model: nn.Module, keys: Sequence[MicroBatchKey]) -> list[MicroBatch]:
