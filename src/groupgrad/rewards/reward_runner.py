@@ -68,6 +68,12 @@ class RewardRunner:
         functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
         _check_failure_names(self.supervision, [function.name for function in functions])
         self._calls = FunctionCalls(functions, self.supervision)
+        self._early = {
+            place: scorer
+            for place, scorer in enumerate(self._scorers)
+            if isinstance(scorer, RewardFunction) and self._calls.runs_at_once(scorer)
+        }
+        """Functions that are async or have a worker process: they start before all others and are waited for last."""
         self._statistics = {function.name: CallStatistics() for function in functions}
         self._warned_unscored = False
         self._warned_failed: set[str] = set()
@@ -152,10 +158,9 @@ class RewardRunner:
         begun: dict[int, BegunCall] = {}
         rewards: dict[int, list[float]] = {}
         try:
-            for i, scorer in enumerate(self._scorers):
-                if isinstance(scorer, RewardFunction) and self._calls.runs_at_once(scorer):
-                    begun[i] = self._calls.begin(scorer, inputs, logs[i])
-            for i in sorted(range(len(logs)), key=begun.__contains__):
+            for i, function in self._early.items():
+                begun[i] = self._calls.begin(function, inputs, logs[i])
+            for i in sorted(range(len(logs)), key=self._early.__contains__):
                 scorer = self._scorers[i]
                 if isinstance(scorer, RewardFunction):
                     rewards[i] = self._score(i, scorer, inputs, logs, begun)
