@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -41,7 +42,7 @@ class StepRows:
     """(B,) tokens of each row that the loss is over."""
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)
 class MicroBatch:
     """Rows that are trained together: a micro-batch of the step, or a part of one."""
 
@@ -70,6 +71,7 @@ class MicroBatch:
         lengths = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
         return int(lengths[self.rows].sum())
 
+    @cached_property
     def layout(self) -> Batch:
         """The rows as a batch, on the CPU; losses of all parts of a micro-batch add up to the micro-batch's loss."""
         batch = self.step.batch

@@ -311,7 +311,7 @@ class GRPOTrainer(TrainingRun):
 
     def _loss(self, model: nn.Module, part: MicroBatch) -> PolicyLoss:
         """The loss of rows that all need the same passes, with a gradient if they need a backward pass."""
-        batch = part.layout().to(self.args.device)
+        batch = part.layout.to(self.args.device)
         with self.compute_loss_context_manager():
             if part.passes == FORWARD_AND_BACKWARD:
                 return self.batch_loss(model, batch) if self._keeps_compute_loss else self._hooked_loss(model, batch)

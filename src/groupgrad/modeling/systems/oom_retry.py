@@ -119,7 +119,7 @@ class MemoryGuard:
 
     def _prepare_for(self, part: MicroBatch) -> None:
         if self._prepare is not None and part.passes == FORWARD_AND_BACKWARD:
-            self._prepare(part.layout())
+            self._prepare(part.layout)
 
     def state_dict(self) -> dict[str, Any]:
         """The learned size."""
@@ -134,7 +134,7 @@ class MemoryGuard:
 
     def _hopeless(self, part: MicroBatch) -> str | None:
         """The error if a part that has run out of memory cannot be cut; None if it can."""
-        batch = part.layout()
+        batch = part.layout
         size = f"{batch.num_rows} completions, {batch.num_tokens} tokens besides {len(batch.prompt_ids)} of prompts"
         if self._obstacle is not None:
             return (
@@ -159,7 +159,7 @@ class MemoryGuard:
         halves = part.split(2)
         size = max(half.cost for half in halves)
         self._limit = size if self._limit is None else min(size, self._limit)
-        batch = part.layout()
+        batch = part.layout
         logger.warning(
             "a micro-batch of %d completions and %d tokens does not fit into memory and is trained in parts from now "
             "on, with the same result; a lower per_device_train_batch_size or gradient_checkpointing=True avoids that",
