@@ -16,8 +16,7 @@ from groupgrad.batch import Batch, TokenScores
 from groupgrad.batching.collate import collate
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.metrics import merge_all
-from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, PolicyOptions, policy_loss
-from groupgrad.trainer.sampler_logprobs import known_scores
+from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, PolicyOptions, known_scores, policy_loss
 from groupgrad.types import Prompt, Rollout
 
 VOCABULARY = 7

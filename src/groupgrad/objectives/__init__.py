@@ -14,6 +14,7 @@ from groupgrad.objectives.required_passes import (
     OnPolicyInfo,
     fresh_rows,
     known_rows,
+    known_scores,
     live_rows,
     required_passes,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "entropy_threshold",
     "fresh_rows",
     "known_rows",
+    "known_scores",
     "live_rows",
     "logp_mismatch",
     "mismatch_metrics",

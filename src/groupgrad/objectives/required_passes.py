@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from groupgrad.batch import Batch
+from groupgrad.batch import Batch, TokenScores
 from groupgrad.objectives.options import PolicyOptions
 from groupgrad.objectives.ragged import layout_of
 
@@ -41,6 +41,13 @@ def known_rows(batch: Batch, on_policy: OnPolicyInfo) -> torch.Tensor:
     lacks = batch.trained & ~(batch.sampling_logprobs.isfinite() & batch.sampling_entropy.isfinite())
     missing = torch.zeros_like(batch.prompt_of_row).index_add(0, batch.row_of_token, lacks.long())
     return fresh_rows(batch, on_policy) & (missing == 0)
+
+
+def known_scores(batch: Batch) -> TokenScores:
+    """The sampler's log-probs and entropies as scores, 0 where it gave none."""
+    zeros = torch.zeros(batch.num_tokens, device=batch.completion_ids.device)
+    values = (batch.sampling_logprobs, batch.sampling_entropy)
+    return TokenScores(*(zeros if value is None else value.nan_to_num(0.0, 0.0, 0.0) for value in values))
 
 
 def live_rows(batch: Batch, options: PolicyOptions, *, entropy_coef: float, aux_loss: bool) -> torch.Tensor:

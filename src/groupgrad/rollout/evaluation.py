@@ -16,7 +16,7 @@ from groupgrad.metrics import Metric, mean_of
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.systems.sharding import is_sharded
-from groupgrad.objectives import OnPolicyInfo, PolicyOptions, known_rows, policy_loss
+from groupgrad.objectives import OnPolicyInfo, PolicyOptions, known_rows, known_scores, policy_loss
 from groupgrad.rollout.collector import Experience, ExperienceCollector
 from groupgrad.rollout.requests import GenerationRequest
 
@@ -77,7 +77,7 @@ class Evaluator:
             return None
         if not bool(known_rows(batch, OnPolicyInfo(step, is_exact)).all()):
             return None
-        return TokenScores(batch.sampling_logprobs.nan_to_num(), batch.sampling_entropy.nan_to_num())
+        return known_scores(batch)
 
     @torch.no_grad()
     def _loss(self, batch: Batch, known: TokenScores | None) -> dict[str, Metric]:

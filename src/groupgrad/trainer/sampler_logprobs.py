@@ -69,10 +69,3 @@ def known_logprobs(batch: Batch) -> torch.Tensor | None:
     if batch.sampling_logprobs is None or bool((batch.trained & ~batch.sampling_logprobs.isfinite()).any()):
         return None
     return batch.sampling_logprobs.nan_to_num(0.0, 0.0, 0.0)
-
-
-def known_scores(batch: Batch) -> TokenScores:
-    """The sampler's log-probs and entropies as scores, 0 where it gave none."""
-    zeros = torch.zeros(batch.num_tokens, device=batch.completion_ids.device)
-    values = (batch.sampling_logprobs, batch.sampling_entropy)
-    return TokenScores(*(zeros if value is None else value.nan_to_num(0.0, 0.0, 0.0) for value in values))

@@ -31,7 +31,15 @@ from groupgrad.batching.totals import step_totals
 from groupgrad.config import GRPOConfig
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
 from groupgrad.modeling.systems.sharding import is_sharded
-from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, Advantages, OnPolicyInfo, PolicyLoss, policy_loss
+from groupgrad.objectives import (
+    FORWARD_AND_BACKWARD,
+    NO_PASS,
+    Advantages,
+    OnPolicyInfo,
+    PolicyLoss,
+    known_scores,
+    policy_loss,
+)
 from groupgrad.rollout.requests import training_request
 from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
@@ -51,7 +59,7 @@ from groupgrad.trainer.constructor_arguments import (
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.mismatch_watch import MismatchWatch, computing_types, tolerance
 from groupgrad.trainer.precomputed_gradient import precompute_gradient
-from groupgrad.trainer.sampler_logprobs import SamplerLogprobs, known_scores
+from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.trainer.step_log import StepLog
 from groupgrad.trainer.training_run import TrainingRun
 from groupgrad.trainer.trl_names import check_overrides
