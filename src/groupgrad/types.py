@@ -109,7 +109,10 @@ class Rollout:
     sampling_entropy: list[float] | None = None
     """Entropy (nats) of the distribution that the engine drew each token from; None if it gives none."""
     policy_version: int = 0
-    """Optimizer step whose weights sampled it."""
+    """Optimizer step whose weights sampled it; the earliest, where they changed meanwhile."""
+    policy_versions: list[int] | None = None
+    """Optimizer step whose weights sampled each token; None if it is `policy_version` for all. A token that the policy
+    did not sample has that of the one before."""
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further values for the reward functions, by argument name."""
     own_rewards: dict[str, float | None] = field(default_factory=dict[str, "float | None"])

@@ -23,6 +23,7 @@ from groupgrad.trainer import room_options
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 PAGED = {"use_transformers_continuous_batching": True}
 PAGES = "transformers_continuous_batching_config"
+IN_FLIGHT = {"use_vllm": True, "vllm_mode": "server", "rollout_ahead": 2, "vllm_in_flight_updates": True}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 
 # (settings, texts in the message: the value seen, and what to set)
@@ -173,6 +174,14 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"use_vllm": True, "vllm_max_model_length": 256}, ["vllm_max_model_length=256", "max_completion_length=256"]),
     ({"rollout_ahead": 1}, ["rollout_ahead=1", "use_vllm=False", "vllm_mode='server'"]),
     ({"rollout_ahead": 1, "use_vllm": True}, ["rollout_ahead=1", "vllm_mode='colocate'"]),
+    (
+        {"vllm_in_flight_updates": True},
+        ["vllm_in_flight_updates=True", "with use_vllm=False", "rollout_ahead=2 or more"],
+    ),
+    ({"vllm_in_flight_updates": True, "use_vllm": True}, ["with vllm_mode='colocate'"]),
+    ({**IN_FLIGHT, "rollout_ahead": 0}, ["with rollout_ahead=0 nothing samples"]),
+    ({**IN_FLIGHT, "rollout_ahead": 1}, ["with rollout_ahead=1 nothing samples"]),
+    ({**IN_FLIGHT, "vllm_lora_updates": "adapter"}, ["vllm_lora_updates='adapter'", "'merge' or 'auto'"]),
     ({"vllm_lora_updates": "never"}, ["vllm_lora_updates='never'", "merge"]),
     ({**PAGED, "rollout_engine": "native"}, ["use_transformers_continuous_batching=True", "rollout_engine='native'"]),
     ({**PAGED, "repetition_penalty": 1.2}, ["samples without repetition_penalty=1.2", "Take that out"]),

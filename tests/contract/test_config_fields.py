@@ -269,6 +269,7 @@ LATER: dict[str, Any] = {
     "rollout_engine": "auto",
     "vllm_lora_updates": "auto",
     "rollout_ahead": 0,
+    "vllm_in_flight_updates": False,
     "image_root": None,
     "hang_timeout_s": 3600.0,
     "reward_timeout_s": None,
@@ -444,6 +445,9 @@ AUDIT: dict[str, Changes | Warns] = {
     "vllm_lora_updates": Warns("merge", "vLLM"),
     "rollout_ahead": Changes(
         "tests/trainer/test_vllm_policy.py::test_rounds_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain"
+    ),
+    "vllm_in_flight_updates": Changes(
+        "tests/trainer/test_vllm_policy.py::test_rows_go_on_with_weights_that_are_sent_in_flight"
     ),
     "vllm_importance_sampling_correction": Warns(False, "vLLM"),
     "vllm_importance_sampling_mode": Warns("token_mask", "vLLM"),

@@ -110,6 +110,8 @@ class Weights:
 
     def __init__(self, receiver: WeightReceiver):
         self.worker, self.version = Worker(receiver), "default"
+        self.may_sample, self.num_resets = threading.Event(), 0
+        self.may_sample.set()
 
     async def _call(self, name: str, **arguments: Any) -> None:
         while self.worker.is_hung.is_set():
@@ -137,7 +139,15 @@ class Weights:
     async def update_weight_version(self, version: str) -> None:
         self.version = version
 
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self.may_sample.clear()
+
+    async def resume_generation(self) -> None:
+        self.may_sample.set()
+
     async def reset_prefix_cache(self) -> bool:
+        self.num_resets += 1
         return True
 
     async def reset_encoder_cache(self) -> None:
@@ -164,17 +174,30 @@ class Engine(Weights):
         self.model_config.quantization, self.model_config.logprobs_mode = None, "processed_logprobs"
         self.sampled: list[int] = []
         """The seeds of the rows that ended here."""
+        self.salts: dict[int, str] = {}
+        """The salt of each row's keys and values, by the row's seed."""
+
+    def token(self, prompt: list[int], seed: int, number: int) -> int:
+        """A row's token at this place, by the present weights."""
+        return random.Random(f"{self.model.digest} {prompt} {seed} {number}").randrange(4, 90)
 
     async def generate(self, prompt: Any, params: Any, name: str, *, lora_request: Any) -> AsyncIterator[Any]:
-        stream = random.Random(f"{self.model.digest} {prompt['prompt_token_ids']} {params.seed}")
+        self.salts[params.seed] = prompt["cache_salt"]
+        spans: list[Any] = []
         for number in range(params.max_tokens):
             await asyncio.sleep(self.token_s)
-            while self.worker.is_hung.is_set():
+            while self.worker.is_hung.is_set() or not self.may_sample.is_set():
                 await asyncio.sleep(0.01)
-            token, is_last = stream.randrange(4, 90), number == params.max_tokens - 1
+            token, is_last = (
+                self.token(prompt["prompt_token_ids"], params.seed, number),
+                number == params.max_tokens - 1,
+            )
             part = SimpleNamespace(token_ids=[token], logprobs=[{token: SimpleNamespace(logprob=-1.0)}])
             part.finish_reason = "length" if is_last else None
-            part.weight_versions = [SimpleNamespace(version=self.version)] if is_last else None
+            if not spans or spans[-1].version != self.version:
+                spans.append(SimpleNamespace(version=self.version, start=number))
+            spans[-1].end = number + 1
+            part.weight_versions = spans if is_last else None
             yield SimpleNamespace(outputs=[part], prompt_token_ids=prompt["prompt_token_ids"])
         self.sampled.append(params.seed)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 from scripted_agents import EOS, PlayingEngine, ask, call, make_agents, user, with_tools
 
 from groupgrad.chat import ChatFormat
+from groupgrad.engines.base import Request, Sample
 from groupgrad.rollout.statistics import agent_metrics
 
 
@@ -85,7 +87,24 @@ def test_logprobs_of_tool_tokens_are_unknown(tokenizer):
         assert [v == known for v in values] == rollout.sampled
         assert [v != v for v in values] == [not flag for flag in rollout.sampled]
     assert rollout.num_sampled == sum(rollout.sampled) < len(rollout.completion_ids)
-    assert rollout.policy_version == 3
+    assert rollout.policy_version == 3 and rollout.policy_versions is None
+
+
+def test_a_reply_has_the_version_of_the_token_before_it(tokenizer, monkeypatch):
+    """The weights change in the middle of the first turn, and before the second."""
+    sample = PlayingEngine._sample
+
+    def updated(self: PlayingEngine, request: Request) -> Sample:
+        turn = sample(self, request)
+        rest = len(turn.ids) - 2
+        return replace(turn, policy_versions=[3, 3] + [4] * rest if len(self.asked) == 1 else [5] * len(turn.ids))
+
+    monkeypatch.setattr(PlayingEngine, "_sample", updated)
+    (rollout,), _ = play(tokenizer, {0: [call("multiply", a=1, b=1), "ok"]}, [multiply])
+    first = rollout.sampled.index(False)
+    reply = rollout.sampled.index(True, first) - first
+    expected = [3, 3] + [4] * (first - 2 + reply) + [5] * (len(rollout.completion_ids) - first - reply)
+    assert rollout.policy_version == 3 and rollout.policy_versions == expected
 
 
 def test_calls_of_one_message_are_answered_in_their_order(tokenizer):

@@ -48,9 +48,9 @@ class Story:
             raise self.fails.pop(request.number)
         return [(request.number, used, request.step)]
 
-    def refresh(self, version: int) -> None:
+    def refresh(self, version: int, *, keeps_rows: bool = False) -> None:
         with self.lock:
-            self.lines.append(f"refresh {version}")
+            self.lines.append(f"refresh {version}{' under rows' if keeps_rows else ''}")
             self.version = version
 
     def invalidate(self) -> None:
@@ -91,9 +91,9 @@ _SET = threading.Event()
 _SET.set()
 
 
-def prefetcher(story: Story, ahead: int = 0) -> RolloutPrefetcher:
+def prefetcher(story: Story, ahead: int = 0, **options: bool) -> RolloutPrefetcher:
     vllm_policy: Any = story
-    return RolloutPrefetcher(story, Timings(), vllm_policy, ahead=ahead)
+    return RolloutPrefetcher(story, Timings(), vllm_policy, ahead=ahead, **options)
 
 
 def settle(sampler: RolloutPrefetcher) -> None:
@@ -150,6 +150,23 @@ def test_weights_are_not_sent_while_rows_are_sampled():
     assert "refresh 2" in story.lines
     settle(sampler)
     assert sampler(request(3, 3)) == [(3, 2, 2)]
+
+
+def test_weights_are_sent_while_rows_are_sampled_if_these_go_on_with_them():
+    gate = threading.Event()
+    story = Story(waits_for={2: gate})
+    sampler = prefetcher(story, ahead=2, in_flight=True)
+    sampler(request(0, 0), [request(1, 0), request(2, 0)])
+    deadline = time.monotonic() + 10
+    while "sample train 2 with 0 frozen" not in story.lines:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert sampler(request(1, 1), [request(2, 1), request(3, 1)]) == [(1, 0, 0)]
+    assert "refresh 1 under rows" in story.lines and 3 in sampler._jobs, "the next batch waits for none"
+    gate.set()
+    settle(sampler)
+    assert sampler(request(2, 2), [request(3, 2)]) == [(2, 0, 0)]
+    assert story.lines[-1] == "refresh 2", "nothing is sampled any more"
 
 
 def test_evaluation_waits_for_batches_ahead_and_uses_the_present_weights():

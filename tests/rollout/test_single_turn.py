@@ -77,6 +77,14 @@ def test_rows_become_requests_and_samples_become_rollouts(play, tokenizer):
     assert {rollout.policy_version for rollout in rollouts} == {11}
 
 
+def test_a_row_has_the_versions_of_its_tokens_if_these_differ(play, tokenizer):
+    steps = [[11, 12, 12], [12, 12, 12], None]
+    engine = play([Sample([9, 9, 1], "eos", policy_versions=versions) for versions in steps])
+    rollouts = run(engine, tokenizer, [9, 10, 11], {4: TEXT, 5: CHAT})
+    assert [rollout.policy_version for rollout in rollouts] == [11, 12, 11]
+    assert [rollout.policy_versions for rollout in rollouts] == [[11, 12, 12], None, None]
+
+
 def test_a_text_prompt_is_completed_by_text_and_a_conversation_by_a_message(play, tokenizer):
     a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
     engine = play([Sample([a, b, 1], "eos"), Sample([b, a, 1], "eos")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from groupgrad.metrics import merge_all
-from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
+from groupgrad.rollout.statistics import completion_metrics, lag_metrics, log_records, num_tokens
 from groupgrad.types import RewardTable
 
 
@@ -30,6 +30,15 @@ def test_lengths_and_the_share_of_truncated_completions(make_rollout):
         "completions/min_terminated_length": 2,
         "completions/max_terminated_length": 4,
     }
+
+
+def test_the_lag_is_of_each_token_that_the_policy_sampled(make_rollout):
+    rollouts = [
+        make_rollout(2, policy_version=4),
+        make_rollout(4, policy_version=3, policy_versions=[3, 3, 5, 5], sampled=[True, False, True, True]),
+    ]
+    found = {"sampling/policy_lag": 3, "sampling/policy_lag_mean": (2 + 2 + 3 + 1 + 1) / 5}
+    assert read(lag_metrics(rollouts, 6)) == {**found, "sampling/frac_mixed_rows": 1 / 2}
 
 
 def test_without_a_terminated_completion_nothing_is_said_of_their_length(make_rollout):

@@ -6,13 +6,19 @@ The engine simulates colocated vLLM: another copy of the model, which only a pus
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from peft import LoraConfig
 from simulated_vllm import Copy, simulate_vllm
+from tiny_vlms import build
 
+from groupgrad import GRPOConfig
+from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.rollout.single_turn import SingleTurnRollouts
+from groupgrad.rollout.sources import RolloutComponents
+from groupgrad.trainer import vllm_setup
 
 STEPS = {"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2}
 VLLM = {"use_vllm": True, "vllm_max_model_length": 64}
@@ -135,6 +141,44 @@ def test_rounds_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain(
     assert min(lags[1:]) >= 1
     # The ratio is between the weights that train and those that sampled, which differ now.
     assert logged(trainer, "sampling/sampling_logp_difference/max")[-1] > 1e-4
+
+
+def test_rows_go_on_with_weights_that_are_sent_in_flight(make_trainer, served, monkeypatch):
+    pushed: list[tuple[int, bool]] = []
+    refresh, sample = VLLMPolicy.refresh, SingleTurnRollouts.__call__
+
+    def recorded(self: VLLMPolicy, step: int, *, keeps_rows: bool = False) -> None:
+        pushed.append((step, keeps_rows))
+        refresh(self, step, keeps_rows=keeps_rows)
+
+    def slow(self: SingleTurnRollouts, request: Any) -> Any:
+        time.sleep(0.2)
+        return sample(self, request)
+
+    monkeypatch.setattr(VLLMPolicy, "refresh", recorded)
+    monkeypatch.setattr(SingleTurnRollouts, "__call__", slow)
+    settings = {**VLLM, **STEPS, "max_steps": 5, "vllm_mode": "server", "vllm_max_model_length": None}
+    trainer = make_trainer(**settings, rollout_ahead=2, vllm_in_flight_updates=True)
+    trainer.train()
+    assert [step for step, _ in pushed] == [0, 1, 2, 3, 4], "each step's weights are sent"
+    assert (1, True) in pushed, "although the third batch is being sampled"
+    assert max(logged(trainer, "sampling/policy_lag")) <= 2
+
+
+def test_with_updates_in_flight_an_adapter_is_merged(make_trainer, served):
+    settings = {**VLLM, **STEPS, "vllm_mode": "server", "vllm_max_model_length": None, "rollout_ahead": 2}
+    peft = LoraConfig(r=4, target_modules=["q_proj"])
+    make_trainer(**settings, vllm_in_flight_updates=True, trainer={"peft_config": peft}).train()
+    assert {kind for kind, _ in served[0].pushes} == {"weights"}
+
+
+def test_models_that_take_images_are_not_updated_in_flight():
+    config = GRPOConfig(
+        "run", use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server", rollout_ahead=2, vllm_in_flight_updates=True
+    )
+    bundle: Any = None
+    with pytest.raises(ValueError, match=r"vllm_in_flight_updates=True with Llava\w+, which takes images"):
+        vllm_setup.serve_policy(config, build("llava_next").model, bundle, RolloutComponents())
 
 
 def test_a_rollout_function_cannot_run_ahead(make_trainer):

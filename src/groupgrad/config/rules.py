@@ -290,6 +290,26 @@ RULES: tuple[Rule, ...] = (
         "rollout_ahead={c.rollout_ahead} samples while the model trains, but with {found} both would use the same "
         "device at once. Set use_vllm=True and vllm_mode='server', or rollout_ahead=0",
     ),
+    Rule(
+        ("vllm_in_flight_updates", "rollout_ahead", "use_vllm", "vllm_mode"),
+        lambda c: (
+            c.vllm_in_flight_updates
+            and (
+                (not c.use_vllm and "use_vllm=False")
+                or (c.vllm_mode != "server" and f"vllm_mode={c.vllm_mode!r}")
+                or (c.rollout_ahead < 2 and f"rollout_ahead={c.rollout_ahead}")
+            )
+        ),
+        "vllm_in_flight_updates=True sends weights to a vLLM server while it samples, but with {found} nothing samples "
+        "when weights are sent. Set use_vllm=True, vllm_mode='server' and rollout_ahead=2 or more, or "
+        "vllm_in_flight_updates=False",
+    ),
+    Rule(
+        ("vllm_in_flight_updates", "vllm_lora_updates"),
+        lambda c: c.vllm_in_flight_updates and c.vllm_lora_updates == "adapter",
+        "vllm_in_flight_updates=True gives new weights to rows under way, but with vllm_lora_updates='adapter' a row "
+        "keeps the adapter that it began with. Set vllm_lora_updates to 'merge' or 'auto'",
+    ),
     Rule(("use_vllm", "vllm_mode", "vllm_server_base_url"), conditions.server_addresses, "{found}"),
     Rule(("use_vllm", "vllm_importance_sampling_correction"), conditions.uncorrected, "{found}", warns=True),
 )

@@ -230,6 +230,9 @@ class GRPOSettings(LegacyArguments):
         "adapter if vLLM can load it, otherwise merge.",
     )
     rollout_ahead: int = _option(0, "Server: generation batches sampled ahead, from weights as many batches old.")
+    vllm_in_flight_updates: bool = _option(
+        False, "Server, with rollout_ahead of 2 or more: rows under way go on with new weights; a push waits for none."
+    )
 
     # --- Objective ---
     loss_type: str = _option("dapo", f"Surrogate and its reduction: {_choices('loss_type')}.")

@@ -59,6 +59,8 @@ class Sample:
     """Log-probability (nats) of each token under the temperature softmax, before any filter; None if not measured."""
     entropies: list[float] | None = None
     """Entropy (nats) of the temperature softmax at each token, before any filter; None if not measured."""
+    policy_versions: list[int] | None = None
+    """Optimizer step whose weights sampled each token; None for an engine whose weights cannot change meanwhile."""
 
 
 class Engine(Protocol):

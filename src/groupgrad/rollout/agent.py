@@ -25,7 +25,7 @@ from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.tool_images import ToolReplyEncoder, open_reply_images
 from groupgrad.rollout.driver import Driver, sample_turn, wait_for
-from groupgrad.rollout.requests import GenerationRequest, RolloutSource, row_seed, turn_seed
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, row_seed, turn_seed, versions_of
 from groupgrad.rollout.single_turn import completion_budget
 from groupgrad.rollout.statistics import agent_metrics
 from groupgrad.types import FinishReason, Media, Prompt, Rollout, ToolUse, Trace
@@ -181,6 +181,7 @@ class _Agent:
         self._sampled: list[bool] = []
         self._logprobs: list[float] = []
         self._entropies: list[float] = []
+        self._versions: list[int] = []
         self._messages: list[dict[str, Any]] = []
         self._media: Media | None = None
         self._num_turns = 0
@@ -210,7 +211,7 @@ class _Agent:
             sampled=self._sampled,
             sampling_logprobs=self._logprobs,
             sampling_entropy=self._entropies,
-            policy_version=self._step,
+            **versions_of(self._versions, self._step),
             extra={} if self._handle is None else {"environments": self._handle.instance},
             own_rewards=own_rewards,
             trace=Trace(self._num_turns, self._tool_uses, self._wait_s, self._hidden_s, self._problem),
@@ -304,6 +305,8 @@ class _Agent:
     def _append(self, ids: list[int], sample: Sample | None = None) -> None:
         """Appends sampled tokens with their sample, or the tokens of a reply, whose log-probs and entropies are NaN."""
         unknown = [NAN] * len(ids)
+        last = (self._versions or [self._step])[-1:]
+        self._versions += last * len(ids) if sample is None else sample.policy_versions or [self._step] * len(ids)
         self._ids += ids
         self._sampled += [sample is not None] * len(ids)
         self._logprobs += unknown if sample is None or sample.logprobs is None else sample.logprobs

@@ -13,12 +13,12 @@ from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
-from groupgrad.metrics import Metric, maximum
+from groupgrad.metrics import Metric
 from groupgrad.objectives import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, report_failures
-from groupgrad.rollout.statistics import completion_metrics, log_records, num_tokens
+from groupgrad.rollout.statistics import completion_metrics, lag_metrics, log_records, num_tokens
 from groupgrad.telemetry.render import without_images
 from groupgrad.telemetry.timings import Timings
 from groupgrad.types import RewardTable, Rollout
@@ -72,9 +72,10 @@ class ScoringHooks(Protocol):
 class ExperienceCollector:
     """Makes scored generation batches. Collective: every rank takes part, also without rows of its own.
 
-    vLLM, given as `weights`, gets the policy's weights first and may sample `ahead` generation batches in advance. Any
-    other engine samples inside the context that `around` makes, which all ranks enter and leave together. `hooks` is
-    the trainer, whose `score_rollouts` and `compute_advantages` a subclass may define; None for those of this room.
+    vLLM, given as `weights`, gets the policy's weights first and may sample `ahead` generation batches in advance,
+    with `in_flight` in spite of new weights meanwhile. Any other engine samples inside the context that `around`
+    makes, which all ranks enter and leave together. `hooks` is the trainer, whose `score_rollouts` and
+    `compute_advantages` a subclass may define; None for those of this room.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ExperienceCollector:
         weights: VLLMPolicy | None = None,
         *,
         ahead: int = 0,
+        in_flight: bool = False,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         hooks: ScoringHooks | None = None,
     ):
@@ -94,7 +96,9 @@ class ExperienceCollector:
         self._advantages = self.compute_advantages if hooks is None else hooks.compute_advantages
         self.options, self.timings = options, timings
         self._around = around
-        self._prefetcher = None if weights is None else RolloutPrefetcher(rollouts, timings, weights, ahead=ahead)
+        self._prefetcher = None
+        if weights is not None:
+            self._prefetcher = RolloutPrefetcher(rollouts, timings, weights, ahead=ahead, in_flight=in_flight)
 
     def __call__(
         self, request: GenerationRequest, *, trainer_state: Any, upcoming: Sequence[GenerationRequest] = ()
@@ -122,8 +126,7 @@ class ExperienceCollector:
             **table.metrics,
         }
         if self._prefetcher is not None and self._prefetcher.ahead and rollouts:
-            lag = request.step - min(rollout.policy_version for rollout in rollouts)
-            metrics["sampling/policy_lag"] = maximum(float(lag))
+            metrics |= lag_metrics(rollouts, request.step)
         batch = collate(rollouts, advantages, mask_truncated=self.options.mask_truncated)
         records = self._records(rollouts, table, advantages, request.step) if self.options.keep_records else []
         mean_reward, own = float(result.combined.nanmean()), result.combined[rows].tolist()

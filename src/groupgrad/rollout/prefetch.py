@@ -24,13 +24,17 @@ class RolloutPrefetcher:
     """Rollouts of one generation batch after the other, from vLLM, whose weights are a copy of the policy's.
 
     With `ahead=k` a thread samples up to k following generation batches while one is trained, from weights that are at
-    most k generation batches old. New weights are sent when no rank samples. If an engine loses its weights on any
-    rank, all ranks sample the generation batch again from the present weights, `ATTEMPTS` times at most. Other
-    exceptions of the thread are raised when its generation batch is requested.
+    most k generation batches old. New weights are sent when no rank samples, or with `in_flight` for each generation
+    batch: rows under way go on with them. If an engine loses its weights on any rank, all ranks sample the generation
+    batch again from the present weights, `ATTEMPTS` times at most. Other exceptions of the thread are raised when its
+    generation batch is requested.
     """
 
-    def __init__(self, source: RolloutSource, timings: Timings, weights: VLLMPolicy, *, ahead: int = 0):
+    def __init__(
+        self, source: RolloutSource, timings: Timings, weights: VLLMPolicy, *, ahead: int = 0, in_flight: bool = False
+    ):
         self._source, self._timings, self._weights, self.ahead = source, timings, weights, ahead
+        self._in_flight = in_flight
         self._threads: ThreadPoolExecutor | None = None
         self._jobs: dict[int, Future[list[Rollout]]] = {}
         """Generation batches begun ahead, by number."""
@@ -52,6 +56,8 @@ class RolloutPrefetcher:
             rollouts = self._sample(request)
         elif self._is_idle():
             self._refresh(request.step)
+        elif self._in_flight:
+            self._refresh(request.step, keeps_rows=True)
         else:
             return rollouts
         self._begin([replace(later, step=request.step) for later in upcoming[: self.ahead]])
@@ -93,9 +99,9 @@ class RolloutPrefetcher:
         is_missing = any(dist.all_gather_objects(rollouts is None))
         return None if is_missing else rollouts
 
-    def _refresh(self, policy_step: int) -> None:
+    def _refresh(self, policy_step: int, *, keeps_rows: bool = False) -> None:
         with self._timings.phase("weights"):
-            self._weights.refresh(policy_step)
+            self._weights.refresh(policy_step, keeps_rows=keeps_rows)
 
     def _is_idle(self) -> bool:
         """Collective. True if no rank samples anything."""

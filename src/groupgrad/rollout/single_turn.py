@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
-from groupgrad.rollout.requests import GenerationRequest, RolloutSource, row_seed
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, row_seed, versions_of
 from groupgrad.types import FinishReason, Prompt, Rollout
 
 
@@ -66,7 +66,7 @@ class SingleTurnRollouts(RolloutSource):
                 text=text,
                 sampling_logprobs=sample.logprobs,
                 sampling_entropy=sample.entropies,
-                policy_version=request.step,
+                **versions_of(sample.policy_versions, request.step),
             )
             for prompt, row, (sample, finish_reason), text in zip(prompts, request.rows, samples, texts)
         ]

@@ -30,6 +30,28 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
     return metrics
 
 
+def lag_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, Metric]:
+    """Optimizer steps between the weights that sampled a token and those of `step`: the most, and the mean of tokens.
+
+    `sampling/frac_mixed_rows` is the share of rows whose tokens are of several weights.
+    """
+    lags = [
+        step - version
+        for rollout in rollouts
+        for version, is_sampled in zip(
+            rollout.policy_versions or [rollout.policy_version] * len(rollout.completion_ids),
+            rollout.sampled or [True] * len(rollout.completion_ids),
+        )
+        if is_sampled
+    ]
+    num_mixed = sum(rollout.policy_versions is not None for rollout in rollouts)
+    return {
+        "sampling/policy_lag": maximum(float(step - min(rollout.policy_version for rollout in rollouts))),
+        "sampling/policy_lag_mean": mean_of(float(sum(lags)), len(lags)),
+        "sampling/frac_mixed_rows": mean_of(num_mixed, len(rollouts)),
+    }
+
+
 def agent_metrics(
     rollouts: Sequence[Rollout], tools: Collection[str], reasons: Sequence[FinishReason]
 ) -> dict[str, Metric]:

@@ -144,6 +144,7 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "extra": pa.array([_extra(rows.columns, row) for row in range(count)], pa.string()),
         "completion_ids": _lists(rows.offsets, pa.array(rows.ids, pa.int32())),
         "tokens": _lists(rows.offsets, pa.array(rows.texts, pa.string())),
+        "policy_versions": pa.array([rollout.policy_versions for rollout in rollouts], pa.list_(pa.int32())),
         "sampled": pa.array([rollout.sampled for rollout in rollouts], pa.list_(pa.bool_())),
         "logprobs": _numbers_of_tokens(rows.offsets, rows.logprobs),
         "entropy": _numbers_of_tokens(rows.offsets, rows.entropy),

@@ -407,7 +407,15 @@ def build_components(
     gathers = vllm_policy is None and (uses_deepspeed(config) or uses_fsdp(config))
     around = partial(gather_all, policy.model) if gathers else nullcontext
     collector = ExperienceCollector(
-        rollouts, rewards, scoring, timings, vllm_policy, ahead=config.rollout_ahead, around=around, hooks=trainer
+        rollouts,
+        rewards,
+        scoring,
+        timings,
+        vllm_policy,
+        ahead=config.rollout_ahead,
+        around=around,
+        hooks=trainer,
+        in_flight=config.vllm_in_flight_updates,
     )
     evaluator = Evaluator(
         model=policy.model,

@@ -26,6 +26,7 @@ from groupgrad.engines.vllm.wire import torch_dtype
 from groupgrad.modeling.adapters import is_adapted
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
+from groupgrad.modeling.vlm import is_multimodal
 from groupgrad.modeling.weights import adapter_obstacle, adapter_rank
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.trainer import room_options
@@ -47,6 +48,11 @@ def serve_policy(config: GRPOConfig, model: nn.Module, bundle: PolicyBundle, rol
         raise ValueError(
             f"rollout_ahead={config.rollout_ahead} with a rollout_func, which uses the trainer while it trains; set "
             "rollout_ahead=0"
+        )
+    if config.vllm_in_flight_updates and is_multimodal(model):
+        raise ValueError(
+            f"vllm_in_flight_updates=True with {type(unwrap(model)).__name__}, which takes images: vLLM keeps what it "
+            "computed of an image with earlier weights; set vllm_in_flight_updates=False"
         )
     sampling = sampling_options(config, eos_ids=bundle.eos_ids, pad_id=int(bundle.tokenizer.pad_token_id))
     for problem in compat.unsupported_versions(["vllm"]):
@@ -172,6 +178,8 @@ def _sends_adapter(config: GRPOConfig, model: nn.Module, max_rank: int | None = 
     if config.vllm_lora_updates == "merge":
         return False
     reason = adapter_obstacle(model)
+    if reason is None and config.vllm_in_flight_updates:
+        reason = "vllm_in_flight_updates=True, and a row would keep the adapter that it began with"
     if reason is None and max_rank is not None and adapter_rank(model) > max_rank:
         reason = f"it has rank {adapter_rank(model)}, and {limit}"
     if reason is None:

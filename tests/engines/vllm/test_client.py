@@ -114,7 +114,8 @@ class Scripted:
 
     def generate(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
         self.calls.append(json.loads(data))
-        lines = [{"weight_version": self.calls[-1]["weight_version"], **line} for line in self.script.pop(0)]
+        version = self.calls[-1]["weight_version"]
+        lines = [{"weight_versions": [[version, len(line.get("ids", ()))]], **line} for line in self.script.pop(0)]
         return 200, lines
 
 
@@ -344,8 +345,18 @@ def test_a_server_of_another_release_is_refused(
 def test_rows_of_other_weights_are_refused(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
     engine.push(model, 0)
-    scripted.script = [[{**row(0, [9]), "weight_version": "0-other"}]]
-    with pytest.raises(RuntimeError, match="row 0 was sampled from the weights '0-other', not '0-"):
+    scripted.script = [[{**row(0, [9]), "weight_versions": [[engine.weight_version, 0], ["0-other", 1]]}]]
+    story = "row 0 was sampled from the weights '0-.*' and '0-other', not '0-"
+    with pytest.raises(RuntimeError, match=story):
+        engine.sample(ROWS, OPTIONS)
+
+
+def test_rows_of_weights_before_the_sessions_own_are_refused(scripted: Scripted, model: Any) -> None:
+    engine = scripted.engine()
+    first = engine.push(model, 0)
+    engine.push(model, 1)
+    scripted.script = [[{**row(0, [9]), "weight_versions": [[first, 1]]}]]
+    with pytest.raises(RuntimeError, match=f"row 0 was sampled from the weights '{first}', not '1-"):
         engine.sample(ROWS, OPTIONS)
 
 

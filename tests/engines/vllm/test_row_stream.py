@@ -23,14 +23,15 @@ class Engine:
 
     def __init__(self, *versions: str) -> None:
         self.prompts: list[dict[str, Any]] = []
-        self.versions = [SimpleNamespace(version=version) for version in versions] or None
+        self.versions = [SimpleNamespace(version=v, start=i, end=i + 1) for i, v in enumerate(versions or ["0-a"])]
 
     async def generate(self, prompt: Any, params: Any, name: str, *, lora_request: Any) -> AsyncIterator[Any]:
         self.prompts.append(prompt)
         images = "multi_modal_data" in prompt
         expanded = [token for token in prompt["prompt_token_ids"] for _ in range(3 if token == 9 and images else 1)]
-        part = SimpleNamespace(token_ids=[4], finish_reason="length", logprobs=[{4: SimpleNamespace(logprob=-0.5)}])
-        part.weight_versions = self.versions
+        count = len(self.versions)
+        part = SimpleNamespace(token_ids=[4] * count, finish_reason="length")
+        part.logprobs, part.weight_versions = [{4: SimpleNamespace(logprob=-0.5)}] * count, self.versions
         yield SimpleNamespace(outputs=[part], prompt_token_ids=expanded)
 
 
@@ -50,7 +51,7 @@ def stream_lines(engine: Engine, **body: Any) -> dict[int, dict[str, Any]]:
     load = ServerLoad()
 
     async def run() -> list[bytes]:
-        stream = RowStream(engine, {"weight_version": "0-a", "sampling": {}, **body}, None, load)
+        stream = RowStream(engine, {"sampling": {}, **body}, "0-a", None, load)
         assert load.num_sampling == len(body["rows"])
         return [line async for line in stream.lines()]
 
@@ -65,18 +66,32 @@ def row(number: int, prompt: int) -> dict[str, Any]:
 
 def test_a_row_ends_with_its_ids_and_log_probs() -> None:
     lines = stream_lines(Engine(), prompts=[[5, 6]], rows=[row(3, 0)])
-    assert lines == {3: {"row": 3, "weight_version": "0-a", "finish_reason": "length", "ids": [4], "logprobs": [-0.5]}}
+    line = {"row": 3, "weight_versions": [["0-a", 1]], "finish_reason": "length", "ids": [4], "logprobs": [-0.5]}
+    assert lines == {3: line}
 
 
 def test_a_row_names_the_weights_that_vllm_has_sampled_it_from() -> None:
     found = [stream_lines(Engine(*versions), prompts=[[5]], rows=[row(3, 0)]) for versions in (["1-b"], ["0-a", "1-b"])]
-    assert [lines[3]["weight_version"] for lines in found] == ["1-b", "0-a and 1-b"]
+    assert [lines[3]["weight_versions"] for lines in found] == [[["1-b", 1]], [["0-a", 1], ["1-b", 1]]]
+
+
+def test_a_record_that_lacks_a_token_fails_its_row() -> None:
+    engine = Engine("0-a", "1-b")
+    engine.versions[1].end = 1
+    lines = stream_lines(engine, prompts=[[5]], rows=[row(3, 0)])
+    assert "vLLM gave 2 tokens, and the weight versions of [('0-a', 1), ('1-b', 0)]" in lines[3]["error"]
+
+
+def test_rows_share_keys_and_values_with_rows_of_the_same_weights_alone() -> None:
+    engine = Engine()
+    stream_lines(engine, prompts=[[5]], rows=[row(3, 0)])
+    assert engine.prompts == [{"prompt_token_ids": [5], "cache_salt": "0-a"}]
 
 
 def test_heartbeats_count_the_tokens_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's rows may wait for all of another's, without the server being stuck."""
     monkeypatch.setattr(rows_module, "HEARTBEAT_S", 0.01)
-    load, body = ServerLoad(), {"weight_version": "0-a", "sampling": {}, "prompts": [[5]], "rows": [row(0, 0)]}
+    load, body = ServerLoad(), {"sampling": {}, "prompts": [[5]], "rows": [row(0, 0)]}
 
     class Busy(Engine):
         async def generate(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
@@ -85,9 +100,9 @@ def test_heartbeats_count_the_tokens_of_all_calls(monkeypatch: pytest.MonkeyPatc
                 yield output
 
     async def run() -> list[int]:
-        waiting = RowStream(Busy(), body, None, load).lines()
+        waiting = RowStream(Busy(), body, "0-a", None, load).lines()
         before = json.loads(await anext(waiting))["num_tokens"]
-        _ = [line async for line in RowStream(Engine(), body, None, load).lines()]
+        _ = [line async for line in RowStream(Engine(), body, "0-a", None, load).lines()]
         after = json.loads(await anext(waiting))["num_tokens"]
         free.set()
         assert [line async for line in waiting]

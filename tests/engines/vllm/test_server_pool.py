@@ -249,7 +249,7 @@ def test_a_rank_that_does_not_push_follows_the_one_that_does(
     other.connect(model)
     for member in other.members:
         member.engine.expect(pool.weight_version)
-    other._weight_version = pool.weight_version
+    other.expect(pool.weight_version)
     assert other.sample(ROWS, OPTIONS) == expected
     servers[1].kill()
     assert other.sample(ROWS, OPTIONS) == expected and other.members[1].cause is not None

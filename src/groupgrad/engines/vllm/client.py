@@ -116,13 +116,10 @@ class VLLMServerEngine(VLLMEngine):
         if not self.pushes:
             with drained_checkpoint_weights(push.model):  # gathering sharded parameters takes all ranks
                 return self._weight_version or ""
-        self._weight_version, self._last_push = push.weight_version, push
+        self.expect(push.weight_version)
+        self._last_push = push
         self._send(push)
         return push.weight_version
-
-    def expect(self, weight_version: str) -> None:
-        """Sample from this weight version, which another rank has pushed."""
-        self._weight_version = weight_version
 
     def share_weight_version(self) -> None:
         """Collective. All ranks expect the weight version that rank 0 has pushed."""
@@ -131,9 +128,9 @@ class VLLMServerEngine(VLLMEngine):
     def session(self, options: SamplingOptions) -> closing[ServerSession]:
         """A session over the server; requests that have not ended when it is closed are aborted."""
         fields = sampling_fields(options, regex=self.regex)
-        weight_version = self.weight_version
+        pushed = self.pushed
         self.check(options)
-        return closing(ServerSession(self.address, weight_version, fields, self.recover, self.timeout_s))
+        return closing(ServerSession(self.address, pushed, fields, self.recover, self.timeout_s))
 
     def close(self) -> None:
         """Leave the server; it keeps its weights, and another trainer may push to it."""
@@ -221,7 +218,7 @@ class VLLMServerEngine(VLLMEngine):
         for attempt in range(1, self._attempts + 1):
             try:
                 if push.kind == "weights":
-                    self._push_weights(push.model, push.weight_version, merge=True)
+                    self._push_weights(push.model, push.weight_version, merge=True, keeps_rows=push.keeps_rows)
                 else:
                     self._push_adapter(push)
                 break
@@ -242,13 +239,13 @@ class VLLMServerEngine(VLLMEngine):
         except (ConnectionError, ServerRefused):
             return True
 
-    def _push_weights(self, model: nn.Module, weight_version: str, *, merge: bool) -> None:
+    def _push_weights(self, model: nn.Module, weight_version: str, *, merge: bool, keeps_rows: bool = False) -> None:
         with drained_checkpoint_weights(model, merge=merge) as weights:
             self._reconnect()  # the server may have been restarted, in another dtype
             shapes = checkpoint_weights(model, merge=merge, shapes_only=True)
             specs = specs_of(shapes, torch_dtype(self.info["dtype"]))
             body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
-            body["push"] = self.info["next_push"]
+            body |= {"push": self.info["next_push"], "keeps_rows": keeps_rows}
             transport = self._current_transport(model)
             transport.connect(self.address, self.info["num_workers"], timeout_s=self.timeout_s)
             # The server waits that long for rows to end; its answer takes a moment more.

@@ -11,7 +11,7 @@ from typing import Any
 
 from groupgrad.engines.vllm.media import check_prompt, decode, vllm_prompt
 from groupgrad.engines.vllm.server_requests import Refusal, take
-from groupgrad.engines.vllm.vllm_params import sampled_logprobs, sampling_params
+from groupgrad.engines.vllm.vllm_params import sampled_logprobs, sampling_params, version_counts
 
 HEARTBEAT_S = 1.0
 """Seconds between heartbeat lines while no row ends."""
@@ -30,17 +30,19 @@ class ServerLoad:
 class RowStream:
     """The rows of one `generate` call; each is sampled independently, from its own seed, from construction on.
 
-    `body` has `weight_version`, `sampling`, `prompts` (lists of ids) and `rows`, each with `row` (its name in the
-    answer), `prompt` (index into `prompts`), `seed`, `max_tokens`, and with images `images`, a key of the body's
-    `images`, which holds lists of PNGs in base64. `load` counts over all calls, since a row may have to wait for those
-    of another rank. ValueError if vLLM refuses the options; Refusal for a body without these fields.
+    `body` has `sampling`, `prompts` (lists of ids) and `rows`, each with `row` (its name in the answer), `prompt`
+    (index into `prompts`), `seed`, `max_tokens`, and with images `images`, a key of the body's `images`, which holds
+    lists of PNGs in base64. `weight_version` is that of the weights at the start: only rows that start with the same
+    weights share keys and values. `load` counts over all calls, since a row may have to wait for those of another rank.
+    ValueError if vLLM refuses the options; Refusal for a body without these fields.
     """
 
-    def __init__(self, engine: Any, body: dict[str, Any], adapter: Any, load: ServerLoad):
+    def __init__(self, engine: Any, body: dict[str, Any], weight_version: str, adapter: Any, load: ServerLoad):
         from vllm.sampling_params import RequestOutputKind
 
         _check(body)
         self._engine, self._body, self._adapter, self._load = engine, body, adapter, load
+        self._weight_version = weight_version
         self._decoded: dict[str, asyncio.Future[Any]] = {}
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         fields = [{"seed": row["seed"], "max_tokens": row["max_tokens"]} for row in body["rows"]]
@@ -54,8 +56,9 @@ class RowStream:
         self._load.num_sampling -= 1
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """One line of JSON for each row as it ends (`ids`, `logprobs`, `finish_reason`, or an `error`).
+        """One line of JSON for each ended row: `ids`, `logprobs`, `finish_reason` and `weight_versions`, or an `error`.
 
+        `weight_versions` are pairs of a version and the number of consecutive tokens that its weights have sampled.
         Heartbeat lines in between have `num_tokens`, the tokens that the server has sampled so far.
         """
         num_left = len(self._tasks)
@@ -73,15 +76,15 @@ class RowStream:
             task.cancel()
 
     async def _sample(self, row: dict[str, Any], params: Any) -> None:
-        line: dict[str, Any] = {"row": row["row"], "weight_version": self._body["weight_version"]}
+        line: dict[str, Any] = {"row": row["row"]}
         ids: list[int] = []
         logprobs: list[float] = []
-        versions: dict[str, None] = {}
+        spans: Any = ()
         try:
             prompt = self._body["prompts"][row["prompt"]]
             images = await self._images(row["images"]) if "images" in row else ()
             outputs = self._engine.generate(
-                vllm_prompt(prompt, images, self._engine),
+                {**vllm_prompt(prompt, images, self._engine), "cache_salt": self._weight_version},
                 params,
                 f"groupgrad-{uuid.uuid4().hex}",  # vLLM keys its answers by request id, so ids must be unique
                 lora_request=self._adapter,
@@ -95,9 +98,8 @@ class RowStream:
                 self._load.num_tokens += len(part.token_ids)
                 line["finish_reason"] = part.finish_reason
                 # vLLM's own record, at the end of a row; a row without tokens has none.
-                versions = dict.fromkeys(span.version for span in part.weight_versions or ())
-            line |= {"ids": ids, "logprobs": logprobs}
-            line["weight_version"] = " and ".join(versions) or line["weight_version"]
+                spans = part.weight_versions or ()
+            line |= {"ids": ids, "logprobs": logprobs, "weight_versions": version_counts(spans, len(ids))}
         except Exception as error:  # reported to the trainer, as the failure of this row alone
             line["error"] = f"{type(error).__name__}: {error}"
         self._lines.put_nowait(line)

@@ -16,8 +16,9 @@ Every route, vLLM's own included, needs the key (`api_keys.py`); without it only
 
 Weights are *complete* when a whole push has arrived and was verified. Until then no route samples: after a push that
 broke off, the server refuses to sample until another push has ended. A push first waits for rows under way; vLLM's own
-routes refuse new calls meanwhile, with a `Retry-After`. A push is announced with the token of `info`, which is another
-one after each announcement, so a recorded push that is sent again is refused.
+routes refuse new calls meanwhile, with a `Retry-After`. A push with `keeps_rows` pauses vLLM instead: rows under way,
+and those that arrive meanwhile, go on with the new weights. A push is announced with the token of `info`, which is
+another one after each announcement, so a recorded push that is sent again is refused.
 """
 
 from __future__ import annotations
@@ -100,6 +101,12 @@ class ServerWeights:
     """The process group that the workers were asked to join last."""
     push_is_waiting: bool = False
     """True while a push waits for rows to end."""
+    is_paused: bool = False
+    """True from the pause for a push that keeps rows until the next push ends."""
+    keeps_rows: bool = False
+    """True if the push under way, or the last one, keeps rows that have not ended."""
+    outlived: set[str] = field(default_factory=set)
+    """Weight versions before the last pushes that kept rows; rows that name one go on with the present weights."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def not_complete(self) -> Refusal:
@@ -113,10 +120,11 @@ class ServerWeights:
         if token != self.next_push:
             raise Refusal(409, "another push has begun since this one asked for `info`, or this one was sent before")
 
-    def begin(self, version: str, specs: Sequence[TensorSpec] = ()) -> None:
+    def begin(self, version: str, specs: Sequence[TensorSpec] = (), *, keeps_rows: bool = False) -> None:
         """Mark the weights incomplete until the push of these tensors ends."""
         self.is_complete, self.pending_version, self.next_push = False, version, uuid.uuid4().hex
-        self.specs, self.num_tensors = specs, 0
+        self.specs, self.num_tensors, self.keeps_rows = specs, 0, keeps_rows
+        self.outlived = {*self.outlived, self.version} if keeps_rows else set()
 
     def check_pending(self, version: str) -> None:
         """Refuses a part of another push than the one under way."""
@@ -249,12 +257,13 @@ class Routes:
         body, weights = await call.json(ROWS_BYTES), self._weights
         version = take(body, "weight_version", str)
         # Nothing is awaited from here on: no push can begin between the check of the version and the rows' start.
-        if not weights.is_complete:
+        present = weights.pending_version if weights.keeps_rows and not weights.is_complete else weights.version
+        if not weights.is_complete and not weights.keeps_rows:
             raise weights.not_complete()
-        if weights.version != version:
+        if version != present and version not in weights.outlived:
             raise Refusal(409, f"this server has the weights {weights.version!r}, not {version!r}")
         with _refused_options():
-            return RowStream(engine, body, weights.adapter, self._load)
+            return RowStream(engine, body, str(present), weights.adapter, self._load)
 
     async def route_init(self, engine: Any, call: Call) -> None:
         """Have all workers look into the trainer's shared memory, open a port, form a process group, or only answer."""
@@ -296,9 +305,10 @@ class Routes:
             raise Refusal(400, f"the announced tensors are no list of name, dtype and shape: {error}") from None
         async with weights.lock:
             weights.check_announced(token)
-            await self._drain(timeout_s)
+            keeps_rows = take({"keeps_rows": False, **body}, "keeps_rows", bool)
+            await (self._pause(engine, timeout_s) if keeps_rows else self._drain(timeout_s))
             await self._end_update(engine)
-            weights.begin(version, specs)
+            weights.begin(version, specs, keeps_rows=keeps_rows)
             weights.adapter = None
             await engine.start_weight_update()
 
@@ -392,14 +402,30 @@ class Routes:
         finally:
             weights.push_is_waiting = False
 
+    async def _pause(self, engine: Any, timeout_s: float) -> None:
+        """Stop sampling after the present step; rows under way stay where they are, with their keys and values."""
+        try:
+            await asyncio.wait_for(engine.pause_generation(mode="keep", clear_cache=False), timeout_s)
+        except asyncio.TimeoutError:
+            raise Refusal(409, f"vLLM did not pause within {timeout_s:g} s; weights cannot change") from None
+        self._weights.is_paused = True
+
     async def _finish_push(self, engine: Any, version: str) -> None:
-        """Drop everything computed with earlier weights, and let sampling begin with those of the push."""
-        if not await engine.reset_prefix_cache():
-            raise Refusal(500, f"vLLM did not forget what it computed with the weights before {version!r}")
-        # Image features have a cache of their own.
-        await engine.reset_encoder_cache()
+        """Let sampling begin, or go on, with the weights of the push, and with nothing computed from earlier ones.
+
+        Rows that are kept are the exception: their keys and values stay, out of reach of other rows (`RowStream`).
+        """
+        weights = self._weights
+        if not weights.keeps_rows:
+            if not await engine.reset_prefix_cache():
+                raise Refusal(500, f"vLLM did not forget what it computed with the weights before {version!r}")
+            # Image features have a cache of their own.
+            await engine.reset_encoder_cache()
         await engine.update_weight_version(version)
-        self._weights.version, self._weights.is_complete, self._weights.pending_version = version, True, None
+        weights.version, weights.is_complete, weights.pending_version = version, True, None
+        if weights.is_paused:
+            await engine.resume_generation()
+            weights.is_paused = False
 
 
 @contextmanager

@@ -115,7 +115,8 @@ class VLLMServerPool(VLLMEngine):
 
     def _push(self, push: Push) -> str:
         """Push to all servers that answer. ConnectionError, with each server's cause, if none does in time."""
-        self._weight_version, self._last_push = push.weight_version, push
+        self.expect(push.weight_version)
+        self._last_push = push
         self._versions.add(push.weight_version)
         for member in self.members:
             member.failures = 0
@@ -158,15 +159,16 @@ class VLLMServerPool(VLLMEngine):
     def share_weight_version(self) -> None:
         """Collective. All ranks expect the weights that rank 0 has pushed, on the servers that took them."""
         mine = self._weight_version or "", [member.cause for member in self.members]
-        self._weight_version, causes = dist.all_gather_objects(mine)[0]
+        weight_version, causes = dist.all_gather_objects(mine)[0]
+        self.expect(weight_version)
         for member, cause in zip(self.members, causes):
-            member.engine.expect(self._weight_version)
+            member.engine.expect(weight_version)
             member.cause = cause
 
     @contextmanager
     def session(self, options: SamplingOptions) -> Iterator[PoolSession]:
         """A session over all servers; requests that have not ended when it is closed are aborted."""
-        with closing(PoolSession(self, options, self.weight_version)) as session:
+        with closing(PoolSession(self, options, self.pushed)) as session:
             yield session
 
     def close(self) -> None:
@@ -271,9 +273,9 @@ class _Part:
 class PoolSession(TicketSession):
     """A session that spreads rows over the servers of a pool, and those of a lost server over the others."""
 
-    def __init__(self, pool: VLLMServerPool, options: SamplingOptions, weight_version: str):
+    def __init__(self, pool: VLLMServerPool, options: SamplingOptions, pushed: Sequence[str]):
         super().__init__()
-        self._pool, self._options, self._weight_version = pool, options, weight_version
+        self._pool, self._options, self._pushed = pool, options, pushed
         self._parts: dict[Member, _Part] = {}
 
     def advance(self) -> list[tuple[int, Sample]]:
@@ -283,6 +285,8 @@ class PoolSession(TicketSession):
         """
         if not self._open:
             return []
+        for member in [member for member in self._parts if member.cause is not None]:
+            self._take_back(member)  # a push has lost it
         self._pool.readmit()
         self._spread()
         ended: dict[int, Sample] = {}
@@ -337,12 +341,15 @@ class PoolSession(TicketSession):
             fields = sampling_fields(self._options, regex=self._pool.regex)
             wait_s = WAIT_S / len(self._pool.members)
             self._parts[member] = _Part(
-                ServerSession(engine.address, self._weight_version, fields, _fail, self._pool.timeout_s, wait_s)
+                ServerSession(engine.address, self._pushed, fields, _fail, self._pool.timeout_s, wait_s)
             )
         return self._parts[member]
 
     def _lose(self, member: Member, error: Exception) -> None:
         self._pool.lose(member, error)
+        self._take_back(member)
+
+    def _take_back(self, member: Member) -> None:
         part = self._parts.pop(member, None)
         if part is not None:
             self._unsent.extend(part.tickets.values())

@@ -6,13 +6,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import Request, Sample, TicketSession
 from groupgrad.engines.vllm.http import Address, ServerRefused, Stream
 from groupgrad.engines.vllm.media import encode
+from groupgrad.engines.vllm.vllm_engine import policy_step_of
 from groupgrad.engines.vllm.vllm_params import FINISH_REASONS, row_fields
 
 logger = logging.getLogger(__name__)
@@ -30,13 +31,15 @@ _ENGINE_DIED = ("EngineDeadError", "EngineCore")
 class ServerSession(TicketSession):
     """A session whose requests may come at any time; each `advance` sends the new ones in one call.
 
-    `recover(reason)` brings the server back with the weights of `weight_version`, and raises if it cannot.
+    `pushed` are the weight versions up to the present one, and grows with each push. Rows come from the version at the
+    session's start and, if a push keeps them, from later ones. `recover(reason)` brings the server back with the
+    present version, and raises if it cannot.
     """
 
     def __init__(
         self,
         address: Address,
-        weight_version: str,
+        pushed: Sequence[str],
         fields: dict[str, Any],
         recover: Callable[[str], None],
         timeout_s: float,
@@ -44,7 +47,8 @@ class ServerSession(TicketSession):
     ):
         super().__init__()
         self._wait_s = wait_s
-        self._address, self._weight_version, self._fields = address, weight_version, fields
+        self._address, self._fields = address, fields
+        self._pushed, self._first = pushed, len(pushed) - 1
         self._recover, self._timeout_s = recover, timeout_s
         self._calls: dict[Stream, set[int]] = {}
         """Calls of `generate` under way, with the tickets of their rows that have not ended."""
@@ -118,7 +122,7 @@ class ServerSession(TicketSession):
                 if key not in self._encoded:
                     self._encoded[key] = [encode(image) for image in request.media.images]
                 images[key] = self._encoded[key]
-        body = {"weight_version": self._weight_version, "sampling": self._fields, "rows": rows}
+        body = {"weight_version": self._pushed[-1], "sampling": self._fields, "rows": rows}
         body |= {"prompts": list(map(list, prompts)), "images": images}
         call = Stream(self._address, "generate", body, timeout_s=self._timeout_s)
         self._calls[call] = set(tickets)
@@ -160,15 +164,24 @@ class ServerSession(TicketSession):
                 return
             length = len(self._open[ticket].prompt_ids)
             raise ValueError(f"vLLM did not sample row {ticket} (a prompt of {length} tokens): {line['error']}")
-        if line["weight_version"] != self._weight_version:
-            raise RuntimeError(
-                f"row {ticket} was sampled from the weights {line['weight_version']!r}, not {self._weight_version!r}"
-            )
         if line["finish_reason"] not in FINISH_REASONS:
             return  # aborted by the server: as for an engine that died
         open_tickets.discard(ticket)
         self._last_progress = time.monotonic()
-        ended[ticket] = Sample(line["ids"], FINISH_REASONS[line["finish_reason"]], line["logprobs"])
+        steps = self._policy_steps(ticket, line["weight_versions"])
+        ended[ticket] = Sample(
+            line["ids"], FINISH_REASONS[line["finish_reason"]], line["logprobs"], policy_versions=steps
+        )
+
+    def _policy_steps(self, ticket: int, weight_versions: Sequence[tuple[str, int]]) -> list[int]:
+        """The optimizer step of each token's weights. RuntimeError for weights that no row of this session may have."""
+        allowed = self._pushed[self._first :]
+        if any(version not in allowed for version, _ in weight_versions):
+            found = " and ".join(repr(version) for version, _ in weight_versions)
+            raise RuntimeError(
+                f"row {ticket} was sampled from the weights {found}, not {' or '.join(map(repr, allowed))}"
+            )
+        return [policy_step_of(version) for version, count in weight_versions for _ in range(count)]
 
     def _close_call(self, call: Stream) -> None:
         """Abort a call; its open rows are sent again by the next `advance`."""

@@ -22,11 +22,18 @@ class Push:
     model: nn.Module
     kind: Literal["weights", "adapter"]
     policy_step: int
+    keeps_rows: bool = False
+    """Rows under way go on with these weights; otherwise the push waits for them."""
     weight_version: str = field(init=False)
     """The policy step and a suffix that no other push has."""
 
     def __post_init__(self) -> None:
         self.weight_version = f"{self.policy_step}-{uuid.uuid4().hex[:8]}"
+
+
+def policy_step_of(weight_version: str) -> int:
+    """The optimizer step of the weights of a push."""
+    return int(weight_version.partition("-")[0])
 
 
 class VLLMEngine(ABC):
@@ -43,6 +50,7 @@ class VLLMEngine(ABC):
     def __init__(self, regex: str | None = None):
         self.regex = regex
         self._weight_version: str | None = None
+        self._pushed: list[str] = []
         self._last_push: Push | None = None
         self.is_frozen = False
         """True while the policy may change during sampling, so that it must not be pushed."""
@@ -59,6 +67,11 @@ class VLLMEngine(ABC):
             )
         return self._weight_version
 
+    @property
+    def pushed(self) -> Sequence[str]:
+        """The weight versions up to `weight_version`, in order; it grows with each push. ValueError as there."""
+        return self._pushed if self.weight_version else ()
+
     def plain_logprobs(self, options: SamplingOptions) -> bool:
         """True if log-probs of samples are those of the temperature softmax, as training scores tokens.
 
@@ -66,9 +79,12 @@ class VLLMEngine(ABC):
         """
         return is_plain(sampling_fields(options, regex=self.regex), self.logprobs_mode)
 
-    def push(self, model: nn.Module, policy_step: int) -> str:
-        """Send all weights, adapters merged; returns their weight version. Collective if they are sharded."""
-        return self._push(Push(model, "weights", policy_step))
+    def push(self, model: nn.Module, policy_step: int, *, keeps_rows: bool = False) -> str:
+        """Send all weights, adapters merged; returns their weight version. Collective if they are sharded.
+
+        With `keeps_rows`, which only servers can, rows under way go on with them.
+        """
+        return self._push(Push(model, "weights", policy_step, keeps_rows))
 
     def push_adapter(self, model: nn.Module, policy_step: int) -> str:
         """Send the active LoRA adapter alone; returns its weight version. Collective if it is sharded.
@@ -80,6 +96,12 @@ class VLLMEngine(ABC):
     @abstractmethod
     def _push(self, push: Push) -> str:
         """Send a push; returns its weight version."""
+
+    def expect(self, weight_version: str) -> None:
+        """Sample from this weight version, which this rank or another one pushes."""
+        self._weight_version = weight_version
+        if weight_version not in self._pushed[-1:]:
+            self._pushed.append(weight_version)
 
     def share_weight_version(self) -> None:  # noqa: B027
         """Collective after a push on all ranks; does nothing where each rank has an engine with its own weights."""

@@ -146,3 +146,14 @@ def sampled_logprobs(ids: Iterable[int], entries: Any) -> list[float]:
     if entries is None or len(entries) != len(ids):
         raise RuntimeError(f"vLLM gave {len(ids)} tokens and {0 if entries is None else len(entries)} log-probs")
     return [float(entry[token].logprob) for token, entry in zip(ids, entries)]
+
+
+def version_counts(spans: Any, num_tokens: int) -> list[tuple[str, int]]:
+    """Weight versions in the order of a row's tokens, each with the number of tokens that it sampled, by vLLM's record.
+
+    RuntimeError if the record is not of all tokens.
+    """
+    counts = [(str(span.version), int(span.end) - int(span.start)) for span in spans]
+    if sum(count for _, count in counts) != num_tokens:
+        raise RuntimeError(f"vLLM gave {num_tokens} tokens, and the weight versions of {counts}")
+    return counts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from torch import nn
@@ -12,6 +14,9 @@ from groupgrad import dist, stopping
 from groupgrad.engines.base import Request, Sample, SamplingOptions, Session, sample_all
 from groupgrad.engines.vllm.http import GIVEN_UP
 from groupgrad.engines.vllm.vllm_engine import VLLMEngine
+
+POLL_S = 0.01
+"""Seconds between two looks of a sampling thread whether a push has ended."""
 
 
 class VLLMPolicy:
@@ -28,6 +33,9 @@ class VLLMPolicy:
         self, engine: VLLMEngine, model: nn.Module, *, sends_adapter: bool = False, keeps_logprobs: bool = True
     ):
         self.engine, self._model = engine, model
+        self._lock = threading.Lock()
+        """Held by a push, and by what another thread does with rows that the push keeps."""
+        self._is_pushing = False
         self._sends_adapter, self._keeps_logprobs = sends_adapter, keeps_logprobs
         self.policy_step: int | None = None
         """Optimizer step of the weights that samples come from; None before the first `refresh`."""
@@ -37,21 +45,36 @@ class VLLMPolicy:
         """Limit on the tokens of a prompt and its completion together."""
         return self.engine.max_model_len
 
-    def refresh(self, policy_step: int) -> None:
+    def refresh(self, policy_step: int, *, keeps_rows: bool = False) -> None:
         """Collective. Push the policy's weights of this optimizer step, unless vLLM has them already.
 
-        Nothing may be sampled meanwhile.
+        Nothing may be sampled meanwhile, unless `keeps_rows`: then rows that other threads sample go on with the new
+        weights.
         """
         self.engine.is_stopped = False
         if self.policy_step == policy_step:
             return
         self.policy_step = None
-        # A push that a signal cuts in half would leave the server waiting.
-        with stopping.finishing(), dist.errors_on_all_ranks():
-            push = self.engine.push_adapter if self._sends_adapter else self.engine.push
-            push(self._model, policy_step)
-        self.engine.share_weight_version()
+        with self._push_under_way():
+            if keeps_rows:  # a rank reads no row of the new weights before it knows their version
+                dist.all_gather_objects(None)
+            # A push that a signal cuts in half would leave the server waiting.
+            with stopping.finishing(), dist.errors_on_all_ranks():
+                if self._sends_adapter:
+                    self.engine.push_adapter(self._model, policy_step)
+                else:
+                    self.engine.push(self._model, policy_step, keeps_rows=keeps_rows)
+            self.engine.share_weight_version()
         self.policy_step = policy_step
+
+    @contextmanager
+    def _push_under_way(self) -> Iterator[None]:
+        self._is_pushing = True
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._is_pushing = False
 
     def invalidate(self) -> None:
         """Have the next `refresh` push the weights even if the step is the same: the policy may have changed."""
@@ -83,8 +106,23 @@ class VLLMPolicy:
     @contextmanager
     def session(self, options: SamplingOptions) -> Iterator[Session]:
         """A session over vLLM."""
-        with self.engine.session(options) as session:
-            yield _PolicySession(session, self.engine, self._keeps_logprobs)
+        with ExitStack() as stack:
+            with self._lock:
+                session = stack.enter_context(self.engine.session(options))
+            yield _PolicySession(session, self)
+
+    def advance(self, session: Session) -> list[tuple[int, Sample]]:
+        """Sample a little; returns the rows that ended. RuntimeError once the policy is stopped."""
+        if self.engine.is_stopped:
+            raise RuntimeError(GIVEN_UP)
+        if self._is_pushing:  # leave the lock to the push
+            time.sleep(POLL_S)
+            return []
+        with self._lock:
+            ended = session.advance()
+        if self._keeps_logprobs:
+            return ended
+        return [(ticket, replace(sample, logprobs=None)) for ticket, sample in ended]
 
     def close(self) -> None:
         """End what this process started of vLLM."""
@@ -92,20 +130,15 @@ class VLLMPolicy:
 
 
 class _PolicySession:
-    """An engine's session that ends when the policy is stopped, and may drop log-probs."""
+    """An engine's session that ends when the policy is stopped, waits for pushes, and may drop log-probs."""
 
-    def __init__(self, inner: Session, engine: VLLMEngine, keeps_logprobs: bool):
-        self._inner, self._engine, self._keeps_logprobs = inner, engine, keeps_logprobs
+    def __init__(self, inner: Session, policy: VLLMPolicy):
+        self._inner, self._policy = inner, policy
         self.submit, self.release = inner.submit, inner.release
 
     def advance(self) -> list[tuple[int, Sample]]:
         """Sample a little; returns the rows that ended. RuntimeError once the policy is stopped."""
-        if self._engine.is_stopped:
-            raise RuntimeError(GIVEN_UP)
-        ended = self._inner.advance()
-        if self._keeps_logprobs:
-            return ended
-        return [(ticket, replace(sample, logprobs=None)) for ticket, sample in ended]
+        return self._policy.advance(self._inner)
 
     @property
     def num_open(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the routes under `/groupgrad` and of what they carry; a change that one side alone would not understand
 makes it the next number."""
 
