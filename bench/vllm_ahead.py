@@ -4,7 +4,8 @@
 
 A proxy in front of a vLLM server delays each round (generation batch) without computing anything, so that sampling
 takes about as long as the rest of the round, which trains on it four times. One setting delays all rounds equally, the
-other by between nothing and twice that. The same delays are used for every `rollout_ahead`.
+other by between nothing and twice that. The same delays are used for every `rollout_ahead`, and for
+`vllm_in_flight_updates`, where weights are pushed for each round, whatever is being sampled.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from groupgrad import GRPOConfig, GRPOTrainer
 PROMPT_TOKENS, COMPLETION_TOKENS, NUM_GENERATIONS, NUM_ROWS, NUM_ITERATIONS = 16, 8, 8, 64, 4
 WARM_UP = 3
 """First rounds, which are not counted: until rounds ahead were sampled and all code has run once."""
-AHEAD = (0, 1, 2)
+SETTINGS = ((0, False), (1, False), (2, False), (2, True))
+"""`rollout_ahead` and `vllm_in_flight_updates` of each run."""
 LEAST_DELAY_S = 0.3
 SERVER_OPTIONS = ("--max-model-len", "128", "--max-num-seqs", str(NUM_ROWS), "--enforce-eager")
 
@@ -48,6 +50,7 @@ class Run:
     """Times of the counted rounds of one setting."""
 
     ahead: int
+    in_flight: bool
     delays: str
     """`even` or `uneven`."""
     seconds: float
@@ -58,13 +61,20 @@ class Run:
     weights: float
     ideal: float
     """A round whose sampling and training do not slow each other down, by `seconds_a_round`."""
+    lag: float
+    """Mean over sampled tokens of the steps between the weights that sampled them and those that train."""
+    most_lag: float
+    mixed: float
+    """Share of rows whose tokens are of several weights."""
 
 
-def seconds_a_round(sampling: Sequence[float], rest: float, ahead: int, *, skip: int = 0) -> float:
+def seconds_a_round(
+    sampling: Sequence[float], rest: float, ahead: int, *, skip: int = 0, in_flight: bool = False
+) -> float:
     """Mean seconds of a round if round i is sampled in `sampling[i]` seconds and the rest of each takes `rest`.
 
-    Rounds are started as in the trainer: in order, up to `ahead` of them when none is being sampled. The first `skip`
-    are not counted.
+    Rounds are started as in the trainer: in order, up to `ahead` of them when none is being sampled, or always with
+    `in_flight`. The first `skip` are not counted.
     """
     now = sampler_is_free = counted_from = 0.0
     done: dict[int, float] = {}
@@ -72,8 +82,10 @@ def seconds_a_round(sampling: Sequence[float], rest: float, ahead: int, *, skip:
         if number == skip:
             counted_from = now
         now = max(now, done[number]) if number in done else now + seconds
-        if all(end <= now for end in done.values()):
+        if in_flight or all(end <= now for end in done.values()):
             for later in range(number + 1, min(number + 1 + ahead, len(sampling))):
+                if later in done:
+                    continue
                 sampler_is_free = max(sampler_is_free, now) + sampling[later]
                 done[later] = sampler_is_free
         now += rest
@@ -103,7 +115,7 @@ class Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def train(folder: Path, url: str, *, ahead: int, rounds: int) -> tuple[float, list[dict[str, float]]]:
+def train(folder: Path, url: str, *, ahead: int, in_flight: bool, rounds: int) -> tuple[float, list[dict[str, float]]]:
     """Seconds of a counted round, and the log events of all counted rounds (means over their steps)."""
     rng = random.Random(1)
     words = [f"w{i}" for i in range(2, OVERLAP_SHAPE.vocab_size)]
@@ -132,6 +144,7 @@ def train(folder: Path, url: str, *, ahead: int, rounds: int) -> tuple[float, li
                 vllm_mode="server",
                 vllm_server_base_url=url,
                 rollout_ahead=ahead,
+                vllm_in_flight_updates=in_flight,
             ),
             train_dataset=Dataset.from_list(rows),
             processing_class=AutoTokenizer.from_pretrained(folder),
@@ -148,6 +161,13 @@ def of_a_round(events: Sequence[dict[str, float]], key: str) -> float:
     return NUM_ITERATIONS * statistics.fmean(event[key] for event in events)
 
 
+def staleness(events: Sequence[dict[str, float]]) -> tuple[float, float, float]:
+    """Mean and largest lag in steps, and the share of mixed rows; zeros without rounds ahead."""
+    keys = ("sampling/policy_lag_mean", "sampling/policy_lag", "sampling/frac_mixed_rows")
+    lag, most, mixed = ([event.get(key, 0.0) for event in events] for key in keys)
+    return statistics.fmean(lag), max(most), statistics.fmean(mixed)
+
+
 def measure(rounds: int) -> dict[str, Any]:
     """Runs of all settings, in sequence on one server."""
     folder = random_base("overlap", OVERLAP_SHAPE)
@@ -155,7 +175,7 @@ def measure(rounds: int) -> dict[str, Any]:
     with vllm_server(folder, "vllm-ahead", *SERVER_OPTIONS) as url:
         front = SlowFront(int(url.rpartition(":")[2]))
         try:
-            seconds, events = train(folder, front.url, ahead=0, rounds=WARM_UP + 4)
+            seconds, events = train(folder, front.url, ahead=0, in_flight=False, rounds=WARM_UP + 4)
             own, rest = of_a_round(events, "time/sampling"), seconds - of_a_round(events, "time/sampling")
             delay = max(LEAST_DELAY_S, rest - own)
             summary = (
@@ -164,19 +184,21 @@ def measure(rounds: int) -> dict[str, Any]:
             print(summary, flush=True)
             for kind in ("even", "uneven"):
                 base: Run | None = None
-                for ahead in AHEAD:
+                for ahead, in_flight in SETTINGS:
                     front.delays.clear()
                     waits = delays(kind, delay)
                     front.delay = lambda waits=waits: next(waits)
-                    seconds, events = train(folder, front.url, ahead=ahead, rounds=rounds)
+                    seconds, events = train(folder, front.url, ahead=ahead, in_flight=in_flight, rounds=rounds)
                     waited = of_a_round(events, "time/sampling")
                     # Without rounds ahead neither sampling nor training slows the other down.
                     alone = base.waiting - statistics.fmean(front.delays[WARM_UP:rounds]) if base else 0.0
                     training_alone = base.seconds - base.waiting if base else 0.0
                     planned = [alone + wait for wait in itertools.islice(delays(kind, delay), rounds)]
-                    ideal = seconds_a_round(planned, training_alone, ahead, skip=WARM_UP) if base else seconds
-                    training, weights = of_a_round(events, "time/training"), of_a_round(events, "time/weights")
-                    runs.append(Run(ahead, kind, seconds, waited, training, weights, ideal))
+                    ideal = seconds
+                    if base:
+                        ideal = seconds_a_round(planned, training_alone, ahead, skip=WARM_UP, in_flight=in_flight)
+                    phases = (of_a_round(events, "time/training"), of_a_round(events, "time/weights"))
+                    runs.append(Run(ahead, in_flight, kind, seconds, waited, *phases, ideal, *staleness(events)))
                     base = base or runs[-1]
                     print(runs[-1], f"rounds asked for: {len(front.delays)}", flush=True)
         finally:

@@ -107,11 +107,15 @@ def _ahead(part: Measured) -> list[str]:
     for run in part["runs"]:
         rows.append(
             [
-                f"{run['delays']}, rollout_ahead={run['ahead']}",
+                f"{run['delays']}, rollout_ahead={run['ahead']}" + (", in flight" if run["in_flight"] else ""),
                 *(f"{run[key]:.2f}" for key in ("seconds", "waiting", "training", "weights", "ideal")),
                 f"{first(part['runs'], run['delays'])['seconds'] / run['seconds']:.2f}×",
+                f"{run['lag']:.1f}",
+                f"{run['most_lag']:.0f}",
+                f"{run['mixed']:.0%}",
             ]
         )
+    columns = ("delays", "a round", "waiting", "training", "weights", "ideal", "faster than 0")
     return [
         "## Sampling ahead of a slow server",
         f"Model: {part['work']}, which is trained on {part['iterations']} times. In front of the server stands one "
@@ -121,8 +125,9 @@ def _ahead(part: Measured) -> list[str]:
         f"{part['rounds']} rounds of each setting are counted.",
         "Seconds a round by the clock; of them waiting for rollouts, training and pushing. The ideal is what the "
         "trainer's order of rounds would take if sampling and training took nothing from each other; here both use the "
-        "same two cores.",
-        table(["delays", "a round", "waiting", "training", "weights", "ideal", "faster than 0"], rows),
+        "same two cores. Lag: steps between the weights that sampled a token and those that train first on it, the "
+        "mean over tokens and the most. Mixed: share of rows that a push has met (`vllm_in_flight_updates`).",
+        table([*columns, "lag", "most", "mixed"], rows),
     ]
 
 

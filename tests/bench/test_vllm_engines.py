@@ -34,6 +34,15 @@ class TestPlan:
 
         assert vllm_ahead.seconds_a_round(sampling, rest, ahead) == pytest.approx(expected)
 
+    def test_in_flight_updates_leave_no_gap_between_rounds(self):
+        import vllm_ahead
+
+        # Rounds 1 and 2 are begun at 1, and 2 ends at 4. Round 3 is begun at 5, when round 2 is trained, and waited for
+        # from 7 to 8; in flight it is begun at 3 and sampled from 4 to 7.
+        plan = [1.0, 1.0, 2.0, 3.0]
+        found = [vllm_ahead.seconds_a_round(plan, 2.0, 2, in_flight=flag) for flag in (False, True)]
+        assert found == pytest.approx([10 / 4, 9 / 4])
+
     def test_rounds_at_the_start_may_be_left_out(self):
         import vllm_ahead
 
@@ -142,7 +151,9 @@ class TestReport:
             **told,
         }
         run = {"delays": "even", "waiting": 1.0, "training": 1.0, "weights": 0.1, "ideal": 1.5}
+        run |= {"in_flight": False, "lag": 0.0, "most_lag": 0.0, "mixed": 0.0}
         runs = [{**run, "ahead": 0, "seconds": 3.0}, {**run, "ahead": 1, "seconds": 2.0}]
+        runs.append({**run, "ahead": 2, "seconds": 2.0, "in_flight": True, "lag": 5.25, "most_lag": 8.0, "mixed": 0.5})
         ahead = {
             "work": "a small one",
             "delay": 0.5,
@@ -161,5 +172,6 @@ class TestReport:
         assert verdict in text
         assert "| native engine | 20.0% | 90.0% | 90.0% | 100.0% | 1.0e-06 |" in text
         assert "| vLLM in the training process (colocate) | 2.000 | 0.500 | 0.250 | 0.000 | 1.000 |" in text
-        assert "| even, rollout_ahead=1 | 2.00 | 1.00 | 1.00 | 0.10 | 1.50 | 1.50× |" in text
+        assert "| even, rollout_ahead=1 | 2.00 | 1.00 | 1.00 | 0.10 | 1.50 | 1.50× | 0.0 | 0 | 0% |" in text
+        assert "| even, rollout_ahead=2, in flight | 2.00 | 1.00 | 1.00 | 0.10 | 1.50 | 1.50× | 5.2 | 8 | 50% |" in text
         assert "| server, HTTP | 20 MiB | 0.500 (0.400-0.600) | 0.100 | 0.300 | 0.100 |" in text
