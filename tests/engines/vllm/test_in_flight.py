@@ -149,10 +149,12 @@ def test_a_vllm_that_does_not_pause_keeps_its_weights(servers: list[SimulatedSer
         await __import__("asyncio").sleep(60.0)
 
     server.engine.pause_generation = never  # type: ignore[method-assign]
+    server.engine.may_sample.clear()
     with pytest.raises(ServerRefused, match=r"vLLM did not pause within 0\.3 s; weights cannot change"):
         engine.push(model, 1, keeps_rows=True)
     info = call(engine.address, "info", timeout_s=5.0)
     assert info["complete"] and info["weight_version"] == version
+    until(server.engine.may_sample.is_set)
 
 
 def test_rows_of_several_servers_go_on_as_well(servers: list[SimulatedServer], model: Any) -> None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import tempfile
 import urllib.parse
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from simulated_server import Receiver, Weights, pretend_weight_transfer
 
-from groupgrad.engines.vllm import server as server_module
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS
 from groupgrad.engines.vllm.server import Routes
 from groupgrad.engines.vllm.server_requests import Call, Refusal
 from groupgrad.engines.vllm.wire import TensorSpec
 
 KEY = "the-key-of-these-tests"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 @pytest.fixture(autouse=True)
@@ -195,16 +197,16 @@ def test_a_push_that_times_out_leaves_the_server_as_it_was() -> None:
 
 
 def test_an_adapter_is_taken_once_and_as_it_was_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    loaded: list[tuple[Any, ...]] = []
-
-    def request(*given: Any) -> Any:
-        loaded.append(given)
-        return SimpleNamespace(lora_int_id=given[1], lora_path=str(tmp_path / "none"))
+    loaded: list[tuple[bytes, bytes]] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    package = ModuleType("vllm.lora.request")
+    package.LoRARequest = lambda *given: SimpleNamespace(lora_int_id=given[1], path=Path(given[2]))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", package)
 
     async def add_lora(adapter: Any) -> bool:
+        loaded.append(tuple((adapter.path / name).read_bytes() for name in ADAPTER_FILES))
         return True
 
-    monkeypatch.setattr(server_module, "lora_request", request)
     routes, engine = Routes(None), Weights(Empty())
     engine.add_lora = engine.remove_lora = add_lora  # type: ignore[attr-defined]
     token = routes._weights.next_push
@@ -219,7 +221,8 @@ def test_an_adapter_is_taken_once_and_as_it_was_sent(monkeypatch: pytest.MonkeyP
             push(**changes)
         assert caught.value.status == status and routes._weights.version == "as loaded"
     push()
-    assert routes._weights.version == "1-a" and loaded[-1][3:] == (b"{}", b"tensors")
+    assert routes._weights.version == "1-a" and loaded == [(b"{}", b"tensors")]
+    assert list(tmp_path.iterdir()) == [], "a server that is killed leaves nothing"
     with pytest.raises(Refusal, match="or this one was sent before"):
         push()
     assert len(loaded) == 1 and routes._weights.is_complete

@@ -8,7 +8,6 @@ Sleeping is vLLM's own, for GPUs; it was tested against a simulated vLLM only.
 from __future__ import annotations
 
 import itertools
-import shutil
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
@@ -84,14 +83,14 @@ class VLLMColocateEngine(VLLMEngine):
         """
         if self._engine.has_unfinished_requests():
             raise RuntimeError("weights cannot change while rows are sampled; close the session first")
-        adapter = self._adapter_request(push) if push.kind == "adapter" else None
+        contents = self._adapter_contents(push) if push.kind == "adapter" else None
         self._wake("weights")
         self._weight_version, self._last_push = None, push
-        if adapter is None or not self._has_base:
+        if contents is None or not self._has_base:
             self._has_base = False
-            self._load(push.model, merge=adapter is None)
-            self._has_base = adapter is not None
-        self._use_adapter(adapter)
+            self._load(push.model, merge=contents is None)
+            self._has_base = contents is not None
+        self._use_adapter(push.weight_version, contents)
         # Drop everything computed with earlier weights; image features have a cache of their own.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not forget what it computed with the weights before")
@@ -100,16 +99,14 @@ class VLLMColocateEngine(VLLMEngine):
         self._weight_version = push.weight_version
         return push.weight_version
 
-    def _adapter_request(self, push: Push) -> Any:
-        """vLLM's request for the adapter, in a new folder."""
+    def _adapter_contents(self, push: Push) -> tuple[bytes, bytes]:
+        """The adapter's configuration and tensors. ValueError if its rank is too large."""
         files = adapter_files(push.model)
         rank, max_rank = int(files.config["r"]), self._options.max_lora_rank
         if rank > (lora_rank(max_rank) if max_rank else 0):
             has = f"was started for adapters up to rank {max_rank}" if max_rank else "was started without adapters"
             raise ValueError(f"the adapter has rank {rank}, but vLLM {has}; merge it into the weights instead (push)")
-        self._num_adapters += 1
-        contents = adapter_bytes(files, torch_dtype(self._options.dtype))
-        return lora_request(push.weight_version, self._num_adapters, self._folder.name, *contents)
+        return adapter_bytes(files, torch_dtype(self._options.dtype))
 
     def _load(self, model: nn.Module, *, merge: bool) -> None:
         shapes = checkpoint_weights(model, merge=merge, shapes_only=True)
@@ -136,13 +133,15 @@ class VLLMColocateEngine(VLLMEngine):
     def _update(self, **update_info: Any) -> None:
         self._llm.update_weights({"update_info": update_info})
 
-    def _use_adapter(self, adapter: Any) -> None:
-        previous, self._adapter = self._adapter, None
-        if adapter is not None and not self._engine.add_lora(adapter):
-            raise RuntimeError(f"vLLM did not load the adapter {adapter.lora_name!r}")
+    def _use_adapter(self, weight_version: str, contents: tuple[bytes, bytes] | None) -> None:
+        previous, adapter, self._adapter = self._adapter, None, None
+        if contents is not None:
+            self._num_adapters += 1
+            with lora_request(weight_version, self._num_adapters, *contents) as adapter:
+                if not self._engine.add_lora(adapter):
+                    raise RuntimeError(f"vLLM did not load the adapter {weight_version!r}")
         if previous is not None:
             self._engine.remove_lora(previous.lora_int_id)
-            shutil.rmtree(previous.lora_path, ignore_errors=True)
         self._adapter = adapter
 
     def check(self, options: SamplingOptions, *, num_tokens: int = 0) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +36,15 @@ def adapter_bytes(files: AdapterFiles, dtype: torch.dtype) -> tuple[bytes, bytes
     return json.dumps(files.config, default=str).encode(), save(tensors)
 
 
-def lora_request(weight_version: str, number: int, parent: str, config: bytes, tensors: bytes) -> Any:
-    """Write an adapter into a new folder of `parent`; returns vLLM's request for it, which needs its own `number`."""
+@contextmanager
+def lora_request(weight_version: str, number: int, config: bytes, tensors: bytes) -> Iterator[Any]:
+    """vLLM's request for an adapter, which needs a `number` of its own; its files are removed afterwards.
+
+    vLLM reads them when it loads the adapter, and then keeps that in memory.
+    """
     from vllm.lora.request import LoRARequest
 
-    folder = Path(parent) / f"adapter-{number}"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_bytes(config)
-    (folder / "adapter_model.safetensors").write_bytes(tensors)
-    return LoRARequest(weight_version, number, str(folder))
+    with tempfile.TemporaryDirectory(prefix="groupgrad-adapter-") as folder:
+        (Path(folder) / "adapter_config.json").write_bytes(config)
+        (Path(folder) / "adapter_model.safetensors").write_bytes(tensors)
+        yield LoRARequest(weight_version, number, folder)

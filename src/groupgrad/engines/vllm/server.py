@@ -25,17 +25,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import os
-import shutil
-import tempfile
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from groupgrad import compat
@@ -155,11 +151,6 @@ class Routes:
         self._load = ServerLoad()
         self._start_id = uuid.uuid4().hex
 
-    @cached_property
-    def _adapters(self) -> tempfile.TemporaryDirectory[str]:
-        """The folder of loaded adapters, made for the first one: a killed server could not remove it."""
-        return tempfile.TemporaryDirectory(prefix="groupgrad-adapters-")
-
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer groupgrad's routes; refuse calls without the key, and vLLM's own POST routes during a push."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and _is_health(scope)):
@@ -168,7 +159,7 @@ class Routes:
             await send({"type": "websocket.close", "code": 1008})
         elif not self._has_key(scope):
             story = "this server answers only with its key, as a header `Authorization: Bearer KEY`"
-            await _reply(MISSING_KEY_STATUS, {"error": story}, send)
+            await _reply(MISSING_KEY_STATUS, {"error": story}, scope, receive, send)
         elif scope["path"].startswith(PREFIX):
             await self._answer(scope, receive, send)
         elif scope["method"] != "POST":
@@ -189,7 +180,7 @@ class Routes:
             if self._weights.push_is_waiting:  # new calls could keep a push waiting for ever
                 raise Refusal(503, "a push of weights waits for rows to end; ask again in a moment")
         except Refusal as refusal:
-            await _reply(refusal.status, {"error": str(refusal)}, send)
+            await _reply(refusal.status, {"error": str(refusal)}, scope, receive, send)
             return
         self._load.num_sampling += 1
         try:
@@ -214,7 +205,7 @@ class Routes:
         if isinstance(answer, RowStream):
             await _stream(answer, scope, receive, send)
         else:
-            await _reply(status, answer or {}, send)
+            await _reply(status, answer or {}, scope, receive, send)
 
     async def route_info(self, engine: Any, call: Call) -> dict[str, Any]:
         if engine.errored:
@@ -377,15 +368,13 @@ class Routes:
                     f"the adapter {version!r} belongs to other weights than {weights.base_version!r}, which are here",
                 )
             weights.num_adapters += 1
-            contents = data[:config_bytes], data[config_bytes:]
-            adapter = lora_request(version, weights.num_adapters, self._adapters.name, *contents)
             previous = weights.adapter
             weights.begin(version)
-            if not await engine.add_lora(adapter):
-                raise Refusal(422, f"vLLM did not load the adapter {version!r}")
+            with lora_request(version, weights.num_adapters, data[:config_bytes], data[config_bytes:]) as adapter:
+                if not await engine.add_lora(adapter):
+                    raise Refusal(422, f"vLLM did not load the adapter {version!r}")
             if previous is not None:
                 await engine.remove_lora(previous.lora_int_id)
-                shutil.rmtree(previous.lora_path, ignore_errors=True)
             weights.adapter = adapter
             await self._finish_push(engine, version)
 
@@ -404,11 +393,13 @@ class Routes:
 
     async def _pause(self, engine: Any, timeout_s: float) -> None:
         """Stop sampling after the present step; rows under way stay where they are, with their keys and values."""
+        self._weights.is_paused = True
         try:
             await asyncio.wait_for(engine.pause_generation(mode="keep", clear_cache=False), timeout_s)
         except asyncio.TimeoutError:
+            # vLLM takes calls in order: it resumes as soon as it comes to the pause.
+            self._resuming = asyncio.create_task(engine.resume_generation())
             raise Refusal(409, f"vLLM did not pause within {timeout_s:g} s; weights cannot change") from None
-        self._weights.is_paused = True
 
     async def _finish_push(self, engine: Any, version: str) -> None:
         """Let sampling begin, or go on, with the weights of the push, and with nothing computed from earlier ones.
@@ -453,15 +444,13 @@ async def _stream(rows: RowStream, scope: Any, receive: Any, send: Any) -> None:
         rows.abort()
 
 
-async def _reply(status: int, answer: dict[str, Any], send: Any) -> None:
-    data = json.dumps(answer).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-    if status == 503:
-        headers.append((b"retry-after", str(RETRY_S).encode()))
+async def _reply(status: int, answer: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:
+    from starlette.responses import JSONResponse
+
+    headers = {"retry-after": str(RETRY_S)} if status == 503 else {}
     if status in (MISSING_KEY_STATUS, 408, 413):  # a part of the body may still be on its way
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data})
+        headers["connection"] = "close"
+    await JSONResponse(answer, status, headers)(scope, receive, send)
 
 
 def _is_health(scope: Any) -> bool:

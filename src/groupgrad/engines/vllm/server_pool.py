@@ -72,16 +72,6 @@ class VLLMServerPool(VLLMEngine):
         """Weight versions that a server may have without another trainer."""
 
     @property
-    def is_frozen(self) -> bool:
-        """True while the policy may change during sampling, so that it must not be pushed."""
-        return self.members[0].engine.is_frozen
-
-    @is_frozen.setter
-    def is_frozen(self, value: bool) -> None:
-        for member in self.members:
-            member.engine.is_frozen = value
-
-    @property
     def is_stopped(self) -> bool:
         """True once training ends: waiting for vLLM fails."""
         return self.members[0].engine.is_stopped

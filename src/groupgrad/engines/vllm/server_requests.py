@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
-T = TypeVar("T", str, int, float, list, dict)
+T = TypeVar("T", str, int, float, bool, list, dict)
 
 JSON_BYTES = 2**20
 """Largest JSON body of a route that has no limit of its own."""
