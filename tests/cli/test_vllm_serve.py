@@ -228,6 +228,17 @@ def test_a_key_that_no_header_carries_is_refused(key: str, capsys: pytest.Captur
     assert f"the key in --api-key has {len(key)} characters" in said and (not key or key not in said)
 
 
+@pytest.mark.parametrize(("value", "status"), [("1", 2), ("0", 0), ("", 0)])
+def test_the_mode_whose_routes_change_weights_unseen_is_refused(
+    value: str, status: int, serve: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", value)
+    monkeypatch.setattr(vllm_serve, "check_port", lambda arguments: ("127.0.0.1", 8000))
+    assert main(["--model", "m"]) == status
+    refusal = f"VLLM_SERVER_DEV_MODE is {value!r}: in that mode vLLM has routes that change weights"
+    assert (refusal in capsys.readouterr().err) == (status == 2)
+
+
 def test_vllms_own_file_of_options_is_read(serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "vllm.yaml"
     path.write_text("host: 0.0.0.0\n")

@@ -16,7 +16,7 @@ import yaml
 from groupgrad import compat
 from groupgrad.cli.command_parser import COMMAND_CODES, codes_in_words
 from groupgrad.engines.vllm.api_keys import VARIABLE, check_key, forget_key, is_loopback, store_new_key
-from groupgrad.engines.vllm.server import server_command
+from groupgrad.engines.vllm.server import check_mode, server_command
 from groupgrad.engines.vllm.transfer_plugin import check_plugin
 from groupgrad.engines.vllm.vllm_params import LOGPROBS_MODE
 
@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
         if importlib.util.find_spec("vllm") is None:
             raise ValueError("vLLM is not installed; run `pip install vllm`")
         check_plugin()
+        check_mode()
         address = check_port(arguments)
         key, arguments = take_key(arguments)
         if key is None and address is None:

@@ -54,6 +54,15 @@ class Empty(Receiver):
         super().__init__(SimpleNamespace(named_modules=list, named_parameters=list))
 
 
+def test_a_server_does_not_start_in_the_mode_whose_routes_change_weights_unseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`vllm serve` with groupgrad's middleware, without its command."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    with pytest.raises(ValueError, match=r"VLLM_SERVER_DEV_MODE is '1': .*; unset it"):
+        Routes(None)
+
+
 def test_a_worker_in_another_group_has_a_status_of_its_own() -> None:
     routes = Routes(None)
     routes._weights.begin("3-a", [TensorSpec("a", "uint8", (64,))])

@@ -69,6 +69,8 @@ SPECS_BYTES, ROWS_BYTES, ADAPTER_BYTES = 2**26, 2**30, 2**33
 """Largest announcement of a push, largest call for rows (with images, or of vLLM's own routes), and largest adapter."""
 OPEN_PATH = "/health"
 """The only path that is answered without the key."""
+DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
+"""Environment variable of vLLM's development mode."""
 
 
 @dataclass(slots=True)
@@ -142,6 +144,7 @@ class Routes:
     """ASGI middleware in front of vLLM's application."""
 
     def __init__(self, app: Any):
+        check_mode()
         try:
             self._key = check_key(os.environ.get(VARIABLE, ""), VARIABLE).encode()
         except ValueError as error:
@@ -455,6 +458,15 @@ async def _reply(status: int, answer: dict[str, Any], scope: Any, receive: Any, 
 
 def _is_health(scope: Any) -> bool:
     return scope["method"] == "GET" and scope["path"] == OPEN_PATH
+
+
+def check_mode() -> None:
+    """ValueError for vLLM's development mode, whose routes change weights that no push has verified."""
+    if os.environ.get(DEVELOPMENT, "0").strip() not in ("", "0"):
+        raise ValueError(
+            f"{DEVELOPMENT} is {os.environ[DEVELOPMENT]!r}: in that mode vLLM has routes that change weights which no "
+            "push has verified, and samples would still name the last push; unset it"
+        )
 
 
 def server_command(arguments: list[str]) -> list[str]:
