@@ -10,26 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_once import made_once
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
     """Results of a run with one process and of a run with two, by rank and world size."""
-    folder = tmp_path_factory.mktemp("ranks")
-    make_model().save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
-    worker = str(Path(__file__).with_name("ranks_worker.py"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen([sys.executable, worker, str(rank), str(size), str(folder)], env=environment)
-        for size in (1, 2)
-        for rank in range(size)
-    ]
-    try:
-        assert [process.wait(timeout=200) for process in processes] == [0, 0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+
+    def make(folder: Path) -> None:
+        make_model().save_pretrained(folder / "model")
+        make_tokenizer().save_pretrained(folder / "model")
+        worker = str(Path(__file__).with_name("ranks_worker.py"))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        processes = [
+            subprocess.Popen([sys.executable, worker, str(rank), str(size), str(folder)], env=environment)
+            for size in (1, 2)
+            for rank in range(size)
+        ]
+        try:
+            assert [process.wait(timeout=200) for process in processes] == [0, 0, 0]
+        finally:
+            for process in processes:
+                process.kill()
+
+    folder = made_once(tmp_path_factory, "rollout-ranks", make)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("0of1", "0of2", "1of2")}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_once import made_once
 from transformers import AutoModelForCausalLM
 from two_ranks import run_on
 
@@ -57,7 +58,7 @@ def one(script: Any, ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Ca
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the results of two processes."""
-    return made(2, tmp_path_factory.mktemp("two"), FAST)
+    return made_once(tmp_path_factory, "fsdp", lambda out: made(2, out, FAST))
 
 
 def made(num_ranks: int, out: Path, cases: list[str], checkpoint: Path | str = "from-start") -> Path:

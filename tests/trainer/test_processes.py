@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from made_once import made_once
 from two_ranks import run_on_two
 
 from groupgrad.checkpoints.choosing import choose
@@ -42,9 +43,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the results of two processes."""
-    out = tmp_path_factory.mktemp("two")
-    run_on_two(SCRIPT, out, timeout_s=240)
-    return out
+    return made_once(tmp_path_factory, "processes", lambda out: run_on_two(SCRIPT, out, timeout_s=240))
 
 
 @pytest.fixture(scope="module")

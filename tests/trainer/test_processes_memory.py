@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from made_once import made_once
+from two_ranks import run_on_two
 
 SCRIPT = Path(__file__).with_name("shortage_ranks.py")
 CASES = {
@@ -30,18 +29,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the results of two processes."""
-    out = tmp_path_factory.mktemp("two")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*launcher, str(SCRIPT), str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return out
+    return made_once(tmp_path_factory, "shortage", lambda out: run_on_two(SCRIPT, out, timeout_s=240))
 
 
 def results(out: Path, case: str) -> list[Any]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from made_once import made_once
 from transformers import AutoModelForImageTextToText
 from two_ranks import run_on_two
 
@@ -66,16 +68,13 @@ def one(script: Any, ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Ca
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Results]:
     """`two(kind, case)`: what the two processes ended with."""
-    folders: dict[tuple[str, ...], Path] = {}
 
     def found(kind: str, case: str) -> Results:
         cases = next(tuple(cases) for cases in TOGETHER[kind] if case in cases)
-        key = (kind, *cases)
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp(kind)
-            run_on_two(SCRIPT, folders[key], kind, *cases, timeout_s=500)
-        ranks = [torch.load(folders[key] / f"{case}_{rank}.pt", weights_only=False) for rank in range(2)]
-        return [{**rank, "folder": folders[key]} for rank in ranks]
+        make = partial(run_on_two, SCRIPT, timeout_s=500)
+        folder = made_once(tmp_path_factory, f"{kind}-{cases[0]}", lambda out: make(out, kind, *cases))
+        ranks = [torch.load(folder / f"{case}_{rank}.pt", weights_only=False) for rank in range(2)]
+        return [{**rank, "folder": folder} for rank in ranks]
 
     return found
 
