@@ -23,6 +23,7 @@ def test_the_stub_rates_as_it_is_asked_to(example) -> None:
         assert asyncio.run(asked) == [1.0, 0.5, 0.0]
 
 
+@pytest.mark.slow
 def test_the_rating_doubles(example, tmp_path, capsys) -> None:
     assert example.main(["--output_dir", str(tmp_path), "--steps", "12"]) == 0
     shown = capsys.readouterr().out

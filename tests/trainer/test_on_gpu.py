@@ -22,7 +22,10 @@ def lengths(completions: list[str], **_: Any) -> list[float]:
     "fields",
     [
         {"beta": 0.1, "gradient_checkpointing": True},
-        {"num_iterations": 2, "gradient_accumulation_steps": 2, "loss_type": "grpo", "entropy_coef": 0.01},
+        pytest.param(
+            {"num_iterations": 2, "gradient_accumulation_steps": 2, "loss_type": "grpo", "entropy_coef": 0.01},
+            marks=pytest.mark.slow,
+        ),
         {"bf16": True, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
     ],
     ids=["reference, checkpointing", "old policy", "bfloat16, adapter"],
