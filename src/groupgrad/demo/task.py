@@ -87,11 +87,12 @@ class Score:
     """One sampled completion a problem, in their order."""
 
 
-def make_splits(seed: int) -> Splits:
-    """All problems, shuffled by `seed`: 512 held out, 1,024 for GRPO, and the rest for the warm-up."""
+def make_splits(seed: int, *, num_held_out: int = 512) -> Splits:
+    """All problems, shuffled by `seed`: `num_held_out`, then 1,024 for GRPO, and the rest for the warm-up."""
     problems = [Problem(terms) for terms in product(range(1, 10), repeat=NUM_TERMS)]
     random.Random(seed).shuffle(problems)
-    return Splits(warm_up=problems[1536:], grpo=problems[512:1536], held_out=problems[:512])
+    held_out, rest = problems[:num_held_out], problems[num_held_out:]
+    return Splits(warm_up=rest[1024:], grpo=rest[:1024], held_out=held_out)
 
 
 def demonstrate(problem: Problem, habit: Habit, rng: random.Random) -> str:
