@@ -406,7 +406,13 @@ class ScriptedOwner:
     def problem(self) -> str | None:
         return self.problems.pop(0) if self.problems else None
 
-    def discard(self) -> None:
+    @property
+    def must_discard(self) -> bool:
+        return "discarded" in self.log
+
+    @must_discard.setter
+    def must_discard(self, value: bool) -> None:
+        assert value
         self.log.append("discarded")
 
 

@@ -74,7 +74,7 @@ def test_reasons_are_counted_and_a_gradient_starts_anew(caplog):
     (message,) = warnings_of(caplog)
     assert "in 7 of them every completion was truncated" in message
     assert "in 3 of them the rewards of each group were equal" in message
-    assert "Raise max_completion_length; choose tasks" in message
+    assert "Raise max_completion_length; end the run if the task is learned; otherwise choose tasks" in message
 
 
 def test_truncated_completions_that_are_trained_give_a_gradient(caplog):
