@@ -35,6 +35,7 @@ def test_steps_are_taken_on_demand(tmp_path, monkeypatch):
     assert {group.prompt_tokens for group in groups} == {8}
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_reported_with_its_last_words(tmp_path):
     import run
     from workloads import WORKLOADS

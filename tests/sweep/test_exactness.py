@@ -50,6 +50,7 @@ def test_a_trainer_in_memory_goes_on_without_reading_its_checkpoint(
         assert tools.logs(tmp_path / "sweep/arms" / result.name) == tools.logs(tmp_path / result.name)
 
 
+@pytest.mark.slow
 def test_adapters_with_dropout_equal_runs_alone(make_sweep, train_alone, tools, tmp_path):
     from peft import LoraConfig
 

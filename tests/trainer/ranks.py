@@ -86,6 +86,8 @@ CASES: dict[str, dict[str, Any]] = {
     "resumed": {**TWO_STEPS, "save_strategy": "steps", "save_steps": 1, "logging_steps": 3, "resume_from": 1},
     "saved_behind": {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "resume_from": 1, "behind": True},
 }
+LOSSES = {"luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy"}
+"""Cases that differ from others in their loss alone; they are run apart."""
 
 
 def few_vary(completion_ids: list[list[int]], row: list[int]) -> list[float]:
@@ -322,16 +324,20 @@ def refuse_a_save(out: Path) -> dict[str, Any]:
 
 
 def main(out: Path, checkpoint: str | None = None) -> None:
-    """Makes all runs, or continues the one of `checkpoint`."""
+    """Makes all runs but those of `LOSSES`, or these alone ("losses"), or continues the one of `checkpoint`."""
     torch.set_num_threads(1)
     rank = os.environ.get("RANK", "0")
+    if checkpoint == "losses":
+        for name in sorted(LOSSES):
+            torch.save(run(name, out), out / f"{name}_{rank}.pt")
+        return
     if checkpoint is not None:
         trainer = build("resumed", out, save_strategy="no")
         trainer.train(checkpoint)
         numbers = HELP.without_times(trainer.state.log_history)
         torch.save({"weights": HELP.weights(trainer.model), "log": numbers}, out / f"continued_{rank}.pt")
         return
-    for name in CASES:
+    for name in [name for name in CASES if name not in LOSSES]:
         torch.save(run(name, out), out / f"{name}_{rank}.pt")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         torch.save(refuse_a_save(out), out / f"full_{rank}.pt")

@@ -38,12 +38,20 @@ CASES = [
     "resumed",
     "saved_behind",
 ]
+LOSSES = ["luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy"]
+"""Cases that differ from others in their loss alone."""
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the results of two processes."""
     return made_once(tmp_path_factory, "processes", lambda out: run_on_two(SCRIPT, out, timeout_s=240))
+
+
+@pytest.fixture(scope="module")
+def two_with_losses(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of the slow cases."""
+    return made_once(tmp_path_factory, "losses", lambda out: run_on_two(SCRIPT, out, "losses", timeout_s=240))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +68,7 @@ def ranks() -> Any:
 def one(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`one(case)` makes the same run in this process."""
     out = tmp_path_factory.mktemp("one")
-    assert list(ranks.CASES) == CASES
+    assert list(ranks.CASES) == CASES and set(LOSSES) == ranks.LOSSES
     return lambda case: (ranks.run(case, out), out)
 
 
@@ -68,9 +76,10 @@ def results(out: Path, case: str) -> list[dict[str, Any]]:
     return [torch.load(out / f"{case}_{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_equal_one(one, two, tools, case):
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in LOSSES)) for case in CASES])
+def test_two_processes_equal_one(one, request, tools, case):
     """Final weights to 1e-5 relative and equal on both ranks; every logged number, evaluation included, to 1e-4."""
+    two = request.getfixturevalue("two_with_losses" if case in LOSSES else "two")
     (alone, out), (first, second) = one(case), results(two, case)
     assert torch.equal(first["weights"], second["weights"])
     assert tools.relative(first["weights"], alone["weights"]) < 1e-5

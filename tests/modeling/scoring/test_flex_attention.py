@@ -294,6 +294,7 @@ def recording(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_few_variants_do_for_all_lengths_and_windows(recording):
     """One with a window and one without, and twice as many with gradients; never the kernel for short inputs.
