@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,29 @@ class Sampling(threading.Thread):
         return [self.samples[number] for number in range(len(self.rows))]
 
 
+@contextmanager
+def slowed(server: Served) -> Iterator[None]:
+    """vLLM computes a tenth of the time, so that rows are under way when weights come, on a busy machine too."""
+    workers, ended = server.workers(), threading.Event()
+
+    def take_turns() -> None:
+        while not ended.is_set():
+            for worker in workers:
+                worker.suspend()
+            ended.wait(0.045)
+            for worker in workers:
+                worker.resume()
+            ended.wait(0.005)
+
+    thread = threading.Thread(target=take_turns, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 @torch.no_grad()
 def logprobs_across(models: list[Any], row: Request, sample: Sample) -> torch.Tensor:
     """(tokens,) log-probs of a row whose tokens `models[step]` has sampled, one after the other, over one cache.
@@ -84,12 +108,13 @@ def test_tokens_before_and_after_a_push_are_of_the_weights_that_they_name(server
     served.refresh(0)
     # Twenty rows, of which vLLM samples sixteen at a time.
     rows = [Request([4 + i // 2, 20, 30], seed=1000 + i, max_new_tokens=6 * (i + 1)) for i in range(20)]
-    sampling = Sampling(served, rows)
-    for step, num_ended in ((1, 2), (2, 9)):
-        until(lambda num_ended=num_ended: len(sampling.samples) >= num_ended or sampling.error is not None)
-        vary(policy, step)
-        models.append(copy.deepcopy(policy))
-        served.refresh(step, keeps_rows=True)
+    with slowed(server):
+        sampling = Sampling(served, rows)
+        for step, num_ended in ((1, 2), (2, 9)):
+            until(lambda num_ended=num_ended: len(sampling.samples) >= num_ended or sampling.error is not None)
+            vary(policy, step)
+            models.append(copy.deepcopy(policy))
+            served.refresh(step, keeps_rows=True)
     samples = sampling.result()
     check(models, rows, samples)
     found = [tuple(dict.fromkeys(sample.policy_versions or [])) for sample in samples]
@@ -114,14 +139,11 @@ def test_rows_that_begin_after_a_push_take_nothing_from_rows_before_it(
     served, models = VLLMPolicy(engine, policy), [copy.deepcopy(policy), vary(copy.deepcopy(policy), 1)]
     served.refresh(0)
     rows = [Request(PROMPT, seed=number, max_new_tokens=200 if number else 2) for number in range(8)]
-    sampling = Sampling(served, rows)
-    until(lambda: bool(sampling.samples) or sampling.error is not None)
-    workers = server.workers()
-    for worker in workers:  # rows wait until the push has been asked for
-        worker.suspend()
-    policy.load_state_dict(models[1].state_dict())
-    threading.Timer(0.5, lambda: [worker.resume() for worker in workers]).start()
-    served.refresh(1, keeps_rows=True)
+    with slowed(server):
+        sampling = Sampling(served, rows)
+        until(lambda: bool(sampling.samples) or sampling.error is not None)
+        policy.load_state_dict(models[1].state_dict())
+        served.refresh(1, keeps_rows=True)
     later = [Request(PROMPT, seed=10 + number, max_new_tokens=4) for number in range(2)]
     fresh = served.sample(later, OPTIONS)
     check(models, later, fresh)

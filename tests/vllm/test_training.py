@@ -128,7 +128,9 @@ def test_adapters_are_sampled_alone_or_merged(mode: str, updates: str, train: An
     )
     merged: list[int] = []
     push = trainer.engine.engine.push
-    monkeypatch.setattr(trainer.engine.engine, "push", lambda model, step: [merged.append(step), push(model, step)][1])
+    monkeypatch.setattr(
+        trainer.engine.engine, "push", lambda model, step, **kept: [merged.append(step), push(model, step, **kept)][1]
+    )
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items() if "lora_" not in name}
     trainer.train()
     assert_in_step(trainer, [0, 1, 2])
