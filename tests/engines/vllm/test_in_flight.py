@@ -157,14 +157,20 @@ def test_a_vllm_that_does_not_pause_keeps_its_weights(servers: list[SimulatedSer
     until(server.engine.may_sample.is_set)
 
 
-def test_rows_of_several_servers_go_on_as_well(servers: list[SimulatedServer], model: Any) -> None:
+def sampling_on(servers: list[SimulatedServer], model: Any) -> tuple[VLLMPolicy, Sampling]:
+    """A policy on several servers, and its rows, of which each server has some."""
     pool = VLLMServerPool([server.client(attempts=1) for server in servers])
     pool.connect(model, num_tokens=48, options=OPTIONS)
     policy = VLLMPolicy(pool, model)
     policy.refresh(0)
-    digests = [servers[0].engine.model.digest]
     sampling = Sampling(policy)
     until(lambda: all(server.engine.salts for server in servers))
+    return policy, sampling
+
+
+def test_rows_of_several_servers_go_on_as_well(servers: list[SimulatedServer], model: Any) -> None:
+    policy, sampling = sampling_on(servers, model)
+    digests = [servers[0].engine.model.digest]
     time.sleep(0.1)
     vary(model)
     policy.refresh(1, keeps_rows=True)
@@ -177,13 +183,8 @@ def test_rows_of_several_servers_go_on_as_well(servers: list[SimulatedServer], m
 def test_rows_of_a_server_that_a_push_loses_are_sampled_by_the_others(
     servers: list[SimulatedServer], model: Any
 ) -> None:
-    pool = VLLMServerPool([server.client(attempts=1) for server in servers])
-    pool.connect(model, num_tokens=48, options=OPTIONS)
-    policy = VLLMPolicy(pool, model)
-    policy.refresh(0)
+    policy, sampling = sampling_on(servers, model)
     digests = [servers[0].engine.model.digest]
-    sampling = Sampling(policy)
-    until(lambda: all(server.engine.salts for server in servers))
 
     async def fails(**_: Any) -> None:
         raise RuntimeError("no pause here")
