@@ -106,7 +106,7 @@ def functions_of(path: str) -> dict[int, tuple[str, int]]:
 
 
 def traced_functions(*, everything: bool) -> tuple[list[Row], list[Row]]:
-    """What a step calls, in the order of the first call, and the part of it from `training_step` to the optimizer."""
+    """Functions that a step calls, by first call, and those of them from `training_step` to the optimizer."""
     tracer = StepTracer()
     tokenizer = tiny_task.make_tokenizer()
     problems = tiny_task.make_splits(0).grpo[:8]

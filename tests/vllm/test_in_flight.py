@@ -73,7 +73,7 @@ def slowed(server: Served) -> Iterator[None]:
 
 @torch.no_grad()
 def logprobs_across(models: list[Any], row: Request, sample: Sample) -> torch.Tensor:
-    """(tokens,) log-probs of a row whose tokens `models[step]` has sampled, one after the other, over one cache.
+    """(tokens,) log-probs of a row that several weights have sampled in turn, `models[step]` those of a step.
 
     Keys and values stay those of the weights that computed them. The weights after a push compute those of the last
     token before it, which is sampled without its own.

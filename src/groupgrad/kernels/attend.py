@@ -35,7 +35,7 @@ def span_table(spans: torch.Tensor) -> torch.Tensor:
 def slot_spans(
     table: torch.Tensor, prompts: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Returns (n, 10) memory addresses, one row for each span of `table`, whose keys and values lie in slots.
+    """Returns (n, 10) memory addresses of the keys and values of each span of `table`, one span a row.
 
     `prompts` and `own` are keys and values (slots, Hkv, places, D) of prompts and of the tokens behind them. Flat keys
     (T, Hkv, D) are slots too: one for each token, which the tokens behind it overlap.

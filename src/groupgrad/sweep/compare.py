@@ -77,7 +77,7 @@ class Verdict:
     behind: Difference | None
     """The best arm's lead over it; None for the best arm itself."""
     outlook: Outlook | None = None
-    """What its trend leads to, where places are given by it."""
+    """The reward that its trend predicts; None unless places go by trend."""
 
     @property
     def text(self) -> str:

@@ -16,7 +16,7 @@ from groupgrad import dist
 
 @dataclass(slots=True)
 class KeptState:
-    """All that a checkpoint holds and that a paused trainer does not keep by itself.
+    """The part of a checkpoint that a paused trainer loses unless it is kept here.
 
     Weights, gradient scaler and the optimizer's moments stay where they are. The trainer's next training makes a new
     schedule and new parts of the run, and other runs move the random streams of the process.

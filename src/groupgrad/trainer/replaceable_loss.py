@@ -14,7 +14,7 @@ from groupgrad.objectives import PolicyLoss
 
 
 class ReplaceableLoss:
-    """Tells a trainer's own loss from a replaced one, and collects the metrics of the latter."""
+    """Detects a replaced `compute_loss` or `batch_loss`, and collects the metrics of a replaced one."""
 
     batch_loss: Callable[..., PolicyLoss]
     """`batch_loss(model, batch)`: a batch's share in the loss of its optimizer step, with gradient, and its metrics."""

@@ -21,7 +21,7 @@ _READ_BY_CONTROLLERS = ("entropy", MISMATCH, FRAC_DROPPED_ROWS, FRAC_DROPPED_TOK
 
 @dataclass
 class StepLog:
-    """What the present step has sampled and trained so far; nothing of it is logged before the step has ended."""
+    """Rollouts, losses and seconds of the present step, which are logged when the step has ended."""
 
     experiences: list[Experience] = field(default_factory=list)
     """Generation batches that the step has sampled."""

@@ -1,6 +1,6 @@
-"""What DeepSpeed's engine has changed in a pass that failed is taken back; here without DeepSpeed.
+"""The engine's state is restored after a failed pass, on a stand-in for DeepSpeed's engine.
 
-What several ranks compute so is for `tests/trainer/test_sharded.py`.
+`tests/trainer/test_sharded.py` tests the numbers of several ranks with DeepSpeed itself.
 """
 
 from __future__ import annotations

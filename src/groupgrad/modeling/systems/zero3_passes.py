@@ -72,7 +72,7 @@ def can_recover() -> bool:
 
 
 class _PassState:
-    """What DeepSpeed changes while its engine makes a pass, as it is now."""
+    """Snapshot of the state that DeepSpeed's engine changes during a pass, taken when this object is made."""
 
     def __init__(self, engine: Any):
         from deepspeed.runtime.zero.parameter_offload import (  # pyright: ignore[reportMissingImports]
