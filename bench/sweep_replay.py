@@ -1,9 +1,9 @@
-"""Ways of dropping arms, replayed on the recorded rewards of the arms of `bench/sweep.py`.
+"""Halving, replayed on the recorded rewards of the arms of `bench/sweep.py`.
 
 `python bench/sweep_replay.py --seeds 5 6` trains the arms of each seed to their end, once, and goes on where it was
 interrupted. An arm has the same rewards in any sweep, so what a sweep with halving would have done can be read from
 them. Arms of the lowest and the highest learning rate stop after a quarter of the steps to save time: they would have
-to win from less than half of the best reward. One that a way of dropping arms takes further is an error.
+to win from less than half of the best reward. One that halving takes further is an error.
 """
 
 from __future__ import annotations
@@ -21,31 +21,24 @@ from groupgrad.sweep.plan import Halving
 from groupgrad.sweep.report import LAST_SHARE
 from groupgrad.sweep.store import STOPPED, WAITING, Arm, Store
 
-WAYS = {"by mean": Halving(), "half by trend": Halving(trend=0.5), "by trend": Halving(trend=1.0)}
 HOPELESS = (min, max)
 """The learning rates whose arms stop early."""
 
 
 def main() -> int:
-    """Trains what is missing, and prints a table for each way."""
+    """Trains what is missing, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--folder", type=Path, default=Path("runs/bench-sweep"))
     options = parser.parse_args(namespace=argparse.Namespace(steps=120, rows=64, warm_up_steps=800))
     transformers_logging.disable_progress_bar()
     stores = {seed: trained(options, seed) for seed in options.seeds}
-    for name, halving in WAYS.items():
-        print(f"\n{name}\n\n| seed | arm found | arm that is the best | behind the best | steps made |")
-        print("|---|---|---|---|---|")
-        rows = [replayed(store, halving) for store in stores.values()]
-        for seed, row in zip(stores, rows):
-            print(f"| {seed} | {row['found']} | {row['best']} | {row['behind']} | {row['share']:.1%} |")
-        same, tied = sum(row["lead"] == 0.0 for row in rows), sum(row["p_value"] > 0.05 for row in rows)
-        lead = sum(row["lead"] for row in rows) / len(rows)
-        print(
-            f"\nbest arm found in {same} of {len(rows)} seeds, it or one that is not clearly worse in {tied} (p > 0.05)"
-        )
-        print(f"mean distance to the best arm: {lead:.3f}")
+    print("| seed | arm found | arm that is the best | behind the best | steps made |\n|---|---|---|---|---|")
+    rows = [replayed(store, Halving()) for store in stores.values()]
+    for seed, row in zip(stores, rows):
+        print(f"| {seed} | {row['found']} | {row['best']} | {row['behind']} | {row['share']:.1%} |")
+    same, tied = sum(row["lead"] == 0.0 for row in rows), sum(row["p_value"] > 0.05 for row in rows)
+    print(f"\nbest arm found in {same} of {len(rows)} seeds, it or one that is not clearly worse in {tied} (p > 0.05)")
     return 0
 
 
@@ -70,14 +63,13 @@ def replayed(store: Store, halving: Halving) -> dict[str, Any]:
     arms = {arm.id: arm for arm in store.arms()}
     length = max(arm.max_steps or 0 for arm in arms.values())
     rungs, alive, before, num_steps = halving.rungs(length), list(arms), 0, 0
-    for place, rung in enumerate(rungs):
+    for rung in rungs:
         num_steps, before = num_steps + len(alive) * (rung - before), rung
-        at, seen = [*rungs, length][place + 1], {}
+        seen = {}
         for arm in alive:
             assert arms[arm].step >= rung, f"{arms[arm].name} is needed until step {rung}"
             seen[arm] = store.rewards(arm, compare.compared_steps(rung, rungs), rung)
-        lines = {arm: compare.outlook(store.rewards(arm, rung // 2, rung), compare.COMBINED, at) for arm in alive}
-        verdicts = compare.judge(seen, compare.COMBINED, halving, len(rungs), lines if halving.trend else None)
+        verdicts = compare.judge(seen, compare.COMBINED, halving, len(rungs))
         alive = [verdict.arm for verdict in verdicts if verdict.goes_on]
     num_steps += len(alive) * (length - before)
     last = {

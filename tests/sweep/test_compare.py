@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from groupgrad.sweep.compare import Outlook, compared_steps, difference, judge, outlook, student_tail
+from groupgrad.sweep.compare import compared_steps, difference, judge, student_tail
 from groupgrad.sweep.plan import Halving
 from groupgrad.sweep.store import PromptRewards
 
@@ -70,28 +70,6 @@ def test_halving_keeps_the_better_half_and_states_what_is_clear():
 def test_undecided_arms_may_be_kept():
     verdicts = judge(arms(), "reward", Halving(undecided="keep"), 3)
     assert [verdict.arm for verdict in verdicts if verdict.goes_on] == [1, 2, 3]
-
-
-def test_a_trend_is_the_line_of_least_squares_read_at_a_later_step():
-    rewards = {4: 0.5, 5: 0.4, 6: 0.9, 7: 1.0, 8: 0.7}
-    rows = {step: PromptRewards(("a", "b"), {"reward": (value - 0.1, value + 0.1)}) for step, value in rewards.items()}
-    slope, start = np.polyfit(list(rewards), list(rewards.values()), 1)
-    assert outlook(rows, "reward", 16).reward == pytest.approx(start + 16 * slope)
-    rows[6] = PromptRewards(("a", "b"), {"reward": (math.nan, math.nan)})
-    slope, start = np.polyfit([4, 5, 7, 8], [0.5, 0.4, 1.0, 0.7], 1)
-    assert outlook(rows, "reward", 16).reward == pytest.approx(start + 16 * slope)
-    assert outlook({4: rows[4]}, "reward", 16) == Outlook(pytest.approx(0.5), 16)
-    assert math.isnan(outlook({6: rows[6]}, "reward", 16).reward)
-
-
-@pytest.mark.parametrize(("trend", "kept"), [(0.0, [1, 2]), (0.5, [1, 4]), (0.2, [1, 4]), (1.0, [3, 4])])
-def test_some_places_go_by_trend(trend, kept):
-    outlooks = {1: Outlook(0.5, 8), 2: Outlook(math.nan, 8), 3: Outlook(0.9, 8), 4: Outlook(1.2, 8)}
-    verdicts = {v.arm: v for v in judge(arms(), "reward", Halving(trend=trend), 3, outlooks)}
-    assert [arm for arm, verdict in verdicts.items() if verdict.goes_on] == kept
-    assert "mean 0.100 (its trend leads to 1.200 at step 8), behind the best" in verdicts[4].text
-    if trend == 1.0:
-        assert verdicts[1].text == "mean 0.500 (its trend leads to 0.500 at step 8), the best, dropped"
 
 
 def test_equal_arms_are_called_clearly_worse_no_more_often_than_stated():

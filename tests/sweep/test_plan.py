@@ -98,7 +98,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"vary": {"beta": [0.0, 0.1]}, "halving": {"confidnece": 0.9}}, "did you mean 'confidence'"),
     ({"vary": {"beta": [0.0, 0.1]}, "halving": {"factor": 1}}, "factor=1"),
     ({"vary": {"beta": [0.0, 0.1]}, "halving": {"undecided": "wait"}}, "set it to drop or keep"),
-    ({"vary": {"beta": [0.0, 0.1]}, "halving": {"trend": 2}}, "trend=2; set it to a share of the places"),
     ({"vary": {"beta": [0.0, 0.1]}, "turn_steps": 0}, "turn_steps=0 is no turn"),
     ({"vary": {"beta": list(range(1001))}}, "the grid has 1,001 arms"),
     ({"vary": {"reward_weights": [[1.0], [2.0]]}}, "rewards cannot be compared; set metric"),

@@ -6,10 +6,6 @@ differences d_1 ... d_n of mean d and sample standard deviation s, t = d / (s / 
 distribution of n - 1 degrees of freedom (Student, Biometrika 6(1), 1908). Arms that met other prompts are compared by
 Welch's test (Biometrika 34, 1947).
 
-The mean of an arm says how good it is now. Where slow arms overtake fast ones later, some places at a rung can go by
-trend: a line is fitted to the rewards of the second half of an arm's steps, and read at the next rung or, at the last
-one, at the end of the run. A line overrates an arm whose curve bends; the places that go by means are a hedge.
-
 At a rung with k arms the best is compared with k - 1 others, at each of R rungs. An arm counts as clearly worse only if
 its p-value is at most (1 - confidence) / ((k - 1) R), Bonferroni's bound. The arm that is truly best in the compared
 steps is then called clearly worse at any rung with a probability of at most 1 - confidence. That says nothing about
@@ -52,19 +48,6 @@ class Difference:
 
 
 @dataclass(slots=True, frozen=True)
-class Outlook:
-    """The reward that the trend of an arm leads to at a later step."""
-
-    reward: float
-    step: int
-
-    @property
-    def text(self) -> str:
-        """The outlook in words."""
-        return f"{self.reward:.3f} at step {self.step}"
-
-
-@dataclass(slots=True, frozen=True)
 class Verdict:
     """The verdict on an arm at a rung."""
 
@@ -76,18 +59,15 @@ class Verdict:
     """True if it is worse than the best arm with the confidence that was asked for."""
     behind: Difference | None
     """The best arm's lead over it; None for the best arm itself."""
-    outlook: Outlook | None = None
-    """The reward that its trend predicts; None unless places go by trend."""
 
     @property
     def text(self) -> str:
         """The verdict in words."""
-        trend = "" if self.outlook is None else f" (its trend leads to {self.outlook.text})"
         if self.behind is None:
-            return f"mean {self.mean:.3f}{trend}, the best{'' if self.goes_on else ', dropped'}"
+            return f"mean {self.mean:.3f}, the best"
         clear = "clearly worse" if self.is_clear else "not clearly worse"
         return (
-            f"mean {self.mean:.3f}{trend}, behind the best by {self.behind.text}, {clear}, "
+            f"mean {self.mean:.3f}, behind the best by {self.behind.text}, {clear}, "
             f"{'goes on' if self.goes_on else 'dropped'}"
         )
 
@@ -108,19 +88,6 @@ def mean(steps: Mapping[int, PromptRewards], metric: str) -> float:
     """The mean reward of some steps; NaN if nothing was scored."""
     found = values(steps, metric)
     return float(np.nanmean(found)) if np.isfinite(found).any() else math.nan
-
-
-def outlook(steps: Mapping[int, PromptRewards], metric: str, at: int) -> Outlook:
-    """The least-squares line through the mean rewards of some steps, read at a later step; their mean if there is one
-    step alone, NaN if nothing was scored."""
-    means = {step: mean({step: rewards}, metric) for step, rewards in steps.items()}
-    numbers = np.array([step for step, found in means.items() if math.isfinite(found)], dtype=np.float64)
-    found = np.array([value for value in means.values() if math.isfinite(value)])
-    if not len(found):
-        return Outlook(math.nan, at)
-    apart = numbers - numbers.mean()
-    slope = float(apart @ found) / float(apart @ apart) if len(found) > 1 else 0.0
-    return Outlook(float(found.mean()) + slope * (at - float(numbers.mean())), at)
 
 
 def difference(better: Mapping[int, PromptRewards], worse: Mapping[int, PromptRewards], metric: str) -> Difference:
@@ -172,36 +139,20 @@ def student_tail(t: float, freedom: float) -> float:
 
 
 def judge(
-    arms: Mapping[int, Mapping[int, PromptRewards]],
-    metric: str,
-    halving: Halving,
-    num_rungs: int,
-    outlooks: Mapping[int, Outlook] | None = None,
+    arms: Mapping[int, Mapping[int, PromptRewards]], metric: str, halving: Halving, num_rungs: int
 ) -> list[Verdict]:
-    """The verdicts of a rung on arms, given by their compared steps, the best arm first. `outlooks` are needed where
-    places are given by trend."""
+    """The verdicts of a rung on arms, given by their compared steps, the best arm first."""
     means = {arm: mean(steps, metric) for arm, steps in arms.items()}
-    outlooks = outlooks or {}
-    order = sorted(means, key=lambda arm: (_descending(means[arm]), arm))
+    order = sorted(means, key=lambda arm: (-means[arm] if math.isfinite(means[arm]) else math.inf, arm))
     best, num_kept = order[0], math.ceil(len(order) / halving.factor)
-    by_mean = order[: num_kept - math.ceil(halving.trend * num_kept)]
-    others = [arm for arm in order if arm not in by_mean]
-    if halving.trend:
-        others.sort(key=lambda arm: _descending(outlooks[arm].reward))
-    kept = {*by_mean, *others[: num_kept - len(by_mean)]}
     level = (1 - halving.confidence) / (max(1, len(order) - 1) * num_rungs)
     verdicts = []
-    for arm in order:
+    for place, arm in enumerate(order):
         behind = None if arm == best else difference(arms[best], arms[arm], metric)
         is_clear = behind is not None and behind.p_value <= level
-        goes_on = arm in kept or (halving.undecided == "keep" and not is_clear)
-        verdicts.append(Verdict(arm, means[arm], goes_on, is_clear, behind, outlooks.get(arm)))
+        goes_on = place < num_kept or (halving.undecided == "keep" and not is_clear)
+        verdicts.append(Verdict(arm, means[arm], goes_on, is_clear, behind))
     return verdicts
-
-
-def _descending(value: float) -> float:
-    """A key that sorts the highest value first and NaN last."""
-    return -value if math.isfinite(value) else math.inf
 
 
 def compared_steps(rung_step: int, steps: Sequence[int]) -> int:

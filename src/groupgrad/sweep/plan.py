@@ -43,9 +43,6 @@ class Halving:
     """Confidence with which an arm must be worse than the best one to count as clearly worse."""
     undecided: str = "drop"
     """What happens to arms behind that are not clearly worse: "drop" keeps the compute fixed, "keep" trains them on."""
-    trend: float = 0.0
-    """Share of the places at a rung, rounded up, that go to the arms whose trends lead highest; the other places go to
-    the arms with the highest means."""
 
     def rungs(self, max_steps: int) -> list[int]:
         """The steps of the rungs of a run of `max_steps` steps."""
@@ -182,7 +179,7 @@ def _read_halving(given: Any) -> Halving | None:
     given = {} if given is True else given
     if not isinstance(given, Mapping):
         raise ValueError(f"halving={given!r} is not a mapping; set it to true or to {{factor: 2, confidence: 0.95}}")
-    _known("halving", given, ("factor", "first", "confidence", "undecided", "trend"))
+    _known("halving", given, ("factor", "first", "confidence", "undecided"))
     halving = Halving(**given)
     if not isinstance(halving.factor, int) or halving.factor < 2:
         raise ValueError(f"halving: factor={halving.factor!r}; one arm of at least 2 goes on")
@@ -190,8 +187,6 @@ def _read_halving(given: Any) -> Halving | None:
         value = getattr(halving, name)
         if not isinstance(value, (int, float)) or not 0 < value < 1:
             raise ValueError(f"halving: {name}={value!r}; set it to a share between 0 and 1")
-    if not isinstance(halving.trend, (int, float)) or not 0 <= halving.trend <= 1:
-        raise ValueError(f"halving: trend={halving.trend!r}; set it to a share of the places, between 0 and 1")
     if halving.undecided not in ("drop", "keep"):
         raise ValueError(f"halving: undecided={halving.undecided!r}; set it to drop or keep")
     return halving

@@ -254,18 +254,14 @@ class Sweeper:
     def _judge(self, cohort: Sequence[Arm], own: Sequence[Arm], rung: int) -> None:
         """Lets the arms `own` pass a rung or drops them, by comparison with all of the cohort that have reached it."""
         assert self.plan.halving is not None
-        metric, compared, outlooks, num_rungs = self.plan.metric, {}, {}, 1
+        metric, compared, num_rungs = self.plan.metric, {}, 1
         for arm in cohort:
             rungs = self._rungs(arm.max_steps or 0)
             if rung < len(rungs) and arm.step >= rungs[rung] and arm.state != FAILED:
                 after = compare.compared_steps(rungs[rung], rungs)
                 compared[arm.id] = self.store.rewards(arm.id, after, rungs[rung])
                 num_rungs = len(rungs)
-                if self.plan.halving.trend:
-                    at = [*rungs, arm.max_steps or 0][rung + 1]
-                    recent = self.store.rewards(arm.id, rungs[rung] // 2, rungs[rung])
-                    outlooks[arm.id] = compare.outlook(recent, metric, at)
-        verdicts = compare.judge(compared, metric, self.plan.halving, num_rungs, outlooks)
+        verdicts = compare.judge(compared, metric, self.plan.halving, num_rungs)
         ids, names = {arm.id for arm in own}, {arm.id: arm.name for arm in cohort}
         max_steps = {arm.id: arm.max_steps or 0 for arm in cohort}
         steps = {arm: self._rungs(max_steps[arm])[rung] for arm in compared}
