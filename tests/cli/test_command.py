@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_run import write_run
 
 from groupgrad.cli.command_parser import COMMAND_CODES, EXIT_CODES
 from groupgrad.cli.main import COMMANDS, main
 from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED
 from groupgrad.stopping import EXIT_INTERRUPTED, EXIT_STOPPED
+from groupgrad.sweep.store import Store
 from groupgrad.trainer.watchdog import EXIT_HUNG
 
 
@@ -120,3 +123,27 @@ def test_an_unknown_word_ends_with_what_was_meant(argv: list[str], hint: str, ca
 def test_options_may_be_written_with_underscores(tmp_path: Path, capsys: Any) -> None:
     assert main(["rollouts", str(tmp_path), "--min_reward=0.5"]) == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_looking_at_runs_loads_no_torch(tmp_path: Path) -> None:
+    """The tables of runs and sweeps come without the seconds that torch and transformers take to load."""
+    write_run(tmp_path / "run", steps=2, rows=4)
+    store = Store(tmp_path / "sweep", create=True)
+    store.set_fact("metric", "reward")
+    store.add_arms([("01-a", 0, {"beta": 0.1}), ("02-b", 0, {"beta": 0.2})])
+    commands = [["rollouts", str(tmp_path / "run")], ["sweep", "status", str(tmp_path / "sweep")]]
+    commands += [["view", str(tmp_path / "run"), "--export", str(tmp_path / "page.html")], ["view", "--help"]]
+    code = f"""
+import sys
+from groupgrad.cli.main import main
+for command in {commands!r}:
+    try:
+        status = main(command)
+    except SystemExit as end:
+        status = end.code
+    loaded = sorted({{"torch", "transformers"}} & set(sys.modules))
+    assert not status and not loaded, (command, status, loaded)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "01-a" in ended.stdout

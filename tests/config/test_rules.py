@@ -13,11 +13,12 @@ from accelerate.parallelism_config import ParallelismConfig
 from groupgrad import GRPOConfig, compat
 from groupgrad.config import rules
 from groupgrad.config.conditions import divisors_near
-from groupgrad.config.field_rules import CHOICES, DICTS, RANGES, nearest
+from groupgrad.config.field_rules import CHOICES, DICTS, RANGES
 from groupgrad.config.launcher import zero_stage
 from groupgrad.config.sampling import sampling_options
 from groupgrad.config.unused_settings import UNUSED
 from groupgrad.errors import ConfigError
+from groupgrad.spelling import nearest
 from groupgrad.trainer import room_options
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
@@ -523,6 +524,7 @@ def test_ordinary_configs_are_silent(settings):
 def test_nearest():
     assert nearest("DAPO", CHOICES["loss_type"]) == "dapo"
     assert nearest("xyz", CHOICES["loss_type"]) is None
+    assert nearest("qwen3_0.6b", ["Qwen3-0.6B", "README"]) == "Qwen3-0.6B"
     assert divisors_near(24, 7, least=2) == [4, 6, 8]
     assert divisors_near(7, 3, least=2) == [7]
     assert divisors_near(1, 3, least=2) == []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from difflib import get_close_matches
 from typing import Any, NoReturn
+
+from groupgrad.spelling import nearest
 
 EXIT_CODES: dict[int, str] = {
     0: "all was done",
@@ -90,9 +91,9 @@ class CommandParser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
             word = unknown[0].partition("=")[0]
-            similar = get_close_matches(word, known, n=1)
+            similar = nearest(word, known)
             kind = "option" if word.startswith("-") else "argument"
-            self.error(f"unknown {kind} {word!r}" + (f"; did you mean {similar[0]}?" if similar else ""))
+            self.error(f"unknown {kind} {word!r}" + (f"; did you mean {similar}?" if similar else ""))
         return parsed
 
     def error(self, message: str) -> NoReturn:

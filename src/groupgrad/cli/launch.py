@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from groupgrad.config.field_rules import nearest
+from groupgrad.spelling import nearest
 
 PROFILES: dict[str, Path] = {path.stem: path for path in sorted((Path(__file__).parent / "profiles").glob("*.yaml"))}
 """Name of a profile -> accelerate's configuration file."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from groupgrad._version import __version__
 from groupgrad.cli.command_parser import EXIT_CODES, codes_in_words
+from groupgrad.spelling import nearest
 
 
 class Command(NamedTuple):
@@ -80,10 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        import difflib
-
-        similar = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {similar[0]!r}?" if similar else ""
+        similar = nearest(name, COMMANDS)
+        hint = f"; did you mean {similar!r}?" if similar else ""
         print(f"groupgrad: error: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr, end="")
         return 2
     return import_module(COMMANDS[name].module).main(rest)

@@ -25,8 +25,8 @@ from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.cli.command_parser import epilog
 from groupgrad.cli.launch import add_flags
 from groupgrad.config import GRPOConfig, legacy
-from groupgrad.config.field_rules import nearest
 from groupgrad.config.hidden_secrets import without_secrets
+from groupgrad.spelling import nearest
 
 SECTIONS: dict[str, str] = {
     "dataset_name": "Data",

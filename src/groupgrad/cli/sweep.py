@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from groupgrad.cli.command_parser import CommandParser, refuse
-from groupgrad.config.field_rules import nearest
 from groupgrad.errors import OutputDirInUse
+from groupgrad.spelling import nearest
 from groupgrad.sweep.choices import number
 from groupgrad.sweep.plan import SweepPlan, merged, read_plan
 from groupgrad.sweep.store import FILE, Store

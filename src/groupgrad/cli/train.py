@@ -23,12 +23,13 @@ from groupgrad.cli.dry_run import describe
 from groupgrad.cli.launch import launch_command
 from groupgrad.cli.parsing import Parsed, parse, train_parser
 from groupgrad.config import GRPOConfig
-from groupgrad.config.field_rules import DTYPES, changed, nearest
+from groupgrad.config.field_rules import DTYPES, changed
 from groupgrad.config.settings import mapping
 from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED, CheckpointError, CheckpointNotSaved
 from groupgrad.modeling.model_names import check_model_name
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.model_loading import hub_kwargs
+from groupgrad.spelling import nearest
 
 _ADAPTER_FLAGS: dict[str, dict[str, str]] = {
     "lora": {

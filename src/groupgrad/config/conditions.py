@@ -21,7 +21,7 @@ from transformers.generation import ContinuousBatchingConfig
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 
-from groupgrad.config.field_rules import DTYPES, failure_action, field_problem, nearest, with_nearest
+from groupgrad.config.field_rules import DTYPES, failure_action, field_problem
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.nested_values import cuda_in_map
 from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, vllm_fields
@@ -29,6 +29,7 @@ from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged, without_effect
 from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.vllm_params import STRUCTURE, shaping
+from groupgrad.spelling import nearest, with_nearest
 
 _RETURNED = "the trainer decides what the sampler returns"
 _TOKEN_BY_TOKEN = "completions are sampled token by token from the policy alone"

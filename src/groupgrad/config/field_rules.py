@@ -6,12 +6,11 @@ A new option that takes a number or a name gets one row here.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
@@ -25,6 +24,7 @@ from transformers.training_args import OptimizerNames
 
 from groupgrad.objectives import Aggregation, LossType, MismatchMode, RatioLevel, ScaleRewards
 from groupgrad.rewards.supervision import FailureAction
+from groupgrad.spelling import nearest
 
 
 @dataclass(slots=True, frozen=True)
@@ -278,18 +278,6 @@ def _unknown_keys(config: Any) -> list[str]:
         for key in (given if isinstance(given, dict) else ())
         if key not in known
     ]
-
-
-def nearest(value: object, choices: Iterable[str]) -> str | None:
-    """Returns the choice spelled most like `value`, or None if none is similar."""
-    matches = difflib.get_close_matches(str(value).lower(), list(choices), n=1)
-    return matches[0] if matches else None
-
-
-def with_nearest(names: Iterable[str], known: Collection[str]) -> str:
-    """Lists unknown names in quotes, each with the known one that is spelled most like it."""
-    similar = {name: nearest(name, known) for name in names}
-    return ", ".join(repr(name) + (f" (did you mean {near!r}?)" if near else "") for name, near in similar.items())
 
 
 def changed(record: Any, names: Iterable[str]) -> list[str]:

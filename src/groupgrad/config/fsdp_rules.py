@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from groupgrad.config import conditions
-from groupgrad.config.field_rules import nearest
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp
 from groupgrad.config.rule import Rule
 from groupgrad.config.settings import GRPOSettings, mapping
+from groupgrad.spelling import nearest
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 """Optimizers of torch, whose updates work number by number, so that a rank can update its shards alone."""

@@ -16,11 +16,12 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from groupgrad import compat
 from groupgrad.config import legacy, rules
-from groupgrad.config.field_rules import DICTS, ENUMERATIONS, RANGES, nearest, wrong_kinds
+from groupgrad.config.field_rules import DICTS, ENUMERATIONS, RANGES, wrong_kinds
 from groupgrad.config.launcher import fsdp_settings
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.text_values import parse_texts
 from groupgrad.errors import ConfigError
+from groupgrad.spelling import nearest
 
 
 @dataclass(repr=False)

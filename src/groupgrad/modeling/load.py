@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import re
@@ -33,6 +32,7 @@ from groupgrad.modeling.adapters import is_adapted, load_adapter
 from groupgrad.modeling.model_names import check_model_name
 from groupgrad.modeling.quantized import check_forward, is_quantized, make_trainable_on_cpu
 from groupgrad.modeling.vlm import is_multimodal
+from groupgrad.spelling import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +111,8 @@ def _wrong_init_kwargs(error: Exception, init_kwargs: dict[str, Any], config: An
         given = f"model_init_kwargs has {name}={init_kwargs[name]!r}, which "
         if name in ("load_in_4bit", "load_in_8bit"):
             return f"{given}transformers 5 no longer takes; pass quantization_config=BitsAndBytesConfig({name}=True)"
-        similar = difflib.get_close_matches(name, [*_LOADING_OPTIONS, *config.to_dict()], n=1)
-        hint = f"did you mean {similar[0]!r}? " if similar else ""
+        similar = nearest(name, [*_LOADING_OPTIONS, *config.to_dict()])
+        hint = f"did you mean {similar!r}? " if similar else ""
         return (
             f"{given}neither from_pretrained nor the model's config ({type(config).__name__}) knows: {hint}Take it "
             "out, or correct its name"

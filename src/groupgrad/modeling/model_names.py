@@ -5,7 +5,6 @@ Loading asks the hub for several files, each with retries, so that a wrong name 
 
 from __future__ import annotations
 
-import difflib
 import os
 import socket
 from collections.abc import Mapping
@@ -15,6 +14,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from huggingface_hub import constants, try_to_load_from_cache
+
+from groupgrad.spelling import nearest
 
 REMEDY = "set it to a folder with a config.json, or to a name on the hub"
 
@@ -67,8 +68,8 @@ def _hint(name: str) -> str:
         beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
     except OSError:
         return ""
-    similar = difflib.get_close_matches(path.name, beside, n=1)
-    return f" (did you mean {str(path.with_name(similar[0]))!r}?)" if similar else ""
+    similar = nearest(path.name, beside)
+    return f" (did you mean {str(path.with_name(similar))!r}?)" if similar else ""
 
 
 def _is_cached(name: str, kwargs: Mapping[str, Any]) -> bool:

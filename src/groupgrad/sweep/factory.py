@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from groupgrad.config import GRPOConfig
-from groupgrad.config.field_rules import nearest
+from groupgrad.spelling import nearest
 from groupgrad.sweep.sharing import RewardCache, cached_functions
 from groupgrad.trainer import GRPOTrainer
 

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupgrad.config.field_rules import nearest
+from groupgrad.spelling import nearest
 from groupgrad.sweep.choices import Choices, number, read_choices
 
 KEYS = ("base", "output_dir", "vary", "arms", "sample", "halving", "metric", "turn_steps", "cache_rewards")

@@ -7,14 +7,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from groupgrad.telemetry.render import plain_value
-from groupgrad.types import Rollout
+
+if TYPE_CHECKING:
+    from groupgrad.types import Rollout
 
 REWARD = "reward/"
 """Prefix of the columns of single reward functions; the column `reward` is their weighted combination."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from groupgrad.config import GRPOConfig
-from groupgrad.config.field_rules import nearest
 from groupgrad.rewards.call_inputs import TRAINER_METRIC_PREFIXES, TRAINER_METRICS
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.sources import RolloutComponents
+from groupgrad.spelling import nearest
 from groupgrad.types import FinishReason
 
 _ALWAYS = (

@@ -19,7 +19,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
-from groupgrad.config.field_rules import nearest
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import sampling_options
 from groupgrad.config.settings import mapping
@@ -60,6 +59,7 @@ from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import ExperienceCollector
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.sources import RolloutComponents
+from groupgrad.spelling import nearest
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.completions_upload import CompletionsUpload
 from groupgrad.telemetry.timings import Timings
