@@ -335,6 +335,26 @@ def _vllm(speeds: EngineSpeeds) -> str:
     )
 
 
+def checkout_table(results: Sequence[Result]) -> str:
+    """A table of each workload: time of a token and peak memory, as ratios to those of an older checkout."""
+    lines = [
+        "| workload | time of a token | in the single steps | peak memory | ours, s | before, s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for result in results:
+        ours, before = result.series["groupgrad"], result.series["before"]
+        single = [
+            Series((one,)).milliseconds_per_token / Series((other,)).milliseconds_per_token
+            for one, other in zip(ours.steps, before.steps)
+        ]
+        lines.append(
+            f"| {result.workload.name} | {ours.milliseconds_per_token / before.milliseconds_per_token:.3f} "
+            f"| {min(single):.3f} to {max(single):.3f} | {ours.peak_bytes / before.peak_bytes:.3f} "
+            f"| {ours.median_seconds:.2f} | {before.median_seconds:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def write_report(results: Results, output: Path | None, *, notes: Path) -> None:
     """Print the report, with the hand-written notes at its end, and write it to `output` if there is one."""
     text = render(results, notes.read_text() if notes.exists() else "")

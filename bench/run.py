@@ -1,11 +1,11 @@
 """Times groupgrad and TRL on the same work, in turn, and writes `bench/RESULTS.md`.
 
-    python bench/run.py [--only uniform,ragged] [--repetitions 5] [--quick] [--with-vllm]
+    python bench/run.py [--only uniform,ragged] [--repetitions 5] [--quick] [--with-vllm] [--against CHECKOUT]
 
 TRL is installed into an environment of its own, the newest that the package index has. Each trainer is a process that
 takes one optimizer step when it is told to and otherwise waits; the steps of both alternate, so that a change in the
 machine's speed meets both. With `--only`, `--quick` or `--without_trl` the report is printed and written to `--output`
-only, so that RESULTS.md always shows whole runs.
+only, so that RESULTS.md always shows whole runs. `--against` takes turns with an older checkout of groupgrad instead of TRL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if __name__ == "__main__":  # before torch comes; whoever only imports this keep
 from environments import make_trl_environment, make_vllm_environment
 from floor import measure_machine, sampling_floor, training_floor
 from materials import prepare
-from report import Result, Results, Series, describe_machine, render, write_report
+from report import Result, Results, Series, checkout_table, describe_machine, render, write_report
 from vllm_sampling import compare_with_vllm
 from workloads import WORKLOADS, Workload, groups_of
 
@@ -55,12 +55,26 @@ class Worker:
         return cls.launch(trainer, command, BENCH / ".logs" / f"{workload.name}-{trainer}.log")
 
     @classmethod
-    def launch(cls, trainer: str, command: Sequence[str], log: Path) -> Worker:
+    def of_checkout(cls, checkout: Path, workload: Workload, folder: Path) -> Worker:
+        """Start a process of another checkout's worker on that checkout's groupgrad."""
+        command = [sys.executable, str(checkout / "bench" / "worker.py"), "--trainer", "groupgrad"]
+        command += ["--workload", workload.name, "--folder", str(folder)]
+        log = BENCH / ".logs" / f"{workload.name}-before.log"
+        return cls.launch("before", command, log, {"PYTHONPATH": str(checkout / "src")})
+
+    @classmethod
+    def launch(cls, trainer: str, command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> Worker:
         """Start a process of this command, which writes its errors to `log`."""
         log.parent.mkdir(exist_ok=True)
         with log.open("w") as errors:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                bufsize=1,
+                env={**os.environ, **(env or {})},
             )
         return cls(trainer, process, log)
 
@@ -107,6 +121,8 @@ def run_workload(workload: Workload, pythons: dict[str, Path], options: argparse
     workers = {
         trainer: Worker.start(trainer, python, workload, folder, *extra[trainer]) for trainer, python in pythons.items()
     }
+    if options.against is not None:
+        workers["before"] = Worker.of_checkout(options.against, workload, folder)
     steps: dict[str, list[dict[str, Any]]] = {trainer: [] for trainer in workers}
     try:
         for worker in workers.values():
@@ -159,6 +175,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one repetition")
     parser.add_argument("--without_trl", action="store_true", help="groupgrad alone: no ratio")
     parser.add_argument(
+        "--against", type=Path, metavar="CHECKOUT", help="compare with the groupgrad of another checkout, without TRL"
+    )
+    parser.add_argument(
         "--with-vllm", "--with_vllm", action="store_true", help="compare sampling with vLLM's CPU build"
     )
     parser.add_argument("--trl_python", type=Path, help="an interpreter that has TRL, instead of a new environment")
@@ -169,6 +188,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.names = options.only.split(",") if options.only else list(WORKLOADS)
     if unknown := [name for name in options.names if name not in WORKLOADS]:
         parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+    options.without_trl |= options.against is not None
     altered = options.pack_weights or options.trl_attention
     whole = not (options.only or options.quick or options.without_trl or altered)
     if whole and options.output is None:
@@ -197,8 +217,11 @@ def main(arguments: list[str] | None = None) -> int:
         except RuntimeError as error:
             print(f"  failed: {error}", flush=True)
             results.failures[name], failed = str(error).splitlines()[0], True
-        if options.output is not None:
+        if options.output is not None and options.against is None:
             options.output.write_text(render(results))  # in case the rest never ends
+    if options.against is not None:
+        print(checkout_table(results.results))
+        return int(failed)
     if options.with_vllm:
         print("sampling beside vLLM", flush=True)
         try:
