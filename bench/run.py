@@ -5,7 +5,8 @@
 TRL is installed into an environment of its own, the newest that the package index has. Each trainer is a process that
 takes one optimizer step when it is told to and otherwise waits; the steps of both alternate, so that a change in the
 machine's speed meets both. With `--only`, `--quick` or `--without_trl` the report is printed and written to `--output`
-only, so that RESULTS.md always shows whole runs. `--against` takes turns with an older checkout of groupgrad instead of TRL.
+only, so that RESULTS.md always shows whole runs. `--against` takes turns with an older checkout of groupgrad instead of
+TRL.
 """
 
 from __future__ import annotations
