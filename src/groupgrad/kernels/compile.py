@@ -18,17 +18,25 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "GROUPGRAD_NATIVE_KERNELS"
 """Environment variable; 0 turns compiled kernels off."""
 
-TIMEOUT_S = 120.0
-"""Time limit of one compiler run, which takes about ten seconds."""
+TIMEOUT_S = 1200.0
+"""Time limit of one compiler run, which takes about ten seconds, on a busy machine minutes. It ends a hung compiler."""
+
+LOCK = "kernels.lock"
+"""File beside the cache folder that a process locks while it compiles, so that others wait for its library."""
+
+LOCK_S = 2 * TIMEOUT_S
+"""Time limit of the wait for another process that compiles."""
 
 _SOURCES, _HEADERS = (sorted(Path(__file__).parent.glob(pattern)) for pattern in ("*.cpp", "*.h"))
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
@@ -86,15 +94,45 @@ def load() -> ctypes.CDLL:
         cached = _read(cache_folder() / name)
         if cached is not None:
             return cached
-        text = f"groupgrad: compiling its kernels for this CPU, about ten seconds, once; kept in {cache_folder()}"
-        print(text, file=sys.stderr, flush=True)
         try:
-            return _build(compiler, runtime, name)
+            with _alone():
+                cached = _read(cache_folder() / name)  # another process may have compiled it meanwhile
+                if cached is not None:
+                    return cached
+                _tell(f"compiling its kernels for this CPU, about ten seconds, once; kept in {cache_folder()}")
+                return _build(compiler, runtime, name)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             failures.append(f"{compiler}: {error}")
     if not failures:
         raise _CannotBuildError("there is no C++ compiler (c++, g++ or clang++ on the PATH, or CXX)")
     raise RuntimeError("; ".join(failures))
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Lets one process at a time compile into the cache folder.
+
+    A process that has waited for as long as compiling may take goes on beside the other one, and so does one whose
+    cache cannot be locked: each of its files is written atomically.
+    """
+    lock = FileLock(cache_folder().parent / LOCK)
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            _tell(f"waiting for another process that compiles the kernels (it has locked {lock.lock_file})")
+            lock.acquire(timeout=LOCK_S)
+    except (OSError, NotImplementedError) as error:  # a Timeout is an OSError
+        logger.info("the kernels are compiled without a lock (%s)", error)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _tell(text: str) -> None:
+    print(f"groupgrad: {text}", file=sys.stderr, flush=True)
 
 
 def _compilers() -> Iterator[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from filelock import FileLock
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -348,15 +349,30 @@ def test_mixed_precision_does_not_disturb_the_first_use(quick: Path):
 
 
 @needs_kernels
-def test_two_processes_may_compile_at_once(fresh: Path):
+def test_of_two_processes_one_compiles_and_the_other_waits(fresh: Path):
     quick = "compile._FLAGS = [flag.replace('-O3', '-O0') for flag in compile._FLAGS]"
     code = f"from groupgrad.kernels import compile, status; {quick}; print(status())"
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ.copy())
-        for _ in range(2)
-    ]
-    assert [process.communicate(timeout=120)[0].strip() for process in started] == ["compiled"] * 2
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ.copy()}
+    fresh.mkdir(parents=True)
+    with FileLock(fresh.parent / build.LOCK):  # both meet while a third process compiles
+        started = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]
+        first_words = [process.stderr.readline() for process in started if process.stderr is not None]
+    said = [process.communicate(timeout=120) for process in started]
+    assert [output.strip() for output, _ in said] == ["compiled"] * 2
+    assert all("waiting for another process that compiles the kernels" in words for words in first_words)
+    assert sum("compiling its kernels" in errors for _, errors in said) == 1
     assert len(list(fresh.iterdir())) == 1
+
+
+@needs_kernels
+def test_a_process_that_has_waited_too_long_compiles_by_itself(quick: Path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "LOCK_S", 0.2)
+    quick.mkdir(parents=True)
+    with FileLock(quick.parent / build.LOCK, thread_local=False):
+        assert library() is not None
+    first, second = capsys.readouterr().err.splitlines()
+    assert "waiting" in first and str(quick.parent / build.LOCK) in first
+    assert "compiling" in second
 
 
 @needs_kernels
