@@ -218,6 +218,31 @@ def test_keys_may_lie_among_those_of_the_other_tokens(kernels: ctypes.CDLL):
     torch.testing.assert_close(found.double(), exact(query, spans, call), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("changes", [{}, {"softcap": 3.0, "window": 7}, {"sinks": torch.randn(4)}])
+def test_the_totals_turn_scores_into_weights(changes: dict[str, object], kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    heads = Heads(2, 2, 20)
+    spans, num_tokens = make_spans(heads, random_sizes(2), PROMPTS)
+    query, call = 2 * heads.queries(num_tokens), make_call(heads, **changes)
+    records, totals = torch.stack([span.record() for span in spans]), torch.full((num_tokens, 4, 2), torch.nan)
+    found = attend(kernels, query, records, 2, call, totals)
+    assert torch.equal(found, computed(kernels, query, spans, call))
+    # A value of 1 at the last key alone makes the output that key's weight.
+    one = [replace(span, own=Stored(span.own.keys, torch.zeros_like(span.own.values))) for span in spans]
+    for span in one:
+        span.own.values[:, span.offset + span.length - 1] = 1
+        if span.prompt is not None:
+            span.prompt = Stored(span.prompt.keys, torch.zeros_like(span.prompt.values))
+    weights = computed(kernels, query, one, call)[..., 0]
+    for span in spans:
+        last, place = span.start + span.length - 1, span.offset + span.length - 1
+        keys = span.own.keys[:, place].repeat_interleave(2, dim=0)
+        score = call.scale * (query[:, last] * keys).sum(-1)
+        score = score if call.softcap is None else call.softcap * torch.tanh(score / call.softcap)
+        peak, factor = totals[last].unbind(-1)
+        torch.testing.assert_close((score - peak).exp() * factor, weights[last], rtol=1e-5, atol=1e-7)
+
+
 def test_queries_may_have_any_strides(kernels: ctypes.CDLL):
     torch.manual_seed(0)
     heads = Heads(2, 2, 20)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from groupgrad.kernels.attend import attend_gradient, rows_by_prompt
+from groupgrad.kernels.attend import attend, attend_gradient, rows_by_prompt, slot_spans, span_table
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 
 Row = tuple[int, int, int, int]
@@ -48,8 +48,12 @@ def computed(
     kernels: ctypes.CDLL, inputs: list[torch.Tensor], rows: list[Row], call: AttentionCall, grad: torch.Tensor
 ) -> list[torch.Tensor]:
     spans = torch.tensor([(start, length, 0, many, before, start) for start, length, before, many in rows])
-    output = output_of(*(x.double() for x in inputs), rows, call).float()  # pyright: ignore[reportCallIssue]
-    return attend_gradient(kernels, [*inputs, output, grad], rows_by_prompt(spans), call)
+    query, *key_value = inputs
+    keys, values = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in key_value)
+    addresses = slot_spans(span_table(spans), (keys, values), (keys, values))
+    totals = torch.full((*query.shape[:2], 2), torch.nan)
+    output = attend(kernels, query.transpose(0, 1), addresses, keys.shape[1], call, totals)
+    return attend_gradient(kernels, [*inputs, output, grad, totals], rows_by_prompt(spans), call)
 
 
 MIXED = make_rows([13, 1, 61], [(0, 5), (2, 40), (0, 0), (1, 17), (-1, 90), (0, 23), (2, 1), (-1, 1), (1, 8), (2, 70)])
@@ -83,7 +87,7 @@ def test_gradients_are_those_of_float64(
     assert all(map(torch.equal, found, again)), "threads change no bit"
 
 
-def test_rows_longer_than_a_tile_of_scores(kernels: ctypes.CDLL):
+def test_rows_longer_than_a_tile_of_keys(kernels: ctypes.CDLL):
     torch.manual_seed(0)
     rows, num_tokens = make_rows([2000], [(0, 30), (-1, 1500)])
     inputs = [torch.randn(num_tokens, heads, 8) for heads in (3, 1, 1)]

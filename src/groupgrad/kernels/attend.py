@@ -10,12 +10,12 @@ import torch
 
 
 class _Attention(ctypes.Structure):
-    """Mirrors `Attention` of `forward.cpp`."""
+    """Mirrors `Attention` of `attention_tile.h`."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_width", "window")),
         *((name, ctypes.c_int64) for name in ("head_stride", "token_stride")),
-        *((name, ctypes.c_void_p) for name in ("queries", "output", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("queries", "output", "totals", "sinks")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
 
@@ -65,13 +65,16 @@ def attend(
     spans: torch.Tensor,
     num_key_heads: int,
     options: ScoreOptions,
+    totals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(T, Hq, D) float32 outputs of queries (Hq, T, D).
 
     `spans` (n, 10) int64 are records in which every query occurs once. A span is consecutive query tokens of one
     sequence, each of which attends to the tokens before it and to itself. Its record has the first query, the number of
     queries, the tokens between the prompt and the first query, the tokens of the prompt, and the strides and addresses
-    of keys and values (see `Span` of `forward.cpp`). MemoryError if the scores of a tile do not fit.
+    of keys and values (see `Span` of `attention_tile.h`). `totals` (T, Hq, 2) float32, if given, get each query's
+    largest score and 1 / the sum of exponentials of its scores less that. MemoryError if the scores of a tile do not
+    fit.
     """
     query = query if query.stride(2) == 1 else query.contiguous()
     num_heads, num_tokens, width = query.shape
@@ -86,6 +89,7 @@ def attend(
         token_stride=query.stride(1),
         queries=query.data_ptr(),
         output=output.data_ptr(),
+        totals=None if totals is None else totals.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
         scale=options.scale,
         softcap=options.softcap or 0.0,
@@ -101,7 +105,7 @@ class _AttentionGradient(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_width", "window")),
-        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "output", "gradient")),
+        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "output", "gradient", "totals")),
         *((name, ctypes.c_void_p) for name in ("of_queries", "of_keys", "of_values")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
@@ -127,8 +131,8 @@ def attend_gradient(
 ) -> list[torch.Tensor]:
     """Gradients with respect to query (T, Hq, D), key and value (T, Hkv, D), from `rows_by_prompt`.
 
-    `tensors` are query, key, value, the output and the gradient with respect to that. MemoryError if the scores of a
-    tile do not fit. There are no sinks.
+    `tensors` are query, key, value, the output, the gradient with respect to that, and the totals of `attend`.
+    MemoryError if the keys of a row do not fit. There are no sinks.
     """
     query, key, *_ = tensors = [x.contiguous() for x in tensors]
     gradients = [torch.empty_like(x) for x in tensors[:3]]

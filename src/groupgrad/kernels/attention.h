@@ -11,6 +11,15 @@
 constexpr long MAX_QUERIES = REGISTERS == 32 ? 8 : 4;  // rows whose sums are in registers together
 constexpr long MAX_KEYS = 192;                         // outputs computed between two stores
 constexpr long SCORE_TILE = MAX_KEYS * MAX_QUERIES + LANES;
+constexpr long MIXED_KEYS = 3 * MAX_PANEL;             // keys whose values stay in the caches for all queries
+
+extern "C" {
+
+// The largest score of a query, and 1 / the sum of exp(score - peak): what turns its scores into weights.
+struct SoftmaxTotals {
+    float peak, factor;
+};
+}
 
 namespace {
 
@@ -99,8 +108,12 @@ inline void dots(const float *block, const float *keys, long width, float *tile,
     store_totals<M * N>(sums, tile);
 }
 
+// scores[m * stride + n] = row m of a packed block times row n of `keys` (count, width), by way of `tile`.
 template <int M>
-void some_dots(const float *block, const float *keys, long count, long width, float *tile, Prefetch &prefetch) {
+void some_dots(
+    const float *block, const float *keys, long count, long width, float *tile, float *scores, long stride,
+    Prefetch &prefetch
+) {
     constexpr int N = keys_at_once(M);
     const long steps = width / LANES;
     long n = 0;
@@ -110,13 +123,15 @@ void some_dots(const float *block, const float *keys, long count, long width, fl
         for (; n + 4 <= count; n += 4, prefetch.advance(steps))
             dots<M, 4>(block, keys + n * width, width, tile + n * M, prefetch);
     for (; n < count; n++, prefetch.advance(steps)) dots<M, 1>(block, keys + n * width, width, tile + n * M, prefetch);
+    for (long m = 0; m < M; m++)
+        for (n = 0; n < count; n++) scores[m * stride + n] = tile[n * M + m];
 }
 
 // scores[q * stride + p] for `count` keys p (count, width) and the queries q of a packed block.
 void score(
     const Packed &queries, const float *keys, long count, float *tile, float *scores, long stride, Prefetch prefetch
 ) {
-    using Some = void (*)(const float *, const float *, long, long, float *, Prefetch &);
+    using Some = void (*)(const float *, const float *, long, long, float *, float *, long, Prefetch &);
     constexpr Some some_rows[] = {some_dots<1>, some_dots<2>, some_dots<3>, some_dots<4>,
                                   some_dots<5>, some_dots<6>, some_dots<7>, some_dots<8>};
     prefetch.spread(queries.inner_steps(count));
@@ -125,9 +140,8 @@ void score(
         for (long index = 0; index < queries.num_blocks(); index++) {
             const long first = queries.first(index), rows = queries.first(index + 1) - first;
             const float *from = keys + start * queries.width;
-            some_rows[rows - 1](queries.block(index), from, some, queries.width, tile, prefetch);
-            for (long m = 0; m < rows; m++)
-                for (long p = 0; p < some; p++) scores[(first + m) * stride + start + p] = tile[p * rows + m];
+            float *to = scores + first * stride + start;
+            some_rows[rows - 1](queries.block(index), from, some, queries.width, tile, to, stride, prefetch);
         }
     }
 }
@@ -149,7 +163,7 @@ void score_together(
 // ------------------------------------------------------------------------------------------------ weights and values
 
 // Softmax in place. The exponential of a sink, unless null, is added to the sum.
-void softmax(float *scores, long count, const float *sink = nullptr) {
+SoftmaxTotals softmax(float *scores, long count, const float *sink = nullptr) {
     float peak = sink ? *sink : scores[0], total = 0.0f;
 #pragma omp simd reduction(max : peak)
     for (long i = 0; i < count; i++) peak = std::max(peak, scores[i]);
@@ -169,6 +183,7 @@ void softmax(float *scores, long count, const float *sink = nullptr) {
     if (sink) total += exponential(splat(*sink - peak))[0];
     const float factor = 1.0f / total;
     for (long j = 0; j < count; j++) scores[j] *= factor;
+    return {peak, factor};
 }
 
 // cap * tanh(score / cap) in place.
@@ -197,8 +212,11 @@ inline void mix_columns(const float *weights, long stride, const float *values, 
     for (long p = 0; p < count; p++) {
         Vec value[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) value[v] = load(values + p * width + v * LANES);
-#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+            value[v] = load(values + p * width + v * LANES);
+            KEEP(value[v]);
+        }
+#pragma GCC unroll 6
         for (int q = 0; q < Q; q++)
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
@@ -227,17 +245,23 @@ void mix_some(const float *weights, long stride, const float *values, long count
 }
 
 // output (queries, width) += weights (queries, stride) times values (count, width). With `Across` weights are
-// (count, stride), and their transpose is multiplied.
+// (count, stride), and their transpose is multiplied. Each output is summed value by value, in order.
 template <bool Across = false>
 void mix(long queries, const float *weights, long stride, const float *values, long count, long width, float *output) {
-    const long step = Across ? 1 : stride;
-    long q = 0;
-    for (; q + 4 <= queries; q += 4)
-        mix_some<Across, 4>(weights + q * step, stride, values, count, width, output + q * width);
-    for (; q + 2 <= queries; q += 2)
-        mix_some<Across, 2>(weights + q * step, stride, values, count, width, output + q * width);
-    for (; q < queries; q++)
-        mix_some<Across, 1>(weights + q * step, stride, values, count, width, output + q * width);
+    const long step = Across ? 1 : stride, next = Across ? stride : 1;
+    for (long start = 0; start < count; start += MIXED_KEYS) {
+        const long some = std::min(MIXED_KEYS, count - start);
+        const float *from = weights + start * next, *part = values + start * width;
+        long q = 0;
+        for (; q + 6 <= queries; q += 6)
+            mix_some<Across, 6>(from + q * step, stride, part, some, width, output + q * width);
+        for (; q + 4 <= queries; q += 4)
+            mix_some<Across, 4>(from + q * step, stride, part, some, width, output + q * width);
+        for (; q + 2 <= queries; q += 2)
+            mix_some<Across, 2>(from + q * step, stride, part, some, width, output + q * width);
+        for (; q < queries; q++)
+            mix_some<Across, 1>(from + q * step, stride, part, some, width, output + q * width);
+    }
 }
 
 }  // namespace

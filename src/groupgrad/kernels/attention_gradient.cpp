@@ -1,5 +1,6 @@
-// Gradients of causal attention over rows that may share prompts. Scores are computed again; nothing of their size is
-// kept. Rows of one prompt are computed one after the other, so no number depends on the threads.
+// Gradients of causal attention over rows that may share prompts. Scores are computed again, for some queries and keys
+// at a time; nothing of their size is kept. Rows of one prompt are computed one after the other, so no number depends
+// on the threads.
 
 #include "attention.h"
 #include "layers.h"
@@ -16,6 +17,7 @@ struct AttentionRow {
 struct AttentionGradient {
     int64_t heads, kv_heads, head_width, window;  // `window`: keys that a query sees, its own included; 0: all
     const float *queries, *keys, *values, *output, *gradient;
+    const SoftmaxTotals *totals;  // (tokens, heads) of the forward pass
     float *of_queries, *of_keys, *of_values;
     float scale, softcap;  // scores become softcap * tanh(score / softcap), unless that is 0
 };
@@ -23,12 +25,9 @@ struct AttentionGradient {
 
 namespace {
 
+// The vectors and scores of a tile fit into the L2 cache, with the keys and values and their gradients.
 constexpr long QUERIES_OF_TILE = 64;
-constexpr long SCORES_OF_TILE = 1 << 15;  // unless a single token has more
-
-long rows_of_tile(long repeat, long keys) {  // tokens
-    return std::max(1L, std::min(QUERIES_OF_TILE, SCORES_OF_TILE / std::max(1L, keys)) / repeat);
-}
+constexpr long KEYS_OF_TILE = MIXED_KEYS;
 
 // Keys and values of consecutive tokens in one head, and their gradients, each (length, width).
 struct KeyPart {
@@ -36,36 +35,57 @@ struct KeyPart {
     float *keys, *values, *of_keys, *of_values;
 };
 
-// Most tokens of a row, of a prompt, and of both together, which decide the scratch memory of a thread.
+// Most tokens of a row and of a prompt, which decide the scratch memory of a thread.
 struct Lengths {
-    long row = 0, prompt = 0, keys = 0;
+    long row = 0, prompt = 0;
+};
+
+// Vectors (count, width), also stored as columns.
+struct Vectors {
+    float *rows;
+    Columns columns;
+
+    void put_columns() const {
+        for (long q = 0; q < columns.rows; q += GRAIN) {
+            const float *some[GRAIN];
+            for (long i = 0; i < GRAIN; i++) some[i] = q + i < columns.rows ? rows + (q + i) * columns.width : nullptr;
+            columns.put(q, some, 0, columns.width);
+        }
+    }
+};
+
+// Queries of consecutive tokens: their first place among all tokens, and in their row, prompt included.
+struct QueryTile {
+    long start, position, count;
+    Vectors queries, gradients;
 };
 
 class GroupGradient {
     const AttentionGradient &call;
     const long head, width = call.head_width, repeat = call.heads / call.kv_heads;
-    float *tile, *queries, *gradients, *of_queries, *columns, *scores, *slopes, *of_prompt, *of_row;
+    float *tile, *queries, *gradients, *of_queries, *query_columns, *gradient_columns, *scores, *slopes, *along;
+    float *of_prompt, *of_row;
 
     static long most_queries(const AttentionGradient &call) {
         return in_grains(std::max<long>(QUERIES_OF_TILE, call.heads / call.kv_heads));
     }
-    static long most_scores(const AttentionGradient &call, long keys) {
-        return std::max(SCORES_OF_TILE, call.heads / call.kv_heads * keys) + LANES;
-    }
 
 public:
     static long scratch_size(const AttentionGradient &call, const Lengths &most) {
-        const long width = call.head_width, scores = most_scores(call, most.keys);
-        return Memory::whole(TILE + 4 * most_queries(call) * width + 2 * scores + 4 * (most.prompt + most.row) * width);
+        const long queries = most_queries(call), width = call.head_width;
+        return Memory::whole(TILE + queries * (5 * width + 2 * KEYS_OF_TILE + 1) + 2 * LANES +
+                             4 * (most.prompt + most.row) * width);
     }
 
     GroupGradient(const AttentionGradient &call, long head, const Lengths &most, float *scratch)
         : call(call), head(head) {
         const auto take = [&](long floats) { return (scratch += floats) - floats; };
+        const long some = most_queries(call);
         tile = take(TILE);
-        for (float **part : {&queries, &gradients, &of_queries, &columns}) *part = take(most_queries(call) * width);
-        for (float **part : {&scores, &slopes}) *part = take(most_scores(call, most.keys));
-        of_prompt = take(4 * most.prompt * width), of_row = scratch;
+        for (float **part : {&queries, &gradients, &of_queries, &query_columns, &gradient_columns})
+            *part = take(some * width);
+        for (float **part : {&scores, &slopes}) *part = take(some * KEYS_OF_TILE + LANES);
+        along = take(some), of_prompt = take(4 * most.prompt * width), of_row = scratch;
     }
 
     // The gradients of rows behind one prompt, and of that if it is among them; or of one row without a prompt.
@@ -73,10 +93,10 @@ public:
         const KeyPart none{0, 0, nullptr, nullptr, nullptr, nullptr};
         const AttentionRow &last = rows[count - 1];
         const KeyPart prompt = last.prompt_length ? read(last.prompt_start, last.prompt_length, of_prompt) : none;
+        const long some = std::max(1L, QUERIES_OF_TILE / repeat);
         for (const AttentionRow *row = rows; row < rows + count; row++) {
             const bool is_prompt = prompt.length && !row->prompt_length;
             const KeyPart own = is_prompt ? prompt : read(row->start, row->length, of_row);
-            const long some = rows_of_tile(repeat, row->prompt_length + row->length);
             for (long first = 0; first < row->length; first += some)
                 add_tile(is_prompt ? none : prompt, own, first, std::min<long>(some, row->length - first));
             if (!is_prompt) write(own);
@@ -105,76 +125,75 @@ private:
         }
     }
 
-    // Place of query q among those of all tokens, for a tile from token `start` on.
-    long place(long start, long q) const {
-        return ((start + q / repeat) * call.heads + head * repeat + q % repeat) * width;
-    }
-
-    // to[q * stride + key] = products of `count` vectors with the keys of a part from `begin` on.
-    void multiply_all(const float *vectors, long count, const float *keys, long num_keys, float *to, long stride) const {
-        const Columns packed{columns, count, width};
-        for (long q = 0; q < count; q += GRAIN) {
-            const float *some[GRAIN];
-            for (long i = 0; i < GRAIN; i++) some[i] = q + i < count ? vectors + (q + i) * width : nullptr;
-            packed.put(q, some, 0, width);
-        }
-        score_together(packed, keys, num_keys, tile, to, stride, Prefetch());
-    }
+    // Number of query q among those of all tokens, for a tile from token `start` on.
+    long number(long start, long q) const { return (start + q / repeat) * call.heads + head * repeat + q % repeat; }
 
     // Adds the gradients of the queries of `tokens` tokens from the part's token `first` on.
     void add_tile(const KeyPart &prompt, const KeyPart &own, long first, long tokens) const {
-        const long count = tokens * repeat, start = own.start + first, all = prompt.length + first + tokens;
-        // Keys before `begin` are too far from all tokens.
-        const long begin = call.window ? std::max<long>(0, prompt.length + first + 1 - call.window) : 0;
-        const long stride = all - begin, from_prompt = std::min(begin, prompt.length);
-        const long num_prompt = prompt.length - from_prompt, from_own = std::max(0L, begin - prompt.length);
-        const long num_own = stride - num_prompt;
+        const long count = tokens * repeat, start = own.start + first, end = prompt.length + first + tokens;
+        const QueryTile now{start,
+                            prompt.length + first,
+                            count,
+                            {queries, {query_columns, count, width}},
+                            {gradients, {gradient_columns, count, width}}};
         for (long q = 0; q < count; q++) {
-            const float *query = call.queries + place(start, q);
-            for (long d = 0; d < width; d++) queries[q * width + d] = query[d] * call.scale;
-            std::memcpy(gradients + q * width, call.gradient + place(start, q), width * sizeof(float));
+            const long at = number(start, q) * width;
+            const float *gradient = call.gradient + at, *output = call.output + at;
+            for (long d = 0; d < width; d++) queries[q * width + d] = call.queries[at + d] * call.scale;
+            std::memcpy(gradients + q * width, gradient, width * sizeof(float));
+            float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+            for (long d = 0; d < width; d++) sum += gradient[d] * output[d];
+            along[q] = sum;
         }
-        const long at = from_prompt * width, at_own = from_own * width;
-        multiply_all(queries, count, prompt.keys + at, num_prompt, scores, stride);
-        multiply_all(queries, count, own.keys + at_own, num_own, scores + num_prompt, stride);
-        multiply_all(gradients, count, prompt.values + at, num_prompt, slopes, stride);
-        multiply_all(gradients, count, own.values + at_own, num_own, slopes + num_prompt, stride);
-        for (long q = 0; q < count; q++) weigh(q, start, prompt.length + first + q / repeat + 1 - begin, stride);
-        const auto add = [&](const float *weights, const float *vectors, long keys, float *to) {
-            mix<true>(keys, weights, stride, vectors, count, width, to);
-        };
-        add(scores, gradients, num_prompt, prompt.of_values + at);
-        add(scores + num_prompt, gradients, num_own, own.of_values + at_own);
-        add(slopes, queries, num_prompt, prompt.of_keys + at);
-        add(slopes + num_prompt, queries, num_own, own.of_keys + at_own);
+        now.queries.put_columns();
+        now.gradients.put_columns();
         std::fill(of_queries, of_queries + count * width, 0.0f);
-        mix(count, slopes, stride, prompt.keys + at, num_prompt, width, of_queries);
-        mix(count, slopes + num_prompt, stride, own.keys + at_own, num_own, width, of_queries);
+        // Keys before the first are too far from all tokens.
+        const long begin = call.window ? std::max<long>(0, now.position + 1 - call.window) : 0;
+        for (long key = begin; key < prompt.length; key += KEYS_OF_TILE)
+            add_keys(now, prompt, key, std::min(KEYS_OF_TILE, prompt.length - key), key);
+        for (long key = std::max(begin, prompt.length); key < end; key += KEYS_OF_TILE)
+            add_keys(now, own, key - prompt.length, std::min(KEYS_OF_TILE, end - key), key);
         for (long q = 0; q < count; q++) {
-            float *to = call.of_queries + place(start, q);
+            float *to = call.of_queries + number(start, q) * width;
             for (long d = 0; d < width; d++) to[d] = of_queries[q * width + d] * call.scale;
         }
     }
 
-    // Turns a query's scores into weights, and the products of its gradient with the values into the gradients of the
-    // scores. Keys from `end` on are hidden.
-    void weigh(long q, long start, long end, long stride) const {
-        float *weights = scores + q * stride, *of_scores = slopes + q * stride;
-        const float *output = call.output + place(start, q), *gradient = gradients + q * width;
-        const long from = call.window ? std::max<long>(0, end - call.window) : 0;
-        float along = 0.0f;
-#pragma omp simd reduction(+ : along)
-        for (long d = 0; d < width; d++) along += gradient[d] * output[d];
-        if (call.softcap != 0.0f) cap_scores(weights + from, end - from, call.softcap);
-        for (long k = from; k < end; k++) {
-            of_scores[k] -= along;
-            if (call.softcap != 0.0f) of_scores[k] *= 1 - weights[k] / call.softcap * (weights[k] / call.softcap);
+    // Adds what the queries of a tile and `keys` keys from the part's key `first` on, at `position` in the row, have to
+    // do with each other.
+    void add_keys(const QueryTile &now, const KeyPart &part, long first, long keys, long position) const {
+        const long at = first * width;
+        score_together(now.queries.columns, part.keys + at, keys, tile, scores, KEYS_OF_TILE, Prefetch());
+        score_together(now.gradients.columns, part.values + at, keys, tile, slopes, KEYS_OF_TILE, Prefetch());
+        for (long q = 0; q < now.count; q++) {
+            const long own = now.position + q / repeat - position;  // the place of the query's own key
+            const long from = call.window ? std::clamp<long>(own + 1 - call.window, 0, keys) : 0;
+            weigh(q, call.totals[number(now.start, q)], from, std::clamp<long>(own + 1, from, keys), keys);
         }
-        softmax(weights + from, end - from);
-        for (long k = from; k < end; k++) of_scores[k] *= weights[k];
+        mix<true>(keys, scores, KEYS_OF_TILE, gradients, now.count, width, part.of_values + at);
+        mix<true>(keys, slopes, KEYS_OF_TILE, queries, now.count, width, part.of_keys + at);
+        mix(now.count, slopes, KEYS_OF_TILE, part.keys + at, keys, width, of_queries);
+    }
+
+    // Turns a query's scores into weights, and the products of its gradient with the values into the gradients of the
+    // scores. It sees the keys from `from` to `end`.
+    void weigh(long q, const SoftmaxTotals &totals, long from, long end, long keys) const {
+        float *weights = scores + q * KEYS_OF_TILE, *of_scores = slopes + q * KEYS_OF_TILE;
+        if (call.softcap != 0.0f) cap_scores(weights + from, end - from, call.softcap);
+        for (long k = from; k < end; k += LANES) {
+            const long left = end - k;
+            const Vec score = load_some(weights + k, left);
+            const Vec weight = exponential(score - totals.peak) * totals.factor;
+            Vec slope = weight * (load_some(of_scores + k, left) - along[q]);
+            if (call.softcap != 0.0f) slope *= 1.0f - score / call.softcap * (score / call.softcap);
+            store_some(weights + k, weight, left);
+            store_some(of_scores + k, slope, left);
+        }
         for (float *row : {weights, of_scores}) {
             std::fill(row, row + from, 0.0f);
-            std::fill(row + end, row + stride, 0.0f);
+            std::fill(row + end, row + keys, 0.0f);
         }
     }
 };
@@ -191,7 +210,6 @@ int groupgrad_attend_gradient(const AttentionGradient *call, const AttentionRow 
     for (const AttentionRow *row = rows; row < rows + bounds[groups]; row++) {
         most.row = std::max<long>(most.row, row->length);
         most.prompt = std::max<long>(most.prompt, row->prompt_length);
-        most.keys = std::max<long>(most.keys, row->length + row->prompt_length);
     }
     const long each = GroupGradient::scratch_size(*call, most);
     Memory memory(threads * each);

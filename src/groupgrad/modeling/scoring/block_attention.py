@@ -103,12 +103,14 @@ class _RowAttention(torch.autograd.Function):
         plan: BlockPlan,
         call: AttentionCall,
     ) -> torch.Tensor:
-        kernels = kernel_for(query, key, value)
+        kernels, totals = kernel_for(query, key, value), None
         if kernels is not None:
             # The kernels read the tokens of each head one after the other.
             keys, values = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (key, value))
             spans = slot_spans(plan.spans, (keys, values), (keys, values))
-            output = attend(kernels, query.transpose(0, 1), spans, keys.shape[1], call)
+            if any(ctx.needs_input_grad) and sinks is None:
+                totals = query.new_empty(*query.shape[:2], 2)
+            output = attend(kernels, query.transpose(0, 1), spans, keys.shape[1], call, totals)
         else:
             padded = query.new_empty(len(query) + 1, query.shape[1], value.shape[-1])
             with torch.autocast(query.device.type, enabled=False):
@@ -118,16 +120,16 @@ class _RowAttention(torch.autograd.Function):
                     weights, _ = _softmax(scores, keys, sinks, call)
                     _put(padded, block, values.mix(weights))
             output = padded[:-1]
-        ctx.save_for_backward(query, key, value, sinks, output)
+        ctx.save_for_backward(query, key, value, sinks, output, totals)
         ctx.plan, ctx.call, ctx.kernels = plan, call, kernels
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, sinks, output = ctx.saved_tensors
+        query, key, value, sinks, output, totals = ctx.saved_tensors
         call: AttentionCall = ctx.call
-        if ctx.kernels is not None and sinks is None:
-            tensors = query, key, value, output, grad
+        if totals is not None:
+            tensors = query, key, value, output, grad, totals
             return *attend_gradient(ctx.kernels, tensors, ctx.plan.groups, call), None, None, None
         # Gradients have one more token, which takes what padding adds; the padding of `grad` is 0.
         grad_query, grad_key, grad_value = (x.new_zeros(len(x) + 1, *x.shape[1:]) for x in (query, key, value))
