@@ -6,9 +6,9 @@
 //
 // `engines/native/cpp_step.py` mirrors the structures below. Plain C types only, so that no header of torch is needed.
 
-#include "attention.h"
-#include "memory.h"
+#include "attention_tile.h"
 #include "layers.h"
+#include "memory.h"
 
 extern "C" {
 
@@ -40,7 +40,10 @@ struct Rows {
 
 namespace {
 
-constexpr long QUERIES = 16;     // queries that read a prompt's keys together, unless one row has more heads
+constexpr long QUERIES = 16;  // queries that read a prompt's keys together, unless one row has more heads
+
+// Rows whose queries of one key head are computed together.
+long most_rows(long repeat) { return std::max(1L, QUERIES / repeat); }
 
 // Called by all threads: output += input times the layer's weight, plus its bias.
 void add_linear(Worker &worker, const Columns &input, const Linear &layer, float *tile, const Columns &output) {
@@ -94,23 +97,16 @@ void add_bias(const float *bias, long count, long rows, float *values) {
 
 // ------------------------------------------------------------------------------------------------ the step
 
-// Scratch memory of a thread.
+// Scratch memory of a thread: outputs of products, or a tile of attention.
 struct Scratch {
-    static constexpr long ROOM = std::max(TILE, SCORE_TILE);  // size of `tile`, which holds outputs or scores
-    float *tile, *other, *queries, *packed, *scores;
+    float *tile, *other;
 
-    static long most_queries(const Model &model) { return std::max<long>(QUERIES, model.heads / model.kv_heads); }
-    static long score_width(const Rows &rows) { return rows.prompt_places + rows.own_places; }
-
-    static long size(const Model &model, const Rows &rows) {
-        const long queries = in_grains(most_queries(model)), width = padded(model.head_width);
-        return padded(ROOM + TILE + queries * (2 * width + score_width(rows)) + 2 * LANES);
+    static long size(const Attention &attention, const Rows &rows) {
+        const long tokens = most_rows(attention.heads / attention.kv_heads), keys = rows.prompt_places + rows.own_places;
+        return std::max(2 * TILE, AttentionTile::scratch_size(attention, tokens, keys));
     }
 
-    Scratch(float *memory, const Model &model) {
-        const long some = in_grains(most_queries(model)) * padded(model.head_width);
-        tile = memory, other = tile + ROOM, queries = other + TILE, packed = queries + some, scores = packed + some;
-    }
+    explicit Scratch(float *memory) : tile(memory), other(memory + TILE) {}
 };
 
 struct Step {
@@ -123,93 +119,49 @@ struct Step {
     long repeat() const { return model.heads / model.kv_heads; }
     long projected_width() const { return (model.heads + 2 * model.kv_heads) * model.head_width; }
 
-    // One head of a row after its norm, if any, and its rotary embedding.
+    // One head of a row after its norm, if any, and its rotary embedding. `to` may be `from`.
     void place_head(const float *from, const float *norm, long position, float *to) const {
         const long width = model.head_width;
         if (norm)
             normalise(from, norm, width, model.epsilon, to);
         else
-            std::memcpy(to, from, width * sizeof(float));
+            std::memmove(to, from, width * sizeof(float));
         rotate(model.cosines + position * width, model.sines + position * width, width, to);
     }
 
-    // A row's own keys or values of one head.
-    template <class Float>
-    Float *own_part(Float *all, long row, long head) const {
-        return all + (row * model.kv_heads + head) * rows.own_places * model.head_width;
-    }
-
-    // Stores the new key and value of a row, and prepares its queries of one key head.
-    void place_row(const Layer &layer, long row, long head, float *queries) const {
+    // Stores the new key and value of a row, and prepares its queries of one key head where they are.
+    void place_row(const Layer &layer, long row, long head) const {
         const long width = model.head_width, position = positions[row];
-        const float *from = projected + row * projected_width();
+        float *from = projected + row * projected_width();
         const long at = ((row * model.kv_heads + head) * rows.own_places + position - rows.prompt_lengths[row]) * width;
         const float *key = from + (model.heads + head) * width;
         place_head(key, layer.key_norm, position, layer.own_keys + at);
         std::memcpy(layer.own_values + at, key + model.kv_heads * width, width * sizeof(float));
-        for (long i = 0; i < repeat(); i++) {
-            float *query = queries + i * width;
-            place_head(from + (head * repeat() + i) * width, layer.query_norm, position, query);
-            for (long d = 0; d < width; d++) query[d] *= layer.scale;
-        }
+        for (long i = head * repeat(); i < (head + 1) * repeat(); i++)
+            place_head(from + i * width, layer.query_norm, position, from + i * width);
     }
 
-    // The first key that a query at `position` sees.
-    static long first_key(const Layer &layer, long position) {
-        return layer.window ? std::max<long>(0, position - layer.window + 1) : 0;
+    // Attention of all heads of a layer; queries are read where they were projected.
+    Attention attention(const Layer &layer) const {
+        Attention call{model.heads, model.kv_heads, model.head_width, layer.window, model.head_width, projected_width()};
+        call.queries = projected, call.output = mixed, call.scale = layer.scale;
+        return call;
     }
 
-    // Attention of rows that share a prompt, in one key head. The prompt's keys and values are read once for all rows.
+    // Attention of rows that share a prompt, in one key head.
     void attend(const Layer &layer, const int64_t *order, long count, long head, const Scratch &scratch) const {
-        const long width = model.head_width, repeat = this->repeat(), all = count * repeat;
-        const long prompt = rows.prompt_lengths[order[0]], stride = Scratch::score_width(rows);
-        const long slot = (rows.groups[order[0]] * model.kv_heads + head) * rows.prompt_places;
-        long begin = prompt;
+        const long own = rows.own_places * model.head_width, prompt = rows.prompt_places * model.head_width;
+        Span spans[QUERIES];
         for (long i = 0; i < count; i++) {
-            place_row(layer, order[i], head, scratch.queries + i * repeat * width);
-            begin = std::min(begin, first_key(layer, positions[order[i]]));
+            const long row = order[i], length = rows.prompt_lengths[row];
+            const long at = rows.groups[row] * model.kv_heads * prompt, own_at = row * model.kv_heads * own;
+            place_row(layer, row, head);
+            const float *keys = layer.own_keys + own_at, *values = layer.own_values + own_at;
+            spans[i] = {row, 1, positions[row] - length, length, prompt, own, layer.prompt_keys + at,
+                        layer.prompt_values + at, keys, values};
         }
-        const Columns together{scratch.packed, all, width};
-        for (long q = 0; q < all; q += GRAIN) {
-            const float *some[GRAIN];
-            for (long i = 0; i < GRAIN; i++) some[i] = q + i < all ? scratch.queries + (q + i) * width : nullptr;
-            together.put(q, some, 0, width);
-        }
-        const float *keys = layer.prompt_keys + (slot + begin) * width;
-        const float *values = layer.prompt_values + (slot + begin) * width;
-        Prefetch prefetch;
-        prefetch.add(own_part(layer.own_keys, order[0], head), (positions[order[0]] - prompt + 1) * width);
-        prefetch.add(values, (prompt - begin) * width);
-        score_together(together, keys, prompt - begin, scratch.tile, scratch.scores + begin, stride, prefetch);
-        for (long i = 0; i < count; i++) {
-            const long row = order[i], own = positions[row] - prompt + 1, first = first_key(layer, positions[row]);
-            Prefetch prefetch;
-            prefetch.add(own_part(layer.own_values, row, head), own * width);
-            if (i + 1 < count)
-                prefetch.add(own_part(layer.own_keys, order[i + 1], head),
-                             (positions[order[i + 1]] - prompt + 1) * width);
-            const Packed mine{scratch.packed, repeat, width};
-            for (long q = 0; q < repeat; q++) mine.put(q, scratch.queries + (i * repeat + q) * width);
-            float *scores = scratch.scores + i * repeat * stride + prompt;
-            score(mine, own_part(layer.own_keys, row, head), own, scratch.tile, scores, stride, prefetch);
-            for (long q = i * repeat; q < (i + 1) * repeat; q++) {
-                float *scores = scratch.scores + q * stride;
-                std::fill(scores + begin, scores + std::max(begin, first), 0.0f);
-                softmax(scores + first, prompt + own - first);
-            }
-        }
-        // The memory of the queries is free now.
-        float *together_mixed = scratch.queries;
-        std::fill(together_mixed, together_mixed + all * width, 0.0f);
-        mix(all, scratch.scores + begin, stride, values, prompt - begin, width, together_mixed);
-        for (long i = 0; i < count; i++) {
-            const long row = order[i], own = positions[row] - prompt + 1;
-            const float *weights = scratch.scores + i * repeat * stride + prompt;
-            float *own_mixed = together_mixed + i * repeat * width;
-            mix(repeat, weights, stride, own_part(layer.own_values, row, head), own, width, own_mixed);
-            float *to = mixed + (row * model.heads + head * repeat) * width;
-            std::memcpy(to, own_mixed, repeat * width * sizeof(float));
-        }
+        const Attention call = attention(layer);
+        AttentionTile(call, {spans, count, 0, count}, head, scratch.tile).attend();
     }
 
     void attend_all(Worker &worker, const Layer &layer, const Scratch &scratch) const {
@@ -286,14 +238,15 @@ struct Step {
 extern "C" {
 
 // Rows whose queries of one key head are computed together.
-int64_t groupgrad_chunk_rows(int64_t repeat) { return std::max<int64_t>(1, QUERIES / repeat); }
+int64_t groupgrad_chunk_rows(int64_t repeat) { return most_rows(repeat); }
 
 // Logits (n, vocabulary) that follow `tokens` (n) at `positions` (n), whose keys and values are stored. Returns 1
 // without memory.
 int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens, const int64_t *positions,
                      float *logits, int threads) {
     const long n = rows->count, heads = model->heads * model->head_width, side = in_grains(n);
-    const long across = heads + 2 * model->kv_heads * model->head_width, each = Scratch::size(*model, *rows);
+    const long across = heads + 2 * model->kv_heads * model->head_width;
+    const long each = Scratch::size({model->heads, model->kv_heads, model->head_width}, *rows);
     long total = Memory::whole(n * across) + Memory::whole(n * heads) + threads * Memory::whole(each);
     for (long width : {model->hidden, model->hidden, heads, model->inner}) total += Memory::whole(side * width);
     Memory memory(total);
@@ -310,7 +263,7 @@ int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens
     WorkPlan plan(products.get());
     Step::plan_products(*model, plan, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    step.run(plan, Scratch(scratch + omp_get_thread_num() * Memory::whole(each), *model), logits);
+    step.run(plan, Scratch(scratch + omp_get_thread_num() * Memory::whole(each)), logits);
     return 0;
 }
 }
