@@ -84,8 +84,8 @@ class SlotRecurrence(Recurrence):
     def scan(self, chunks: Chunks, zeros: Callable[[int], torch.Tensor], advance: Advance) -> torch.Tensor:
         """The outputs of a layer; its states are read and written."""
         initial, write = self._next_states()
-        output, final = chunks.scan(lambda order: initial[order], advance)
-        write(chunks.levels[-1].order, final)
+        output, finals = chunks.scan(lambda order: initial[order], advance)
+        write(chunks.levels[-1].order, finals[-1])
         return output
 
     def with_inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:

@@ -89,15 +89,15 @@ class Chunks:
 
     def scan(
         self, initial: Callable[[torch.Tensor], torch.Tensor], advance: Advance
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N, ...) outputs of `advance` over all chunks, and the final states of the last level.
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(N, ...) outputs of `advance` over all chunks, and the final states of each level.
 
         `initial` makes the states that segments, given by their numbers (n,), begin with.
         """
         outputs: list[torch.Tensor] = []
-        final = torch.empty(0)
+        finals: list[torch.Tensor] = []
         for level in self.levels:
-            state = initial(level.order) if level.parents is None else final.index_select(0, level.parents)
+            state = initial(level.order) if level.parents is None else finals[-1].index_select(0, level.parents)
             ended: list[torch.Tensor] = []
             for count in level.counts:
                 if count < len(state):
@@ -105,8 +105,8 @@ class Chunks:
                     state = state[:count]
                 output, state = advance(state)
                 outputs.append(output)
-            final = torch.cat([state, *reversed(ended)])
-        return torch.cat(outputs), final
+            finals.append(torch.cat([state, *reversed(ended)]))
+        return torch.cat(outputs), finals
 
 
 class Recurrence:
@@ -117,6 +117,11 @@ class Recurrence:
         self._num_tokens = sum(segment.length for segment in self._segments)
         self._chunks: dict[tuple[int, torch.device], Chunks] = {}
         self._heads: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments that have tokens."""
+        return self._segments
 
     @property
     def is_step(self) -> bool:

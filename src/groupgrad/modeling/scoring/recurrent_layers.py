@@ -2,8 +2,9 @@
 
 The model files of transformers call their recurrent computations by a few names (`causal_conv1d_fn`,
 `torch_chunk_gated_delta_rule`, ...), which are functions of the file. Each is wrapped once: the wrapper calls its
-counterpart in `recurrent_scans` while one is active, and the original otherwise. A layer that computes its recurrence
-in its own `forward` (MiniMax) is wrapped there. No model file is copied.
+counterpart in `recurrent_scans` while one is active, and the original otherwise. The layers' `forward` is wrapped too:
+it takes the tokens of long rows in stretches, and a layer that computes its recurrence there (MiniMax) is replaced. No
+model file is copied.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from groupgrad.modeling.families import is_transformers_class
 from groupgrad.modeling.scoring import recurrent_scans
 from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.modeling.scoring.stretches import STRETCH_TOKENS, Carried, Stretch, cut, is_long
 
 
 def _not_fused(*_: object, **__: object) -> None:
@@ -63,6 +65,9 @@ _classes: WeakKeyDictionary[nn.Module, list[type[nn.Module]]] = WeakKeyDictionar
 
 _wrappers: set[Callable[..., Any]] = set()
 
+_stretches: WeakKeyDictionary[Recurrence, list[Stretch]] = WeakKeyDictionary()
+"""The stretches of passes that may be cut, made when a long row is computed."""
+
 
 class _Passes(threading.local):
     """The recurrences of the passes that a thread runs, innermost last."""
@@ -89,8 +94,9 @@ def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]
     for cls in _recurrent_classes(model):
         for name in _routable(cls):
             _wrap(inspect.unwrap(cls.forward).__globals__, name)
-        if _is_own(cls):
-            _wrap_layer(cls)
+        _wrap_layer(cls)
+    if type(order) is Recurrence:  # sampling cuts its prompts itself
+        _stretches.setdefault(order, [])
     _running.orders.append(order)
     if keep:
         _kept.pop(model, None)  # the last entry is that of the last pass
@@ -161,13 +167,51 @@ def _wrap_layer(cls: type[nn.Module]) -> None:
     original = cls.forward
     if original in _wrappers:
         return
+    own = _LAYERS[cls.__name__] if _is_own(cls) else None
 
     @functools.wraps(original)
     def wrapper(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         order = _present()
         if order is None:
             return original(module, hidden_states, *args, **kwargs)
-        return _LAYERS[cls.__name__](module, order, hidden_states)
+
+        def compute(order: Recurrence, states: torch.Tensor) -> Any:
+            return original(module, states, *args, **kwargs) if own is None else own(module, order, states)
+
+        if order in _stretches and is_long(hidden_states):
+            from groupgrad.modeling.systems.zero3 import is_zero_sharded  # it imports this module
+
+            can_cut = own is not None or all(map(_is_for_all_tokens, (*args, *kwargs.values())))
+            if can_cut and not is_zero_sharded(module):  # all ranks have to call the layer's modules equally often
+                return _in_stretches(order, compute, hidden_states)
+        return compute(order, hidden_states)
 
     _wrappers.add(wrapper)
     cls.forward = wrapper
+
+
+def _is_for_all_tokens(option: object) -> bool:
+    """True for an argument of a layer that does not name tokens one by one."""
+    return option is None or isinstance(option, (bool, int, float, str))
+
+
+def _in_stretches(
+    order: Recurrence, compute: Callable[[Recurrence, torch.Tensor], Any], hidden_states: torch.Tensor
+) -> Any:
+    """A layer's output (1, T, H), computed for one stretch of the tokens after the other."""
+    stretches = _stretches[order]
+    if not stretches:
+        stretches += cut(order.segments, STRETCH_TOKENS)
+    outputs: list[Any] = []
+    carried: Carried = []
+    for stretch, states in zip(stretches, hidden_states.split([part.num_tokens for part in stretches], dim=1)):
+        stretch.begin_layer(carried)
+        _running.orders.append(stretch)
+        try:
+            outputs.append(compute(stretch, states))
+        finally:
+            _running.orders.pop()
+            stretch.begin_layer([])
+    if isinstance(outputs[0], tuple):
+        return torch.cat([output for output, *_ in outputs], dim=1), *outputs[0][1:]
+    return torch.cat(outputs, dim=1)

@@ -1,0 +1,143 @@
+"""Cuts the flat tokens of recurrent layers into stretches that a layer computes one after the other.
+
+Everything but the convolutions and states of such a layer takes one token at a time. A stretch begins with the last
+inputs and the states that the stretches before it have left, gradients included, so the result is that of the whole.
+The tensors of a long row stay as small as those of a short one: they fit into the processor's caches, and none is so
+large that the C library gives its memory back to the system and maps new pages for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Advance, Chunks, Recurrence
+from groupgrad.modeling.systems.oom_retry import tokens_per_pass
+
+STRETCH_TOKENS = 2048
+"""Tokens of a stretch."""
+
+
+def is_long(states: torch.Tensor) -> bool:
+    """True if a pass over states (..., T, width) has more tokens than passes are cut to, because one row is long."""
+    return states.shape[-2] > tokens_per_pass(states.shape[-1])
+
+
+Carried = list[dict[int, torch.Tensor]]
+"""What the stretches of a layer leave to later ones: for each of its convolutions and scans, in the order in which it
+calls them, the last inputs or the state of some segments, by their numbers."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Piece:
+    """Consecutive tokens of a segment, all in one stretch."""
+
+    number: int
+    """Of the segment."""
+    segment: Segment
+    """The tokens, with their places in the stretch; behind its prompt if that ends in the same stretch."""
+    source: int | None
+    """Number of the segment whose tokens come before these, if they are in earlier stretches."""
+
+
+class Stretch(Recurrence):
+    """The order of the tokens in one stretch; see `cut`."""
+
+    def __init__(self, pieces: Sequence[_Piece], wanted: frozenset[int]):
+        super().__init__([piece.segment for piece in pieces])
+        self._numbers = [piece.number for piece in pieces]
+        self._sources = [piece.source for piece in pieces]
+        self._continuing = [index for index, source in enumerate(self._sources) if source is not None]
+        self._index_of = {piece.segment.start: index for index, piece in enumerate(pieces)}
+        self._left = [index for index, number in enumerate(self._numbers) if number in wanted]
+        """Pieces whose ends later stretches begin with."""
+        self._carried: Carried = []
+        self._num_computed = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the stretch."""
+        return self._num_tokens
+
+    def begin_layer(self, carried: Carried) -> None:
+        """Called before a layer computes the stretch. `carried` is empty for its first one, and is added to."""
+        self._carried, self._num_computed = carried, 0
+
+    def scan(self, chunks: Chunks, zeros: Callable[[int], torch.Tensor], advance: Advance) -> torch.Tensor:
+        """(N, ...) outputs of `advance` over all chunks of a layer."""
+        carried = self._next()
+
+        def initial(order: torch.Tensor) -> torch.Tensor:
+            sources = [self._sources[index] for index in order.tolist()]
+            if not any(source is not None for source in sources):
+                return zeros(len(sources))
+            return torch.stack([zeros(1)[0] if source is None else carried[source] for source in sources])
+
+        output, finals = chunks.scan(initial, advance)
+        for level, final in zip(chunks.levels, finals):
+            rank = {index: rank for rank, index in enumerate(level.order.tolist())}
+            carried.update({self._numbers[index]: final[rank[index]] for index in self._left if index in rank})
+        return output
+
+    def with_inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
+        """(D, T + 1 + n * (width - 1)) inputs of a convolution: the stretch's, zeros, and the last ones of the `n`
+        segments that continue here."""
+        carried = self._next()
+        before = [carried[source] for source in self._sources if source is not None]
+        extended = torch.cat([super().with_inputs_before(values, width), *before], dim=1)
+        for index in self._left:
+            segment = self._segments[index]
+            carried[self._numbers[index]] = extended[:, self._last_places(index, segment, width - 1)]
+        return extended
+
+    def _places_before(self, number: int, segment: Segment, count: int) -> list[int]:
+        if segment.shared is not None:
+            return self._last_places(self._index_of[segment.shared.start], segment.shared, count)
+        if self._sources[number] is None:
+            return super()._places_before(number, segment, count)
+        first = self._num_tokens + 1 + self._continuing.index(number) * count
+        return list(range(first, first + count))
+
+    def _last_places(self, number: int, segment: Segment, count: int) -> list[int]:
+        """Places of the last `count` inputs up to the end of a segment."""
+        own = range(max(segment.start, segment.start + segment.length - count), segment.start + segment.length)
+        return [*self._places_before(number, segment, count), *own][len(own) :]
+
+    def _next(self) -> dict[int, torch.Tensor]:
+        if self._num_computed == len(self._carried):
+            self._carried.append({})
+        self._num_computed += 1
+        return self._carried[self._num_computed - 1]
+
+
+def cut(segments: Sequence[Segment], most: int) -> list[Stretch]:
+    """Stretches of at most `most` tokens, in flat order, over segments that are in flat order.
+
+    A segment that does not fit into its stretch is cut behind whole chunks.
+    """
+    number_of = {segment.start: number for number, segment in enumerate(segments)}
+    stretches: list[list[_Piece]] = [[]]
+    ends: dict[int, Segment] = {}
+    """The last piece of each segment in the present stretch."""
+    room, chunk = most, CHUNK_SIZES[-1]
+    for number, segment in enumerate(segments):
+        done = 0
+        while done < segment.length:
+            length = segment.length - done
+            if length > room:
+                length = room // chunk * chunk
+            if not length:
+                stretches.append([])
+                room, ends = most, {}
+                continue
+            before = number if done else None if segment.shared is None else number_of[segment.shared.start]
+            shared = None if before is None else ends.get(before)
+            piece = Segment(most - room, length, shared=shared)
+            stretches[-1].append(_Piece(number, piece, before if shared is None else None))
+            ends[number] = piece
+            room, done = room - length, done + length
+    wanted = frozenset(piece.source for pieces in stretches for piece in pieces if piece.source is not None)
+    return [Stretch(pieces, wanted) for pieces in stretches]

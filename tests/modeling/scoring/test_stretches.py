@@ -1,0 +1,138 @@
+"""Long rows in recurrent layers are computed in stretches, with the result of the whole."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ragged_rows import assert_scored_as_one_pass_a_row, gradients
+from tiny_hybrids import CONFIGS, VOCABULARY, make_hybrid
+
+from groupgrad.modeling.scoring import recurrent_layers, stretches
+from groupgrad.modeling.scoring.attention import unplug
+from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
+from groupgrad.modeling.scoring.recurrent_scans import causal_conv1d
+from groupgrad.modeling.scoring.stretches import Carried, Stretch, cut
+
+
+@pytest.fixture
+def short_stretches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stretches have at most 128 tokens, and so have passes; the list gets the number of each stretch's tokens."""
+    computed: list[int] = []
+    begin = Stretch.begin_layer
+
+    def counted(self: Stretch, carried: Carried) -> None:
+        computed.append(self.num_tokens)
+        begin(self, carried)
+
+    monkeypatch.setattr(Stretch, "begin_layer", counted)
+    monkeypatch.setattr(stretches, "tokens_per_pass", lambda width: 128)
+    monkeypatch.setattr(recurrent_layers, "STRETCH_TOKENS", 128)
+    return computed
+
+
+def long_batch() -> Any:
+    """Two long rows behind a prompt that is cut, two behind one that is not, one of which is short."""
+    rng = random.Random(0)
+    lengths = ((130, (150, 70)), (5, (300, 3)))
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length, _ in lengths]
+    rows = [(prompt, length) for prompt, (_, own) in enumerate(lengths) for length in own]
+    completions = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for _, length in rows]
+    return build_batch(prompts, [prompt for prompt, _ in rows], completions)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_log_probs_and_gradients_are_those_of_one_pass_a_row(
+    family: str, row_logits: Any, short_stretches: list[int]
+) -> None:
+    assert_scored_as_one_pass_a_row(make_hybrid(family), long_batch(), row_logits)
+    assert len(short_stretches) >= 6 and max(short_stretches) <= 128
+
+
+def test_layers_that_are_computed_again_take_the_same_stretches(short_stretches: list[int]) -> None:
+    batch, results = long_batch(), []
+    weights = torch.linspace(-1, 2, batch.num_tokens)
+    for checkpointing in (False, True):
+        model = make_hybrid("qwen3_5").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        logprobs = score_tokens(model, batch, ForwardOptions(layout="shared")).logprobs
+        before = len(short_stretches)
+        results.append(gradients(model, (weights * logprobs).sum()))
+        assert (len(short_stretches) > before) == checkpointing
+        unplug(model)
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_passes_of_ordinary_length_and_models_under_zero_3_stay_whole(
+    monkeypatch: pytest.MonkeyPatch, short_stretches: list[int]
+) -> None:
+    model, batch = make_hybrid("qwen3_5"), long_batch()
+    monkeypatch.setattr(stretches, "tokens_per_pass", lambda width: 1000)
+    score_tokens(model, batch, ForwardOptions(layout="shared"))
+    assert not short_stretches
+    monkeypatch.setattr(stretches, "tokens_per_pass", lambda width: 128)
+    monkeypatch.setattr("groupgrad.modeling.systems.zero3.is_zero_sharded", lambda model: True)
+    score_tokens(model, batch, ForwardOptions(layout="shared"))
+    assert not short_stretches
+
+
+SEGMENTS = st.lists(
+    st.tuples(st.integers(1, 150), st.lists(st.integers(0, 250), min_size=0, max_size=4)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEGMENTS, st.integers(64, 300), st.integers(0, 2**16))
+def test_states_and_inputs_go_on_from_stretch_to_stretch(
+    lengths: list[tuple[int, list[int]]], most: int, seed: int
+) -> None:
+    """h <- a h + x, and a convolution over four inputs, in float64 against a loop over the tokens of each row."""
+    segments: list[Segment] = []
+    rows: list[list[int]] = []
+    start = 0
+    for length, own in lengths:
+        shared, prompt = Segment(start, length), list(range(start, start + length))
+        segments.append(shared)
+        start += length
+        for row in own:
+            segments.append(Segment(start, row, shared=shared))
+            rows.append([*prompt, *range(start, start + row)])
+            start += row
+    generator = torch.Generator().manual_seed(seed)
+    decay, value = torch.rand(2, start, generator=generator, dtype=torch.float64)
+    weight = torch.rand(1, 4, generator=generator, dtype=torch.float64)
+    parts = cut([segment for segment in segments if segment.length], most)
+    assert sum(part.num_tokens for part in parts) == start and all(0 < part.num_tokens <= most for part in parts)
+    carried: Carried = []
+    states, sums = [], []
+    sizes = [part.num_tokens for part in parts]
+    for part, log_decays, values in zip(parts, decay.log().split(sizes), value.split(sizes)):
+        part.begin_layer(carried)
+        sums.append(causal_conv1d(part, values[None, None], weight)[0, 0])
+        chunks = part.chunks(torch.device("cpu"))
+        steps = chunks.steps(
+            lambda *inputs: (inputs[0].cumsum(-1), inputs[1]), *map(chunks.split, (log_decays, values))
+        )
+
+        def advance(state: torch.Tensor, steps: Any = steps) -> tuple[torch.Tensor, torch.Tensor]:
+            log_decay, inputs = next(steps)
+            between = (log_decay[:, :, None] - log_decay[:, None, :]).exp().tril()
+            output = log_decay.exp() * state[:, None] + (between @ inputs[..., None]).squeeze(-1)
+            return output, output[:, -1]
+
+        states.append(chunks.join(part.scan(chunks, lambda n: torch.zeros(n, dtype=torch.float64), advance)))
+    found, convolved = torch.cat(states), torch.cat(sums)
+    for places in rows:
+        state, window = 0.0, [0.0] * 4
+        for place in places:
+            state = float(decay[place]) * state + float(value[place])
+            window = [*window[1:], float(value[place])]
+            assert float(found[place]) == pytest.approx(state, rel=1e-9)
+            assert float(convolved[place]) == pytest.approx(sum(w * x for w, x in zip(weight[0].tolist(), window)))
