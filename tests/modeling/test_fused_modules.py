@@ -98,6 +98,23 @@ def test_rotary_embeddings_keep_their_bits_and_gradients():
             torch.testing.assert_close(gradient, want, rtol=1e-6, atol=1e-6)
 
 
+def test_gated_layers_take_long_rows_in_stretches(monkeypatch: pytest.MonkeyPatch):
+    if library() is None:
+        pytest.skip(status())
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(hidden_size=16, intermediate_size=40, num_attention_heads=2)
+    model = nn.Sequential(LlamaMLP(config))
+    x, sizes, found = torch.randn(1, 70, 16), [], []
+    model[0].up_proj.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[1]))
+    for most in (100, 32):
+        monkeypatch.setattr("groupgrad.modeling.scoring.stretches.tokens_per_pass", lambda width, most=most: most)
+        monkeypatch.setattr("groupgrad.modeling.fused_modules.STRETCH_TOKENS", most)
+        with compiled_parts(model), torch.no_grad():
+            found.append(model(x))
+    assert sizes == [70, 32, 32, 6]
+    assert torch.equal(*found), "a token's bits do not depend on the tokens beside it"
+
+
 def test_modules_are_as_before_afterwards_also_on_errors():
     model, x = make(Qwen2RMSNorm), torch.randn(3, 48)
     before = model(x)

@@ -26,6 +26,7 @@ from groupgrad import kernels
 from groupgrad.kernels import layers
 from groupgrad.modeling.families import CAUSAL_LMS, MLPS, NORMS, is_transformers_class
 from groupgrad.modeling.scoring.attention import is_checkpointing
+from groupgrad.modeling.scoring.stretches import STRETCH_TOKENS, is_long
 from groupgrad.modeling.systems.sharding import is_sharded
 
 _LINEAR_FORWARD = nn.Linear.forward
@@ -209,10 +210,15 @@ def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     library = kernels.library()
     if library is None or not _is_plain_input(input) or not is_silu(module.act_fn):
         return None
-    gate, up = module.gate_proj(input), module.up_proj(input)
-    if not (_is_plain(gate) and _is_plain(up) and gate.shape == up.shape):
-        return module.down_proj(module.act_fn(gate) * up)
-    return module.down_proj(layers.gated(library, gate, up))
+    # Tensors of the inner width stay small at any length of a row; see `stretches`. A gradient needs all of them.
+    is_cut = not torch.is_grad_enabled() and input.dim() > 1 and is_long(input)
+    parts = input.split(STRETCH_TOKENS, dim=-2) if is_cut else (input,)
+    outputs = []
+    for part in parts:
+        gate, up = module.gate_proj(part), module.up_proj(part)
+        is_known = _is_plain(gate) and _is_plain(up) and gate.shape == up.shape
+        outputs.append(module.down_proj(layers.gated(library, gate, up) if is_known else module.act_fn(gate) * up))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
 
 
 def _norm_on_gpu(module: Any, input: torch.Tensor) -> torch.Tensor | None:
