@@ -46,3 +46,9 @@ def test_names_shapes_and_places_in_memory(model):
     assert weights_digest([("v", nn.Parameter(torch.arange(8.0)))]) != one
     assert weights_digest([("w", nn.Parameter(torch.arange(8.0).view(2, 4).t()))]) != one
     assert weights_digest(named.items()) == before
+
+
+def test_few_numbers_have_the_sum_that_many_have(monkeypatch, model):
+    before = weights_digest(model.named_parameters())
+    monkeypatch.setattr("groupgrad.modeling.weights_digest._SMALL", 0)
+    assert weights_digest(model.named_parameters()) == before
