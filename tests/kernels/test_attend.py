@@ -6,6 +6,7 @@ import ctypes
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -219,7 +220,7 @@ def test_keys_may_lie_among_those_of_the_other_tokens(kernels: ctypes.CDLL):
 
 
 @pytest.mark.parametrize("changes", [{}, {"softcap": 3.0, "window": 7}, {"sinks": torch.randn(4)}])
-def test_the_totals_turn_scores_into_weights(changes: dict[str, object], kernels: ctypes.CDLL):
+def test_the_totals_turn_scores_into_weights(changes: dict[str, Any], kernels: ctypes.CDLL):
     torch.manual_seed(0)
     heads = Heads(2, 2, 20)
     spans, num_tokens = make_spans(heads, random_sizes(2), PROMPTS)
