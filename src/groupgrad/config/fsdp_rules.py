@@ -98,75 +98,46 @@ def _excluded(c: GRPOSettings) -> str:
 
 FSDP_RULES: tuple[Rule, ...] = (
     Rule(
-        ("fsdp", "fsdp_config"),
         _with_fsdp(_other_version),
         "fsdp is on with {found}, and only FSDP 2 is supported. Set fsdp_config={{'version': 2}}, or in the launcher's "
         "configuration fsdp_version: 2",
     ),
     Rule(
-        ("fsdp",),
         _with_fsdp(lambda c: c.world_size < 2),
         "fsdp shards weights over several processes, and there is one. Start several (groupgrad train --num-processes "
         "2), or leave fsdp unset",
     ),
+    Rule(_with_fsdp(uses_deepspeed), "fsdp is on and so is deepspeed, which shards too. Leave one of the two unset"),
+    Rule(_with_fsdp(_unknown_keys), "fsdp_config has {found}, which is no option of FSDP 2 here. Take it out"),
     Rule(
-        ("fsdp", "deepspeed"),
-        _with_fsdp(uses_deepspeed),
-        "fsdp is on and so is deepspeed, which shards too. Leave one of the two unset",
-    ),
-    Rule(
-        ("fsdp", "fsdp_config"),
-        _with_fsdp(_unknown_keys),
-        "fsdp_config has {found}, which is no option of FSDP 2 here. Take it out",
-    ),
-    Rule(
-        ("fsdp", "fsdp_config"),
         _with_fsdp(_other_wrapping),
         "fsdp_config has {found}: a layer of the model is sharded at a time. Take it out, or set "
         "transformer_layer_cls_to_wrap to the classes of the layers",
     ),
     Rule(
-        ("fsdp", "fsdp_config"),
         _with_fsdp(_offload_of_activations),
         "fsdp_config has activation_checkpointing_offload, which is not part of this version. Take it out; save memory "
         "by more processes, cpu_offload, gradient_checkpointing=True or an adapter (peft_config)",
     ),
+    Rule(_with_fsdp(_xla), "fsdp_config has {found}, which is for TPUs, and they are not supported. Take it out"),
     Rule(
-        ("fsdp", "fsdp_config"),
-        _with_fsdp(_xla),
-        "fsdp_config has {found}, which is for TPUs, and they are not supported. Take it out",
-    ),
-    Rule(
-        ("fsdp", "fsdp_config", "gradient_checkpointing"),
         _with_fsdp(_checkpointing_off),
         "fsdp_config has activation_checkpointing on and gradient_checkpointing=False says the opposite. Set both to "
         "the same",
     ),
     Rule(
-        ("fsdp", "optim"),
         _with_fsdp(lambda c: c.optimizer_name not in OPTIMIZERS and ", ".join(OPTIMIZERS)),
         "optim={c.optimizer_name!r} does not go with fsdp: it is not known to update a shard as it would the whole "
         "weight. Set it to one of {found}",
     ),
     Rule(
-        ("fsdp", "use_vllm", "vllm_mode"),
         _with_fsdp(lambda c: c.use_vllm and c.vllm_mode == "colocate"),
         "vllm_mode='colocate' with fsdp is not part of this version. Set vllm_mode='server', or use_vllm=False",
     ),
+    Rule(_with_fsdp(_excluded), "fsdp does not go with {found}"),
     Rule(
-        ("fsdp",),
-        _with_fsdp(_excluded),
-        "fsdp does not go with {found}",
-    ),
-    Rule(
-        ("fsdp", "parallelism_config"),
         lambda c: uses_fsdp(c) and not conditions.parallel_sizes(c) and c.parallelism_config is not None,
         "fsdp does not go with parallelism_config: FSDP shards over all processes. Leave parallelism_config unset",
     ),
-    Rule(
-        ("fsdp", "fsdp_config"),
-        _with_fsdp(_inert_keys),
-        "fsdp_config has settings without effect: {found}",
-        warns=True,
-    ),
+    Rule(_with_fsdp(_inert_keys), "fsdp_config has settings without effect: {found}", warns=True),
 )

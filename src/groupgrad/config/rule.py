@@ -12,8 +12,6 @@ from groupgrad.config.settings import GRPOSettings
 class Rule:
     """A combination of settings that must not occur, or that deserves a warning."""
 
-    fields: tuple[str, ...]
-    """Settings that the rule compares. The rule is skipped if one of them breaks a rule of its own."""
     broken: Callable[[GRPOSettings], object]
     """Truthy if the rule is broken."""
     sentence: str

@@ -1,14 +1,17 @@
 """Combinations of settings that cannot work, and those that work but deserve a warning.
 
-A new rule is one row in `RULES`: the settings it compares, when it is broken, and a sentence with the values seen, the
-reason and the remedy. Rules about the optimizer, precision and processes are rows of `run_rules.py`, rules about one
-setting alone of `field_rules.py`, about values inside dicts of `nested_values.py`. Settings without effect beside the
-others are rows of `unused_settings.py`.
+A new rule is one row in `RULES`: when it is broken, and a sentence with the values seen, the reason and the remedy. A
+rule that reads a setting whose own value is wrong is skipped. Rules about the optimizer, precision and processes are
+rows of `run_rules.py`, rules about one setting alone of `field_rules.py`, about values inside dicts of
+`nested_values.py`. Settings without effect beside the others are rows of `unused_settings.py`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any
 
 from groupgrad.config import conditions, nested_values
 from groupgrad.config.field_rules import (
@@ -26,163 +29,108 @@ from groupgrad.config.fsdp_rules import FSDP_RULES
 from groupgrad.config.launcher import zero_stage
 from groupgrad.config.rule import Rule
 from groupgrad.config.run_rules import RUN_RULES
-from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings
+from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.unused_settings import unused_settings
 
 RULES: tuple[Rule, ...] = (
     # --- models ---
+    Rule(conditions.unknown_dtype, f"{{found}}, which models are not loaded in. Set it to one of {', '.join(DTYPES)}"),
     Rule(
-        ("model_init_kwargs", "reward_model_init_kwargs"),
-        conditions.unknown_dtype,
-        f"{{found}}, which models are not loaded in. Set it to one of {', '.join(DTYPES)}",
-    ),
-    Rule(
-        ("reward_model_init_kwargs", "reward_model_device", "reward_model_offload"),
         conditions.device_beside_map,
         "reward_model_init_kwargs has device_map={c.reward_model_init_kwargs[device_map]!r}, by which models stay "
         "where it puts them, and {found} puts them elsewhere. Set one of the two",
     ),
+    Rule(nested_values.init_problem, "{found}"),
     Rule(
-        ("model_init_kwargs", "reward_model_init_kwargs"),
-        nested_values.init_problem,
-        "{found}",
-    ),
-    Rule(
-        ("generation_kwargs", "model_init_kwargs", "reward_model_init_kwargs", "gradient_checkpointing_kwargs"),
         nested_values.switch_problem,
         "{found}, which is a switch, and another value than False may turn it on. Set it to True or False",
     ),
     Rule(
-        ("sync_ref_model", "beta"),
         lambda c: c.sync_ref_model and c.beta == 0,
         "sync_ref_model=True moves a reference, but beta=0.0 keeps none. Set beta above 0, or sync_ref_model=False",
     ),
     # --- sampling ---
+    Rule(conditions.owned_keys, "generation_kwargs has {found}: the trainer sets that itself. Take it out"),
     Rule(
-        ("generation_kwargs",),
-        conditions.owned_keys,
-        "generation_kwargs has {found}: the trainer sets that itself. Take it out",
-    ),
-    Rule(
-        ("generation_kwargs", "use_vllm"),
         conditions.unknown_sampling_options,
         "generation_kwargs has {found}, which neither an engine nor transformers' GenerationConfig knows. Take it out",
     ),
     Rule(
-        ("generation_kwargs", "use_vllm"),
         conditions.moved_options,
         "generation_kwargs has {found}, which transformers 5 moved from generate to code on the Hub. Take it out",
     ),
+    Rule(conditions.options_without_effect, "in generation_kwargs, no effect: {found}", warns=True),
+    Rule(conditions.overridden_sampling, "in generation_kwargs, {found}"),
+    Rule(nested_values.generation_problem, "in generation_kwargs, {found}"),
     Rule(
-        ("generation_kwargs", "use_vllm", "cache_implementation"),
-        conditions.options_without_effect,
-        "in generation_kwargs, no effect: {found}",
-        warns=True,
-    ),
-    Rule(("generation_kwargs",), conditions.overridden_sampling, "in generation_kwargs, {found}"),
-    Rule(
-        ("generation_kwargs", "max_completion_length"),
-        nested_values.generation_problem,
-        "in generation_kwargs, {found}",
-    ),
-    Rule(
-        ("use_transformers_continuous_batching", "rollout_engine"),
         lambda c: c.use_transformers_continuous_batching and c.rollout_engine != "auto",
         "use_transformers_continuous_batching=True and rollout_engine={c.rollout_engine!r} name two engines. Set "
         "one of them",
     ),
     Rule(
-        ("use_transformers_continuous_batching", "generation_kwargs", "cache_implementation", *SAMPLING_FIELDS),
         conditions.missing_from_continuous_batching,
         "use_transformers_continuous_batching=True samples without {found}, which it lacks. Take that out, or set "
         "use_transformers_continuous_batching=False",
     ),
+    Rule(conditions.continuous_batching_problem, "transformers_continuous_batching_config {found}"),
     Rule(
-        ("transformers_continuous_batching_config",),
-        conditions.continuous_batching_problem,
-        "transformers_continuous_batching_config {found}",
-    ),
-    Rule(
-        ("deepspeed", "use_transformers_continuous_batching"),
         lambda c: zero_stage(c) == 3 and c.use_transformers_continuous_batching,
         "use_transformers_continuous_batching=True does not go with DeepSpeed ZeRO-3, whose weights are in parts. Set "
         "it to False, or use ZeRO stage 1 or 2",
     ),
     Rule(
-        ("chat_template_kwargs",),
         conditions.owned_template_keys,
         "chat_template_kwargs has {found}, which the trainer sets itself when it renders a prompt. Take it out",
     ),
     Rule(
-        ("chat_template_kwargs",),
         nested_values.template_text,
         "chat_template_kwargs has {found}, a text, which a template counts as true. Set it to True or False",
     ),
     Rule(
-        ("image_root",),
         lambda c: c.image_root is not None and not os.path.isdir(c.image_root),
         "image_root={c.image_root!r} is no folder here. Set it to the folder of the images, or leave it unset",
     ),
     Rule(
-        ("engine_kv_memory",),
         lambda c: c.engine_kv_memory is not None and parse_bytes(c.engine_kv_memory) is None,
         "engine_kv_memory={c.engine_kv_memory!r} is no amount of memory. Set it to bytes with a unit, such as '4GiB' "
         "or '512MB', or leave it unset",
     ),
     Rule(
-        ("rollouts_keep",),
         lambda c: parse_bytes(c.rollouts_keep) is None and str(c.rollouts_keep) not in ("0", "None"),
         "rollouts_keep={c.rollouts_keep!r} is no amount of space. Set it to bytes with a unit ('1GB'), or to '0'",
     ),
     # --- groups and batches ---
     Rule(
-        ("generation_batch_size", "steps_per_generation"),
         lambda c: c.generation_batch_size is not None and c.steps_per_generation is not None,
         "generation_batch_size={c.generation_batch_size} and steps_per_generation={c.steps_per_generation} both say "
         "how many completions are sampled at a time. Set one of them to None",
     ),
-    Rule(
-        (
-            *("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"),
-            *("generation_batch_size", "steps_per_generation"),
-        ),
-        conditions.cut_group,
-        "{found}",
-    ),
-    Rule(
-        ("per_device_eval_batch_size", "num_generations", "num_generations_eval"),
-        conditions.cut_evaluation_group,
-        "{found}",
-    ),
+    Rule(conditions.cut_group, "{found}"),
+    Rule(conditions.cut_evaluation_group, "{found}"),
     # --- objective ---
     Rule(
-        ("loss_type", "epsilon_high"),
         lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
         "loss_type='cispo' without epsilon_high uses {c.epsilon_high_resolved} as the ceiling of the importance weight "
         "(arXiv:2510.13786); set epsilon_high to say so",
         warns=True,
     ),
     Rule(
-        ("loss_type", "importance_sampling_level"),
         lambda c: c.loss_type == "luspo" and c.importance_sampling_level != "sequence",
         "loss_type='luspo' is defined for importance_sampling_level='sequence', and the level is 'token'",
         warns=True,
     ),
     Rule(
-        ("loss_type", "importance_sampling_level"),
         lambda c: c.loss_type == "vespo" and c.importance_sampling_level != "token",
         "loss_type='vespo' weighs whole sequences itself; importance_sampling_level='sequence' does so twice",
         warns=True,
     ),
     Rule(
-        ("loss_type", "importance_sampling_level"),
         lambda c: c.importance_sampling_level == "sequence" and c.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"),
         "importance_sampling_level='sequence' with loss_type={c.loss_type!r}, which sums over tokens, makes long "
         "completions count more; loss_type='grpo' counts each completion once",
         warns=True,
     ),
     Rule(
-        ("loss_type", "delta", "epsilon"),
         lambda c: (
             c.loss_type not in ("cispo", "sapo", "vespo")
             and c.delta is not None
@@ -193,13 +141,11 @@ RULES: tuple[Rule, ...] = (
         warns=True,
     ),
     Rule(
-        ("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"),
         lambda c: c.use_adaptive_entropy and c.entropy_coef_min > c.entropy_coef_max,
         "entropy_coef_min={c.entropy_coef_min} is above entropy_coef_max={c.entropy_coef_max}. Set entropy_coef_min to "
         "at most {c.entropy_coef_max}",
     ),
     Rule(
-        ("use_adaptive_entropy", "entropy_coef", "entropy_coef_min", "entropy_coef_max"),
         lambda c: (
             c.use_adaptive_entropy
             and c.entropy_coef_min <= c.entropy_coef_max
@@ -210,7 +156,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # --- rewards and logs ---
     Rule(
-        ("reward_weights",),
         lambda c: (
             (weights := c.reward_weights) is not None
             and not (isinstance(weights, (list, tuple)) and weights and all(map(is_number, weights)))
@@ -219,7 +164,6 @@ RULES: tuple[Rule, ...] = (
         "None",
     ),
     Rule(
-        ("log_completions", "log_completions_hub_repo"),
         lambda c: c.log_completions_hub_repo is not None and not c.log_completions,
         "log_completions_hub_repo={c.log_completions_hub_repo!r} receives the completions that log_completions stores, "
         "and it is False. Set log_completions=True, or leave log_completions_hub_repo unset",
@@ -227,11 +171,10 @@ RULES: tuple[Rule, ...] = (
     *RUN_RULES,
     *FSDP_RULES,
     # --- rewards ---
-    Rule(("on_reward_failure",), conditions.unknown_failure_action, "{found}"),
-    Rule(("reward_timeout_s", "reward_retries", "hang_timeout_s"), conditions.rewards_beyond_watchdog, "{found}"),
+    Rule(conditions.unknown_failure_action, "{found}"),
+    Rule(conditions.rewards_beyond_watchdog, "{found}"),
     # --- vLLM ---
     Rule(
-        ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
         lambda c: (
             (low := c.vllm_importance_sampling_clip_min) is not None
             and (high := c.vllm_importance_sampling_clip_max) is not None
@@ -242,7 +185,6 @@ RULES: tuple[Rule, ...] = (
         "vllm_importance_sampling_clip_min below {c.vllm_importance_sampling_clip_max}",
     ),
     Rule(
-        ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
         lambda c: (
             c.vllm_importance_sampling_mode.endswith("_truncate")
             and c.vllm_importance_sampling_clip_min is None
@@ -252,7 +194,6 @@ RULES: tuple[Rule, ...] = (
         "vllm_importance_sampling_clip_max, for example to 3.0",
     ),
     Rule(
-        ("loss_type", "use_vllm", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
         lambda c: (
             c.loss_type == "vespo"
             and c.use_vllm
@@ -263,13 +204,8 @@ RULES: tuple[Rule, ...] = (
         "{c.vllm_importance_sampling_mode!r} gives one for the sequence. Set vllm_importance_sampling_mode to "
         "'token_truncate' or 'token_mask'",
     ),
+    Rule(lambda c: c.use_vllm and conditions.fields_of_rows(c), "{found}"),
     Rule(
-        ("use_vllm", "generation_kwargs", "max_completion_length", *SAMPLING_FIELDS),
-        lambda c: c.use_vllm and conditions.fields_of_rows(c),
-        "{found}",
-    ),
-    Rule(
-        ("use_vllm", "vllm_mode", "vllm_max_model_length", "max_completion_length"),
         lambda c: (
             c.use_vllm
             and c.vllm_mode == "colocate"
@@ -281,7 +217,6 @@ RULES: tuple[Rule, ...] = (
         "lower max_completion_length",
     ),
     Rule(
-        ("rollout_ahead", "use_vllm", "vllm_mode"),
         lambda c: (
             c.rollout_ahead
             and not (c.use_vllm and c.vllm_mode == "server")
@@ -291,7 +226,6 @@ RULES: tuple[Rule, ...] = (
         "device at once. Set use_vllm=True and vllm_mode='server', or rollout_ahead=0",
     ),
     Rule(
-        ("vllm_in_flight_updates", "rollout_ahead", "use_vllm", "vllm_mode"),
         lambda c: (
             c.vllm_in_flight_updates
             and (
@@ -305,22 +239,44 @@ RULES: tuple[Rule, ...] = (
         "vllm_in_flight_updates=False",
     ),
     Rule(
-        ("vllm_in_flight_updates", "vllm_lora_updates"),
         lambda c: c.vllm_in_flight_updates and c.vllm_lora_updates == "adapter",
         "vllm_in_flight_updates=True gives new weights to rows under way, but with vllm_lora_updates='adapter' a row "
         "keeps the adapter that it began with. Set vllm_lora_updates to 'merge' or 'auto'",
     ),
-    Rule(("use_vllm", "vllm_mode", "vllm_server_base_url"), conditions.server_addresses, "{found}"),
-    Rule(("use_vllm", "vllm_importance_sampling_correction"), conditions.uncorrected, "{found}", warns=True),
+    Rule(conditions.server_addresses, "{found}"),
+    Rule(conditions.uncorrected, "{found}", warns=True),
 )
+
+
+class _WrongSetting(Exception):
+    """A rule has read a setting that has a problem of its own."""
 
 
 def problems(config: GRPOSettings) -> list[str]:
     """Returns one sentence for each broken rule; empty if the config can work."""
     names = [name for name in (*CHOICES, *ENUMERATIONS, *RANGES, *FIXED, *DICTS) if hasattr(config, name)]
     wrong = {name: text for name in names if (text := field_problem(name, getattr(config, name)))}
-    messages = (rule.message(config) for rule in RULES if not rule.warns and wrong.keys().isdisjoint(rule.fields))
-    return [*wrong.values(), *filter(None, messages)]
+    texts = [*wrong.values()]
+    checked = _without(config, wrong)
+    for rule in RULES:
+        with suppress(_WrongSetting):
+            if not rule.warns and (text := rule.message(checked)):
+                texts.append(text)
+    return texts
+
+
+def _without(config: GRPOSettings, wrong: Collection[str]) -> GRPOSettings:
+    """The config, but reading one of the settings `wrong` raises _WrongSetting."""
+
+    class Checked(type(config)):
+        def __getattribute__(self, name: str) -> Any:
+            if name in wrong:
+                raise _WrongSetting(name)
+            return super().__getattribute__(name)
+
+    checked = object.__new__(Checked)
+    checked.__dict__ = config.__dict__
+    return checked
 
 
 def warnings_for(config: GRPOSettings) -> list[str]:

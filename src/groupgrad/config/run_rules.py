@@ -16,48 +16,37 @@ from groupgrad.config.rule import Rule
 
 RUN_RULES: tuple[Rule, ...] = (
     Rule(
-        ("num_train_epochs", "max_steps"),
         lambda c: c.max_steps <= 0 and not c.num_train_epochs > 0,
         "num_train_epochs={c.num_train_epochs} and max_steps={c.max_steps} make a run without a step. Set one of them "
         "above 0",
     ),
     Rule(
-        ("max_grad_norm",),
         lambda c: c.max_grad_norm is None or not c.max_grad_norm >= 0,
         "max_grad_norm={c.max_grad_norm} cannot work: it is a length; 0 clips nothing. Set it to 0 or more",
     ),
     Rule(
-        ("save_strategy", "save_steps"),
         lambda c: conditions.strategy(c.save_strategy) == "steps" and not c.save_steps > 0,
         "save_steps={c.save_steps} with save_strategy='steps' never comes to a save. Set it to 1 or more, or "
         "save_strategy='no'",
     ),
     Rule(
-        ("logging_strategy", "logging_steps"),
         lambda c: conditions.strategy(c.logging_strategy) == "steps" and not c.logging_steps > 0,
         "logging_steps={c.logging_steps} with logging_strategy='steps' never comes to a log. Set it to 1 or more, or "
         "logging_strategy='no'",
     ),
     Rule(
-        ("eval_strategy", "eval_steps"),
         lambda c: conditions.strategy(c.eval_strategy) == "steps" and c.eval_steps is not None and not c.eval_steps > 0,
         "eval_steps={c.eval_steps} with eval_strategy='steps' never comes to an evaluation. Set it to 1 or more, or "
         "eval_strategy='no'",
     ),
+    Rule(conditions.unknown_scheduler_kwargs, "lr_scheduler_kwargs has {found}"),
     Rule(
-        ("lr_scheduler_type", "lr_scheduler_kwargs"),
-        conditions.unknown_scheduler_kwargs,
-        "lr_scheduler_kwargs has {found}",
-    ),
-    Rule(
-        ("cache_implementation",),
         lambda c: (
             c.cache_implementation not in (None, *ALL_CACHE_IMPLEMENTATIONS) and ", ".join(ALL_CACHE_IMPLEMENTATIONS)
         ),
         "cache_implementation={c.cache_implementation!r} is no cache of transformers. Set it to one of {found}",
     ),
     Rule(
-        ("dataloader_multiprocessing_context",),
         lambda c: (
             getattr(c, "dataloader_multiprocessing_context", None) not in (None, *(ways := get_all_start_methods()))
             and ", ".join(ways)
@@ -66,40 +55,33 @@ RUN_RULES: tuple[Rule, ...] = (
         "here. Set it to one of {found}, or leave it unset",
     ),
     Rule(
-        ("ddp_backend",),
         lambda c: c.ddp_backend not in (None, "nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl", "xccl"),
         "ddp_backend={c.ddp_backend!r} is no backend of torch.distributed. Set it to nccl or gloo, or leave it unset",
     ),
     Rule(
-        ("optim_args",),
         conditions.malformed_optim_args,
         "optim_args={c.optim_args!r} has {found}, which is no pair. Set it to a text such as 'name=value, name=value'",
     ),
     Rule(
-        ("report_to",),
         conditions.unknown_trackers,
         "report_to={c.report_to!r} has {found}, which transformers does not know. Set it to 'none', 'all' or "
         + ", ".join(INTEGRATION_TO_CALLBACK),
     ),
     Rule(
-        ("report_to",),
         lambda c: isinstance(c.report_to, list) and len(c.report_to) > 1 and {"none", "all"} & {*c.report_to},
         "report_to={c.report_to!r} has 'none' or 'all' beside others. Set it to one or the other",
     ),
     Rule(
-        ("warmup_steps", "max_steps"),
         lambda c: c.max_steps > 0 and c.warmup_steps >= c.max_steps and c.warmup_steps >= 1,
         "warmup_steps={c.warmup_steps} of max_steps={c.max_steps}: the run ends before it trains at learning_rate",
         warns=True,
     ),
     Rule(
-        ("load_best_model_at_end", "eval_strategy"),
         lambda c: c.load_best_model_at_end and conditions.strategy(c.eval_strategy) == "no",
         "load_best_model_at_end=True compares evaluations, and eval_strategy='no' makes none. Set eval_strategy to "
         "'steps' or 'epoch', or load_best_model_at_end=False",
     ),
     Rule(
-        ("load_best_model_at_end", "save_strategy", "eval_strategy"),
         lambda c: (
             c.load_best_model_at_end
             and (save := conditions.strategy(c.save_strategy)) != "best"
@@ -110,7 +92,6 @@ RUN_RULES: tuple[Rule, ...] = (
         "differ. Set both to the same",
     ),
     Rule(
-        ("save_strategy", "eval_strategy", "metric_for_best_model"),
         lambda c: (
             conditions.strategy(c.save_strategy) == "best"
             and (
@@ -122,7 +103,6 @@ RUN_RULES: tuple[Rule, ...] = (
         "metric_for_best_model='reward', or save_strategy='steps'",
     ),
     Rule(
-        ("lr_scheduler_type", "eval_strategy"),
         lambda c: (
             conditions.strategy(c.eval_strategy) == "no"
             and (name := conditions.strategy(c.lr_scheduler_type)) in ("reduce_lr_on_plateau", "greedy")
@@ -132,61 +112,47 @@ RUN_RULES: tuple[Rule, ...] = (
         "eval_strategy to 'steps' or 'epoch', or another lr_scheduler_type",
     ),
     Rule(
-        ("bf16", "use_cpu"),
         lambda c: c.bf16 and not c.use_cpu and not env_flag("ACCELERATE_USE_CPU") and not compat.has_bf16_accelerator(),
         "bf16=True, and the accelerator of this machine does not compute in bfloat16. Set bf16=False, or use_cpu=True",
     ),
     Rule(
-        ("tf32",),
         lambda c: c.tf32 and not training_args.is_torch_tf32_available(),
         "tf32=True is a mode of CUDA devices from Ampere on, and there is none. Leave tf32 unset",
     ),
+    Rule(conditions.missing_device, "{found}, and this machine has no CUDA device. Take it out, or set it to 'cpu'"),
     Rule(
-        ("model_init_kwargs", "reward_model_init_kwargs", "reward_model_device"),
-        conditions.missing_device,
-        "{found}, and this machine has no CUDA device. Take it out, or set it to 'cpu'",
-    ),
-    Rule(
-        ("gradient_checkpointing_kwargs",),
         conditions.unknown_checkpointing_keys,
         "gradient_checkpointing_kwargs has {found}. Set it to arguments of torch.utils.checkpoint.checkpoint",
     ),
     Rule(
-        ("torch_compile", "torch_compile_mode"),
         lambda c: c.torch_compile_mode not in (None, *conditions.COMPILE_MODES),
         "torch_compile_mode={c.torch_compile_mode!r} is no mode of torch.compile. Set it to one of "
         + ", ".join(conditions.COMPILE_MODES),
     ),
     Rule(
-        ("torch_compile", "torch_compile_backend"),
         conditions.unknown_backend,
         "torch_compile_backend={c.torch_compile_backend!r} is no backend of torch.compile. Set it to one of {found}",
     ),
     Rule(
-        ("output_dir",),
         conditions.unusable_folder,
         "output_dir={c.output_dir!r} cannot be written to: {found}. Set it to a folder that exists or can be made",
     ),
     Rule(
-        ("stochastic_rounding", "optim", "optim_args", "fp16", "deepspeed"),
         lambda c: c.stochastic_rounding and conditions.beside_stochastic_rounding(c),
         "stochastic_rounding=True is an AdamW of its own over bfloat16 weights, which {found} excludes. Set "
         "stochastic_rounding=False, or take the other out (optim='adamw_torch')",
     ),
     Rule(
-        ("gradient_dtype", "deepspeed"),
         lambda c: c.gradient_dtype != "auto" and uses_deepspeed(c),
         "gradient_dtype={c.gradient_dtype!r}: DeepSpeed sums gradients itself. Leave gradient_dtype at 'auto', and set "
         "the type in DeepSpeed's configuration: {{'data_types': {{'grad_accum_dtype': 'fp32'}}}}",
     ),
     Rule(
-        ("gradient_dtype", "optim"),
         lambda c: c.gradient_dtype == "float32" and conditions.steps_in_backward(c),
         "gradient_dtype='float32' with optim={c.optimizer_name!r}, which changes weights while gradients are made and "
         "sums none. Leave gradient_dtype at 'auto', or set optim='adamw_torch'",
     ),
     Rule(
-        ("optim", "adam_epsilon"),
         lambda c: c.optimizer_name == "adamw_torch_8bit" and c.adam_epsilon < 1e-6,
         "optim='adamw_torch_8bit' with adam_epsilon={c.adam_epsilon}: second moments that are small beside others of "
         "their block are kept as 0, and an update divides by little else than adam_epsilon, so that such weights may "
@@ -194,71 +160,59 @@ RUN_RULES: tuple[Rule, ...] = (
         warns=True,
     ),
     Rule(
-        ("optim",),
         lambda c: conditions.steps_in_backward(c) and c.world_size > 1 and not uses_deepspeed(c),
         "optim={c.optimizer_name!r} changes weights while gradients are made, before those of the {c.world_size} "
         "processes are joined, so that each would train a model of its own. Set optim='adamw_torch', or train in one "
         "process",
     ),
     Rule(
-        ("deepspeed", "ds3_gather_for_generation", "use_vllm"),
         lambda c: zero_stage(c) == 3 and not (c.ds3_gather_for_generation or c.use_vllm),
         "ds3_gather_for_generation=False with DeepSpeed ZeRO-3: sampling in this process needs whole weights. Set it "
         "to True, or use_vllm to True where they do not fit on one device",
     ),
     Rule(
-        ("deepspeed", "cast_lm_head_to_fp32"),
         lambda c: zero_stage(c) == 3 and c.cast_lm_head_to_fp32,
         "cast_lm_head_to_fp32=True does not go with DeepSpeed ZeRO-3. Set it to False, or use ZeRO stage 1 or 2",
     ),
     Rule(
-        ("deepspeed", "sync_ref_model"),
         lambda c: zero_stage(c) == 3 and c.sync_ref_model,
         "sync_ref_model=True does not go with DeepSpeed ZeRO-3. Set it to False, or use ZeRO stage 1 or 2",
     ),
     Rule(
-        ("deepspeed", "save_in_background"),
         lambda c: c.save_in_background and uses_deepspeed(c),
         "save_in_background=True does not go with DeepSpeed, which writes its files itself. Set it to False",
     ),
     Rule(
-        ("parallelism_config",),
         conditions.parallel_sizes,
         "parallelism_config with {found} splits sequences or weights over processes in accelerate's way, which is not "
         "part of this version. Set those sizes to 1; context_parallel_size and fsdp split sequences and weights here",
     ),
     Rule(
-        ("context_parallel_size",),
         lambda c: c.world_size % c.context_parallel_size,
         "context_parallel_size={c.context_parallel_size} cuts each row over so many processes, and the run has "
         "{c.world_size}. Set it to a divisor of {c.world_size} (1 turns it off), or start a multiple of it (groupgrad "
         "train --num-processes {c.context_parallel_size})",
     ),
     Rule(
-        ("context_parallel_size", "fsdp", "deepspeed", "torch_compile", "record_gradient_share"),
         lambda c: c.context_parallel_size > 1 and conditions.beside_context_parallel(c),
         "context_parallel_size={c.context_parallel_size} does not go with {found}. Change that, or set "
         "context_parallel_size=1",
     ),
     Rule(
-        ("accelerator_config",),
         lambda c: [name for name in ("split_batches", "dispatch_batches") if getattr(c.accelerator_config, name, None)],
         "accelerator_config has {found[0]}=True: the trainer deals out the groups itself. Set {found[0]} to False",
     ),
     Rule(
-        ("accelerator_config",),
         lambda c: (steps := conditions.accumulation_kwargs(c).get("num_steps", 1)) != 1 and str(steps),
         "accelerator_config has num_steps={found}, which would change the step behind the batch arithmetic. Take it "
         "out and set gradient_accumulation_steps",
     ),
     Rule(
-        ("accelerator_config",),
         conditions.loading_options,
         "accelerator_config has {found}, without effect: the trainer reads its data itself",
         warns=True,
     ),
     Rule(
-        ("accelerator_config",),
         lambda c: conditions.accumulation_kwargs(c).get("sync_each_batch", False),
         "accelerator_config has sync_each_batch=True, without effect: processes join their gradients once a step",
         warns=True,
