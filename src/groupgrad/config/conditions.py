@@ -11,6 +11,7 @@ import math
 import os
 import tempfile
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,9 @@ def unknown_sampling_options(c: GRPOSettings) -> str:
     return with_nearest([key for key in mapping(c.generation_kwargs) if key not in known], known)
 
 
-def moved_options(c: GRPOSettings) -> str:
-    """Lists the entries of `generation_kwargs` that transformers 5 moved out of `generate`."""
-    kwargs = {} if c.use_vllm else mapping(c.generation_kwargs)
-    return ", ".join(f"{key}={kwargs[key]!r}" for key in kwargs if key in MOVED)
+def entries(kwargs: Any, keys: Collection[str]) -> str:
+    """Lists the entries of a dict that have one of these keys."""
+    return ", ".join(f"{key}={value!r}" for key, value in mapping(kwargs).items() if key in keys)
 
 
 def options_without_effect(c: GRPOSettings) -> str:
@@ -144,7 +144,7 @@ def continuous_batching_problem(c: GRPOSettings) -> str | None:
 
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_TEMPLATE_KEYS = (
+TEMPLATE_KEYS = (
     *("conversation", "messages", "tokenize", "add_generation_prompt", "return_dict", "tools", "chat_template"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs"),
     "return_assistant_tokens_mask",
@@ -152,12 +152,6 @@ _TEMPLATE_KEYS = (
 _CHECKPOINTING_KEYS = (
     *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"),
 )
-
-
-def owned_template_keys(c: GRPOSettings) -> str:
-    """Lists the entries of `chat_template_kwargs` that the trainer sets itself."""
-    kwargs = mapping(c.chat_template_kwargs)
-    return ", ".join(f"{key}={kwargs[key]!r}" for key in kwargs if key in _TEMPLATE_KEYS)
 
 
 def strategy(value: Any) -> str:
@@ -355,8 +349,7 @@ def beside_context_parallel(c: GRPOSettings) -> str:
 def parallel_sizes(c: GRPOSettings) -> str:
     """Lists sizes above 1 of parallelism that is not supported."""
     names = ("cp_size", "sp_size", "tp_size", "dp_shard_size")
-    sizes = {name: getattr(c.parallelism_config, name, 1) or 1 for name in names}
-    return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    return entries({name: size for name in names if (size := getattr(c.parallelism_config, name, 1) or 1) > 1}, names)
 
 
 def accumulation_kwargs(c: GRPOSettings) -> dict[str, Any]:

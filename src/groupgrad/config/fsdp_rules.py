@@ -36,11 +36,6 @@ def _with_fsdp(find: Any) -> Any:
     return lambda c: uses_fsdp(c) and find(c)
 
 
-def _other_version(c: GRPOSettings) -> str:
-    version = str(fsdp_settings(c).get("version", 2))
-    return "" if version == "2" else f"fsdp_version {version}"
-
-
 def _unknown_keys(c: GRPOSettings) -> str:
     texts = []
     for key, value in fsdp_settings(c).items():
@@ -58,25 +53,10 @@ def _other_wrapping(c: GRPOSettings) -> str:
     return f"min_num_params {size}" if (size := settings.get("min_num_params")) else ""
 
 
-def _offload_of_activations(c: GRPOSettings) -> bool:
-    return bool(fsdp_settings(c).get("activation_checkpointing_offload"))
-
-
-def _xla(c: GRPOSettings) -> str:
-    settings = fsdp_settings(c)
-    return next((key for key in _XLA if settings.get(key)), "")
-
-
 def _inert_keys(c: GRPOSettings) -> str:
-    texts = []
-    for key, value in fsdp_settings(c).items():
-        if key in _INERT and value not in (False, None, "SHARDED_STATE_DICT"):
-            texts.append(f"{key}={value!r} ({_INERT[key]})")
-    return ", ".join(texts)
-
-
-def _checkpointing_off(c: GRPOSettings) -> bool:
-    return bool(fsdp_settings(c).get("activation_checkpointing")) and c.gradient_checkpointing is False
+    found = {key: value for key, value in fsdp_settings(c).items() if key in _INERT}
+    unset = (False, None, "SHARDED_STATE_DICT")
+    return ", ".join(f"{key}={value!r} ({_INERT[key]})" for key, value in found.items() if value not in unset)
 
 
 def _excluded(c: GRPOSettings) -> str:
@@ -98,9 +78,9 @@ def _excluded(c: GRPOSettings) -> str:
 
 FSDP_RULES: tuple[Rule, ...] = (
     Rule(
-        _with_fsdp(_other_version),
-        "fsdp is on with {found}, and only FSDP 2 is supported. Set fsdp_config={{'version': 2}}, or in the launcher's "
-        "configuration fsdp_version: 2",
+        _with_fsdp(lambda c: (version := str(fsdp_settings(c).get("version", 2))) != "2" and version),
+        "fsdp is on with fsdp_version {found}, and only FSDP 2 is supported. Set fsdp_config={{'version': 2}}, or in "
+        "the launcher's configuration fsdp_version: 2",
     ),
     Rule(
         _with_fsdp(lambda c: c.world_size < 2),
@@ -115,13 +95,16 @@ FSDP_RULES: tuple[Rule, ...] = (
         "transformer_layer_cls_to_wrap to the classes of the layers",
     ),
     Rule(
-        _with_fsdp(_offload_of_activations),
+        _with_fsdp(lambda c: fsdp_settings(c).get("activation_checkpointing_offload")),
         "fsdp_config has activation_checkpointing_offload, which is not part of this version. Take it out; save memory "
         "by more processes, cpu_offload, gradient_checkpointing=True or an adapter (peft_config)",
     ),
-    Rule(_with_fsdp(_xla), "fsdp_config has {found}, which is for TPUs, and they are not supported. Take it out"),
     Rule(
-        _with_fsdp(_checkpointing_off),
+        _with_fsdp(lambda c: [key for key in _XLA if fsdp_settings(c).get(key)]),
+        "fsdp_config has {found[0]}, which is for TPUs, and they are not supported. Take it out",
+    ),
+    Rule(
+        _with_fsdp(lambda c: fsdp_settings(c).get("activation_checkpointing") and c.gradient_checkpointing is False),
         "fsdp_config has activation_checkpointing on and gradient_checkpointing=False says the opposite. Set both to "
         "the same",
     ),

@@ -31,6 +31,7 @@ from groupgrad.config.rule import Rule
 from groupgrad.config.run_rules import RUN_RULES
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.unused_settings import unused_settings
+from groupgrad.engines.generation_options import MOVED
 
 RULES: tuple[Rule, ...] = (
     # --- models ---
@@ -56,7 +57,7 @@ RULES: tuple[Rule, ...] = (
         "generation_kwargs has {found}, which neither an engine nor transformers' GenerationConfig knows. Take it out",
     ),
     Rule(
-        conditions.moved_options,
+        lambda c: not c.use_vllm and conditions.entries(c.generation_kwargs, MOVED),
         "generation_kwargs has {found}, which transformers 5 moved from generate to code on the Hub. Take it out",
     ),
     Rule(conditions.options_without_effect, "in generation_kwargs, no effect: {found}", warns=True),
@@ -79,7 +80,7 @@ RULES: tuple[Rule, ...] = (
         "it to False, or use ZeRO stage 1 or 2",
     ),
     Rule(
-        conditions.owned_template_keys,
+        lambda c: conditions.entries(c.chat_template_kwargs, conditions.TEMPLATE_KEYS),
         "chat_template_kwargs has {found}, which the trainer sets itself when it renders a prompt. Take it out",
     ),
     Rule(
