@@ -217,6 +217,12 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Types in which models are loaded."""
 
 
+def field_problems(config: Any) -> dict[str, str]:
+    """Explains, by the name of each setting whose value is wrong whatever the others are, why it cannot work."""
+    names = [name for name in (*CHOICES, *ENUMERATIONS, *RANGES, *FIXED, *DICTS) if hasattr(config, name)]
+    return {name: text for name in names if (text := field_problem(name, getattr(config, name)))}
+
+
 def field_problem(name: str, value: Any) -> str | None:
     """Explains why the setting `name` cannot have this value; None if it can."""
     if name in RANGES:

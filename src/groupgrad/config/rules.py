@@ -14,17 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from groupgrad.config import conditions, nested_values
-from groupgrad.config.field_rules import (
-    CHOICES,
-    DICTS,
-    DTYPES,
-    ENUMERATIONS,
-    FIXED,
-    RANGES,
-    field_problem,
-    is_number,
-    parse_bytes,
-)
+from groupgrad.config.field_rules import DTYPES, field_problems, is_number, parse_bytes
 from groupgrad.config.fsdp_rules import FSDP_RULES
 from groupgrad.config.launcher import zero_stage
 from groupgrad.config.rule import Rule
@@ -255,8 +245,7 @@ class _WrongSetting(Exception):
 
 def problems(config: GRPOSettings) -> list[str]:
     """Returns one sentence for each broken rule; empty if the config can work."""
-    names = [name for name in (*CHOICES, *ENUMERATIONS, *RANGES, *FIXED, *DICTS) if hasattr(config, name)]
-    wrong = {name: text for name in names if (text := field_problem(name, getattr(config, name)))}
+    wrong = field_problems(config)
     texts = [*wrong.values()]
     checked = _without(config, wrong)
     for rule in RULES:
