@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from importlib import import_module
 
 import shtab
 
@@ -35,11 +34,11 @@ def parser() -> argparse.ArgumentParser:
 
 def command_parser() -> argparse.ArgumentParser:
     """Returns a parser of all commands, each with the flags of its own parser."""
-    from groupgrad.cli.main import COMMANDS
+    from groupgrad.cli.main import COMMANDS, module_of
 
     whole = argparse.ArgumentParser(prog="groupgrad")
     commands = whole.add_subparsers(dest="command")
     for name, command in COMMANDS.items():
-        own = import_module(command.module).parser()
+        own = module_of(name).parser()
         commands.add_parser(name, help=command.help, parents=[own], conflict_handler="resolve")
     return whole

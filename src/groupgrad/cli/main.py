@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple
 
 from groupgrad._version import __version__
@@ -13,34 +14,32 @@ from groupgrad.spelling import nearest
 
 
 class Command(NamedTuple):
-    """A command of `groupgrad`."""
+    """A command of `groupgrad`, whose module has `main(argv)`, which returns the exit status."""
 
-    module: str
-    """Has `main(argv)`, which returns the exit status."""
     help: str
     group: str
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("groupgrad.cli.train", "train a model with GRPO on a data set", "train"),
-    "check": Command("groupgrad.cli.check", "try a run before it begins: settings, data, one small round", "train"),
-    "plan": Command("groupgrad.cli.plan", "predict the memory of a run, and say what fits", "train"),
-    "sweep": Command(
-        "groupgrad.cli.sweep", "train many configurations in turns, and stop, resume, clone or delete them", "train"
-    ),
-    "vllm-serve": Command(
-        "groupgrad.cli.vllm_serve", "serve a model with vLLM, for a trainer that pushes weights to it", "train"
-    ),
-    "view": Command("groupgrad.cli.view", "show runs, finished or in progress, as a local page", "look at runs"),
-    "rollouts": Command("groupgrad.cli.rollouts", "print rollouts that a run has stored", "look at runs"),
-    "replay": Command("groupgrad.cli.replay", "repeat a step of a run and compare every bit", "look at runs"),
-    "bisect": Command(
-        "groupgrad.cli.bisect", "find the first step and number at which two runs differ", "look at runs"
-    ),
-    "demo": Command("groupgrad.cli.demo", "make a small model, train it with GRPO, show before and after", "set up"),
-    "env": Command("groupgrad.cli.env", "print versions and devices, for a bug report", "set up"),
-    "completion": Command("groupgrad.cli.completion", "print a script that completes commands in a shell", "set up"),
+    "train": Command("train a model with GRPO on a data set", "train"),
+    "check": Command("try a run before it begins: settings, data, one small round", "train"),
+    "plan": Command("predict the memory of a run, and say what fits", "train"),
+    "sweep": Command("train many configurations in turns, and stop, resume, clone or delete them", "train"),
+    "vllm-serve": Command("serve a model with vLLM, for a trainer that pushes weights to it", "train"),
+    "view": Command("show runs, finished or in progress, as a local page", "look at runs"),
+    "rollouts": Command("print rollouts that a run has stored", "look at runs"),
+    "replay": Command("repeat a step of a run and compare every bit", "look at runs"),
+    "bisect": Command("find the first step and number at which two runs differ", "look at runs"),
+    "demo": Command("make a small model, train it with GRPO, show before and after", "set up"),
+    "env": Command("print versions and devices, for a bug report", "set up"),
+    "completion": Command("print a script that completes commands in a shell", "set up"),
 }
+
+
+def module_of(command: str) -> ModuleType:
+    """Imports the module of a command."""
+    return import_module(f"groupgrad.cli.{command.replace('-', '_')}")
+
 
 _EXAMPLES = """\
 examples:
@@ -85,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {similar!r}?" if similar else ""
         print(f"groupgrad: error: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr, end="")
         return 2
-    return import_module(COMMANDS[name].module).main(rest)
+    return module_of(name).main(rest)
 
 
 if __name__ == "__main__":
