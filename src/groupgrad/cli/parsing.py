@@ -229,10 +229,13 @@ class FieldParser(HfArgumentParser):
         if value is None:
             return None
         kind = flag.type.number if isinstance(flag.type, _Optional) else flag.type
-        if kind in (int, float):
-            return self._number(flag.type, kind, shown, value)
         if kind is string_to_bool:
             return self._boolean(shown, value)
+        number = {int: "a whole number", float: "a number"}.get(kind)
+        if number is not None and not isinstance(value, str):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value != kind(value):
+                self.error(f"{shown} is not {number}")
+            return kind(value)
         kinds = self._kinds.get(flag.dest, set())
         is_wrong = kind in (None, str) if flag.nargs == "+" else bool(kinds) and type(value) not in kinds
         if isinstance(value, (list, dict)) and is_wrong:
@@ -246,21 +249,8 @@ class FieldParser(HfArgumentParser):
             try:
                 return flag.type(value)
             except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-                self.error(f"{shown} cannot be read: {error}")
+                self.error(f"{shown} cannot be read{f' as {number}' if number else f': {error}'}")
         return value
-
-    def _number(self, read: Any, kind: type, shown: str, value: Any) -> Any:
-        """A number, or what `read` makes of text."""
-        name = "a whole number" if kind is int else "a number"
-        if isinstance(value, str):
-            try:
-                return read(value)
-            except ValueError:
-                self.error(f"{shown} cannot be read as {name}")
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or (kind is int and value != int(value)):
-            self.error(f"{shown} is not {name}")
-        return read(value)
 
     def _boolean(self, shown: str, value: Any) -> bool | None:
         if isinstance(value, bool):
