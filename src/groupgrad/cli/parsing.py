@@ -149,12 +149,15 @@ class FieldParser(HfArgumentParser):
 
         Exits with status 2 for a bad file.
         """
-        content = self._load_yaml(path)
-        environment = content.pop("env", None) or {}
+        return self.take_file(self.load_yaml(path), path)
+
+    def take_file(self, content: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        """`read_config` for a file with this content."""
+        environment = content.get("env") or {}
         if not isinstance(environment, dict):
             self.error(f"{path}: env={environment!r} is not a mapping of variables to values")
         os.environ.update({str(name): str(value) for name, value in environment.items()})
-        return self.take_defaults(content, f"{path}: ")
+        return self.take_defaults({key: value for key, value in content.items() if key != "env"}, f"{path}: ")
 
     def take_defaults(self, values: dict[Any, Any], origin: str = "") -> dict[str, Any]:
         """Takes values as defaults of the fields of their names; those without a field. `origin` begins messages."""
@@ -212,7 +215,8 @@ class FieldParser(HfArgumentParser):
         inner[keys[-1]] = value
         return content
 
-    def _load_yaml(self, path: str) -> dict[Any, Any]:
+    def load_yaml(self, path: str) -> dict[Any, Any]:
+        """The keys of a YAML file. Exits with status 2 for a bad file."""
         try:
             with open(path, encoding="utf-8") as file:
                 content = yaml.load(file, _Loader)
@@ -228,7 +232,7 @@ class FieldParser(HfArgumentParser):
         """Converts a YAML value as the flag would. Text is read as if it came from the command line."""
         if value is None:
             return None
-        kind = flag.type.number if isinstance(flag.type, _Optional) else flag.type
+        kind: Any = flag.type.number if isinstance(flag.type, _Optional) else flag.type
         if kind is string_to_bool:
             return self._boolean(shown, value)
         number = {int: "a whole number", float: "a number"}.get(kind)
@@ -304,15 +308,18 @@ def train_parser() -> TrainParser:
     return parser
 
 
-def parse(argv: Sequence[str], parser: TrainParser | None = None) -> Parsed:
-    """Parses a command line, by default of `groupgrad train`.
+def parse(
+    argv: Sequence[str], parser: TrainParser | None = None, *, content: Mapping[str, Any] | None = None
+) -> Parsed:
+    """Parses a command line, by default of `groupgrad train`; `content` stands for what its YAML file holds.
 
     Exits with status 2 and a sentence that says what to change if it cannot.
     """
     parser = parser or train_parser()
     known, unknown = parser.parse_known_args(argv)
     if known.config is not None:
-        for key, value in parser.read_config(known.config).items():
+        content = parser.load_yaml(known.config) if content is None else content
+        for key, value in parser.take_file(content, known.config).items():
             hint = _did_you_mean(key.replace("-", "_"), parser.fields())
             if isinstance(value, dict) and any(str(name) in parser.fields() for name in value):
                 hint = (
@@ -329,14 +336,13 @@ def parse(argv: Sequence[str], parser: TrainParser | None = None) -> Parsed:
         script, model, config, *_ = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
     except (ValueError, ImportError) as error:
         parser.error(str(error))
-    content = None if known.config is None else parser._load_yaml(known.config)
     own = {name: value for name, value in vars(known).items() if name in _NO_FIELDS}
     given = _given(parser, argv, known.set or [], content or {})
     return Parsed(script, model, config, own, given, command_of(argv, content))
 
 
 def _given(
-    parser: TrainParser, argv: Sequence[str], settings: Sequence[str], content: dict[Any, Any]
+    parser: TrainParser, argv: Sequence[str], settings: Sequence[str], content: Mapping[Any, Any]
 ) -> frozenset[str]:
     """The fields that flags, `--set` and the keys of a YAML file set."""
     words = {word.partition("=")[0] for word in argv}
@@ -345,7 +351,7 @@ def _given(
     return frozenset(parser.fields().keys() & (flags | {key.replace("-", "_") for key in keys}))
 
 
-def command_of(argv: Sequence[str], content: dict[Any, Any] | None) -> dict[str, Any]:
+def command_of(argv: Sequence[str], content: Mapping[Any, Any] | None) -> dict[str, Any]:
     """A command line as it is stored: its words, the content of its YAML file, and the folder of relative paths."""
     words: list[str] = []
     for flag, word in zip(["", *argv], argv):

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import yaml
-
 from groupgrad.cli import parsing, train
 from groupgrad.replay.replaying import ReplayError
 from groupgrad.replay.run_records import RunRecords
@@ -36,24 +34,12 @@ def trainer_of(records: RunRecords) -> Any:
             "here; give the script that made it: --script train.py"
         )
     with tempfile.TemporaryDirectory(prefix="groupgrad-") as folder, in_folder(records):
-        argv = list(command["argv"])
-        if command.get("yaml") is not None:
-            stored = Path(folder) / "run.yaml"
-            stored.write_text(yaml.safe_dump(command["yaml"], sort_keys=False), encoding="utf-8")
-            _replace_config(argv, str(stored))
-        parsed = parsing.parse([word for word in argv if word != "--dry-run"])
+        argv = [word for word in command["argv"] if word != "--dry-run"]
+        parsed = parsing.parse(argv, content=command.get("yaml"))
         config = parsed.config
         config.output_dir = folder
         config.push_to_hub, config.report_to, config.log_completions_hub_repo = False, [], None
         return train.build(parsed)
-
-
-def _replace_config(argv: list[str], path: str) -> None:
-    for place, word in enumerate(argv):
-        if word == "--config":
-            argv[place + 1] = path
-        elif word.startswith("--config="):
-            argv[place] = f"--config={path}"
 
 
 @contextmanager
