@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,19 +10,11 @@ from typing import Any
 from groupgrad.cli.command_parser import CommandParser
 
 _PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scratch", "keys_values", "peak")
-_UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
     options = parser().parse_args(argv)
-    if options.devices % options.context_parallel_size:
-        print(
-            f"groupgrad plan: error: --context-parallel-size {options.context_parallel_size} devices train each row "
-            f"together, and --devices {options.devices} is no multiple of it; give a multiple",
-            file=sys.stderr,
-        )
-        return 2
     from groupgrad.planning.choices import choices, recommended
     from groupgrad.planning.memory import RunSizes
     from groupgrad.planning.shapes import model_shape, read_config
@@ -50,6 +41,11 @@ def main(argv: Sequence[str]) -> int:
         on_gpu=on_gpu,
     )
     try:
+        if options.devices % options.context_parallel_size:
+            raise ValueError(
+                f"--context-parallel-size {options.context_parallel_size} devices train each row together, and "
+                f"--devices {options.devices} is no multiple of it; give a multiple"
+            )
         shape = model_shape(options.model, read_config(options.model), half=half)
     except ValueError as error:
         print(f"groupgrad plan: error: {error}", file=sys.stderr)
@@ -154,10 +150,12 @@ def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
-    if match is None or match[2].upper() not in _UNITS:
+    from groupgrad.config.field_rules import parse_bytes
+
+    size = parse_bytes(text)
+    if size is None or text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no size; write it as 80GB or 24GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return size
 
 
 def _count(text: str) -> int:
