@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from groupgrad.cli.command_parser import CommandParser
-from groupgrad.cockpit.reading import NoRun, RunFolder
+from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.row_selection import Selection
 from groupgrad.telemetry.completions_table import print_table
 from groupgrad.telemetry.render import visible
@@ -39,26 +40,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         run = RunFolder(arguments.run)
         first, last = _steps(arguments.step)
-    except (NoRun, ValueError) as error:
+        run.refresh()
+        _check_columns(run, arguments)
+    except ValueError as error:
         print(f"groupgrad rollouts: error: {error}", file=sys.stderr)
         return 2
-    run.refresh()
-    problem = _unknown_column(run, arguments)
-    if problem is not None:
-        print(f"groupgrad rollouts: error: {problem}", file=sys.stderr)
-        return 2
-    selection = Selection(
-        first_step=first,
-        last_step=last,
-        text=arguments.search,
-        reward=arguments.reward,
-        min_reward=arguments.min_reward,
-        max_reward=arguments.max_reward,
-        finish_reason=arguments.finish_reason,
-        tool=arguments.tool,
-        group=arguments.group,
-        phase=arguments.phase,
-    )
+    conditions = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(Selection)}
+    selection = Selection(**{**conditions, "first_step": first, "last_step": last})
     count, found = run.find(selection, sort=arguments.sort, descending=not arguments.ascending, limit=arguments.limit)
     if not count:
         steps = run.facets()["steps"]
@@ -80,17 +68,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _unknown_column(run: RunFolder, arguments: argparse.Namespace) -> str | None:
-    """Returns the error in `--sort` or `--reward`; None if the run has both columns, or no rollouts."""
+def _check_columns(run: RunFolder, arguments: argparse.Namespace) -> None:
+    """ValueError if the rollouts of a run lack the column of `--sort` or `--reward`."""
     facets = run.facets()
     if not facets["steps"]:
-        return None
+        return
     columns = ["reward", *SORTABLE, *facets["shares"], *(f"{REWARD}{name}" for name in facets["rewards"])]
     if arguments.sort not in columns:
-        return f"--sort {arguments.sort!r} is no column to order by; choose one of {', '.join(columns)}"
+        raise ValueError(f"--sort {arguments.sort!r} is no column to order by; choose one of {', '.join(columns)}")
     if arguments.reward not in (None, *facets["rewards"]):
-        return f"--reward {arguments.reward!r} is no reward of this run, which has {', '.join(facets['rewards'])}"
-    return None
+        names = ", ".join(facets["rewards"])
+        raise ValueError(f"--reward {arguments.reward!r} is no reward of this run, which has {names}")
 
 
 def _print_json(rows: Sequence[dict[str, Any]]) -> int:
@@ -115,7 +103,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="output_dir of a run")
     parser.add_argument("--step", metavar="N[:M]", help="only rollouts of step N, or of steps N to M")
     parser.add_argument("--group", type=int, help="only rollouts of this group")
-    parser.add_argument("--search", metavar="TEXT", help="only rollouts whose prompt or completion contains TEXT")
+    parser.add_argument(
+        "--search", dest="text", metavar="TEXT", help="only rollouts whose prompt or completion contains TEXT"
+    )
     parser.add_argument("--reward", metavar="NAME", help="reward function of the bounds (default: the weighted reward)")
     parser.add_argument("--min-reward", type=float, help="only rollouts with at least this reward")
     parser.add_argument("--max-reward", type=float, help="only rollouts with at most this reward")
