@@ -58,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
             trainer = _build(parsed, aside)
         except (ValueError, TypeError, ImportError, OSError) as error:
             return refuse("check", error)
-        remarks = [Finding("settings", text, "warning") for text in _remarks(caught)]
+        ours = [w for w in caught if issubclass(w.category, UserWarning) and "torch" not in Path(w.filename).parts]
+        remarks = [Finding("settings", text, "warning") for text in dict.fromkeys(str(w.message) for w in ours)]
         findings = _findings(trainer, parsed, remarks)
     from groupgrad import dist
 
@@ -99,9 +100,3 @@ def _findings(trainer: Any, parsed: Parsed, remarks: list[Finding]) -> list[Find
             raise
         return [*findings, Finding("round", f"it failed with {type(error).__name__}: {error}", "error")]
     return [*findings, *round_findings(trainer, done, plan, num_steps)]
-
-
-def _remarks(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    """Returns the texts of warnings about the run, each once, without those of torch."""
-    ours = [w for w in caught if issubclass(w.category, UserWarning) and "torch" not in Path(w.filename).parts]
-    return list(dict.fromkeys(str(warning.message) for warning in ours))

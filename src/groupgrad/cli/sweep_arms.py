@@ -12,7 +12,7 @@ import yaml
 from groupgrad.cli import train
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.cli.dataset import load_splits
-from groupgrad.cli.parsing import Parsed, parse_settings
+from groupgrad.cli.parsing import parse_settings
 from groupgrad.sweep.sharing import RewardCache, cached_functions
 
 SETTINGS_FILE = "run.yaml"
@@ -38,7 +38,7 @@ class CommandLineArms:
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """ValueError, as from `groupgrad train`, for settings that cannot work; neither data nor models are loaded."""
-        parsed = self._parsed(settings)
+        parsed = parse_settings(settings)
         train.load_rewards(parsed.script)
         train.take_model_options(parsed.model, parsed.config)
         train.peft_config(parsed.model)
@@ -50,15 +50,12 @@ class CommandLineArms:
         settings = {**settings, "output_dir": str(folder)}
         text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
         (folder / SETTINGS_FILE).write_text(text, encoding="utf-8")
-        return train.build(self._parsed(settings), rewards_of=self._rewards_of, splits_of=self._splits_of)
+        return train.build(parse_settings(settings), rewards_of=self._rewards_of, splits_of=self._splits_of)
 
     def with_weights(self, settings: Mapping[str, Any], weights: Path) -> dict[str, Any]:
         """The settings with another model; an adapter in the folder is trained further, as it is."""
         kept = {name: value for name, value in settings.items() if name not in _REPLACED}
         return {**kept, "model_name_or_path": str(weights)}
-
-    def _parsed(self, settings: Mapping[str, Any]) -> Parsed:
-        return parse_settings(settings)
 
     def _rewards_of(self, script: ScriptArguments) -> list[Any]:
         rewards = train.load_rewards(script)
