@@ -13,7 +13,7 @@ import pytest
 from groupgrad.cli.main import main
 from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
-from groupgrad.planning.choices import choices, recommended, smallest_device
+from groupgrad.planning.fitting import choices, recommended, smallest_device
 from groupgrad.planning.memory import RunSizes, pass_sizes, predict
 from groupgrad.planning.shapes import model_shape
 

@@ -14,7 +14,7 @@ import pytest
 from repeatable_runs import FlippedBit, letters_reward, make_trainer
 
 from groupgrad.replay import bisect
-from groupgrad.replay.report import bisection_report
+from groupgrad.replay.wording import bisection_report
 
 STEPS = 12
 

@@ -15,7 +15,7 @@ import pytest
 from repeatable_runs import KINDS, letters_reward, make_trainer
 
 from groupgrad.replay import Replay, ReplayError, replay
-from groupgrad.replay.report import replay_report
+from groupgrad.replay.wording import replay_report
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     from groupgrad.cli.rebuilt import trainer_of
     from groupgrad.replay.bisecting import bisect
-    from groupgrad.replay.report import bisection_report
     from groupgrad.replay.run_records import RunRecords
+    from groupgrad.replay.wording import bisection_report
 
     try:
         first, second = (RunRecords(Path(path).resolve(), path) for path in (arguments.first, arguments.second))

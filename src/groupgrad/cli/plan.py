@@ -15,7 +15,7 @@ _PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scra
 def main(argv: Sequence[str]) -> int:
     """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
     options = parser().parse_args(argv)
-    from groupgrad.planning.choices import choices, recommended
+    from groupgrad.planning.fitting import choices, recommended
     from groupgrad.planning.memory import RunSizes
     from groupgrad.planning.shapes import model_shape, read_config
 
@@ -126,7 +126,7 @@ def _context_remark(shape: Any, sizes: Any) -> str | None:
 
 
 def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
-    from groupgrad.planning.choices import smallest_device, vllm_utilization
+    from groupgrad.planning.fitting import smallest_device, vllm_utilization
 
     if best is None:
         least = smallest_device(shape, sizes)

@@ -19,8 +19,8 @@ def main(argv: Sequence[str]) -> int:
     arguments, of_script = parser().parse_args(words[:place]), words[place + 1 :]
     from groupgrad.cli.rebuilt import at_training_of, in_folder, trainer_of
     from groupgrad.replay.replaying import Replay, find_start, replay
-    from groupgrad.replay.report import replay_report
     from groupgrad.replay.run_records import RunRecords
+    from groupgrad.replay.wording import replay_report
 
     found: list[Replay] = []
 
