@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.sweep import compare
-from groupgrad.sweep.store import DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Decision, Store
+from groupgrad.sweep.store import DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Store
 
 LAST_SHARE = 0.1
 """Share of an arm's run whose last steps are averaged."""
@@ -59,7 +58,8 @@ class Cost:
 def results(store: Store) -> list[Result]:
     """All arms, the best one first: those that came further before those that were dropped on the way."""
     metric = store.fact("metric") or compare.COMBINED
-    drops = {arm.id: drop for arm in store.arms() if (drop := _drop(store, arm, metric)) is not None}
+    last = {decision.arm: decision for decision in store.decisions()}
+    drops = {arm.id: last[arm.id] for arm in store.arms() if arm.state == DROPPED}
     found = []
     for arm in store.arms():
         after = drops[arm.id].after if arm.id in drops else max(0, arm.step - _window(arm))
@@ -69,13 +69,13 @@ def results(store: Store) -> list[Result]:
     best = next((row[0] for row in found if math.isfinite(row[1])), None)
     rows = []
     for arm, reward, after in found:
-        drop = drops.get(arm.id)
-        if drop is not None:
-            behind = drop.behind
-        else:
-            behind = None if best is None or arm.id == best.id else _behind(store, best, arm, metric)
+        drop, behind = drops.get(arm.id), None
+        if drop is not None and drop.behind is not None:
+            behind = compare.Difference(*drop.behind)
+        elif drop is None and best is not None and arm.id != best.id:
+            behind = _behind(store, best, arm, metric)
         numbers = arm.state, arm.step, arm.max_steps, arm.changes, reward, behind, arm.reason
-        rung = None if drop is None else drop.rung
+        rung = None if drop is None else drop.rung + 1
         rows.append(Result(arm.name, *numbers, compared=(after + 1, arm.step), rung=rung))
     return rows
 
@@ -96,39 +96,6 @@ def cost(store: Store) -> Cost:
 def _window(arm: Arm) -> int:
     """Number of the arm's last steps that are compared."""
     return max(1, math.ceil(LAST_SHARE * (arm.max_steps or 1)))
-
-
-@dataclass(slots=True, frozen=True)
-class _Drop:
-    """The comparison at which halving dropped an arm."""
-
-    rung: int
-    after: int
-    """The step after which rewards were compared."""
-    behind: compare.Difference | None
-
-
-def _drop(store: Store, arm: Arm, metric: str) -> _Drop | None:
-    """Repeats the comparison that dropped an arm, so that the same numbers come out; None for another state."""
-    decisions = store.decisions()
-    own = max((place for place, row in enumerate(decisions) if row[2] == arm.id), default=None)
-    if arm.state != DROPPED or own is None:
-        return None
-    cohort, rung = decisions[own][:2]
-    # The verdicts of a rung are written from the best arm on.
-    judged = [row for row in decisions[: own + 1] if row[:2] == (cohort, rung)]
-    rewards = {row[2]: store.rewards(row[2], _compared_after(decisions, row), row[3]) for row in judged}
-    means = {rival: compare.mean(steps, metric) for rival, steps in rewards.items() if steps}
-    known = [rival for rival, mean in means.items() if math.isfinite(mean) and rival != arm.id]
-    behind = None
-    if known:
-        behind = compare.difference(rewards[max(known, key=lambda rival: means[rival])], rewards[arm.id], metric)
-    return _Drop(rung + 1, _compared_after(decisions, decisions[own]), behind)
-
-
-def _compared_after(decisions: Sequence[Decision], row: Decision) -> int:
-    """The step after which rewards were compared for a decision."""
-    return compare.compared_steps(row[3], [other[3] for other in decisions if other[2] == row[2]])
 
 
 def _behind(store: Store, best: Arm, arm: Arm, metric: str) -> compare.Difference | None:

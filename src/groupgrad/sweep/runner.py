@@ -11,6 +11,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from groupgrad.sweep.factory import ArmFactory
 from groupgrad.sweep.plan import SweepPlan, arm_name, merged
 from groupgrad.sweep.report import cost
 from groupgrad.sweep.sharing import SharedWeights
-from groupgrad.sweep.store import DONE, FAILED, STOPPED, WAITING, Arm, Command, Store
+from groupgrad.sweep.store import DONE, FAILED, STOPPED, WAITING, Arm, Command, Decision, Store
 from groupgrad.sweep.trials import ask_trials
 from groupgrad.trainer.run_lock import locked
 
@@ -254,26 +255,23 @@ class Sweeper:
     def _judge(self, cohort: Sequence[Arm], own: Sequence[Arm], rung: int) -> None:
         """Lets the arms `own` pass a rung or drops them, by comparison with all of the cohort that have reached it."""
         assert self.plan.halving is not None
-        metric, compared, num_rungs = self.plan.metric, {}, 1
+        spans, compared, num_rungs = {}, {}, 1
         for arm in cohort:
             rungs = self._rungs(arm.max_steps or 0)
             if rung < len(rungs) and arm.step >= rungs[rung] and arm.state != FAILED:
-                after = compare.compared_steps(rungs[rung], rungs)
-                compared[arm.id] = self.store.rewards(arm.id, after, rungs[rung])
+                spans[arm.id] = compare.compared_steps(rungs[rung], rungs), rungs[rung]
+                compared[arm.id] = self.store.rewards(arm.id, *spans[arm.id])
                 num_rungs = len(rungs)
-        verdicts = compare.judge(compared, metric, self.plan.halving, num_rungs)
-        ids, names = {arm.id for arm in own}, {arm.id: arm.name for arm in cohort}
-        max_steps = {arm.id: arm.max_steps or 0 for arm in cohort}
-        steps = {arm: self._rungs(max_steps[arm])[rung] for arm in compared}
-        dropped = {v.arm: f"rung {rung + 1}: {v.text}" for v in verdicts if v.arm in ids and not v.goes_on}
-        rows = [(own[0].cohort, rung, v.arm, steps[v.arm], v.text) for v in verdicts if v.arm in ids]
-        self.store.pass_rung(ids, rung + 1, dropped, rows)
-        for verdict in verdicts:
-            if verdict.arm in ids:
-                until = steps[verdict.arm]
-                after = compare.compared_steps(until, self._rungs(max_steps[verdict.arm]))
-                where = rung + 1, after + 1, until, names[verdict.arm]
-                logger.info("rung %d (steps %d-%d), arm %s: %s", *where, verdict.text)
+        names = {arm.id: arm.name for arm in own}
+        verdicts = compare.judge(compared, self.plan.metric, self.plan.halving, num_rungs)
+        verdicts = [verdict for verdict in verdicts if verdict.arm in names]
+        dropped = {verdict.arm: f"rung {rung + 1}: {verdict.text}" for verdict in verdicts if not verdict.goes_on}
+        leads = [None if verdict.behind is None else astuple(verdict.behind) for verdict in verdicts]
+        rows = [Decision(own[0].cohort, rung, v.arm, *spans[v.arm], v.text, lead) for v, lead in zip(verdicts, leads)]
+        self.store.pass_rung(names, rung + 1, dropped, rows)
+        for row in rows:
+            where = rung + 1, row.after + 1, row.step, names[row.arm]
+            logger.info("rung %d (steps %d-%d), arm %s: %s", *where, row.text)
         for arm in dropped:
             self._drop_run(arm)
 

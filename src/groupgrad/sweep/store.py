@@ -9,17 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FILE = "sweep.sqlite"
-FORMAT = 1
+FORMAT = 2
 
 WAITING, STOPPED, DROPPED, DONE, FAILED, DELETED = "waiting", "stopped", "dropped", "done", "failed", "deleted"
 """States of an arm: it has steps to make; a person stopped it; halving dropped it; all steps were made; an error ended
 it; it was deleted."""
-
-Decision = tuple[int, int, int, int, str]
-"""Cohort, rung (from 0), arm, step and text of a decision of halving."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -40,7 +37,8 @@ CREATE TABLE IF NOT EXISTS commands (
     from_weights INTEGER NOT NULL, state TEXT NOT NULL, message TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE IF NOT EXISTS decisions (
-    cohort INTEGER NOT NULL, rung INTEGER NOT NULL, arm INTEGER NOT NULL, step INTEGER NOT NULL, text TEXT NOT NULL
+    cohort INTEGER NOT NULL, rung INTEGER NOT NULL, arm INTEGER NOT NULL, after INTEGER NOT NULL, step INTEGER NOT NULL,
+    text TEXT NOT NULL, behind TEXT NOT NULL
 );
 """
 
@@ -96,6 +94,21 @@ class Turn:
     last_step: int
     train_s: float
     switch_s: float
+
+
+class Decision(NamedTuple):
+    """What halving has decided about an arm at a rung."""
+
+    cohort: int
+    rung: int
+    """Counted from 0."""
+    arm: int
+    after: int
+    """The step after which rewards were compared, up to `step`."""
+    step: int
+    text: str
+    behind: Sequence[Any] | None
+    """The fields of the best arm's lead (`compare.Difference`); None for the best arm."""
 
 
 class Store:
@@ -170,18 +183,22 @@ class Store:
         with self._connected() as db:
             db.execute("UPDATE arms SET state = ?, reason = ? WHERE id = ?", (state, reason, arm))
 
-    def pass_rung(self, arms: Iterable[int], rung: int, dropped: Mapping[int, str], decided: Sequence[Any]) -> None:
+    def pass_rung(
+        self, arms: Iterable[int], rung: int, dropped: Mapping[int, str], decided: Iterable[Decision]
+    ) -> None:
         """Writes a decision of halving: the arms that go on, those that do not and why, and the rows of its table."""
         with self._connected() as db:
             for arm in arms:
                 db.execute("UPDATE arms SET rung = ? WHERE id = ?", (rung, arm))
             for arm, reason in dropped.items():
                 db.execute("UPDATE arms SET state = ?, reason = ? WHERE id = ?", (DROPPED, reason, arm))
-            db.executemany("INSERT INTO decisions VALUES (?, ?, ?, ?, ?)", decided)
+            rows = [(*row[:-1], json.dumps(row.behind)) for row in decided]
+            db.executemany("INSERT INTO decisions VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
     def decisions(self) -> list[Decision]:
         """The decisions of halving, in their order."""
-        return self._rows("SELECT * FROM decisions ORDER BY rowid")
+        rows = self._rows("SELECT * FROM decisions ORDER BY rowid")
+        return [Decision(*row[:-1], json.loads(row[-1])) for row in rows]
 
     # ------------------------------------------------------------------------------------------------------- turns
 
