@@ -24,29 +24,7 @@ clock: Callable[[], float] = time.perf_counter
 """Measures turns, in seconds; `bench/sweep.py --switching` sets it to processor time."""
 
 
-class StepClock(TrainerCallback):
-    """The seconds from the beginning of a turn's first step to the end of its last one."""
-
-    began: float | None = None
-    ended = 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the first step's time."""
-        if self.began is None:
-            self.began = clock()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the time of the last step so far."""
-        self.ended = clock()
-
-    def take(self) -> float:
-        """The seconds, and a new beginning."""
-        seconds = 0.0 if self.began is None else self.ended - self.began
-        self.began = None
-        return seconds
-
-
-class ArmRun:
+class ArmRun(TrainerCallback):
     """The trainer of an arm. Each turn resumes the run from its checkpoint and ends with the next one.
 
     A turn is therefore nothing but a run that is interrupted and resumed, which leaves its numbers as they are.
@@ -56,10 +34,12 @@ class ArmRun:
         self.trainer, self.folder = trainer, folder
         self.stopped: Stopped | None = None
         """The signal that has ended the last turn before its time."""
-        self._clock = StepClock()
+        self._first_began: float | None = None
+        self._last_ended = 0.0
+        """Times of the turn's first and last step."""
         self._rewards: dict[int, PromptRewards] = {}
         trainer.args.save_total_limit = None  # the checkpoint of the last turn stays until the next turn has ended
-        trainer.add_callback(self._clock)
+        trainer.add_callback(self)
         trainer.on_experience = self._note_rewards
 
     @property
@@ -71,7 +51,7 @@ class ArmRun:
         """Trains from `step` to the step that `until` gives for the run's length; the turn, the run's length, and the
         rewards of the turn's steps. The model is saved after the last step of all."""
         trainer, started = self.trainer, clock()
-        self._rewards, trainer.pause_at = {}, until
+        self._rewards, self._first_began, trainer.pause_at = {}, None, until
         resume_from = str(self.folder / f"checkpoint-{step}") if step else None
         with existing_objects_skipped():  # each training begins with a garbage collection
             try:
@@ -84,7 +64,7 @@ class ArmRun:
                 self.stopped, last_step = stop, max(step, trainer.state.global_step)
                 if not (self.folder / f"checkpoint-{last_step}").is_dir():
                     last_step = step  # nothing later could be saved
-        train_s = self._clock.take()
+        train_s = 0.0 if self._first_began is None else self._last_ended - self._first_began
         switch_s = max(0.0, clock() - started - train_s)
         rewards = {step: found for step, found in self._rewards.items() if step <= last_step}
         return Turn(step, last_step, train_s, switch_s), trainer.state.max_steps, rewards
@@ -99,6 +79,15 @@ class ArmRun:
             step = step_of(folder)
             if -1 < step < before and not (every and step % every == 0):
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Notes the first step's time."""
+        if self._first_began is None:
+            self._first_began = clock()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Notes the time of the last step so far."""
+        self._last_ended = clock()
 
     def _note_rewards(self, experience: Experience) -> None:
         """Keeps the mean reward of each group of a generation batch."""
