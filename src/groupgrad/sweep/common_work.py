@@ -142,7 +142,11 @@ class CommonSamples:
             return self.engine.sample(requests, options)
         asked = [(request.prompt_ids, request.seed, request.max_new_tokens) for request in requests]
         parts = "samples", *self._identity(), asked, options
-        return self._work.result(parts, lambda: self.engine.sample(requests, options), _bytes_of_samples)
+        return self._work.result(
+            parts,
+            lambda: self.engine.sample(requests, options),
+            lambda samples: _BYTES_OF_TOKEN * sum(len(sample.ids) for sample in samples),
+        )
 
     def session(self, options: SamplingOptions) -> AbstractContextManager[Session]:
         """A session of the engine; nothing of it is shared."""
@@ -213,10 +217,6 @@ def weighted_sum_of_bits(bits: torch.Tensor) -> torch.Tensor:
             mixed = (mixed ^ (mixed >> shift)) * factor
         total = total + (part * (mixed | 1)).sum()
     return total
-
-
-def _bytes_of_samples(samples: Sequence[Sample]) -> int:
-    return _BYTES_OF_TOKEN * sum(len(sample.ids) for sample in samples)
 
 
 def _digest(parts: Sequence[Any]) -> bytes:

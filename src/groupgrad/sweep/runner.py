@@ -10,8 +10,8 @@ import shutil
 import statistics
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,9 @@ class Sweeper:
 
         ValueError, which names the arms, if some cannot work.
         """
-        description = json.loads(json.dumps(description, default=_name_of))  # as the store gives it back
+        # As the store gives it back; a function becomes its name.
+        text = json.dumps(description, default=lambda value: getattr(value, "__qualname__", None) or str(value))
+        description = json.loads(text)
         known = self.store.fact("plan")
         if known is not None:
             if known != description:
@@ -123,7 +125,7 @@ class Sweeper:
         logger.info("arm %s %s step %d of %s", arm.name, verb, arm.step, arm.max_steps or "its run")
         try:
             run = self._run_of(arm)
-            turn, max_steps, rewards = run.turn(arm.step, TurnEnd(self, arm))
+            turn, max_steps, rewards = run.turn(arm.step, self._end_of_turn(arm))
         except (Exception, CheckpointNotSaved) as error:
             self._fail(arm, error)
             return
@@ -137,6 +139,23 @@ class Sweeper:
         if state == DONE:
             self._drop_run(arm.id)
         self._keep_within_memory()
+
+    def _end_of_turn(self, arm: Arm) -> Callable[[int], int]:
+        """A function that is asked after each step of a run of so many steps for the last one of the turn: the one that
+        was planned when the turn began, or 0, the present one, if a command has come."""
+        planned: int | None = None
+        next_look = 0.0
+
+        def until(max_steps: int) -> int:
+            nonlocal planned, next_look
+            if planned is None:
+                planned = self.turn_end(arm, max_steps)
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + COMMAND_CHECK_S
+                planned = 0 if self.store.queued() else planned
+            return planned
+
+        return until
 
     def turn_end(self, arm: Arm, max_steps: int) -> int:
         """The last step of the arm's present turn in a run of `max_steps` steps.
@@ -255,7 +274,8 @@ class Sweeper:
     def _judge(self, cohort: Sequence[Arm], own: Sequence[Arm], rung: int) -> None:
         """Lets the arms `own` pass a rung or drops them, by comparison with all of the cohort that have reached it."""
         assert self.plan.halving is not None
-        spans, compared, num_rungs = {}, {}, 1
+        spans: dict[int, tuple[int, int]] = {}
+        compared, num_rungs = {}, 1
         for arm in cohort:
             rungs = self._rungs(arm.max_steps or 0)
             if rung < len(rungs) and arm.step >= rungs[rung] and arm.state != FAILED:
@@ -320,37 +340,14 @@ class Sweeper:
     def _clone(self, command: Command, arm: Arm) -> None:
         changes = {**arm.changes, **command.changes}
         name = arm_name(self.store.num_arms() + 1, changes)
-        weights_step = arm.step if command.from_weights else None
+        clone = replace(arm, name=name, changes=changes, weights_step=None)
         if command.from_weights:
-            name += f"-from={arm.id:02d}"
-        settings = merged(self.plan.base, changes)
+            clone = replace(clone, name=f"{name}-from={arm.id:02d}", weights_step=arm.step)
+        self.factory.check(self.settings_of(clone))
         if command.from_weights:
-            start = self.store.folder / "arms" / name / "start"
-            settings = self.factory.with_weights(settings, start)
-        self.factory.check(settings)
-        if command.from_weights:
-            _copy_weights(self.folder_of(arm), arm.step, self.store.folder / "arms" / name / "start")
-        self.store.take(command, clone=(name, arm.cohort, changes, weights_step), message=name)
-
-
-class TurnEnd:
-    """Gives the last step of a turn: the one that was planned when the turn began, or the present one if a command has
-    come. It is asked after each step."""
-
-    def __init__(self, sweeper: Sweeper, arm: Arm):
-        self._sweeper, self._arm = sweeper, arm
-        self._planned: int | None = None
-        self._next_look = 0.0
-
-    def __call__(self, max_steps: int) -> int:
-        """The last step in a run of `max_steps` steps; 0 for the present one."""
-        if self._planned is None:
-            self._planned = self._sweeper.turn_end(self._arm, max_steps)
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + COMMAND_CHECK_S
-            if self._sweeper.store.queued():
-                self._planned = 0
-        return self._planned
+            _copy_weights(self.folder_of(arm), arm.step, self.folder_of(clone) / "start")
+        row = clone.name, arm.cohort, changes, clone.weights_step
+        self.store.take(command, clone=row, message=clone.name)
 
 
 def _copy_weights(folder: Path, step: int, start: Path) -> None:
@@ -364,10 +361,5 @@ def _copy_weights(folder: Path, step: int, start: Path) -> None:
     shutil.rmtree(start, ignore_errors=True)
     start.mkdir(parents=True)
     for path in kept:
-        if path.name not in ("trainer_state.json",):
+        if path.name != "trainer_state.json":
             shutil.copy2(path, start / path.name)
-
-
-def _name_of(value: Any) -> str:
-    """The text that stands in a description for a value which JSON lacks, such as a function."""
-    return getattr(value, "__qualname__", None) or str(value)

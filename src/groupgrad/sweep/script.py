@@ -66,7 +66,8 @@ class Sweep:
             raise TypeError(
                 f"args is a {type(args).__name__}; a sweep needs the fields of GRPOConfig as a dict, to change them"
             )
-        labelled = {name: dict(given) for name, given in (vary or {}).items() if _is_labelled(given)}
+        mappings = {name: dict(given) for name, given in (vary or {}).items() if isinstance(given, Mapping)}
+        labelled = {name: given for name, given in mappings.items() if "range" not in given}
         content = {
             "vary": {name: list(given) if name in labelled else given for name, given in (vary or {}).items()},
             "arms": list(arms),
@@ -85,7 +86,3 @@ class Sweep:
         """Trains until no arm has steps to make; the arms, the best one first."""
         self._sweeper.run()
         return results(self._sweeper.store)
-
-
-def _is_labelled(given: Any) -> bool:
-    return isinstance(given, Mapping) and "range" not in given

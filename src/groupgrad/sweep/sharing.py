@@ -16,6 +16,8 @@ from groupgrad.modeling.base_models import address
 
 _PLAIN_TENSORS = (torch.Tensor,)
 """Classes of tensors that are nothing but their numbers; quantized and sharded weights have others."""
+MAX_ROWS = 1_000_000
+"""Rows whose rewards are kept."""
 _PASSED_ANEW = ("trainer_state", "log_extra", "log_metric")
 """Arguments of reward functions that are no part of a row."""
 
@@ -58,11 +60,8 @@ def _equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 class RewardCache:
     """Values of reward functions that depend on their row alone, for all arms."""
 
-    def __init__(self, max_rows: int = 1_000_000):
-        self._max_rows = max_rows
+    def __init__(self) -> None:
         self._values: dict[bytes, Any] = {}
-        self.num_hits = 0
-        self.num_calls = 0
 
     def cached(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """The function, called only with rows that no arm has had scored. TypeError for one that cannot be cached."""
@@ -75,12 +74,10 @@ class RewardCache:
         @functools.wraps(function)
         def call(**kwargs: Any) -> list[Any]:
             num_rows = len(kwargs["completions"])
-            columns = {key: value for key, value in kwargs.items() if _is_column(value, num_rows)}
-            columns = {key: value for key, value in columns.items() if key not in _PASSED_ANEW}
+            lists = {key: value for key, value in kwargs.items() if isinstance(value, (list, tuple))}
+            columns = {key: v for key, v in lists.items() if len(v) == num_rows and key not in _PASSED_ANEW}
             keys = [self._key(name, columns, row) for row in range(num_rows)]
             missing = [row for row, key in enumerate(keys) if key not in self._values]
-            self.num_calls += num_rows
-            self.num_hits += num_rows - len(missing)
             found: dict[bytes, Any] = {}
             if missing:
                 chosen = {key: [value[row] for row in missing] for key, value in columns.items()}
@@ -88,7 +85,7 @@ class RewardCache:
                 if len(scored) != len(missing):
                     return scored  # the runner says what is wrong with it
                 found = {keys[row]: value for row, value in zip(missing, scored)}
-                if len(self._values) + len(found) <= self._max_rows:
+                if len(self._values) + len(found) <= MAX_ROWS:
                     self._values.update(found)
             return [found[key] if key in found else self._values[key] for key in keys]
 
@@ -98,10 +95,6 @@ class RewardCache:
     def _key(name: str, columns: Mapping[str, Any], row: int) -> bytes:
         content = [(key, columns[key][row]) for key in sorted(columns)]
         return blake2b(pickle.dumps((name, content)), digest_size=16).digest()
-
-
-def _is_column(value: Any, num_rows: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == num_rows
 
 
 def cached_functions(functions: Any, names: Iterable[str], cache: RewardCache) -> list[Any]:

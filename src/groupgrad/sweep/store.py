@@ -198,7 +198,7 @@ class Store:
     def decisions(self) -> list[Decision]:
         """The decisions of halving, in their order."""
         rows = self._rows("SELECT * FROM decisions ORDER BY rowid")
-        return [Decision(*row[:-1], json.loads(row[-1])) for row in rows]
+        return [Decision(*row)._replace(behind=json.loads(row[-1])) for row in rows]
 
     # ------------------------------------------------------------------------------------------------------- turns
 
@@ -217,10 +217,9 @@ class Store:
                 row = arm, step, json.dumps(found.prompts), json.dumps(found.means)
                 db.execute("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?, ?)", row)
 
-    def turns(self, arm: int | None = None) -> list[Turn]:
-        """The turns of an arm, or of all."""
-        rows = self._rows("SELECT * FROM turns ORDER BY rowid")
-        return [Turn(*row[1:]) for row in rows if arm in (None, row[0])]
+    def turns(self) -> list[Turn]:
+        """The turns of all arms, in their order."""
+        return [Turn(*row[1:]) for row in self._rows("SELECT * FROM turns ORDER BY rowid")]
 
     def rewards(self, arm: int, after: int, until: int) -> dict[int, PromptRewards]:
         """The rewards of an arm's steps in (after, until]."""
