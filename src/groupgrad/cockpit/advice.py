@@ -65,47 +65,23 @@ def _no_variance(numbers: Numbers) -> Advice | None:
     )
 
 
-def _truncated(numbers: Numbers) -> Advice | None:
-    share = numbers.recent("completions/clipped_ratio")
-    if share is None or share < 0.25:
-        return None
-    return Advice(
-        f"{share * 100:.0f} % of completions are truncated, so their rewards are of unfinished answers.",
-        "Raise max_completion_length, reward short answers, or set mask_truncated_completions=True.",
-        "completions/clipped_ratio",
-    )
-
-
-def _entropy_lost(numbers: Numbers) -> Advice | None:
+def _entropy(numbers: Numbers) -> Advice | None:
     entropy, before = numbers.recent("entropy"), numbers.early("entropy")
-    if entropy is None or before is None or entropy > 0.2 * before:
+    if entropy is None or before is None:
+        return None
+    change = f"from {before:.2g} to {entropy:.2g} nats a token"
+    if entropy <= 0.2 * before:
+        return Advice(
+            f"Entropy has fallen {change}: completions of a prompt become alike.",
+            "Raise epsilon_high (0.28, as in DAPO) or entropy_coef, or lower learning_rate.",
+            "entropy",
+        )
+    if entropy < max(2 * before, 1.0):
         return None
     return Advice(
-        f"Entropy has fallen from {before:.2g} to {entropy:.2g} nats a token: completions of a prompt become alike.",
-        "Raise epsilon_high (0.28, as in DAPO) or entropy_coef, or lower learning_rate.",
-        "entropy",
-    )
-
-
-def _entropy_grows(numbers: Numbers) -> Advice | None:
-    entropy, before = numbers.recent("entropy"), numbers.early("entropy")
-    if entropy is None or before is None or entropy < 2 * before or entropy < 1:
-        return None
-    return Advice(
-        f"Entropy has grown from {before:.2g} to {entropy:.2g} nats a token: the policy drifts towards noise.",
+        f"Entropy has grown {change}: the policy drifts towards noise.",
         "Lower learning_rate, entropy_coef or temperature, or set beta above 0.",
         "entropy",
-    )
-
-
-def _clipped(numbers: Numbers) -> Advice | None:
-    share = numbers.recent("clip_ratio/region_mean")
-    if share is None or share < 0.2:
-        return None
-    return Advice(
-        f"{share * 100:.0f} % of tokens are outside the trust region, so later steps on a batch teach little.",
-        "Lower num_iterations, steps_per_generation or learning_rate.",
-        "clip_ratio/region_mean",
     )
 
 
@@ -131,17 +107,6 @@ def _nonfinite(numbers: Numbers) -> Advice | None:
     )
 
 
-def _gap(numbers: Numbers) -> Advice | None:
-    gap = numbers.recent("sampling/sampling_logp_difference/mean")
-    if gap is None or gap < 0.05:
-        return None
-    return Advice(
-        f"Sampler and trainer differ by {gap:.2g} nats a token on average.",
-        "Use the same precision in both, rollout_ahead=0, or vllm_importance_sampling_mode='token_truncate'.",
-        "sampling/sampling_logp_difference/mean",
-    )
-
-
 def _slow_rewards(numbers: Numbers) -> Advice | None:
     seconds, step = numbers.recent("time/rewards"), numbers.recent("step_time")
     if not seconds or not step or seconds < 0.3 * step:
@@ -153,26 +118,46 @@ def _slow_rewards(numbers: Numbers) -> Advice | None:
     )
 
 
-def _failing_tools(numbers: Numbers) -> Advice | None:
-    share = numbers.recent("tools/failure_frequency")
-    if share is None or share < 0.3:
-        return None
-    return Advice(
-        f"{share * 100:.0f} % of tool calls fail.",
-        "Read the replies of failed calls among the rollouts; raise tool_timeout_s where they ran out of time.",
-        "tools/failure_frequency",
-    )
+def _above(metric: str, bound: float, text: str, setting: str) -> Callable[[Numbers], Advice | None]:
+    """A check that advises from a recent mean of `bound` on; `text` shows it as `{value}` or `{percent}`."""
+
+    def check(numbers: Numbers) -> Advice | None:
+        value = numbers.recent(metric)
+        if value is None or value < bound:
+            return None
+        return Advice(text.format(value=value, percent=100 * value), setting, metric)
+
+    return check
 
 
 _CHECKS: tuple[Callable[[Numbers], Advice | None], ...] = (
     _nonfinite,
     _no_variance,
-    _truncated,
-    _entropy_lost,
-    _entropy_grows,
-    _clipped,
+    _above(
+        "completions/clipped_ratio",
+        0.25,
+        "{percent:.0f} % of completions are truncated, so their rewards are of unfinished answers.",
+        "Raise max_completion_length, reward short answers, or set mask_truncated_completions=True.",
+    ),
+    _entropy,
+    _above(
+        "clip_ratio/region_mean",
+        0.2,
+        "{percent:.0f} % of tokens are outside the trust region, so later steps on a batch teach little.",
+        "Lower num_iterations, steps_per_generation or learning_rate.",
+    ),
     _spikes,
-    _gap,
-    _failing_tools,
+    _above(
+        "sampling/sampling_logp_difference/mean",
+        0.05,
+        "Sampler and trainer differ by {value:.2g} nats a token on average.",
+        "Use the same precision in both, rollout_ahead=0, or vllm_importance_sampling_mode='token_truncate'.",
+    ),
+    _above(
+        "tools/failure_frequency",
+        0.3,
+        "{percent:.0f} % of tool calls fail.",
+        "Read the replies of failed calls among the rollouts; raise tool_timeout_s where they ran out of time.",
+    ),
     _slow_rewards,
 )
