@@ -126,7 +126,7 @@ class RunFolder:
         """All rows that have been read, without tokens, with the first characters of texts."""
         with self._lock:
             if self._index is None:
-                tables = [self._parts[name][1] for name in self._names()]
+                tables = [self._parts[name][1] for name in sorted(self._parts)]
                 table = pa.concat_tables(tables, promote_options="default").combine_chunks() if tables else _EMPTY
                 self._index = table
             return self._index
@@ -185,10 +185,6 @@ class RunFolder:
                 found[os.path.relpath(entry.path, self.path)] = (status.st_mtime_ns, status.st_size)
         return found
 
-    def _names(self) -> list[str]:
-        """The files that have been read, in the order of their rows in the index."""
-        return sorted(self._parts)
-
     def _read(self, name: str, columns: Sequence[str] | None) -> pa.Table | None:
         """A file of rollouts; None if it is damaged or has just been removed."""
         try:
@@ -219,7 +215,7 @@ class RunFolder:
         if known is not None and known[0] == table.num_rows:
             return known[1]
         with self._lock:
-            names = self._names()
+            names = sorted(self._parts)
         with ThreadPoolExecutor(4) as threads:
             masks = list(threads.map(lambda name: self._mask(name, text), names))
         mask = pa.concat_arrays(masks) if masks else pa.array([], pa.bool_())
@@ -245,10 +241,6 @@ def _newest_first(name: str) -> tuple[int, str]:
     return (0 if place is None else -place[0], name)
 
 
-def _has_values(table: pa.Table, column: str) -> bool:
-    return column in table.column_names and table[column].null_count < table.num_rows
-
-
 def _is_alive(start: dict[str, Any]) -> bool:
     """True if the process that wrote the event of a start still runs; another process may have its number by now."""
     try:
@@ -264,12 +256,13 @@ def _facets(table: pa.Table) -> dict[str, list[Any]]:
         return {name: [] for name in ("finish_reasons", "tools", "rewards", "seconds", "phases", "shares", "steps")}
     tools = {tool for names in pc.unique(table["tools"]).to_pylist() for tool in (names or "").split("\n") if tool}
     steps = pc.min_max(table["step"]).as_py()
+    has_shares = "gradient_share" in table.column_names and table["gradient_share"].null_count < table.num_rows
     return {
         "finish_reasons": sorted(filter(None, pc.unique(table["finish_reason"]).to_pylist())),
         "tools": sorted(tools),
         "rewards": [name.removeprefix(REWARD) for name in table.column_names if name.startswith(REWARD)],
         "seconds": [name.removeprefix(SECONDS) for name in table.column_names if name.startswith(SECONDS)],
         "phases": sorted(pc.unique(table["phase"]).to_pylist(), key=lambda phase: (phase != TRAINING, phase)),
-        "shares": ["gradient_share"] if _has_values(table, "gradient_share") else [],
+        "shares": ["gradient_share"] if has_shares else [],
         "steps": [steps["min"], steps["max"]],
     }

@@ -11,10 +11,11 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from groupgrad.cockpit import LOCAL_HOSTS, STATIC, views
 from groupgrad.cockpit.reading import RunFolder
@@ -42,29 +43,21 @@ HEADERS = {
 }
 
 
-class Guard:
+class Guard(BaseHTTPMiddleware):
     """Answers requests for known hosts, with the token if there is one; adds headers that forbid foreign content.
 
     A page of another site whose name is made to point to this machine sends its own name as `Host`.
     """
 
     def __init__(self, app: ASGIApp, *, hosts: Sequence[str], token: str | None):
-        self._app, self._hosts, self._token = app, frozenset(hosts), token
+        super().__init__(app)
+        self._hosts, self._token = frozenset(hosts), token
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def send_with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message["headers"], *extra]}
-            await send(message)
-
-        request = Request(scope)
-        response = self._refusal(request)
-        await (self._app if response is None else response)(scope, receive, send_with_headers)
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        """The answer to a request, refused or not."""
+        response = self._refusal(request) or await call_next(request)
+        response.headers.update(HEADERS)
+        return response
 
     def _refusal(self, request: Request) -> Response | None:
         try:
@@ -122,7 +115,10 @@ def make_app(runs: Sequence[RunFolder], *, hosts: Sequence[str] = LOCAL_HOSTS, t
         Route("/static/{name}", lambda request: _static(request.path_params["name"])),
         Route("/api/runs", all_runs),
         Route("/api/runs/{run:int}/summary", of_run(lambda run, request: views.summary(run))),
-        Route("/api/runs/{run:int}/metrics", of_run(_metrics)),
+        Route(
+            "/api/runs/{run:int}/metrics",
+            of_run(lambda run, request: views.metrics(run, request.query_params.get("start", "0"))),
+        ),
         Route("/api/runs/{run:int}/rollouts", of_run(_rollouts)),
         Route("/api/runs/{run:int}/group", of_run(_group)),
         Route("/api/runs/{run:int}/images/{name}", image),
@@ -138,10 +134,6 @@ def _read_all(runs: Sequence[RunFolder]) -> None:
         run.refresh()
 
 
-def _metrics(run: RunFolder, request: Request) -> dict[str, Any]:
-    return views.metrics(run, request.query_params.get("start", "0"))
-
-
 def _rollouts(run: RunFolder, request: Request) -> dict[str, Any]:
     query = request.query_params
     return views.rollouts(
@@ -155,9 +147,8 @@ def _rollouts(run: RunFolder, request: Request) -> dict[str, Any]:
 
 
 def _group(run: RunFolder, request: Request) -> dict[str, Any]:
-    return views.group(
-        run, _number(request, "step", 0), _number(request, "group", 0), request.query_params.get("phase", TRAINING)
-    )
+    phase = request.query_params.get("phase", TRAINING)
+    return {"rows": run.rows(_number(request, "step", 0), group=_number(request, "group", 0), phase=phase)}
 
 
 def _number(request: Request, name: str, default: int) -> int:

@@ -21,7 +21,6 @@ REPORT_GROUPS = 40
 
 def summary(run: RunFolder) -> dict[str, Any]:
     """Name, state, settings, events and warnings of a run."""
-    events = run.events()
     config = run.config()
     return {
         "name": run.name,
@@ -29,7 +28,7 @@ def summary(run: RunFolder) -> dict[str, Any]:
         "state": run.state(),
         "config": config,
         "max_steps": config.get("max_steps"),
-        "events": events[-MAX_EVENTS:],
+        "events": run.events()[-MAX_EVENTS:],
         "advice": advice(run.metrics()),
     }
 
@@ -57,11 +56,6 @@ def rollouts(
     complete = run.refresh(limit=FILES_AT_ONCE, wait=False)
     total, rows = run.find(selection, sort=sort, descending=descending, offset=offset, limit=limit)
     return {"total": total, "rows": rows, "complete": complete, "facets": run.facets()}
-
-
-def group(run: RunFolder, step: int, number: int, phase: str) -> dict[str, Any]:
-    """The whole rows of a group of training or of an evaluation."""
-    return {"rows": run.rows(step, group=number, phase=phase)}
 
 
 def report(runs: Sequence[RunFolder]) -> dict[str, Any]:
