@@ -167,7 +167,7 @@ def test_demo_fails_if_a_target_is_missed(tmp_path, before, after, status):
         return demo.Measured(sampled=score, greedy=score)
 
     problems = [task.Problem((1, 2, 3, 4))]
-    assert demo.report(measured(before), measured(after), problems, demo.Stopwatch(), tmp_path) == status
+    assert demo.report(measured(before), measured(after), problems, demo.Timings(), tmp_path) == status
 
 
 def test_seconds_of_a_step() -> None:

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +35,7 @@ from groupgrad.demo.task import (
     make_tokenizer,
     warm_up,
 )
+from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import GRPOTrainer
 
 MAX_BEFORE, MIN_AFTER = 0.40, 0.85
@@ -45,26 +43,6 @@ MAX_BEFORE, MIN_AFTER = 0.40, 0.85
 
 DRAWS = importlib.util.find_spec("matplotlib") is not None
 """True if a picture of the rewards is drawn."""
-
-
-@dataclass(slots=True)
-class Stopwatch:
-    """Wall-clock seconds of each part of the demo, and of all of it (without the imports)."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def total(self) -> float:
-        """Seconds since the stopwatch was made."""
-        return time.perf_counter() - self.started
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to the part called `name`."""
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,16 +58,16 @@ def run(options: argparse.Namespace) -> int:
 
     `options` are `seed`, `output_dir`, `warm_up_steps` and `grpo_steps`.
     """
-    watch = Stopwatch()
+    timings = Timings()
     transformers_logging.disable_progress_bar()
     splits = make_splits(options.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, options.seed)
 
     print(f"1. Base model: {model.num_parameters():,} parameters, trained on careless demonstrations")
-    with watch.part("warm-up"):
+    with timings.phase("warm-up"):
         warm_up(model, tokenizer, splits.warm_up, num_steps=options.warm_up_steps, seed=options.seed)
-    with watch.part("evaluation"):
+    with timings.phase("evaluation"):
         before = measure(model, tokenizer, splits.held_out, options.seed)
     print(f"   held-out accuracy {before.sampled.accuracy:.1%}, format {before.sampled.format_rate:.1%}\n")
 
@@ -101,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         train_dataset=Dataset.from_list([problem.row() for problem in splits.grpo]),
         processing_class=tokenizer,
     )
-    with watch.part("GRPO"):
+    with timings.phase("GRPO"):
         trainer.train()
     print(f"\n{seconds_of_a_step(trainer.state.log_history)}\n{mismatch(trainer.state.log_history)}")
     trainer.save_model(options.output_dir)
@@ -111,9 +89,9 @@ def run(options: argparse.Namespace) -> int:
 
     model = AutoModelForCausalLM.from_pretrained(options.output_dir)
     tokenizer = AutoTokenizer.from_pretrained(options.output_dir)
-    with watch.part("evaluation"):
+    with timings.phase("evaluation"):
         after = measure(model, tokenizer, splits.held_out, options.seed)
-    return report(before, after, splits.held_out, watch, output_dir)
+    return report(before, after, splits.held_out, timings, output_dir)
 
 
 def make_config(options: argparse.Namespace, **more: Any) -> GRPOConfig:
@@ -163,7 +141,7 @@ def mismatch(log_history: list[dict[str, float]]) -> str:
     return f"Sampled and trained log-probs, the largest difference of a log entry's tokens: {numbers}"
 
 
-def report(before: Measured, after: Measured, problems: list[Problem], watch: Stopwatch, output_dir: Path) -> int:
+def report(before: Measured, after: Measured, problems: list[Problem], timings: Timings, output_dir: Path) -> int:
     """Print before and after; 0 if the promised accuracies were met, else 1."""
     print(f"\n{len(problems)} held-out prompts, in neither training set; one completion each, sampled at temperature 1")
     print(f"{'':22}{'before':>8}{'after':>8}")
@@ -176,8 +154,9 @@ def report(before: Measured, after: Measured, problems: list[Problem], watch: St
     print("\nThe first of them:")
     for problem, first, second in list(zip(problems, before.sampled.completions, after.sampled.completions))[:4]:
         print(f"  {problem.prompt}\n    before  {first}\n    after   {second}")
-    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in watch.seconds.items())
-    print(f"\nTime: {times}; {watch.total:.0f} s in all")
+    seconds = timings.take()
+    times = ", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.items())
+    print(f"\nTime: {times}; {sum(seconds.values()):.0f} s in all")
     picture = "rewards.png, " if DRAWS else ""
     files = f"the model and tokenizer (from_pretrained), {picture}metrics.jsonl, rollouts/, completions/"
     print(f"Files in {output_dir}/: {files}")
