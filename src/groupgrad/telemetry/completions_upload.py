@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from threading import Lock
 
 from huggingface_hub import CommitScheduler
 
@@ -14,7 +13,7 @@ MINUTES = 2
 """Between two uploads; without new files there is none."""
 
 
-class CompletionsUpload:
+class CompletionsUpload(CommitScheduler):
     """Commits new parquet files of a folder to a data set on the hub, every two minutes and when `finish` is called.
 
     ValueError if the data set `repo_id` cannot be created or reached. A later upload that fails is reported and tried
@@ -23,7 +22,7 @@ class CompletionsUpload:
 
     def __init__(self, folder: Path, repo_id: str, *, token: str | None = None, private: bool | None = None) -> None:
         try:
-            self._scheduler = CommitScheduler(
+            super().__init__(
                 repo_id=repo_id,
                 repo_type="dataset",
                 folder_path=folder,
@@ -38,24 +37,15 @@ class CompletionsUpload:
                 "with `hf auth login`, set hub_token, or leave log_completions_hub_repo unset"
             ) from error
 
-    @property
-    def lock(self) -> Lock:
-        """The lock to hold while a file of the folder is written."""
-        return self._scheduler.lock
-
     def finish(self) -> None:
         """Uploads what is new and waits for it. A failure is a warning: the files are in the folder."""
         try:
-            self._scheduler.trigger().result()
+            self.trigger().result()
         except Exception as error:  # a lost upload must not end a run
             logger.warning(
                 "completions could not be uploaded to %r (%s: %s); they are in %s",
-                self._scheduler.repo_id,
+                self.repo_id,
                 type(error).__name__,
                 error,
-                self._scheduler.folder_path,
+                self.folder_path,
             )
-
-    def stop(self) -> None:
-        """Ends the uploads."""
-        self._scheduler.stop()
