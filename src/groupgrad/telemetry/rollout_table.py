@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -73,23 +73,19 @@ class StoredRows:
             [np.zeros(0, dtype=np.int64), *(np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows)]
         )
         lengths = np.diff(self.offsets)[list(rows)]
-        return StoredRows(
+        return replace(
+            self,
             rollouts=[self.rollouts[row] for row in rows],
             ids=self.ids[places],
             offsets=np.concatenate([[0], np.cumsum(lengths)]),
             texts=[self.texts[place] for place in places.tolist()],
             advantages=[self.advantages[row] for row in rows],
-            reward_names=self.reward_names,
             rewards=[self.rewards[row] for row in rows],
             combined=[self.combined[row] for row in rows],
-            num_generations=self.num_generations,
-            reward_seconds=self.reward_seconds,
             columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
             logprobs=None if self.logprobs is None else self.logprobs[places],
             entropy=None if self.entropy is None else self.entropy[places],
             gradient_shares=None if self.gradient_shares is None else self.gradient_shares[places],
-            phase=self.phase,
-            first_row=self.first_row,
         )
 
 

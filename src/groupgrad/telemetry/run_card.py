@@ -43,6 +43,7 @@ OTHER_NAMES = {
 _MARK = "was trained with reinforcement learning by groupgrad"
 _REPLACED_CARDS = (_MARK, "# Model Card for Model ID")
 """Texts of the cards that a run replaces: its own, and the template that PEFT saves with an adapter."""
+_QUALITY = re.compile(r"^(eval_)?(loss|kl|entropy)$|reward|completions/mean_length$")
 _kept: set[Path] = set()
 """Files of the user that have been warned of."""
 
@@ -129,13 +130,8 @@ def last_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the last logged value of each quality metric: rewards, lengths, loss, KL and entropy."""
     metrics: dict[str, float] = {}
     for event in log_history:
-        metrics |= {k: v for k, v in event.items() if isinstance(v, (int, float)) and _is_quality_metric(k)}
+        metrics |= {k: v for k, v in event.items() if isinstance(v, (int, float)) and _QUALITY.search(k)}
     return metrics
-
-
-def _is_quality_metric(key: str) -> bool:
-    plain = key.removeprefix("eval_")
-    return plain in ("loss", "kl", "entropy") or "reward" in plain or plain.endswith("completions/mean_length")
 
 
 def _as_list(value: str | Sequence[str]) -> list[str]:

@@ -66,7 +66,9 @@ def read_lines_from(path: Path, position: str = "0") -> tuple[list[dict[str, Any
 
     None if the file has been written anew since the position was given. ValueError for a text that is no position.
     """
-    offset = _parse_position(position)
+    if re.fullmatch(r"0|\d+-[0-9a-f]{8}", position) is None:
+        raise ValueError(f"start={position!r} is no position; give 0, or the `next` of an earlier answer")
+    offset = int(position.partition("-")[0])
     try:
         with path.open("rb") as file:
             if offset > os.fstat(file.fileno()).st_size or _position(file, offset) != position:
@@ -85,12 +87,6 @@ def _position(file: BinaryIO, offset: int) -> str:
     start = max(0, offset - 512)
     file.seek(start)
     return f"{offset}-{zlib.crc32(file.read(offset - start)):08x}" if offset else "0"
-
-
-def _parse_position(position: str) -> int:
-    if re.fullmatch(r"0|\d+-[0-9a-f]{8}", position) is None:
-        raise ValueError(f"start={position!r} is no position; give 0, or the `next` of an earlier answer")
-    return int(position.partition("-")[0])
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
