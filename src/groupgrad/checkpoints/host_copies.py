@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 LARGE_BYTES = 2**20
 """Tensors of a file from which on it is held back; smaller files are written at once."""
@@ -75,26 +76,12 @@ def replaced_writers(folder: Path, replacement: Callable[..., None]) -> Iterator
 
 def num_bytes(value: Any) -> int:
     """Bytes of the tensors in nested dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(num_bytes(item) for item in value.values())
-    return sum(num_bytes(item) for item in value) if isinstance(value, (list, tuple)) else 0
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def on_host(value: Any) -> Any:
     """A deep copy whose tensors are on the CPU; tensors that share memory on the CPU share it in the copy."""
-    memo: dict[int, Any] = {}
-    _copy_from_devices(value, memo)
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    memo: dict[int, Any] = {id(tensor): tensor.detach().cpu() for tensor in tensors if tensor.device.type != "cpu"}
     with torch.no_grad():
         return copy.deepcopy(value, memo)
-
-
-def _copy_from_devices(value: Any, memo: dict[int, Any]) -> None:
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu" and id(value) not in memo:
-            memo[id(value)] = value.detach().cpu()
-        return
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    for item in items:
-        _copy_from_devices(item, memo)

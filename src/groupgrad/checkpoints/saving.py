@@ -308,7 +308,10 @@ def _as_failure(error: Exception, folder: Path) -> Exception:
     """SaveFailed for an exception that says that a disk refused; others as they are."""
     if isinstance(error, SaveFailed) or not is_storage_error(error):
         return error
-    failure = SaveFailed(_text_of(error, folder))
+    free = free_bytes(folder)
+    space = "" if free is None else f"; {folder.parent.parent} has {free:,} bytes free"
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    failure = SaveFailed(f"{folder.name} could not be written ({type(error).__name__}: {first}){space}")
     failure.__cause__ = error
     return failure
 
@@ -321,13 +324,6 @@ def is_storage_error(error: BaseException) -> bool:
         return True
     cause = error.__cause__ or error.__context__
     return cause is not None and is_storage_error(cause)
-
-
-def _text_of(error: BaseException, folder: Path) -> str:
-    free = free_bytes(folder)
-    space = "" if free is None else f"; {folder.parent.parent} has {free:,} bytes free"
-    first = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"{folder.name} could not be written ({type(error).__name__}: {first}){space}"
 
 
 def free_bytes(folder: Path) -> int | None:
