@@ -54,9 +54,7 @@ class Difference:
     def text(self, first: str, second: str) -> str:
         """The difference in one line, with names of the two records."""
         more = f" ({self.count:,} of {self.of:,} differ)" if self.of > 1 else ""
-        return (
-            f"{self.place}: {self.what} is {_shown(self.first)} in {first} and {_shown(self.second)} in {second}{more}"
-        )
+        return f"{self.place}: {self.what} is {shown(self.first)} in {first} and {shown(self.second)} in {second}{more}"
 
 
 @dataclass(slots=True)
@@ -174,16 +172,14 @@ def _ordered(names: Sequence[str]) -> list[str]:
     return [name for name in [*known, *others] if name in names]
 
 
-def _num_known(name: str, table: pa.Table) -> int:
-    return 0 if name not in table.column_names else len(table) - table[name].null_count
-
-
 def _column(step: int, name: str, rows: Sequence[int], first: pa.Table, second: pa.Table) -> Difference | None:
     """The first difference of a column; None if all values have the same bits."""
     what = _NAMES.get(name, f"reward of {name[7:]}" if name.startswith("reward/") else name)
-    if name.startswith("gradient_share") and 0 in [_num_known(name, table) for table in (first, second)]:
-        return None  # recorded in one of the runs alone
-    if name not in first.column_names or name not in second.column_names:
+    is_in_both = name in first.column_names and name in second.column_names
+    if name.startswith("gradient_share"):  # may be recorded in one of the runs alone
+        if not is_in_both or any(table[name].null_count == len(table) for table in (first, second)):
+            return None
+    elif not is_in_both:
         there = ["present" if name in table.column_names else _ABSENT for table in (first, second)]
         return Difference(step, what, there[0], there[1])
     one, two = first[name].combine_chunks(), second[name].combine_chunks()
@@ -259,7 +255,7 @@ def compare_weights(first: Path, second: Path) -> tuple[int, tuple[int, str, str
         if count and place is None:
             index = int(unequal.nonzero()[0])
             at = ", ".join(map(str, np.unravel_index(index, a.shape)))
-            place = (f"{name}[{at}]", f"{_shown(a.flatten()[index].item())} and {_shown(b.flatten()[index].item())}")
+            place = (f"{name}[{at}]", f"{shown(a.flatten()[index].item())} and {shown(b.flatten()[index].item())}")
         differing += count
     return total, None if place is None else (differing, *place)
 
@@ -292,6 +288,7 @@ class _Absent:
 _ABSENT = _Absent()
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any, width: int = 80) -> str:
+    """A value as text of at most `width` characters."""
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -126,8 +126,8 @@ def _sampled_at(records: RunRecords, step: int) -> int:
     settings = records.config.get("settings", {})
     passes = [settings.get(name) or 1 for name in ("steps_per_generation", "num_iterations")]
     reuse = math.ceil(passes[0] * passes[1] / (settings.get("gradient_accumulation_steps") or 1))
-    sampled = records.sampling_step(step)
-    return sampled if sampled is not None and sampled > step - reuse else step
+    stored = max((number for number in records.files if number <= step), default=step)
+    return stored if stored > step - reuse else step
 
 
 def _check_row(records: RunRecords, step: int, sampled_at: int, row: int) -> None:

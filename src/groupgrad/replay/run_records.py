@@ -97,7 +97,3 @@ class RunRecords:
         names = [name for name in table.column_names if not TIME_COLUMNS.fullmatch(name)]
         order = pc.sort_indices(table, [("row", "ascending")])  # pyright: ignore[reportAttributeAccessIssue]
         return table.select(names).take(order).combine_chunks()
-
-    def sampling_step(self, step: int) -> int | None:
-        """The step that sampled what `step` trains on, as far as rollouts are stored; None if they tell nothing."""
-        return max((number for number in self.files if number <= step), default=None)

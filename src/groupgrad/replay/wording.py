@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from groupgrad.replay.bisecting import Bisection
-from groupgrad.replay.differences import Compared, same_bits
+from groupgrad.replay.differences import Compared, same_bits, shown
 from groupgrad.replay.replaying import Replay
 
 MAX_LINES = 12
@@ -37,7 +37,7 @@ def _row_lines(result: Replay) -> list[str]:
         return [f"{head} {'the replay' if now is None else 'the run'} has no such row"]
     numbers = [*(name for name in then if name.startswith("reward")), "advantage", "finish_reason"]
     width = max(16, *map(len, numbers)) + 2
-    lines = [head, *(f"  {key:<{width}}{_short(then[key])}" for key in ("prompt", "completion"))]
+    lines = [head, *(f"  {key:<{width}}{shown(repr(then[key]), 90)}" for key in ("prompt", "completion"))]
     pairs: list[tuple[str, Sequence[Any], Sequence[Any]]] = [
         (label, then[key] or [], now[key] or [])
         for label, key in (("token ids", "completion_ids"), ("log-probs", "logprobs"), ("entropies", "entropy"))
@@ -55,11 +55,6 @@ def _row_lines(result: Replay) -> list[str]:
             f"  {key:<{width}}{then[key]!r}" + (", the same" if is_same else f"; {now.get(key)!r} in the replay")
         )
     return lines
-
-
-def _short(text: str) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= 90 else f"{shown[:87]}..."
 
 
 def _compared_lines(compared: Compared) -> list[str]:
