@@ -108,7 +108,7 @@ class Memory:
 
 def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
     """Predicts the memory of a run on one device."""
-    trained = _trained(shape, sizes)
+    trained = shape.parameters if sizes.adapter == "full" else shape.adapter_inputs * sizes.lora_rank
     weights, reference = _weights(shape, sizes), 0
     if sizes.reference and sizes.adapter == "full":
         reference = weights
@@ -118,7 +118,8 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         shards, gathered = weights // sizes.devices, _gathered(shape, sizes)
         sampled = shards + (shape.parameters * _compute_bytes(sizes) if sizes.samples else gathered)
         weights, reference = shards + gathered, reference // sizes.devices
-    gradients = trained * _gradient_bytes(sizes)
+    is_own = sizes.float32_gradients and not sizes.sharding.startswith("zero")
+    gradients = trained * (4 if is_own else _state_bytes(sizes))
     optimizer = int(trained * OPTIMIZER_BYTES[sizes.optimizer] * _state_bytes(sizes) / 4)
     if is_sharded or sizes.sharding == "zero2":
         gradients //= sizes.devices
@@ -164,10 +165,6 @@ def pass_sizes(sizes: RunSizes, hidden_size: int) -> list[int]:
     return [-(-total_cost(costs[row] for row in rows) // ranks) for rows in parts] * ranks
 
 
-def _trained(shape: ModelShape, sizes: RunSizes) -> int:
-    return shape.parameters if sizes.adapter == "full" else shape.adapter_inputs * sizes.lora_rank
-
-
 def _update(shape: ModelShape, sizes: RunSizes) -> int:
     """Bytes of temporary tensors of the largest weight's update. Those of an adapter are small."""
     largest = shape.largest_parameter if sizes.adapter == "full" else 0
@@ -177,11 +174,6 @@ def _update(shape: ModelShape, sizes: RunSizes) -> int:
 def _state_bytes(sizes: RunSizes) -> int:
     """Bytes of a trained weight, and of each number that the optimizer keeps for it."""
     return sizes.weight_bytes if sizes.adapter == "full" else 4
-
-
-def _gradient_bytes(sizes: RunSizes) -> int:
-    is_own = sizes.float32_gradients and not sizes.sharding.startswith("zero")
-    return 4 if is_own else _state_bytes(sizes)
 
 
 def _compute_bytes(sizes: RunSizes) -> int:
