@@ -59,7 +59,7 @@ class _Deadline:
         self._seconds, self._message = seconds, message
         self._thread = threading.get_ident()
         self._time = RunningTime()
-        self._number = _guard.new_number()
+        self._number = next(_guard.numbers)
         self._is_over = False
         self._is_own_signal = False
         self._is_exception_sent = False

@@ -32,7 +32,8 @@ class LockGuard:
     """Starts the second process with the first deadline, and another one in a fork of this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
+        """Identify deadlines."""
         self._start_anew()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._start_anew)
@@ -40,10 +41,6 @@ class LockGuard:
     def _start_anew(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-
-    def new_number(self) -> int:
-        """Identifies a deadline."""
-        return next(self._numbers)
 
     def set(self, number: int, seconds: float, message: str) -> None:
         """Has the process end, with the message and its stacks, unless this is called again within `seconds`.
