@@ -25,8 +25,6 @@ def test_unsupported_versions(monkeypatch):
         "torch 2.3.1 is older than 2.4, the first release that works",
         "transformers 6.0.0 is not supported: groupgrad works with releases below 6",
     ]
-    assert compat.at_least("torch", "2.3") and not compat.at_least("torch", "2.10")
-    assert not compat.at_least("vllm", "0.1")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +50,7 @@ def test_vllm_is_known_by_the_name_of_its_build_for_cpus(monkeypatch):
 
     monkeypatch.setattr(compat.importlib.metadata, "version", version)
     compat.installed_version.cache_clear()
-    assert compat.installed_version("vllm") == "0.32.0" and compat.at_least("vllm", "0.32")
+    assert compat.installed_version("vllm") == "0.32.0"
     assert compat.installed_version("torch") is None
     compat.installed_version.cache_clear()
 

@@ -89,12 +89,6 @@ def version_key(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in match.group().split(".")) if match else ()
 
 
-def at_least(name: str, version: str) -> bool:
-    """True if the distribution is installed in this release or a later one."""
-    installed = installed_version(name)
-    return installed is not None and version_key(installed) >= version_key(version)
-
-
 def require(name: str, purpose: str) -> None:
     """Raises ImportError with the command that installs the distribution, if it is missing."""
     if is_available(name):
