@@ -1,4 +1,4 @@
-"""Says in words what a replay and a bisection have shown."""
+"""Describes the results of a replay and of a bisection in words."""
 
 from __future__ import annotations
 

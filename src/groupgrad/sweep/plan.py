@@ -42,7 +42,7 @@ class Halving:
     confidence: float = 0.95
     """Confidence with which an arm must be worse than the best one to count as clearly worse."""
     undecided: str = "drop"
-    """What happens to arms behind that are not clearly worse: "drop" keeps the compute fixed, "keep" trains them on."""
+    """Arms behind that are not clearly worse: "drop" drops them and keeps the compute fixed, "keep" trains them on."""
 
     def rungs(self, max_steps: int) -> list[int]:
         """The steps of the rungs of a run of `max_steps` steps."""

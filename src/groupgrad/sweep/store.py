@@ -97,7 +97,7 @@ class Turn:
 
 
 class Decision(NamedTuple):
-    """What halving has decided about an arm at a rung."""
+    """A decision of halving about an arm at a rung."""
 
     cohort: int
     rung: int
