@@ -336,10 +336,6 @@ def errors_on_all_ranks() -> Iterator[None]:
 
     A signal that ends the run leaves the body; then all ranks raise StopRequested.
     """
-    if not is_active():
-        with interruptible():
-            yield
-        return
     error: BaseException | None = None
     try:
         with interruptible():
