@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -51,10 +50,9 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as aside, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         parsed = parse(argv, CheckParser())
-        if parsed.own["prompts"] < 1:
-            print(f"groupgrad check: error: --prompts {parsed.own['prompts']}: give at least 1", file=sys.stderr)
-            return 2
         try:
+            if parsed.own["prompts"] < 1:
+                raise ValueError(f"--prompts {parsed.own['prompts']}: give at least 1")
             trainer = _build(parsed, aside)
         except (ValueError, TypeError, ImportError, OSError) as error:
             return refuse("check", error)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from groupgrad.cli.command_parser import CommandParser
+from groupgrad.cli.command_parser import CommandParser, refuse
 
 _PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scratch", "keys_values", "peak")
 
@@ -48,8 +47,7 @@ def main(argv: Sequence[str]) -> int:
             )
         shape = model_shape(options.model, read_config(options.model), half=half)
     except ValueError as error:
-        print(f"groupgrad plan: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("plan", error)
     found = choices(shape, sizes, options.device)
     print(_table(shape, sizes, options.device, found))
     if (remark := _context_remark(shape, sizes)) is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from groupgrad.cli.command_parser import CommandParser
+from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.row_selection import Selection
 from groupgrad.telemetry.completions_table import print_table
@@ -43,8 +43,7 @@ def main(argv: Sequence[str]) -> int:
         run.refresh()
         _check_columns(run, arguments)
     except ValueError as error:
-        print(f"groupgrad rollouts: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("rollouts", error)
     conditions = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(Selection)}
     selection = Selection(**{**conditions, "first_step": first, "last_step": last})
     count, found = run.find(selection, sort=arguments.sort, descending=not arguments.ascending, limit=arguments.limit)

@@ -17,7 +17,7 @@ from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.errors import OutputDirInUse
 from groupgrad.spelling import nearest
 from groupgrad.sweep.choices import number
-from groupgrad.sweep.plan import SweepPlan, merged, read_plan
+from groupgrad.sweep.plan import SweepPlan, arm_name, merged, read_plan
 from groupgrad.sweep.store import FILE, Store
 
 ACTIONS = ("status", "stop", "resume", "clone", "delete")
@@ -129,8 +129,6 @@ def _yaml(path: Path, what: str) -> dict[str, Any]:
 
 
 def _describe(plan: SweepPlan, check: Callable[[dict[str, Any]], None]) -> int:
-    from groupgrad.sweep.plan import arm_name
-
     num_bad = 0
     for place, changes in enumerate(plan.first_arms(), start=1):
         problem = ""

@@ -8,9 +8,10 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from groupgrad.cli.command_parser import CommandParser
+from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.cockpit import LOCAL_HOSTS
 from groupgrad.cockpit.reading import NoRun, RunFolder
 
@@ -32,8 +33,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{arguments.export} holds {', '.join(run.name for run in runs)}; it needs no server")
             return 0
     except (NoRun, OSError) as error:
-        print(f"groupgrad view: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("view", error)
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         print(f"groupgrad view: error: {INSTALL}", file=sys.stderr)
         return 1
@@ -74,22 +74,17 @@ def _runs(paths: Sequence[str]) -> list[RunFolder]:
         except NoRun:
             folder = Path(path) / "arms" if (Path(path) / "sweep.sqlite").is_file() else Path(path)
             inside = sorted(child for child in folder.iterdir() if child.is_dir()) if folder.is_dir() else []
-            below = [run for child in inside if (run := _run_or_none(child)) is not None]
-            if not below:
+            num_before = len(found)
+            for child in inside:
+                with suppress(NoRun):
+                    found.append(RunFolder(child))
+            if len(found) == num_before:
                 raise
-            found += below
     names = [run.name for run in found]
     for run in found:
         if names.count(run.name) > 1:
             run.name = str(run.path)
     return found
-
-
-def _run_or_none(path: Path) -> RunFolder | None:
-    try:
-        return RunFolder(path)
-    except NoRun:
-        return None
 
 
 def _serve(runs: Sequence[RunFolder], host: str, port: int, token: str | None) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from groupgrad import compat
-from groupgrad.cli.command_parser import COMMAND_CODES, codes_in_words
+from groupgrad.cli.command_parser import COMMAND_CODES, codes_in_words, refuse
 from groupgrad.engines.vllm.api_keys import VARIABLE, check_key, forget_key, is_loopback, store_new_key
 from groupgrad.engines.vllm.server import check_mode, server_command
 from groupgrad.engines.vllm.transfer_plugin import check_plugin
@@ -59,8 +59,7 @@ def main(argv: Sequence[str]) -> int:
         if key is None and address is None:
             raise ValueError(f"a server without a port needs a key; set {VARIABLE}")
     except ValueError as error:
-        print(f"groupgrad vllm-serve: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("vllm-serve", error)
     for problem in compat.unsupported_versions(["vllm"]):
         print(f"groupgrad vllm-serve: warning: {problem}", file=sys.stderr)
     if key is None:
