@@ -126,21 +126,18 @@ class LineFile:
         """Appends a record. OSError if it cannot be written; a part of it is then no line."""
         line = json_line(record)
         with self._lock:
-            self._append(line)
-
-    def _append(self, line: bytes) -> None:
-        if self._begins_new_line is None:
-            self._begins_new_line = _ends_with_newline(self.path)
-        if not self._begins_new_line:
-            line = b"\n" + line
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self._begins_new_line = False
-        try:
-            if os.write(descriptor, line) != len(line):
-                raise OSError(f"{self.path}: the disk took a part of a line")
-        finally:
-            os.close(descriptor)
-        self._begins_new_line = True
+            if self._begins_new_line is None:
+                self._begins_new_line = _ends_with_newline(self.path)
+            if not self._begins_new_line:
+                line = b"\n" + line
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._begins_new_line = False
+            try:
+                if os.write(descriptor, line) != len(line):
+                    raise OSError(f"{self.path}: the disk took a part of a line")
+            finally:
+                os.close(descriptor)
+            self._begins_new_line = True
 
     def cut(self, step: int) -> None:
         """Removes the lines of later steps than `step`, by a new file in the place of the old one."""

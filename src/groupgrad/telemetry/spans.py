@@ -52,8 +52,7 @@ class RunSpans:
         span = self._tracer.start_span("groupgrad.step", start_time=begin, attributes={"groupgrad.step": step})
         context = self._trace.set_span_in_context(span)
         for part in parts:
-            for row in range(len(part.rollouts)):
-                rollout = part.rollouts[row]
+            for row, rollout in enumerate(part.rollouts):
                 texts = {
                     "prompt": message_text(rollout.prompt.row["prompt"])[:MAX_CHARS],
                     "completion": message_text(rollout.completion)[:MAX_CHARS],
