@@ -106,7 +106,12 @@ class JoinedModel(TrainerCallback):
         self._trainer, self._work, self._model = trainer, work, unwrap(trainer.model)
         settings = {k: v for k, v in deciding(trainer.args.to_dict()).items() if k not in AFTER_SAMPLING}
         frozen = [(name, weight) for name, weight in self._model.named_parameters() if not weight.requires_grad]
-        where = str(trainer.args.device), _text((settings, _architecture(self._model)))
+        described = json.dumps(
+            (settings, _architecture(self._model)),
+            sort_keys=True,
+            default=lambda part: sorted(part) if isinstance(part, (set, frozenset)) else repr(part),
+        )
+        where = str(trainer.args.device), described
         self._identity = _digest(where), _weights(frozen)
         self._reference = (*self._identity, _changing_weights(self._model))  # a reference is the model at its start
 
@@ -221,12 +226,3 @@ def weighted_sum_of_bits(bits: torch.Tensor) -> torch.Tensor:
 
 def _digest(parts: Sequence[Any]) -> bytes:
     return blake2b(repr(parts).encode(), digest_size=16).digest()
-
-
-def _text(value: Any) -> str:
-    """A text that is equal for equal settings."""
-
-    def text_of(part: Any) -> Any:
-        return sorted(part) if isinstance(part, (set, frozenset)) else repr(part)
-
-    return json.dumps(value, sort_keys=True, default=text_of)
