@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ class RunFolder:
                 f"{str(path)!r} holds no run: there is none of {', '.join(known)}; give the output_dir of a run"
             )
         self._reading, self._lock = threading.Lock(), threading.Lock()
-        self._parts: dict[str, tuple[tuple[int, int], pa.Table]] = {}
-        """Name of a file of rollouts → (its time and size, its rows without tokens)."""
+        self._parts: dict[str, tuple[tuple[int, int, int], pa.Table]] = {}
+        """Name of a file of rollouts → (its step, time and size, its rows without tokens)."""
         self._index: pa.Table | None = None
         self._facets: tuple[pa.Table, dict[str, list[Any]]] | None = None
         self._metrics: tuple[str, list[dict[str, Any]]] = ("0", [])
@@ -109,7 +110,9 @@ class RunFolder:
         try:
             present = self._files()
             known = {name: part for name, part in self._parts.items() if present.get(name) == part[0]}
-            missing = sorted((name for name in present if name not in known), key=_newest_first)
+            missing = sorted(
+                (name for name in present if name not in known), key=lambda name: (-present[name][0], name)
+            )
             now = missing if limit is None else missing[:limit]
             with ThreadPoolExecutor(2) as threads:
                 tables = list(threads.map(self._summary, now))
@@ -145,11 +148,8 @@ class RunFolder:
     ) -> list[dict[str, Any]]:
         """The whole rows of a step of training or of an evaluation, or one row or group of them, with their tokens."""
         found: list[dict[str, Any]] = []
-        for name in sorted(self._files()):
-            place = parse_rollout_file(os.path.basename(name))
-            if place is None or place[0] != step:
-                continue
-            table = self._read(name, None)
+        for name, file in sorted(self._files().items()):
+            table = self._read(name, None) if file[0] == step else None
             if table is None:
                 continue
             for column, value in (("row", row), ("group", group), ("phase", phase)):
@@ -172,17 +172,16 @@ class RunFolder:
         path = self.path / run_files.IMAGES / f"{name}.jpg"
         return path if path.is_file() else None
 
-    def _files(self) -> dict[str, tuple[int, int]]:
-        """Time and size of each file of rollouts, by its path within the run's folder."""
+    def _files(self) -> dict[str, tuple[int, int, int]]:
+        """Step, time and size of each file of rollouts, by its path within the run's folder."""
         found = {}
         folders = [self.path / run_files.ROLLOUTS, *(self.path / run_files.EVAL_ROLLOUTS).glob("*/")]
         for entry in (entry for folder in folders if folder.is_dir() for entry in os.scandir(folder)):
-            if parse_rollout_file(entry.name) is not None:
-                try:
+            place = parse_rollout_file(entry.name)
+            if place is not None:
+                with suppress(FileNotFoundError):
                     status = entry.stat()
-                except FileNotFoundError:
-                    continue
-                found[os.path.relpath(entry.path, self.path)] = (status.st_mtime_ns, status.st_size)
+                    found[os.path.relpath(entry.path, self.path)] = (place[0], status.st_mtime_ns, status.st_size)
         return found
 
     def _read(self, name: str, columns: Sequence[str] | None) -> pa.Table | None:
@@ -234,11 +233,6 @@ class RunFolder:
 
 
 _EMPTY = pa.table({name: pa.array([], pa.int32()) for name in ("step", "row")})
-
-
-def _newest_first(name: str) -> tuple[int, str]:
-    place = parse_rollout_file(os.path.basename(name))
-    return (0 if place is None else -place[0], name)
 
 
 def _is_alive(start: dict[str, Any]) -> bool:
