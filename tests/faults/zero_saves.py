@@ -56,7 +56,7 @@ def ending(ranks: Any, trainer: Any, out: Path, name: str) -> None:
     found = {
         "weights": ZERO.whole_weights(trainer),
         "log": ranks.HELP.without_times(trainer.state.log_history)[:-1],
-        "folders": sorted(path.name for path in run.iterdir() if path.is_dir()),
+        "folders": sorted(path.name for path in run.glob("checkpoint-*")),
     }
     torch.save(found, out / f"{name}_{os.environ['RANK']}.pt")
 
