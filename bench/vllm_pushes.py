@@ -30,8 +30,8 @@ from vllm_models import LARGE_SHAPE, demo_base, random_base
 from vllm_server import free_port, vllm_server
 
 from groupgrad.engines.vllm import client
-from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address
+from groupgrad.engines.vllm.server_pool import VLLMServerPool
 from groupgrad.engines.vllm.weight_transport import GroupTransport, HttpTransport, SharedMemoryTransport
 from groupgrad.engines.vllm.wire import Bucket, pack
 from groupgrad.modeling.weights import adapter_files, checkpoint_weights
@@ -142,14 +142,14 @@ def to_server(folder: Path, repetitions: int) -> list[dict[str, Any]]:
         }
         for name, transport in ways.items():
             timed = Timed(transport)
-            engine = VLLMServerEngine(address, transport=timed)
+            engine = VLLMServerPool([address], transport=timed)
             push: Callable[[int], Any] = functools.partial(engine.push, model)
             with mock.patch.object(client, "pack", timed.pack):
                 seconds = repeated(push, repetitions, warmed_up=timed.reset)
             parts = {"packing": timed.packing / repetitions, "sending": timed.sending / repetitions}
             rows.append(row(name, num_bytes, seconds, **parts))
             engine.close()
-        engine = VLLMServerEngine(address, transport=SharedMemoryTransport())
+        engine = VLLMServerPool([address], transport=SharedMemoryTransport())
         rows += of_adapter("server", engine, model, repetitions, way=", shared memory")
         engine.close()
     return rows

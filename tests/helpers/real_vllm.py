@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.vllm.api_keys import find_key
-from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address
+from groupgrad.engines.vllm.server_pool import VLLMServerPool
 
 START_S = 240.0
 SETTINGS = {
@@ -74,8 +74,8 @@ class Served:
         assert found is not None
         return found[0]
 
-    def engine(self, **options: Any) -> VLLMServerEngine:
-        return VLLMServerEngine(self.address, **{"timeout_s": START_S, "bucket_bytes": 40_000, **options})
+    def engine(self, **options: Any) -> VLLMServerPool:
+        return pool_of([self], **options)
 
     def workers(self) -> list[psutil.Process]:
         """Child processes of the server."""
@@ -93,6 +93,13 @@ class Served:
                     process.kill()
             self.process.wait()
             self.process = None
+
+
+def pool_of(servers: Sequence[Served], **options: Any) -> VLLMServerPool:
+    """An engine for these servers."""
+    return VLLMServerPool(
+        [server.address for server in servers], **{"timeout_s": START_S, "bucket_bytes": 40_000, **options}
+    )
 
 
 def vary(model: Any, seed: int, only: str = "") -> Any:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,9 +24,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.server import Routes
+from groupgrad.engines.vllm.server_pool import VLLMServerPool
 from groupgrad.engines.vllm.weight_receiver import WeightReceiver
 
 KEY = "the-key-of-these-tests"
@@ -257,9 +257,20 @@ class SimulatedServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def client(self, **options: Any) -> VLLMServerEngine:
+    @property
+    def address(self) -> Address:
+        return Address.of(self.url)
+
+    def engine_of(self, **options: Any) -> VLLMServerPool:
         """An engine for this server alone."""
-        return VLLMServerEngine(Address.of(self.url), **{"timeout_s": 5.0, "bucket_bytes": 20_000, **options})
+        return pool_of([self], **options)
+
+
+def pool_of(servers: Sequence[SimulatedServer], **options: Any) -> VLLMServerPool:
+    """An engine for these servers."""
+    return VLLMServerPool(
+        [server.address for server in servers], **{"timeout_s": 5.0, "bucket_bytes": 20_000, **options}
+    )
 
 
 async def _ok(request: Request) -> JSONResponse:

@@ -18,8 +18,8 @@ from real_vllm import OPTIONS, SIZES, Served, is_greedy, mean_difference, reques
 from vllm_training import free_port
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address, ServerRefused, call
+from groupgrad.engines.vllm.server_pool import VLLMServerPool
 from groupgrad.engines.vllm.weight_group import GroupBroken
 from groupgrad.engines.vllm.weight_transport import (
     GroupTransport,
@@ -30,13 +30,13 @@ from groupgrad.engines.vllm.weight_transport import (
 
 
 @pytest.fixture
-def engine(server: Served, policy: Any) -> VLLMServerEngine:
+def engine(server: Served, policy: Any) -> VLLMServerPool:
     engine = server.engine()
     engine.connect(policy, num_tokens=64, options=OPTIONS)
     return engine
 
 
-def test_each_push_is_what_is_sampled_from(engine: VLLMServerEngine, policy: Any) -> None:
+def test_each_push_is_what_is_sampled_from(engine: VLLMServerPool, policy: Any) -> None:
     rows, greedy = requests(), replace(OPTIONS, temperature=0.0)
     texts = []
     for version in range(3):
@@ -50,7 +50,7 @@ def test_each_push_is_what_is_sampled_from(engine: VLLMServerEngine, policy: Any
     assert texts[0] != texts[1] != texts[2]
 
 
-def test_a_row_depends_on_its_seed_and_prompt_alone(engine: VLLMServerEngine, policy: Any) -> None:
+def test_a_row_depends_on_its_seed_and_prompt_alone(engine: VLLMServerPool, policy: Any) -> None:
     engine.push(policy, 0)
     rows = requests()
 
@@ -61,7 +61,7 @@ def test_a_row_depends_on_its_seed_and_prompt_alone(engine: VLLMServerEngine, po
     assert together[0] != together[1]
 
 
-def test_requests_may_come_while_others_are_sampled(engine: VLLMServerEngine, policy: Any) -> None:
+def test_requests_may_come_while_others_are_sampled(engine: VLLMServerPool, policy: Any) -> None:
     engine.push(policy, 0)
     first, second = requests(2, tokens=60), requests(4)[2:]
     expected = [sample.ids for sample in engine.sample(first + second, OPTIONS)]
@@ -76,14 +76,14 @@ def test_requests_may_come_while_others_are_sampled(engine: VLLMServerEngine, po
     assert [samples[ticket].ids for ticket in tickets] == expected
 
 
-def test_log_probs_are_of_the_temperature_softmax(engine: VLLMServerEngine, policy: Any) -> None:
+def test_log_probs_are_of_the_temperature_softmax(engine: VLLMServerPool, policy: Any) -> None:
     engine.push(policy, 0)
     rows = requests()
     samples = engine.sample(rows, replace(OPTIONS, temperature=0.6))
     assert mean_difference(policy, rows, samples, temperature=0.6) < 1e-5
 
 
-def test_cuts_renormalise_log_probs_over_what_is_left(engine: VLLMServerEngine, policy: Any) -> None:
+def test_cuts_renormalise_log_probs_over_what_is_left(engine: VLLMServerPool, policy: Any) -> None:
     engine.push(policy, 0)
     rows = requests()
     for row, sample in zip(rows, engine.sample(rows, replace(OPTIONS, top_k=3))):
@@ -94,7 +94,7 @@ def test_cuts_renormalise_log_probs_over_what_is_left(engine: VLLMServerEngine, 
             assert logprob == pytest.approx(float(renormalised[place, rank]), abs=1e-5)
 
 
-def test_rows_end_at_the_ids_that_end_completions(engine: VLLMServerEngine, policy: Any) -> None:
+def test_rows_end_at_the_ids_that_end_completions(engine: VLLMServerPool, policy: Any) -> None:
     engine.push(policy, 0)
     rows = requests()
     free = engine.sample(rows, replace(OPTIONS, eos_ids=()))
@@ -151,7 +151,7 @@ def test_a_group_that_cannot_be_formed_says_why(server: Served, policy: Any) -> 
     assert len(engine.sample(requests(), OPTIONS)) == 6
 
 
-def test_workers_on_this_machine_read_its_memory(server: Served, engine: VLLMServerEngine) -> None:
+def test_workers_on_this_machine_read_its_memory(server: Served, engine: VLLMServerPool) -> None:
     assert isinstance(choose_transport(server.address, 1, timeout_s=30.0), SharedMemoryTransport)
     for name in ("groupgrad-" + 32 * "0", "../../etc/passwd"):
         with pytest.raises(ServerRefused, match="does not see the trainer's shared memory"):
@@ -193,7 +193,7 @@ def test_a_push_that_leaves_weights_out_is_refused(server: Served, policy: Any) 
 
 
 def test_a_push_that_does_not_end_leaves_a_server_that_does_not_sample(
-    server: Served, engine: VLLMServerEngine, policy: Any
+    server: Served, engine: VLLMServerPool, policy: Any
 ) -> None:
     engine.push(policy, 0)
     before = [sample.ids for sample in engine.sample(requests(), OPTIONS)]
@@ -206,7 +206,7 @@ def test_a_push_that_does_not_end_leaves_a_server_that_does_not_sample(
     assert [sample.ids for sample in engine.sample(requests(), OPTIONS)] == before
 
 
-def _nothing_is_sampled(server: Served, engine: VLLMServerEngine, other: str = "") -> None:
+def _nothing_is_sampled(server: Served, engine: VLLMServerPool, other: str = "") -> None:
     """Neither groupgrad's route nor vLLM's own samples."""
     body = {"weight_version": engine.weight_version, "sampling": {}, "prompts": [], "rows": []}
     with pytest.raises(ServerRefused, match="nothing is sampled until one has") as caught:
@@ -268,7 +268,7 @@ def test_ranks_sample_what_another_rank_pushed(server: Served, policy: Any) -> N
     assert [s.ids for s in other.sample(requests(), OPTIONS)] == [s.ids for s in main.sample(requests(), OPTIONS)]
 
 
-def test_nothing_is_sampled_before_a_push(engine: VLLMServerEngine) -> None:
+def test_nothing_is_sampled_before_a_push(engine: VLLMServerPool) -> None:
     with pytest.raises(ValueError, match="no weights were pushed"):
         engine.sample(requests(), OPTIONS)
 
@@ -302,14 +302,14 @@ def test_a_regex_that_cannot_be_held_to_is_refused_at_once(regex: str, server: S
     server.engine(regex=r"\p{Lu}+").connect(policy, options=OPTIONS)
 
 
-def test_a_row_that_does_not_fit_is_named(engine: VLLMServerEngine, policy: Any) -> None:
+def test_a_row_that_does_not_fit_is_named(engine: VLLMServerPool, policy: Any) -> None:
     engine.push(policy, 0)
     with pytest.raises(ValueError, match=r"row 1 \(a prompt of 140 tokens\)"):
         engine.sample([*requests(1), Request([5] * 140, seed=1, max_new_tokens=4)], OPTIONS)
     assert len(engine.sample(requests(), OPTIONS)) == 6
 
 
-def test_what_is_given_up_is_not_sampled_on(server: Served, engine: VLLMServerEngine, policy: Any) -> None:
+def test_what_is_given_up_is_not_sampled_on(server: Served, engine: VLLMServerPool, policy: Any) -> None:
     engine.push(policy, 0)
     with engine.session(OPTIONS) as session:
         session.submit(replace(requests(1)[0], max_new_tokens=100))

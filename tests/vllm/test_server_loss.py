@@ -12,8 +12,8 @@ import pytest
 from real_vllm import OPTIONS, Served, mean_difference, requests, until, vary
 
 from groupgrad.engines.base import Sample
-from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import Address, ServerRefused, ServerTimeout, call
+from groupgrad.engines.vllm.server_pool import VLLMServerPool
 from groupgrad.engines.vllm.weight_transport import HttpTransport
 from groupgrad.engines.vllm.wire import Bucket
 
@@ -59,7 +59,7 @@ def test_a_server_that_comes_up_late_dies_and_comes_back(served: Served, policy:
     # It dies during a push.
     vary(policy, 2)
     transport = KillsOnce(served)
-    engine._transport = transport
+    engine.members[0].client.transport = transport
     engine.push(policy, 2)
     assert transport.killed
     samples = engine.sample(LONG, OPTIONS)
@@ -115,9 +115,10 @@ def test_a_server_whose_engine_dies_says_so_until_it_ends(served: Served, policy
     # It dies and does not come back: the error names the rows.
     served.kill()
     engine.timeout_s = 2.0
-    with pytest.raises(
-        TimeoutError, match=r"no vLLM server came up .*; it is looked for because sampling 8 rows failed"
-    ):
+    story = (
+        r"no vLLM server is left, and none was back within 2 s .*: sampling 8 rows failed: .*have not ended: 0 \(prompt"
+    )
+    with pytest.raises(ConnectionError, match=story):
         engine.sample(LONG, OPTIONS)
 
 
@@ -142,7 +143,7 @@ class KillsOnce(HttpTransport):
 
 
 def test_no_server_in_time_is_an_error_that_says_how_to_start_one(policy: Any) -> None:
-    engine = VLLMServerEngine(Address.of(port=9), timeout_s=0.5)
+    engine = VLLMServerPool([Address.of(port=9)], timeout_s=0.5)
     started = time.monotonic()
     with pytest.raises(
         TimeoutError, match=r"no vLLM server came up at http://127\.0\.0\.1:9 within 0\.5 s .*vllm-serve"
@@ -173,7 +174,7 @@ def other_server() -> Iterator[http.server.ThreadingHTTPServer]:
 
 
 def test_a_port_that_something_else_uses_is_named(other_server: Any, policy: Any) -> None:
-    engine = VLLMServerEngine(Address.of(port=other_server.server_port), timeout_s=5.0)
+    engine = VLLMServerPool([Address.of(port=other_server.server_port)], timeout_s=5.0)
     with pytest.raises(ServerRefused, match="was not started by `groupgrad vllm-serve`, or something else uses"):
         engine.connect(policy)
 
@@ -182,7 +183,7 @@ def test_a_server_that_never_gets_ready_is_waited_for_no_longer_than_told(
     other_server: Any, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Other, "status", 503)
-    engine = VLLMServerEngine(Address.of(port=other_server.server_port), timeout_s=1.0)
+    engine = VLLMServerPool([Address.of(port=other_server.server_port)], timeout_s=1.0)
     with pytest.raises(TimeoutError, match=r"within 1 s \(last: hello\)"):
         engine.connect(policy)
 

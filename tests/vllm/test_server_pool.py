@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from real_vllm import OPTIONS, START_S, Served, requests, until, vary
+from real_vllm import OPTIONS, START_S, Served, pool_of, requests, until, vary
 
 from groupgrad.engines.base import Sample
 from groupgrad.engines.vllm.server_pool import VLLMServerPool
@@ -20,7 +20,7 @@ def ids(samples: list[Sample]) -> list[list[int]]:
 
 def test_rows_of_servers_that_die_and_hang_go_to_the_third(serve: Callable[..., Served], policy: Any) -> None:
     servers = [serve().start() for _ in range(3)]
-    pool = VLLMServerPool([server.engine(attempts=1) for server in servers])
+    pool = pool_of(servers)
     pool.connect(policy, num_tokens=64, options=OPTIONS)
     pool.push(policy, 0)
     expected = ids(sampled_alone(servers[2], pool))
@@ -66,4 +66,4 @@ def sampled_alone(server: Served, pool: VLLMServerPool) -> list[Sample]:
 def _have_patience(pool: VLLMServerPool, timeout_s: float) -> None:
     pool.timeout_s = timeout_s
     for member in pool.members:
-        member.engine.timeout_s = timeout_s
+        member.client.timeout_s = timeout_s

@@ -20,7 +20,7 @@ from real_vllm import SETTINGS, Served, until, vary
 from vllm_training import LARGE, free_port, logged, make_trainer
 
 from groupgrad.engines.vllm.http import Address
-from groupgrad.engines.vllm.server_session import ServerSession
+from groupgrad.engines.vllm.server_rows import ServerRows
 from groupgrad.engines.vllm.weight_transport import HttpTransport
 from groupgrad.engines.vllm.wire import Bucket
 
@@ -42,7 +42,7 @@ def train(make_model: Any, tokenizer: Any, tmp_path: Path, served: Served) -> It
         policy = vary(make_model(seed=3, **LARGE), 3) if policy is None else policy
         where = {"vllm_mode": "server", "vllm_server_port": served.port}
         made.append(make_trainer(policy, tokenizer, tmp_path / "run", **{**where, **settings}))
-        made[-1].engine.engine._bucket_bytes = 40_000
+        made[-1].engine.engine.members[0].client.bucket_bytes = 40_000
         return made[-1]
 
     yield make
@@ -67,21 +67,21 @@ class KillsAt(HttpTransport):
 def kill_while_sampling(served: Served, monkeypatch: pytest.MonkeyPatch, *, when: Callable[[], bool]) -> list[str]:
     """Kill and restart the server while it has rows and none has ended; returns the names of the sampling threads."""
     seen: list[str] = []
-    send = ServerSession._send
+    send = ServerRows.send
 
-    def sends(session: ServerSession) -> None:
+    def sends(rows: ServerRows, requests: Any) -> None:
         if seen or not when():
-            send(session)
+            send(rows, requests)
             return
         seen.append(threading.current_thread().name)
         for worker in served.workers():
             worker.suspend()
-        send(session)
+        send(rows, requests)
         time.sleep(0.5)
         served.kill()
         served.start()
 
-    monkeypatch.setattr(ServerSession, "_send", sends)
+    monkeypatch.setattr(ServerRows, "send", sends)
     return seen
 
 
@@ -95,7 +95,7 @@ def test_a_run_survives_servers_that_come_late_and_die(
     threading.Timer(1.0, served.start).start()
     trainer = train(max_steps=4)
     seen = kill_while_sampling(served, monkeypatch, when=lambda: trainer.state.global_step == 1)
-    transport = trainer.engine.engine._transport = KillsAt(served, 2)
+    transport = trainer.engine.engine.members[0].client.transport = KillsAt(served, 2)
     trainer.train()
     assert seen and transport.killed
     assert trainer.watch.policy_steps == [0, 1, 2, 3] and trainer.watch.gap < 1e-3
@@ -118,7 +118,7 @@ def test_a_round_ahead_whose_server_died_is_sampled_anew(
         trainer.train()
     assert len(seen) == 1 and "rollouts-ahead" in seen[0]
     anew = [record.message for record in caplog.records if "is sampled anew" in record.message]
-    assert len(anew) == 1 and anew[0].startswith("generation batch 2 ") and "has lost the weights" in anew[0]
+    assert len(anew) == 1 and anew[0].startswith("generation batch 2 ") and "no vLLM server has the weights" in anew[0]
     # Batches 1 and 3 are from the weights one step before, batch 2 from its own.
     assert logged(trainer, "sampling/policy_lag") == [0, 1, 0, 1]
     differences = logged(trainer, "sampling/sampling_logp_difference/mean")

@@ -34,10 +34,10 @@ def main(model: str, run: Path, settings: dict[str, Any], stop_at: int) -> None:
     """Train. With `stop_at` the push of that policy step never ends; otherwise batch 2 waits for a file `go`."""
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     trainer: Any = make_trainer(policy, tokenizer, run, vllm_mode="server", **settings)
-    engine = trainer.engine.engine
-    engine._bucket_bytes = 40_000
+    client = trainer.engine.engine.members[0].client
+    client.bucket_bytes = 40_000
     if stop_at:
-        engine._transport = StopsAt(stop_at, run.with_name("reached"))
+        client.transport = StopsAt(stop_at, run.with_name("reached"))
     else:
         trainer.watch.trainer = None  # its sampling would interfere with the thread that samples ahead
 

@@ -14,7 +14,6 @@ from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, zero_stage
 from groupgrad.config.sampling import sampling_options, vllm_fields
 from groupgrad.engines.base import SamplingOptions
-from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.colocate import VLLMColocateEngine
 from groupgrad.engines.vllm.colocate_start import ColocateOptions
 from groupgrad.engines.vllm.http import Address
@@ -69,17 +68,13 @@ def serve_policy(config: GRPOConfig, model: nn.Module, bundle: PolicyBundle, rol
 
 def _server_policy(config: GRPOConfig, model: nn.Module, sampling: SamplingOptions) -> VLLMPolicy:
     addresses = Address.all_of(config.vllm_server_base_url, config.vllm_server_host, config.vllm_server_port)
-    engines = [
-        VLLMServerEngine(
-            address,
-            timeout_s=config.vllm_server_timeout,
-            regex=config.vllm_structured_outputs_regex,
-            pushes=dist.is_main(),
-            group_port=config.vllm_group_port + number,  # servers of one machine need ports of their own
-        )
-        for number, address in enumerate(addresses)
-    ]
-    engine = engines[0] if len(engines) == 1 else VLLMServerPool(engines)
+    engine = VLLMServerPool(
+        addresses,
+        timeout_s=config.vllm_server_timeout,
+        regex=config.vllm_structured_outputs_regex,
+        pushes=dist.is_main(),
+        group_port=config.vllm_group_port,
+    )
     place = ", ".join(map(str, addresses))
     engine.connect(model, num_tokens=sampling.max_new_tokens + 1, options=sampling)
     is_plain = engine.plain_logprobs(sampling)

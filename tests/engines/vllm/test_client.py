@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from groupgrad.engines.base import Request, SamplingOptions, sample_all
-from groupgrad.engines.vllm.client import VLLMServerEngine, incompatibilities
+from groupgrad.engines.vllm.client import incompatibilities
 from groupgrad.engines.vllm.http import Address, ServerRefused, ServerTimeout, ServerUnreachable, call
 from groupgrad.engines.vllm.media import decode
+from groupgrad.engines.vllm.server_pool import VLLMServerPool
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.engines.vllm.wire import PROTOCOL, model_sizes, specs_from_json, unpack
 from groupgrad.errors import WeightsLost
@@ -78,9 +79,9 @@ class Scripted:
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def engine(self, **options: Any) -> VLLMServerEngine:
+    def engine(self, **options: Any) -> VLLMServerPool:
         address = Address.of(port=self.server.server_port)
-        return VLLMServerEngine(address, **{"timeout_s": 2.0, "bucket_bytes": 5_000, **options})
+        return VLLMServerPool([address], **{"timeout_s": 2.0, "bucket_bytes": 5_000, **options})
 
     def info_answer(self) -> tuple[int, Any]:
         return 200, self.info
@@ -89,7 +90,9 @@ class Scripted:
         return 200, {}
 
     def init(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
-        return 500, {"error": "this worker does not see the trainer's shared memory"}
+        if json.loads(data):
+            return 500, {"error": "this worker does not see the trainer's shared memory"}
+        return 200, {}
 
     def start(self, data: bytes, query: dict[str, str]) -> tuple[int, Any]:
         self.specs, self.checksum = specs_from_json(json.loads(data)["tensors"]), 0
@@ -225,7 +228,9 @@ def test_a_rank_that_cannot_push_says_that_the_weights_are_lost(scripted: Script
     engine.expect("3-here")
     scripted.info |= {"start_id": "second", "weight_version": "as loaded"}
     scripted.script = [[]]
-    with pytest.raises(WeightsLost, match="lost the weights '3-here', and the rank that pushes has not given"):
+    with pytest.raises(
+        WeightsLost, match="no vLLM server has the weights '3-here' any more, and the rank that pushes has not"
+    ):
         engine.sample(ROWS, OPTIONS)
 
 
@@ -247,9 +252,10 @@ def test_nobody_waits_for_the_rank_that_pushes_when_training_ends(scripted: Scri
     engine.connect(model)
     engine.expect("3-here")
     scripted.info |= {"start_id": "second"}
-    threading.Timer(0.3, setattr, (engine, "is_stopped", True)).start()
+    scripted.script = [[]]
+    threading.Timer(0.6, setattr, (engine, "is_stopped", True)).start()
     with pytest.raises(RuntimeError, match="given up, since training ends"):
-        engine.recover("rows are missing")
+        engine.sample(ROWS, OPTIONS)
 
 
 def test_a_push_of_ours_that_did_not_end_is_made_again(scripted: Scripted, model: Any) -> None:
@@ -277,9 +283,10 @@ def test_a_server_that_fails_again_and_again_is_given_up(scripted: Scripted, mod
     scripted.script = [[] for _ in range(9)]
     with pytest.raises(
         ConnectionError,
-        match=r"failed 4 times .*its answer ended before all rows had; rows that have not ended: 0 \(prompt of 2 tok",
+        match=r"again and again .*its answer ended before all rows had; rows that have not ended: 0 \(prompt of 2 tok",
     ):
         engine.sample(ROWS, OPTIONS)
+    assert len(scripted.calls) == 4
 
 
 def test_rows_that_hang_with_all_of_the_server_are_named(scripted: Scripted, model: Any) -> None:
@@ -303,7 +310,9 @@ def test_rows_that_hang_with_all_of_the_server_are_named(scripted: Scripted, mod
 
     scripted.generate = generate  # type: ignore[method-assign]
     try:
-        with pytest.raises(TimeoutError, match=r"no vLLM server .*/generate within 1 s; rows .*: 1 \(prompt of 2 "):
+        with pytest.raises(
+            ConnectionError, match=r"no vLLM server .*/generate within 1 s; .*rows .*: 1 \(prompt of 2 "
+        ):
             engine.sample(ROWS, OPTIONS)
     finally:
         ended.set()

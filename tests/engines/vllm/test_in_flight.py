@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_server import SimulatedServer, pretend_vllm, servers_of
+from simulated_server import SimulatedServer, pool_of, pretend_vllm, servers_of
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.vllm.http import ServerRefused, call
-from groupgrad.engines.vllm.server_pool import VLLMServerPool
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,))
@@ -77,7 +76,7 @@ def check_tokens(server: SimulatedServer, samples: list[Sample], digests: list[i
 
 def test_each_token_of_a_row_names_the_weights_that_sampled_it(servers: list[SimulatedServer], model: Any) -> None:
     server = servers[0]
-    engine = server.client()
+    engine = server.engine_of()
     policy, digests = VLLMPolicy(engine, model), []
     policy.refresh(0)
     digests.append(server.engine.model.digest)
@@ -98,28 +97,28 @@ def test_each_token_of_a_row_names_the_weights_that_sampled_it(servers: list[Sim
     assert server.engine.num_resets == resets + 1
     body = {"weight_version": first, "sampling": {}, "prompts": [], "rows": []}
     with pytest.raises(ServerRefused, match="not '0-"):
-        call(engine.address, "generate", body, timeout_s=5.0)
+        call(server.address, "generate", body, timeout_s=5.0)
     assert {step for sample in policy.sample(ROWS, OPTIONS) for step in sample.policy_versions or ()} == {3}
 
 
 def test_rows_that_arrive_during_a_push_wait_for_its_weights(servers: list[SimulatedServer], model: Any) -> None:
     server = servers[0]
-    engine = server.client()
+    engine = server.engine_of()
     engine.connect(model)
     version = engine.push(model, 0)
-    info = call(engine.address, "info", timeout_s=5.0)
+    info = call(server.address, "info", timeout_s=5.0)
     body = {"weight_version": "1-b", "push": info["next_push"], "tensors": [], "timeout_s": 5.0, "keeps_rows": True}
-    call(engine.address, "start", body, timeout_s=5.0)
+    call(server.address, "start", body, timeout_s=5.0)
     assert not server.engine.may_sample.is_set()
     rows = {"weight_version": version, "sampling": {}, "prompts": [[5]]}
     rows["rows"] = [{"row": 0, "prompt": 0, "seed": 7, "max_tokens": 2}]
     lines: list[Any] = []
-    late = threading.Thread(target=lambda: lines.append(call(engine.address, "generate", rows, timeout_s=10.0)))
+    late = threading.Thread(target=lambda: lines.append(call(server.address, "generate", rows, timeout_s=10.0)))
     late.start()
     until(lambda: 7 in server.engine.salts)
     assert server.engine.salts[7] == "1-b", "none of its keys and values is of earlier weights"
     with pytest.raises(ServerRefused):  # vLLM's own routes and other versions are refused as ever
-        call(engine.address, "generate", {**rows, "weight_version": "9-x"}, timeout_s=5.0)
+        call(server.address, "generate", {**rows, "weight_version": "9-x"}, timeout_s=5.0)
     engine.push(model, 1, keeps_rows=True)  # which ends the push that was left unfinished
     late.join(10.0)
     assert server.engine.may_sample.is_set() and lines[0]["weight_versions"] == [[engine.weight_version, 2]]
@@ -129,11 +128,11 @@ def test_a_push_without_rows_resumes_a_server_that_an_unfinished_one_has_paused(
     servers: list[SimulatedServer], model: Any
 ) -> None:
     server = servers[0]
-    engine = server.client()
+    engine = server.engine_of()
     engine.push(model, 0)
-    info = call(engine.address, "info", timeout_s=5.0)
+    info = call(server.address, "info", timeout_s=5.0)
     body = {"weight_version": "1-b", "push": info["next_push"], "tensors": [], "timeout_s": 5.0, "keeps_rows": True}
-    call(engine.address, "start", body, timeout_s=5.0)
+    call(server.address, "start", body, timeout_s=5.0)
     resets = server.engine.num_resets
     VLLMPolicy(engine, model).refresh(1)
     assert server.engine.may_sample.is_set() and server.engine.num_resets == resets + 1
@@ -142,7 +141,7 @@ def test_a_push_without_rows_resumes_a_server_that_an_unfinished_one_has_paused(
 
 def test_a_vllm_that_does_not_pause_keeps_its_weights(servers: list[SimulatedServer], model: Any) -> None:
     server = servers[0]
-    engine = server.client(timeout_s=0.3, attempts=1)
+    engine = server.engine_of(timeout_s=0.3)
     version = engine.push(model, 0)
 
     async def never(**_: Any) -> None:
@@ -152,14 +151,14 @@ def test_a_vllm_that_does_not_pause_keeps_its_weights(servers: list[SimulatedSer
     server.engine.may_sample.clear()
     with pytest.raises(ServerRefused, match=r"vLLM did not pause within 0\.3 s; weights cannot change"):
         engine.push(model, 1, keeps_rows=True)
-    info = call(engine.address, "info", timeout_s=5.0)
+    info = call(server.address, "info", timeout_s=5.0)
     assert info["complete"] and info["weight_version"] == version
     until(server.engine.may_sample.is_set)
 
 
 def sampling_on(servers: list[SimulatedServer], model: Any) -> tuple[VLLMPolicy, Sampling]:
     """A policy on several servers, and its rows, of which each server has some."""
-    pool = VLLMServerPool([server.client(attempts=1) for server in servers])
+    pool = pool_of(servers)
     pool.connect(model, num_tokens=48, options=OPTIONS)
     policy = VLLMPolicy(pool, model)
     policy.refresh(0)

@@ -20,8 +20,8 @@ from simulated_server import KEY, SimulatedServer, pretend_vllm, servers_of
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.vllm import server as server_module
 from groupgrad.engines.vllm import server_requests
-from groupgrad.engines.vllm.client import VLLMServerEngine
 from groupgrad.engines.vllm.http import ServerRefused, call
+from groupgrad.engines.vllm.server_pool import VLLMServerPool
 
 OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))
 ROWS = [Request([5, 6], seed=number, max_new_tokens=4) for number in range(3)]
@@ -35,15 +35,15 @@ def server(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedSer
 
 
 @pytest.fixture
-def trainer(server: SimulatedServer, model: Any) -> Iterator[VLLMServerEngine]:
+def trainer(server: SimulatedServer, model: Any) -> Iterator[VLLMServerPool]:
     """A trainer that has pushed. When a test ends, weights and samples have to be those of the push."""
-    engine = server.client()
+    engine = server.engine_of()
     engine.push(model, 0)
     digest, ids = server.engine.model.digest, [sample.ids for sample in engine.sample(ROWS, OPTIONS)]
     yield engine
     assert server.engine.model.digest == digest
     assert [sample.ids for sample in engine.sample(ROWS, OPTIONS)] == ids
-    assert call(engine.address, "info", timeout_s=5.0)["weight_version"] == engine.weight_version
+    assert call(engine.members[0].client.address, "info", timeout_s=5.0)["weight_version"] == engine.weight_version
 
 
 def text(**fields: Any) -> bytes:
@@ -63,7 +63,7 @@ PUSH = [
     "nothing",
 )
 @pytest.mark.parametrize("key", [None, "", "wrong", KEY + "x", KEY[:-1]])
-def test_without_the_key_nothing_is_answered(server: SimulatedServer, trainer: VLLMServerEngine, key: Any) -> None:
+def test_without_the_key_nothing_is_answered(server: SimulatedServer, trainer: VLLMServerPool, key: Any) -> None:
     version = trainer.weight_version
     paths = [(f"/groupgrad/{route}", body) for route, body in PUSH]
     paths += [("/groupgrad/finish", text(weight_version=version, checksum=0)), ("/groupgrad/shutdown", text(group="g"))]
@@ -77,7 +77,7 @@ def test_without_the_key_nothing_is_answered(server: SimulatedServer, trainer: V
     assert raw_exchange(server.port, request("/health")) == (200, {})
 
 
-def test_the_key_opens_the_routes(server: SimulatedServer, trainer: VLLMServerEngine) -> None:
+def test_the_key_opens_the_routes(server: SimulatedServer, trainer: VLLMServerPool) -> None:
     assert raw_exchange(server.port, request("/version", key=KEY)) == (200, {"version": "0.32.0"})
     assert raw_exchange(server.port, request("/groupgrad/info", key=KEY))[1]["complete"] is True
 
@@ -99,7 +99,7 @@ def test_a_websocket_is_closed(server: SimulatedServer) -> None:
 def test_a_huge_body_is_refused_before_it_is_read(server: SimulatedServer, trainer: Any, key: str | None) -> None:
     for route in ("check", "start", "generate", "adapter", "init"):
         query = {"weight_version": "9-x", "base_version": "b", "config_bytes": 1, "checksum": 0, "timeout_s": 1.0}
-        query["push"] = call(trainer.address, "info", timeout_s=5.0)["next_push"]
+        query["push"] = call(trainer.members[0].client.address, "info", timeout_s=5.0)["next_push"]
         head = request(f"/groupgrad/{route}", key=key, length=2**40, **query)
         status, answer = raw_exchange(server.port, head)
         assert status == (401 if key is None else 413), (route, answer)
@@ -115,7 +115,7 @@ def test_a_body_without_a_length_is_refused_when_it_is_too_long(server: Simulate
 
 
 def test_a_slow_body_is_given_up_and_holds_nothing_up(
-    server: SimulatedServer, trainer: VLLMServerEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+    server: SimulatedServer, trainer: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_requests, "SILENCE_S", 0.5)
     heads = [request(f"/groupgrad/{route}", key=KEY, length=1000) for route in ("init", "check")]
@@ -143,7 +143,7 @@ def test_a_slow_body_is_given_up_and_holds_nothing_up(
     ],
     ids=str,
 )
-def test_bad_json_is_a_bad_request(server: SimulatedServer, trainer: VLLMServerEngine, body: bytes) -> None:
+def test_bad_json_is_a_bad_request(server: SimulatedServer, trainer: VLLMServerPool, body: bytes) -> None:
     status, answer = raw_exchange(server.port, request("/groupgrad/shutdown", body, KEY))
     assert status == 400 and answer["error"]
 
@@ -177,10 +177,10 @@ GROUP = {"group": "g", "backend": "gloo", "port": 5, "size": 2, "timeout_s": 1.0
     ],
 )
 def test_a_field_that_cannot_be_is_a_bad_request(
-    server: SimulatedServer, trainer: VLLMServerEngine, route: str, fields: dict[str, Any], words: str
+    server: SimulatedServer, trainer: VLLMServerPool, route: str, fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ServerRefused, match=words) as caught:
-        call(trainer.address, route, fields, timeout_s=5.0)
+        call(trainer.members[0].client.address, route, fields, timeout_s=5.0)
     assert caught.value.status == 400
 
 
@@ -188,10 +188,10 @@ def test_a_field_that_cannot_be_is_a_bad_request(
     "row",
     [5, {}, {"row": 0, "prompt": 1, "seed": 0, "max_tokens": 1}, {"row": 0, "prompt": -1, "seed": 0, "max_tokens": 1}],
 )
-def test_rows_without_a_prompt_are_a_bad_request(server: SimulatedServer, trainer: VLLMServerEngine, row: Any) -> None:
+def test_rows_without_a_prompt_are_a_bad_request(server: SimulatedServer, trainer: VLLMServerPool, row: Any) -> None:
     body = {"weight_version": trainer.weight_version, "sampling": {}, "prompts": [[5]], "rows": [row]}
     with pytest.raises(ServerRefused) as caught:
-        call(trainer.address, "generate", body, timeout_s=5.0)
+        call(trainer.members[0].client.address, "generate", body, timeout_s=5.0)
     assert caught.value.status == 400
 
 
@@ -201,7 +201,7 @@ def test_rows_without_a_prompt_are_a_bad_request(server: SimulatedServer, traine
     "nothing",
 )
 def test_a_recorded_push_is_refused(
-    server: SimulatedServer, trainer: VLLMServerEngine, monkeypatch: pytest.MonkeyPatch
+    server: SimulatedServer, trainer: VLLMServerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from groupgrad.engines.vllm import client, weight_transport
 
@@ -214,22 +214,22 @@ def test_a_recorded_push_is_refused(
 
     for module in (client, weight_transport):
         monkeypatch.setattr(module, "call", record)
-    monkeypatch.setattr(trainer, "_transport", weight_transport.HttpTransport())
+    monkeypatch.setattr(trainer.members[0].client, "transport", weight_transport.HttpTransport())
     assert trainer._last_push is not None
     trainer.push(trainer._last_push.model, 1)
     replayed = [entry for entry in recorded if entry[0] in ("start", "update", "finish")]
     assert {route for route, _, _ in replayed} == {"start", "update", "finish"}
     for route, data, query in replayed:
         with pytest.raises(ServerRefused) as caught:
-            call(trainer.address, route, data, query=query, timeout_s=5.0)
+            call(trainer.members[0].client.address, route, data, query=query, timeout_s=5.0)
         assert caught.value.status == 409, route
 
 
-def announce(trainer: VLLMServerEngine, version: str, tensors: list[list[Any]]) -> None:
+def announce(trainer: VLLMServerPool, version: str, tensors: list[list[Any]]) -> None:
     """Begin a push."""
     body = {"weight_version": version, "tensors": tensors, "timeout_s": 1.0}
-    body["push"] = call(trainer.address, "info", timeout_s=5.0)["next_push"]
-    call(trainer.address, "start", body, timeout_s=5.0)
+    body["push"] = call(trainer.members[0].client.address, "info", timeout_s=5.0)["next_push"]
+    call(trainer.members[0].client.address, "start", body, timeout_s=5.0)
 
 
 HEAD = ["lm_head.weight", "float32", [92, 32]]
@@ -252,7 +252,7 @@ HEAD = ["lm_head.weight", "float32", [92, 32]]
 )
 def test_a_bucket_of_other_tensors_reaches_no_worker(
     server: SimulatedServer,
-    trainer: VLLMServerEngine,
+    trainer: VLLMServerPool,
     model: Any,
     body: bytes,
     query: dict[str, Any],
@@ -262,7 +262,7 @@ def test_a_bucket_of_other_tensors_reaches_no_worker(
     announce(trainer, "1-x", [HEAD])
     with monkeypatch.context() as patch, pytest.raises(ServerRefused) as caught:
         patch.setattr(server.engine.worker, "update_weights", lambda *given: pytest.fail("it reached a worker"))
-        call(trainer.address, "update", body, query={"weight_version": "1-x", **query}, timeout_s=5.0)
+        call(trainer.members[0].client.address, "update", body, query={"weight_version": "1-x", **query}, timeout_s=5.0)
     assert caught.value.status == status
     trainer.push(model, 0)
 
@@ -273,18 +273,18 @@ def test_a_bucket_of_other_tensors_reaches_no_worker(
     "nothing",
 )
 def test_half_a_push_and_then_silence_holds_up_no_other_push(
-    server: SimulatedServer, trainer: VLLMServerEngine, model: Any
+    server: SimulatedServer, trainer: VLLMServerPool, model: Any
 ) -> None:
     announce(trainer, "1-x", [HEAD, ["model.norm.weight", "float32", [32]]])
     call(
-        trainer.address,
+        trainer.members[0].client.address,
         "update",
         bytes(HEAD[2][0] * 32 * 4),
         query={"weight_version": "1-x", "first": 0, "count": 1},
         timeout_s=5.0,
     )
     with pytest.raises(ServerRefused, match="2 tensors were announced, 1 came"):
-        call(trainer.address, "finish", {"weight_version": "1-x", "checksum": 0}, timeout_s=5.0)
+        call(trainer.members[0].client.address, "finish", {"weight_version": "1-x", "checksum": 0}, timeout_s=5.0)
     assert raw_exchange(server.port, request("/v1/completions", text(prompt="a"), KEY))[0] == 503
     started = time.monotonic()
     trainer.push(model, 1)
@@ -301,7 +301,7 @@ class Bomb:
         return Path.touch, (self._path,)
 
 
-def test_nothing_is_unpickled(server: SimulatedServer, trainer: VLLMServerEngine, tmp_path: Path, model: Any) -> None:
+def test_nothing_is_unpickled(server: SimulatedServer, trainer: VLLMServerPool, tmp_path: Path, model: Any) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
     pickle.loads(bomb)  # it works
     (tmp_path / "exploded").unlink()
@@ -311,7 +311,7 @@ def test_nothing_is_unpickled(server: SimulatedServer, trainer: VLLMServerEngine
     padded = bomb + bytes(-len(bomb) % 64)
     query = {"weight_version": "1-x", "first": 0, "count": 1}
     with pytest.raises(ServerRefused):  # the worker's tensor has another shape
-        call(trainer.address, "update", padded, query=query, timeout_s=5.0)
+        call(trainer.members[0].client.address, "update", padded, query=query, timeout_s=5.0)
     assert not (tmp_path / "exploded").exists()
     sources = Path(server_module.__file__).parent.glob("*.py")
     assert not [path for path in sources if "pickle" in path.read_text() or "torch.load" in path.read_text()]

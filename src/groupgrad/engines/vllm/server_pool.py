@@ -1,13 +1,15 @@
-"""Engine over several vLLM servers with the same weights: rows are spread by load, and a server may come and go."""
+"""Engine over one vLLM server or several with the same weights: rows are spread by load, and servers come and go."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -15,11 +17,12 @@ from torch import nn
 from groupgrad import dist
 from groupgrad.concurrency.daemon_threads import DaemonThreads
 from groupgrad.engines.base import Sample, SamplingOptions, TicketSession
-from groupgrad.engines.vllm.client import VLLMServerEngine, another_trainer
-from groupgrad.engines.vllm.http import GIVEN_UP, POLL_S, ServerRefused
-from groupgrad.engines.vllm.server_session import FRUITLESS_ATTEMPTS, WAIT_S, ServerSession, open_rows
+from groupgrad.engines.vllm.client import ServerClient
+from groupgrad.engines.vllm.http import GIVEN_UP, POLL_S, Address, ServerRefused, ServerTimeout
+from groupgrad.engines.vllm.server_rows import ServerRows, open_rows
 from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
-from groupgrad.engines.vllm.vllm_params import sampling_fields
+from groupgrad.engines.vllm.vllm_params import PROCESSED, sampling_fields
+from groupgrad.engines.vllm.weight_transport import GROUP_PORT
 from groupgrad.engines.vllm.wire import AS_LOADED
 from groupgrad.errors import WeightsLost
 from groupgrad.modeling.systems.sharding import is_sharded
@@ -27,8 +30,14 @@ from groupgrad.modeling.weights import drained_checkpoint_weights
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 10.0
-"""Longest that a server and its workers may take to answer before weights are sent there."""
+WAIT_S = 0.05
+"""Longest that one `advance` of a session waits for a row to end."""
+
+FRUITLESS_ATTEMPTS = 3
+"""Consecutive losses of a server that are tolerated while no row of it ends and no push begins."""
+
+GRACE_S = 30.0
+"""Longest that a rank waits for another rank to begin a push to a server that was started again."""
 
 _SAME = ("dtype", "quantization", "logprobs_mode", "vllm")
 """Fields of `info` that all servers share: with others a row would depend on the server that samples it."""
@@ -43,8 +52,8 @@ _LOSSES = (ConnectionError, TimeoutError, ServerRefused)
 class Member:
     """A server of the pool."""
 
-    engine: VLLMServerEngine
-    cause: str | None = None
+    client: ServerClient
+    cause: Exception | str | None = None
     """Why it is lost, so that nothing is sampled there; None while it serves."""
     failures: int = 0
     """Losses since the last push or since a row of it ended."""
@@ -58,79 +67,114 @@ class Member:
 
 
 class VLLMServerPool(VLLMEngine):
-    """Samples from several servers; each has an engine of its own, which pushes all weights to it.
+    """Samples from vLLM servers, one or several, and pushes all weights to each; `vllm_params` says of which
+    distribution their log-probs are.
 
-    All of them have to be there at `connect`. From then on one that dies, hangs or refuses is lost: its rows go to the
-    others. When it answers again it is given the weights, at once if this rank may push now, else by the next push.
+    Call `connect` first, and `push` or `push_adapter` whenever the policy has changed. With several ranks each has an
+    engine; only the one with `pushes=True` sends weights, the others learn their version by `share_weight_version`.
+
+    All servers have to be there at `connect`. From then on one that dies, hangs or refuses is lost: its rows go to the
+    others. When it answers again it is given the weights, at once if this rank may push now, else by the next push. So
+    the policy must not change during sampling unless `is_frozen` is set. Where no server is left, the engine waits for
+    one. `timeout_s` bounds every wait: for a server, for a push, for a token. `client_options` are those of
+    `ServerClient`.
     """
 
-    def __init__(self, engines: Sequence[VLLMServerEngine]):
-        self.members = [Member(engine) for engine in engines]
-        super().__init__(engines[0].regex)
-        self.timeout_s, self.pushes = engines[0].timeout_s, engines[0].pushes
-        self._versions = {AS_LOADED, *(engine.base_version for engine in engines)}
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        *,
+        timeout_s: float = 240.0,
+        regex: str | None = None,
+        pushes: bool = True,
+        group_port: int = GROUP_PORT,
+        **client_options: Any,
+    ):
+        super().__init__(regex)
+        self.timeout_s, self.pushes = timeout_s, pushes
+        self.members = [  # servers of one machine need ports of their own
+            Member(ServerClient(address, timeout_s=timeout_s, group_port=group_port + number, **client_options))
+            for number, address in enumerate(addresses)
+        ]
+        self.base_version = f"base-{uuid.uuid4().hex[:8]}"
+        """Weight version of the weights below an adapter, which do not change in training."""
+        self._versions = {AS_LOADED, self.base_version}
         """Weight versions that a server may have without another trainer."""
-
-    @property
-    def is_stopped(self) -> bool:
-        """True once training ends: waiting for vLLM fails."""
-        return self.members[0].engine.is_stopped
-
-    @is_stopped.setter
-    def is_stopped(self, value: bool) -> None:
-        for member in self.members:
-            member.engine.is_stopped = value
 
     @property
     def live(self) -> list[Member]:
         """The servers that are not lost."""
         return [member for member in self.members if member.cause is None]
 
-    def connect(self, model: nn.Module, *, num_tokens: int = 0, options: SamplingOptions | None = None) -> None:
-        """Wait for all servers, and check that they serve this model and are alike.
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the servers have said of themselves: that of the first one, with the smallest `max_lora_rank`."""
+        infos = [member.client.info for member in self.members]
+        return {**infos[0], "max_lora_rank": min(int(info.get("max_lora_rank") or 0) for info in infos)}
 
-        ConnectionError that names each server that did not come up; ValueError, with the values, for one that does not
-        fit and for servers that differ.
+    def connect(self, model: nn.Module, *, num_tokens: int = 0, options: SamplingOptions | None = None) -> None:
+        """Wait for all servers, and check that they are alike and serve this model, contexts of `num_tokens` and these
+        options.
+
+        TimeoutError for a server that does not come up in time, ConnectionError that names each of several; ValueError,
+        with the values, for one that does not fit and for servers that differ.
         """
-        self._each(self.members, lambda engine: engine.connect(model, num_tokens=num_tokens, options=options))
+        fields = None if options is None else sampling_fields(options, regex=self.regex)
+
+        def act(client: ServerClient) -> None:
+            client.connect(model, num_tokens, lambda: self.is_stopped)
+            if fields is not None:
+                client.check(fields, self.regex)
+
+        self._each(self.members, act)
         if len(self.live) < len(self.members):
-            raise ConnectionError(self._story("not all vLLM servers can be used"))
-        problem = _difference([member.engine for member in self.members])
+            raise self._loss("not all vLLM servers can be used")
+        clients = [member.client for member in self.members]
+        problem = _difference(clients)
         if problem is not None:
             raise ValueError(problem)
-        infos = [member.engine.info for member in self.members]
-        self.max_model_len = min(member.engine.max_model_len for member in self.members)
-        self.logprobs_mode = self.members[0].engine.logprobs_mode
-        self.info = {**infos[0], "max_lora_rank": min(int(info.get("max_lora_rank") or 0) for info in infos)}
+        self.max_model_len = min(int(client.info["max_model_len"]) for client in clients)
+        self.logprobs_mode = str(clients[0].info.get("logprobs_mode", PROCESSED))
 
     def _push(self, push: Push) -> str:
-        """Push to all servers that answer. ConnectionError, with each server's cause, if none does in time."""
+        """Push to all servers that answer.
+
+        ConnectionError, with each server's cause, if none does in time or all refuse; one server's own error.
+        ValueError for an adapter on a sharded model.
+        """
+        if push.kind == "adapter" and is_sharded(push.model):
+            raise ValueError("an adapter on a sharded model (ZeRO-3, FSDP) cannot be sent alone; merge it instead")
+        if not self.pushes:
+            self._push_sharded(push, [])
+            return self._weight_version or ""
+        if not all(member.client.info for member in self.members):
+            self.connect(push.model)
         self.expect(push.weight_version)
         self._last_push = push
         self._versions.add(push.weight_version)
         for member in self.members:
             member.failures = 0
         deadline = time.monotonic() + self.timeout_s
-        while self.pushes and not self._answering():
+        while not self._answering():
             self._wait(deadline)
         if is_sharded(push.model):
-            self._push_sharded(push)
-        elif self.pushes:
+            self._push_sharded(push, self._answering())
+        else:
             self._push_to(self._answering(), push)
-            while not self.live:
+            while not self.live and not all(map(self._is_in_vain, self.members)):
                 self._wait(deadline)
                 self._push_to(self._answering(), push)
         if not self.live:
-            raise ConnectionError(self._story("no vLLM server took the weights"))
+            raise self._loss("no vLLM server took the weights")
         return push.weight_version
 
-    def _push_sharded(self, push: Push) -> None:
+    def _push_sharded(self, push: Push, answering: Sequence[Member]) -> None:
         """One server after another: a pass over sharded weights takes all ranks, which do not know who is lost."""
-        answering, errors = self._answering() if self.pushes else [], []
+        errors = []
         for member in self.members:
             if member in answering:
                 try:
-                    self._each([member], lambda engine: engine._push(push), in_threads=False)
+                    self._each([member], lambda client: client.push(push, self.base_version))
                 except Exception as error:  # after the passes for the other servers
                     errors.append(error)
             else:
@@ -140,19 +184,24 @@ class VLLMServerPool(VLLMEngine):
             raise errors[0]
 
     def _push_to(self, members: Sequence[Member], push: Push) -> None:
-        def act(engine: VLLMServerEngine) -> None:
-            engine.look(PROBE_S)  # an engine's own push would wait for a dead server
-            engine._push(push)
+        def act(client: ServerClient) -> None:
+            if len(self.members) > 1:  # others could go on, while this push would wait for workers that hang
+                client.look_at_workers()
+            client.push(push, self.base_version)
 
         self._each(members, act)
 
+    def _is_in_vain(self, member: Member) -> bool:
+        """True for a lost server where another attempt at a push would change nothing."""
+        is_refused = isinstance(member.cause, (ServerRefused, ServerTimeout)) and not member.client.is_restarted()
+        return is_refused or member.failures > FRUITLESS_ATTEMPTS
+
     def share_weight_version(self) -> None:
         """Collective. All ranks expect the weights that rank 0 has pushed, on the servers that took them."""
-        mine = self._weight_version or "", [member.cause for member in self.members]
-        weight_version, causes = dist.all_gather_objects(mine)[0]
+        causes = [member.cause and str(member.cause) for member in self.members]
+        weight_version, causes = dist.all_gather_objects((self._weight_version or "", causes))[0]
         self.expect(weight_version)
         for member, cause in zip(self.members, causes):
-            member.engine.expect(weight_version)
             member.cause = cause
 
     @contextmanager
@@ -164,45 +213,59 @@ class VLLMServerPool(VLLMEngine):
     def close(self) -> None:
         """Leave the servers; they keep their weights."""
         for member in self.members:
-            member.engine.close()
+            member.client.close()
 
-    def lose(self, member: Member, cause: object) -> None:
+    def lose(self, member: Member, cause: Exception | str) -> None:
         """Sample nothing on a server until it is back."""
-        member.cause, member.look, member.failures = str(cause), None, member.failures + 1
+        member.cause, member.look, member.failures = cause, None, member.failures + 1
         story = "vLLM server %s is lost, and %d of %d are left: %s"
-        logger.warning(story, member.engine.address, len(self.live), len(self.members), cause)
+        logger.warning(story, member.client.address, len(self.live), len(self.members), cause)
 
     def readmit(self) -> None:
         """Use servers that are back, with the weights given to them; RuntimeError if they are another trainer's."""
         for member in self._answering():
             if member.look is None or member.cause is None or member.failures > FRUITLESS_ATTEMPTS:
                 continue
-            info, engine = member.look.result(), member.engine
+            info, client = member.look.result(), member.client
             version = info["weight_version"] if info["complete"] else info["pending_version"]
             if info["complete"] and version == self._weight_version:
                 member.cause = None
-            elif info["start_id"] == engine.info.get("start_id") and self.pushes and version not in self._versions:
-                raise another_trainer(engine.address, version, self._weight_version)
+            elif info["start_id"] == client.info.get("start_id") and self.pushes and version not in self._versions:
+                raise RuntimeError(
+                    f"the vLLM server {client.address} has the weights {version!r}, but this trainer pushed "
+                    f"{self._weight_version!r}: another trainer uses the same server; give each a server of its own"
+                )
             elif self._may_push and self._last_push is not None:
+                logger.warning("vLLM server %s has lost the weights; pushing %s", client.address, self._weight_version)
                 self._push_to([member], self._last_push)
             else:
                 member.look = None  # it may have been given the weights when it is looked at again
             if member.cause is None:
-                logger.warning("vLLM server %s is back", engine.address)
+                logger.warning("vLLM server %s is back", client.address)
 
     def wait_for_one(self) -> None:
         """Return when a server can be used.
 
-        WeightsLost if those that are back cannot be given these weights now. ConnectionError, with each server's cause,
-        if none is back within `timeout_s`.
+        WeightsLost if those that are back cannot be given these weights now: while `is_frozen`, alone on a sharded
+        model, or where another rank pushes and does not notice, having nothing to sample. ConnectionError, with each
+        server's cause, if none is back within `timeout_s`.
         """
-        deadline = time.monotonic() + self.timeout_s
+        deadline, patience_s = time.monotonic() + self.timeout_s, min(self.timeout_s, GRACE_S)
+        back_since: float | None = None
         while not self.live:
             self._wait(deadline)
-            is_any_back = any(member.is_back for member in self.members)
+            infos = [member.look.result() for member in self.members if member.is_back and member.look is not None]
             self.readmit()
-            if is_any_back and not self.live and not self._may_push:
-                raise WeightsLost(self._story(f"no vLLM server has the weights {self._weight_version!r} any more"))
+            if self.live or self._may_push:
+                continue
+            if infos and back_since is None:
+                back_since, deadline = time.monotonic(), math.inf
+            if any(not info["complete"] and info["pending_version"] == self._weight_version for info in infos):
+                patience_s = self.timeout_s  # another rank is about to give it the weights
+            can_wait = not self.pushes and not self.is_frozen
+            if back_since is not None and (not can_wait or time.monotonic() - back_since > patience_s):
+                why = f", and the rank that pushes has not given it them within {patience_s:g} s" if can_wait else ""
+                raise WeightsLost(self._story(f"no vLLM server has the weights {self._weight_version!r} any more{why}"))
 
     @property
     def _may_push(self) -> bool:
@@ -211,8 +274,10 @@ class VLLMServerPool(VLLMEngine):
 
     def _wait(self, deadline: float) -> None:
         """Wait a moment for lost servers. ConnectionError with their causes after the deadline."""
-        if all(member.failures > FRUITLESS_ATTEMPTS for member in self.members) or time.monotonic() > deadline:
-            raise ConnectionError(self._story("no vLLM server is left"))
+        is_late = time.monotonic() > deadline
+        if is_late or all(member.failures > FRUITLESS_ATTEMPTS for member in self.members):
+            how = f"and none was back within {self.timeout_s:g} s" if is_late else "since they fail again and again"
+            raise ConnectionError(self._story(f"no vLLM server is left, {how} (their own output says why)"))
         if self.is_stopped:
             raise RuntimeError(GIVEN_UP)
         time.sleep(POLL_S)
@@ -222,42 +287,37 @@ class VLLMServerPool(VLLMEngine):
         for member in self.members:
             look = member.look
             if member.cause is not None and (look is None or (look.done() and look.exception() is not None)):
-                if look is not None:
-                    member.cause = str(look.exception())
-                member.look = _THREADS.submit(_look, member.engine)
+                member.look = _THREADS.submit(_look, member.client)
         return [member for member in self.members if member.cause is None or member.is_back]
 
-    def _each(
-        self, members: Sequence[Member], action: Callable[[VLLMServerEngine], Any], *, in_threads: bool = True
-    ) -> None:
-        """Call `action` for each server, at once in threads; where it fails the server is lost, or else used."""
+    def _each(self, members: Sequence[Member], action: Callable[[ServerClient], Any]) -> None:
+        """Call `action` for each server, in threads for several; where it fails the server is lost, or else used."""
 
         def act(member: Member) -> None:
             try:
-                action(member.engine)
+                action(member.client)
                 member.cause = None
             except _LOSSES as error:
                 self.lose(member, error)
 
-        futures = [_THREADS.submit(act, member) for member in members if in_threads]
+        if len(members) == 1:
+            act(members[0])
+            return
+        futures = [_THREADS.submit(act, member) for member in members]
         wait(futures)
         for future in futures:
             future.result()
-        for member in () if in_threads else members:
-            act(member)
+
+    def _loss(self, what: str) -> Exception:
+        """The error for servers that are lost: that of the only one, or one that names each with its cause."""
+        cause = self.members[0].cause
+        if len(self.members) == 1 and isinstance(cause, Exception):
+            return cause
+        return ConnectionError(self._story(what))
 
     def _story(self, what: str) -> str:
-        causes = [f"{member.engine.address}: {member.cause}" for member in self.members if member.cause is not None]
-        return f"{what}: " + "; ".join(causes)
-
-
-@dataclass(slots=True)
-class _Part:
-    """The rows of a session that one server samples."""
-
-    session: ServerSession
-    tickets: dict[int, int] = field(default_factory=dict)
-    """The pool's ticket of each open row, by the ticket that the server's session has given."""
+        lost = [member for member in self.members if member.cause is not None]
+        return f"{what}: " + "; ".join(f"{member.client.address}: {_cause(member)}" for member in lost)
 
 
 class PoolSession(TicketSession):
@@ -265,13 +325,15 @@ class PoolSession(TicketSession):
 
     def __init__(self, pool: VLLMServerPool, options: SamplingOptions, pushed: Sequence[str]):
         super().__init__()
-        self._pool, self._options, self._pushed = pool, options, pushed
-        self._parts: dict[Member, _Part] = {}
+        self._pool, self._pushed = pool, pushed
+        self._fields = sampling_fields(options, regex=pool.regex)
+        self._parts: dict[Member, ServerRows] = {}
 
     def advance(self) -> list[tuple[int, Sample]]:
         """Send new requests and wait a moment; returns the rows that ended, in ticket order.
 
-        ConnectionError with each server's cause if none is left; ValueError for a row that vLLM refuses.
+        ConnectionError with each server's cause if none is left, or TimeoutError if the only one samples nothing;
+        ValueError for a row that vLLM refuses.
         """
         if not self._open:
             return []
@@ -280,12 +342,14 @@ class PoolSession(TicketSession):
         self._pool.readmit()
         self._spread()
         ended: dict[int, Sample] = {}
-        for member, part in list(self._parts.items()):
+        for member, rows in list(self._parts.items()):
             try:
-                for ticket, sample in part.session.advance():
-                    ended[part.tickets.pop(ticket)] = sample
-                    member.failures = 0
+                samples = rows.advance()
+                member.failures = 0 if samples else member.failures
+                ended |= samples
             except _LOSSES as error:
+                if isinstance(error, TimeoutError) and len(self._pool.members) == 1:
+                    raise  # it answers, so there is no other start of it to wait for
                 self._lose(member, error)
         for ticket in ended:
             del self._open[ticket]
@@ -293,8 +357,8 @@ class PoolSession(TicketSession):
 
     def close(self) -> None:
         """Abort rows that have not ended; the servers stop sampling them."""
-        for part in self._parts.values():
-            part.session.close()
+        for rows in self._parts.values():
+            rows.close()
         self._parts.clear()
         self._open.clear()
         self._unsent.clear()
@@ -306,32 +370,33 @@ class PoolSession(TicketSession):
                 self._pool.wait_for_one()
             except ConnectionError as error:
                 raise ConnectionError(f"{error}; {open_rows(self._open)}") from None
-            parts = [part for member in self._pool.live if (part := self._part(member)) is not None]
+            parts = [rows for member in self._pool.live if (rows := self._rows_of(member)) is not None]
             if not parts:
                 continue
             tickets, self._unsent = sorted(self._unsent), []
-            loads = [sum(map(self._cost, part.tickets.values())) for part in parts]
-            for ticket, place in zip(tickets, spread(list(map(self._cost, tickets)), loads)):
-                part = parts[place]
-                part.tickets[part.session.submit(self._open[ticket])] = ticket
+            loads = [sum(map(self._cost, rows.requests)) for rows in parts]
+            places = spread(list(map(self._cost, tickets)), loads)
+            for number, rows in enumerate(parts):
+                own = {ticket: self._open[ticket] for ticket, place in zip(tickets, places) if place == number}
+                if own:
+                    rows.send(own)
 
     def _cost(self, ticket: int) -> int:
         """The most tokens that a row may sample, for the balance of loads."""
         return self._open[ticket].max_new_tokens
 
-    def _part(self, member: Member) -> _Part | None:
-        """A server's part, begun at its first rows; None if the server is lost meanwhile."""
+    def _rows_of(self, member: Member) -> ServerRows | None:
+        """A server's rows, begun at its first; None if the server is lost meanwhile."""
         if member not in self._parts:
-            engine = member.engine
+            pool, client = self._pool, member.client
             try:
-                engine.check(self._options)
+                client.check(self._fields, pool.regex)
             except _LOSSES as error:
                 self._lose(member, error)
                 return None
-            fields = sampling_fields(self._options, regex=self._pool.regex)
-            wait_s = WAIT_S / len(self._pool.members)
-            self._parts[member] = _Part(
-                ServerSession(engine.address, self._pushed, fields, _fail, self._pool.timeout_s, wait_s)
+            wait_s = WAIT_S / len(pool.members)
+            self._parts[member] = ServerRows(
+                client.address, self._pushed, self._fields, timeout_s=pool.timeout_s, wait_s=wait_s
             )
         return self._parts[member]
 
@@ -340,10 +405,10 @@ class PoolSession(TicketSession):
         self._take_back(member)
 
     def _take_back(self, member: Member) -> None:
-        part = self._parts.pop(member, None)
-        if part is not None:
-            self._unsent.extend(part.tickets.values())
-            part.session.close()
+        rows = self._parts.pop(member, None)
+        if rows is not None:
+            self._unsent.extend(rows.requests)
+            rows.close()
 
 
 def spread(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
@@ -372,30 +437,33 @@ def _level(total: int, loads: Sequence[int]) -> float:
     return level
 
 
-def _difference(engines: Sequence[VLLMServerEngine]) -> str | None:
+def _difference(clients: Sequence[ServerClient]) -> str | None:
     """Why these servers cannot share rows; None if they can."""
-    first = engines[0]
-    for number, engine in enumerate(engines):
-        for earlier in engines[:number]:
-            if engine.info["start_id"] == earlier.info["start_id"]:
+    first = clients[0]
+    for number, client in enumerate(clients):
+        for earlier in clients[:number]:
+            if client.info["start_id"] == earlier.info["start_id"]:
                 return (
-                    f"vllm_server_base_url has {earlier.address} and {engine.address}, which are one server; name it "
+                    f"vllm_server_base_url has {earlier.address} and {client.address}, which are one server; name it "
                     "once"
                 )
         for name in _SAME:
-            if engine.info.get(name) != first.info.get(name):
+            if client.info.get(name) != first.info.get(name):
                 return (
-                    f"the vLLM servers differ: {first.address} has {name} {first.info.get(name)!r}, {engine.address} "
-                    f"{engine.info.get(name)!r}, and a row must not depend on who samples it; start them alike"
+                    f"the vLLM servers differ: {first.address} has {name} {first.info.get(name)!r}, {client.address} "
+                    f"{client.info.get(name)!r}, and a row must not depend on who samples it; start them alike"
                 )
     return None
 
 
-def _look(engine: VLLMServerEngine) -> dict[str, Any]:
+def _look(client: ServerClient) -> dict[str, Any]:
     time.sleep(POLL_S)  # between two looks
-    return engine.look(PROBE_S)
+    info = client.look()
+    client.look_at_workers()
+    return info
 
 
-def _fail(reason: str) -> None:
-    """In place of an engine's `recover`: the server is lost."""
-    raise ConnectionError(reason)
+def _cause(member: Member) -> str:
+    """Why a server was lost, and why it is not back."""
+    look = member.look.exception() if member.look is not None and member.look.done() else None
+    return str(member.cause) + ("" if look is None else f"; later: {look}")
