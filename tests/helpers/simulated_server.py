@@ -27,6 +27,7 @@ from starlette.routing import Route
 from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.server import Routes
 from groupgrad.engines.vllm.server_pool import VLLMServerPool
+from groupgrad.engines.vllm.transfer_plugin import BACKEND
 from groupgrad.engines.vllm.weight_receiver import WeightReceiver
 
 KEY = "the-key-of-these-tests"
@@ -162,6 +163,7 @@ class Engine(Weights):
         model_config=None, speculative_config=None, structured_outputs_config=None, tokenizer=None
     )
     vllm_config = SimpleNamespace(lora_config=None, parallel_config=Receiver.parallel_config)
+    vllm_config.weight_transfer_config = SimpleNamespace(backend=BACKEND)
 
     def __init__(self, model: Any, dtype: str):
         self.model, self.token_s = Model(model), 0.0

@@ -351,6 +351,17 @@ def test_a_server_of_another_release_is_refused(
         scripted.engine().connect(model)
 
 
+@pytest.mark.parametrize("backend", ["nccl", None])
+def test_a_server_with_another_backend_of_weight_transfer_is_refused(
+    scripted: Scripted, model: Any, backend: str | None
+) -> None:
+    scripted.info |= {"backend": backend}
+    with pytest.raises(
+        ValueError, match=rf"by the backend {backend!r}, .*--weight-transfer-config '.*\"groupgrad\"}}'"
+    ):
+        scripted.engine().connect(model)
+
+
 def test_rows_of_other_weights_are_refused(scripted: Scripted, model: Any) -> None:
     engine = scripted.engine()
     engine.push(model, 0)

@@ -13,6 +13,7 @@ from torch import nn
 from groupgrad._version import __version__
 from groupgrad.engines.vllm.http import Address, ServerRefused, ServerTimeout, ServerUnreachable, call, wait_until_up
 from groupgrad.engines.vllm.lora import adapter_bytes
+from groupgrad.engines.vllm.transfer_plugin import BACKEND, TRANSFER_CONFIG
 from groupgrad.engines.vllm.vllm_engine import Push
 from groupgrad.engines.vllm.vllm_params import refusal
 from groupgrad.engines.vllm.weight_group import GroupBroken
@@ -117,6 +118,11 @@ class ServerClient:
                 f"the vLLM server {self.address} speaks protocol {info.get('protocol', 'none')} (groupgrad "
                 f"{info.get('release', 'of an older release')}), and this trainer speaks protocol {PROTOCOL} "
                 f"(groupgrad {__version__}); start the server with the trainer's release"
+            )
+        if (backend := info.get("backend", BACKEND)) != BACKEND:
+            raise ValueError(
+                f"the vLLM server {self.address} takes weights by the backend {backend!r}, which does not compare them "
+                f"with what was sent; start it by `groupgrad vllm-serve` (--weight-transfer-config {TRANSFER_CONFIG!r})"
             )
         problems = incompatibilities(*self._served, info) if self._served is not None else []
         if problems:

@@ -214,7 +214,7 @@ class Routes:
         if engine.errored:
             raise Refusal(503, "the engine of this server has died; the server is about to end")
         config = engine.model_config
-        lora = getattr(engine.vllm_config, "lora_config", None)
+        lora, transfer = engine.vllm_config.lora_config, engine.vllm_config.weight_transfer_config
         weights = self._weights
         return {
             "start_id": self._start_id,
@@ -222,6 +222,7 @@ class Routes:
             "release": __version__,
             "process": os.getpid(),
             "vllm": _vllm_version(),
+            "backend": None if transfer is None else transfer.backend,
             "model": config.model,
             "sizes": model_sizes(config.hf_config),
             "vocab_size": config.get_vocab_size(),
