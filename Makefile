@@ -19,7 +19,12 @@ VLLM_TORCH ?= torch==2.13.0
 VLLM_TORCHVISION ?= torchvision==0.28.0
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-floor test-vllm check format clean help vision
+# DeepSpeed and what it needs, in a folder of its own: processes that find it would import it.
+DEEPSPEED ?= deepspeed==0.19.8 hjson ninja py-cpuinfo msgpack einops
+DEEPSPEED_FOLDER = $(abspath $(VENV))/deepspeed
+DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py tests/faults/test_zero_saves.py
+
+.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-vllm check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -29,6 +34,7 @@ help:
 	@echo "make test          run the test suite without its slow tests"
 	@echo "make test-all      run the whole test suite"
 	@echo "make test-vllm     run the tests on a real vLLM, on CPUs"
+	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
 	@echo "make test-floor    run a part of the suite with the oldest releases that are supported"
 	@echo "make check         lint, check format, types and import floors"
 	@echo "make format        mend lint and format"
@@ -57,6 +63,9 @@ test-all: $(VENV)/.groupgrad-dev
 test-vllm: $(VLLM_VENV)/.groupgrad-vllm
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm \
 		-n $(WORKERS) --dist loadfile $(TEST_ARGS)
+
+test-deepspeed: $(VENV)/.groupgrad-deepspeed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(DEEPSPEED_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" -k zero $(DEEPSPEED_TESTS) $(TEST_ARGS)
 
 test-floor: $(FLOOR_VENV)/.groupgrad-floor
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(FLOOR_VENV)/bin/python -m pytest -n $(WORKERS) \
@@ -100,6 +109,11 @@ $(VENV)/.groupgrad: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.groupgrad-dev: $(VENV)/.groupgrad pyproject.toml constraints.txt
 	@echo "installing what the tests need into $(VENV) ..."
 	$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.groupgrad-deepspeed: $(VENV)/.groupgrad-dev
+	@echo "installing DeepSpeed into $(DEEPSPEED_FOLDER) ..."
+	$(PIP) --no-deps --upgrade --target $(DEEPSPEED_FOLDER) $(DEEPSPEED)
 	@touch $@
 
 $(VENV)/.groupgrad-docs: $(VENV)/.groupgrad pyproject.toml constraints.txt
