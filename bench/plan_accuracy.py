@@ -23,9 +23,11 @@ CASES: dict[str, dict[str, Any]] = {
     "long completions": {"completion": 512, "group": 4, "layers": 6},
     "KL to a reference": {"reference": True, "hidden": 768},
     "bf16": {"half": True, "layers": 6},
+    "bf16 weights": {"half": True, "weight_bytes": 2, "layers": 4, "completion": 48},
     "many short rows": {"completion": 32, "group": 32, "prompt": 16},
     "deep and narrow": {"layers": 20, "hidden": 256},
     "Adafactor": {"optimizer": "adafactor", "hidden": 768},
+    "Adafactor, wide vocabulary": {"optimizer": "adafactor", "vocab": 32768, "completion": 96},
 }
 """Name -> what differs from `BASE`."""
 
@@ -40,6 +42,7 @@ BASE: dict[str, Any] = {
     "checkpointing": False,
     "reference": False,
     "half": False,
+    "weight_bytes": 4,
     "optimizer": "adamw",
 }
 
@@ -68,8 +71,8 @@ def predicted(case: dict[str, Any]) -> int:
     from groupgrad.planning.memory import RunSizes, predict
     from groupgrad.planning.shapes import model_shape
 
-    names = ("prompt", "completion", "group", "adapter", "checkpointing", "reference", "half", "optimizer")
-    sizes = {name: case[name] for name in names}
+    names = ("prompt", "completion", "group", "adapter", "checkpointing", "reference", "half", "weight_bytes")
+    sizes = {name: case[name] for name in (*names, "optimizer")}
     shape = model_shape("case", make_config(case), half=case["half"])
     return predict(shape, RunSizes(**sizes, rows=case["group"], micro_batch=case["group"], on_gpu=False)).peak
 
@@ -92,7 +95,8 @@ def measured(case: dict[str, Any]) -> int:
     memory = PeakMemory()
     torch.manual_seed(0)
     held = memory.settle()
-    model = AutoModelForCausalLM.from_config(make_config(case), dtype=torch.float32)
+    dtype = torch.bfloat16 if case["weight_bytes"] == 2 else torch.float32
+    model = AutoModelForCausalLM.from_config(make_config(case), dtype=dtype)
     peft_config = None
     if case["adapter"] == "lora":
         from peft import LoraConfig
@@ -139,17 +143,17 @@ def main() -> int:
         return 0
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     within = 0
-    print(f"{'':20}{'predicted':>12}{'measured':>12}{'difference':>12}")
+    print(f"{'':28}{'predicted':>12}{'measured':>12}{'difference':>12}")
     for name in options.only:
         command = [sys.executable, __file__, "--measure", name]
         done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
         if done.returncode:
-            print(f"{name:20}failed: {done.stderr.strip().splitlines()[-1]}")
+            print(f"{name:28}failed: {done.stderr.strip().splitlines()[-1]}")
             continue
         found, expected = json.loads(done.stdout.splitlines()[-1]), predicted({**BASE, **CASES[name]})
         within += abs(expected / found - 1) <= 0.1
         print(
-            f"{name:20}{expected / 2**20:8,.0f} MiB{found / 2**20:8,.0f} MiB{expected / found - 1:+12.1%}", flush=True
+            f"{name:28}{expected / 2**20:8,.0f} MiB{found / 2**20:8,.0f} MiB{expected / found - 1:+12.1%}", flush=True
         )
     print(f"{within} of {len(options.only)} within 10 %")
     return 0 if within >= min(8, len(options.only)) else 1
