@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from ragged_rows import assert_scored_as_one_pass_a_row, batch_of, gradients
 from tiny_hybrids import CONFIGS, make_hybrid
 
+from groupgrad.kernels import library, status
+from groupgrad.kernels.compile import SWITCH
 from groupgrad.modeling.scoring import recurrence as recurrence_module
-from groupgrad.modeling.scoring import recurrent_layers
+from groupgrad.modeling.scoring import recurrent_layers, recurrent_scans
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
@@ -166,6 +168,7 @@ def _check_states(lengths: list[tuple[int, list[int]]], seed: int, size: int) ->
 def test_blocks_of_chunks_give_the_gradients_of_all_chunks_at_once(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(SWITCH, "0")  # the kernels know no blocks
     model, batch, results = make_hybrid(family), batch_of(1), []
     weights = torch.linspace(-1, 2, batch.num_tokens)
     for block in (10**9, 64):
@@ -174,6 +177,29 @@ def test_blocks_of_chunks_give_the_gradients_of_all_chunks_at_once(
     scale = max(float(value.abs().max()) for value in results[0].values())
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6 * scale, msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
+def test_the_compiled_delta_rule_gives_the_log_probs_and_gradients_of_pytorch(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library() is None:
+        pytest.skip(status())
+    model, batch, results = make_hybrid(family), batch_of(3), []
+    weights = torch.linspace(-1, 2, batch.num_tokens)
+    for by_chunks in (False, True):
+        if by_chunks:
+            monkeypatch.setattr(recurrent_scans, "_compiled_rows", lambda *_: None)
+        else:
+            monkeypatch.setattr(Recurrence, "scan", None)
+        logprobs = score_tokens(model, batch, OPTIONS).logprobs
+        results.append({"logprobs": logprobs.detach(), **gradients(model, (weights * logprobs).sum())})
+        monkeypatch.undo()
+    compiled, chunked = results
+    torch.testing.assert_close(compiled.pop("logprobs"), chunked.pop("logprobs"), rtol=0, atol=1e-5)
+    scale = max(float(value.abs().max()) for value in chunked.values())
+    for name, value in chunked.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-5 * scale, msg=name)
 
 
 @settings(max_examples=20, deadline=None)

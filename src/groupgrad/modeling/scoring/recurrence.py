@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
+from groupgrad.kernels.attend import rows_by_prompt
 from groupgrad.modeling.scoring.blocks import Segment
 
 CHUNK_SIZES = (16, 32, 64)
@@ -151,6 +153,19 @@ class Recurrence:
         if (size, device) not in self._chunks:
             self._chunks[size, device] = self._make_chunks(size, device)
         return self._chunks[size, device]
+
+    @cached_property
+    def row_groups(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The rows by prompt (see `rows_by_prompt`), for scans that begin with zeros or the prompt's final state.
+
+        None where states come from elsewhere, and `scan` has to be called.
+        """
+        if type(self).scan is not Recurrence.scan:
+            return None
+        none = Segment(0, 0)
+        pairs = [(segment, segment.shared or none) for segment in self._segments]
+        rows = [(s.start, s.length, 0, prompt.length, prompt.start, s.start) for s, prompt in pairs]
+        return rows_by_prompt(torch.tensor(rows, dtype=torch.int64).view(-1, 6))
 
     def _cost(self, size: int) -> int:
         return sum(-(-segment.length // size) * size * (size + _STATE_WIDTH) for segment in self._segments)

@@ -1,7 +1,8 @@
 """The computations of recurrent layers over flat tokens, each for one kind of layer.
 
 They take the arguments of transformers' functions, and the `Recurrence` that orders the tokens. What happens inside a
-chunk is computed for a block of chunks at once; then the states pass through them.
+chunk is computed for a block of chunks at once; then the states pass through them. On a CPU in float32 the gated delta
+rule runs in the compiled kernels instead.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from groupgrad.kernels import library
+from groupgrad.kernels import delta_rule, library
 from groupgrad.kernels.recurrent import can_step, convolution_step, state_step
 from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Chunks, Prepare, Recurrence
 
@@ -66,6 +67,10 @@ def gated_delta_rule(
     step = _delta_step(recurrence, query, key, value, g[..., None], beta, use_qk_l2norm_in_kernel)
     if step is not None:
         return step, None
+    compiled = _compiled_rows(recurrence, query, key, value, g, beta)
+    if compiled is not None:
+        vectors = query[0], key[0], value[0]
+        return delta_rule.gated_delta_rule(*compiled, vectors, g[0], beta[0], use_qk_l2norm_in_kernel)[None], None
     chunks = recurrence.chunks(query.device)
     groups = value.shape[2] // key.shape[2]
 
@@ -251,6 +256,15 @@ def _step_kernels(recurrence: Recurrence, *tensors: torch.Tensor | None) -> ctyp
     if torch.is_grad_enabled() or not recurrence.is_step or not can_step(*tensors):
         return None
     return library()
+
+
+def _compiled_rows(
+    recurrence: Recurrence, *tensors: torch.Tensor
+) -> tuple[ctypes.CDLL, tuple[torch.Tensor, torch.Tensor]] | None:
+    """The compiled kernels, and the rows as they take them; None where they cannot compute all tokens of the rows."""
+    kernels = library() if can_step(*tensors) else None
+    groups = None if kernels is None else recurrence.row_groups
+    return None if kernels is None or groups is None else (kernels, groups)
 
 
 def _delta_step(
