@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from tiny_hybrids import VOCABULARY
 from torch import nn
@@ -34,6 +35,28 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+class InFloat64:
+    """Calls a float32 model in float64, also where its layers convert to float32; its parameters get the gradients."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in named}
+        to, to_float = torch.Tensor.to, torch.Tensor.float
+
+        def stay(tensor: torch.Tensor, *target: Any, **options: Any) -> torch.Tensor:
+            if tensor.dtype == torch.float64 and target[:1] == (torch.float32,):
+                target = (torch.float64, *target[1:])
+            return to(tensor, *target, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "to", stay)
+            patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x))
+            return torch.func.functional_call(self._model, wide, (), inputs)
 
 
 def assert_scored_as_one_pass_a_row(model: nn.Module, batch: Any, row_logits: Callable[..., torch.Tensor]) -> None:

@@ -17,8 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridRMSNormGated
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5MLP, Qwen3_5RMSNorm, Qwen3_5RMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextMLP
 
 from groupgrad.kernels import library, status
 from groupgrad.modeling.fused_modules import compiled_parts, own_parts
@@ -53,6 +56,41 @@ def test_numbers_and_gradients_are_those_of_float64(kind: Any):
     wanted = torch.autograd.grad(expected, [wide, weight], grad_output.double())
     for grad, want in zip(grads, wanted):
         torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
+
+
+HYBRID_PARTS: list[Any] = [Qwen3_5RMSNorm, Qwen3_5RMSNormGated, Qwen3_5MLP, Qwen3NextMLP, OlmoHybridRMSNormGated]
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("kind", HYBRID_PARTS)
+def test_parts_of_hybrids_have_the_numbers_and_gradients_of_the_modules(kind: Any, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5TextConfig(hidden_size=48, intermediate_size=40)
+    module = kind(config, 40) if kind.__name__.endswith("MLP") else kind(48, eps=1e-5)
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -0.5, 2.0)
+    inputs = [(3 * torch.randn(2, 70, 48)).requires_grad_() for _ in range(2 if "Gated" in kind.__name__ else 1)]
+    leaves = [*inputs, *module.parameters()]
+    expected = module(*inputs)
+    grad_output = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, leaves, grad_output)
+    with compiled_parts(module), monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", None)
+        actual = module(*inputs)
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * scale)
+    for grad, want in zip(torch.autograd.grad(actual, leaves, grad_output), wanted):
+        torch.testing.assert_close(grad, want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_inputs_of_a_gated_norm_are_taken_by_their_names():
+    norm, x, gate = Qwen3_5RMSNormGated(48), torch.randn(3, 48), torch.randn(3, 48)
+    with compiled_parts(norm):
+        expected = norm(x, gate)
+        for named in ({"gate": gate, "hidden_states": x}, {"hidden_states": x, "gate": gate}):
+            torch.testing.assert_close(norm(**named), expected)
+        torch.testing.assert_close(norm(x, gate[:1]), norm(x, gate[:1].expand(3, 48)))
 
 
 def test_only_what_needs_a_gradient_gets_one():

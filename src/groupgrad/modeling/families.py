@@ -26,6 +26,10 @@ class Family:
     """Computes weight * (x / sqrt(mean(x^2) + epsilon)) in this order of operations."""
     mlp: str = ""
     """Computes down(activation(gate(x)) * up(x))."""
+    centred_norm: str = ""
+    """Computes (1 + weight) * (x / sqrt(mean(x^2) + eps))."""
+    gated_norm: str = ""
+    """Computes weight * (x / sqrt(mean(x^2) + variance_epsilon)) * silu(gate) of x and a gate."""
     logit_effects: dict[str, LogitEffect] = field(default_factory=dict)
     """Config field -> operation that the model applies to the output head's logits with the field's value."""
     bidirectional_images: bool = False
@@ -40,6 +44,10 @@ FAMILIES = (
     Family("qwen2_5_vl", decoder="Qwen2_5_VLTextModel"),
     Family("qwen3", "Qwen3ForCausalLM", "Qwen3Model", "Qwen3RMSNorm", "Qwen3MLP"),
     Family("qwen3_vl", decoder="Qwen3VLTextModel"),
+    Family("qwen3_next", mlp="Qwen3NextMLP", centred_norm="Qwen3NextRMSNorm", gated_norm="Qwen3NextRMSNormGated"),
+    Family("qwen3_5", mlp="Qwen3_5MLP", centred_norm="Qwen3_5RMSNorm", gated_norm="Qwen3_5RMSNormGated"),
+    Family("qwen3_5_moe", mlp="Qwen3_5MoeMLP", centred_norm="Qwen3_5MoeRMSNorm", gated_norm="Qwen3_5MoeRMSNormGated"),
+    Family("olmo_hybrid", norm="OlmoHybridRMSNorm", mlp="OlmoHybridMLP", gated_norm="OlmoHybridRMSNormGated"),
     Family("gemma2", logit_effects={"final_logit_softcapping": "cap"}),
     Family("gemma3", logit_effects={"final_logit_softcapping": "cap"}, bidirectional_images=True),
     Family("gemma4", logit_effects={"final_logit_softcapping": "cap"}),
@@ -58,6 +66,8 @@ CAUSAL_LMS = frozenset(family.causal_lm for family in FAMILIES if family.causal_
 DECODERS = frozenset(family.decoder for family in FAMILIES if family.decoder)
 NORMS = frozenset(family.norm for family in FAMILIES if family.norm)
 MLPS = frozenset(family.mlp for family in FAMILIES if family.mlp)
+CENTRED_NORMS = frozenset(family.centred_norm for family in FAMILIES if family.centred_norm)
+GATED_NORMS = frozenset(family.gated_norm for family in FAMILIES if family.gated_norm)
 
 POSITION_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings whose angles depend on the position alone, not on the sequence length."""

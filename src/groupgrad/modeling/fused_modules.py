@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from groupgrad import kernels
 from groupgrad.kernels import layers
-from groupgrad.modeling.families import CAUSAL_LMS, MLPS, NORMS, is_transformers_class
+from groupgrad.modeling.families import CAUSAL_LMS, CENTRED_NORMS, GATED_NORMS, MLPS, NORMS, is_transformers_class
 from groupgrad.modeling.scoring.attention import is_checkpointing
 from groupgrad.modeling.scoring.stretches import STRETCH_TOKENS, is_long
 from groupgrad.modeling.systems.sharding import is_sharded
@@ -40,7 +40,8 @@ _staying: WeakSet[nn.Module] = WeakSet()
 ROTARY = "apply_rotary_pos_emb"
 """Name of the function of rotary embeddings in transformers' model files."""
 
-_Compute = Callable[[Any, torch.Tensor], torch.Tensor | None]
+_Compute = Callable[..., torch.Tensor | None]
+"""A module and its inputs -> its output, or None for unsupported inputs."""
 
 
 @contextmanager
@@ -113,11 +114,10 @@ class _Replaced:
         self._module, self._compute, self._stays = module, compute, stays
 
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        module, (hidden,) = self._module, (*inputs, *named.values())
-        output = None
-        if _is_ordinary_pass(self._stays):
-            output = self._compute(module, hidden)
-        return type(module).forward(module, hidden) if output is None else output
+        module, output = self._module, None
+        if len(named) < 2 and _is_ordinary_pass(self._stays):
+            output = self._compute(module, *inputs, *named.values())
+        return type(module).forward(module, *inputs, **named) if output is None else output
 
 
 class _Rotary:
@@ -165,6 +165,8 @@ def _replacement(module: nn.Module, *, has_kernels: bool) -> _Compute | None:
         if type(weight) in _PLAIN_TENSORS and weight.is_cuda:
             return _norm_on_gpu if weight.numel() else None
         return _norm if _is_plain_parameter(weight) else None
+    if has_kernels and kind.__name__ in CENTRED_NORMS | GATED_NORMS and _is_plain_parameter(module.weight):
+        return _centred_norm if kind.__name__ in CENTRED_NORMS else _gated_norm
     return _gated if has_kernels and kind.__name__ in MLPS and is_silu(module.act_fn) else None
 
 
@@ -197,6 +199,21 @@ def _linear(module: nn.Linear, input: torch.Tensor) -> torch.Tensor | None:
     if library is None or not fits or input.shape[-1:] != weight.shape[1:]:
         return None
     return layers.linear(library, input, weight, bias)
+
+
+def _centred_norm(module: Any, input: torch.Tensor) -> torch.Tensor | None:
+    library, weight = kernels.library(), module.weight
+    if library is None or not _is_plain_input(input) or not _is_plain(weight) or input.shape[-1:] != weight.shape:
+        return None
+    return layers.norm(library, input, 1.0 + weight, module.eps)
+
+
+def _gated_norm(module: Any, input: torch.Tensor, gate: torch.Tensor) -> torch.Tensor | None:
+    library = kernels.library()
+    if library is None or not _is_plain(gate) or gate.shape != input.shape:
+        return None
+    normal = _norm(module, input)
+    return None if normal is None else layers.gated(library, gate, normal)
 
 
 def _norm(module: Any, input: torch.Tensor) -> torch.Tensor | None:
