@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from groupgrad.kernels import library
 from groupgrad.kernels.recurrent import convolution_step, state_step
@@ -34,16 +35,31 @@ def test_a_state_takes_in_a_token(value_width: int, decay_width: int, reads: boo
     assert torch.equal(states[rows:], beyond)
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_queries_and_keys_are_scaled_and_have_length_one(norm: bool) -> None:
+    torch.manual_seed(0)
+    states, value, decay = torch.randn(3, 4, 24, 16), torch.randn(3, 4, 16), torch.rand(3, 4, 1)
+    query, key, strength = torch.randn(3, 2, 24) / 5, torch.randn(3, 2, 24) / 5, torch.rand(3, 4)
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() if norm else x for x in (query, key))
+    expected_states = states.clone()
+    expected = state_step(library(), expected_states, 0.3 * q, k, value, decay, strength)  # pyright: ignore
+    output = state_step(library(), states, query, key, value, decay, strength, scale=0.3, norm=norm)  # pyright: ignore
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(states, expected_states, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("gates", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_a_convolution_takes_in_a_token(width: int, has_bias: bool) -> None:
+def test_a_convolution_takes_in_a_token(width: int, has_bias: bool, gates: bool) -> None:
     rows, channels, steps = 3, 37, 5
     weight, bias = torch.randn(channels, width), torch.randn(channels) if has_bias else None
     inputs = torch.randn(steps, channels, rows).transpose(1, 2)
     last = torch.zeros(rows, channels, width - 1)
     padded = torch.cat([torch.zeros(width - 1, rows, channels), inputs])
     for step in range(steps):
-        output = convolution_step(library(), last, inputs[step], weight, bias)  # pyright: ignore
+        output = convolution_step(library(), last, inputs[step], weight, bias, gates=gates)  # pyright: ignore
         expected = torch.einsum("wnd,dw->nd", padded[step : step + width], weight)
-        torch.testing.assert_close(output, expected if bias is None else expected + bias, rtol=1e-5, atol=1e-5)
+        expected = expected if bias is None else expected + bias
+        torch.testing.assert_close(output, F.silu(expected) if gates else expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(last, padded[steps : steps + width - 1].permute(1, 2, 0))

@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "vectors.h"
 
@@ -19,6 +20,7 @@ struct Head {
     const float *strength;  // of the delta rule; null: the values are added as they are
     float *output;
     long key_width, value_width, decay_width;
+    float query_factor, key_factor;
 
     float kept(long k) const { return decay[decay_width == 1 ? 0 : k]; }
 
@@ -36,7 +38,7 @@ struct Head {
         for (int i = 0; i < VECTORS; i++) added[i] = sums[i] = Vec{};
         if (strength) {
             for (long k = 0; k < key_width; k++) {
-                const float factor = kept(k) * key[k];
+                const float factor = kept(k) * (key[k] * key_factor);
                 for (int i = 0; i < vectors; i++) added[i] += factor * read(state + k * value_width + first, i);
             }
             for (int i = 0; i < vectors; i++) added[i] = *strength * (read(value + first, i) - added[i]);
@@ -45,15 +47,32 @@ struct Head {
         }
         for (long k = 0; k < key_width; k++) {
             float *row = state + k * value_width + first;
+            const float key_now = key[k] * key_factor, query_now = query[k] * query_factor;
             for (int i = 0; i < vectors; i++) {
-                const Vec now = kept(k) * read(row, i) + key[k] * added[i];
-                sums[i] += query[k] * now;
+                const Vec now = kept(k) * read(row, i) + key_now * added[i];
+                sums[i] += query_now * now;
                 write(row, now, i);
             }
         }
         for (int i = 0; i < vectors; i++) write(output + first, sums[i], i);
     }
 };
+
+// 1 / the length of a vector.
+float length_factor(const float *vector, long width, float epsilon) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < width; i++) sum += vector[i] * vector[i];
+    return 1.0f / std::sqrt(sum + epsilon);
+}
+
+// x * sigmoid(x) in place.
+void silu(float *values, long count) {
+    for (long i = 0; i < count; i += LANES) {
+        const Vec value = load_some(values + i, count - i);
+        store_some(values + i, value / (1.0f + exponential(-value)), count - i);
+    }
+}
 
 }  // namespace
 
@@ -68,6 +87,7 @@ struct StateStep {
     const float *decays;                  // (rows, heads, decay_width)
     const float *strengths;               // (rows, heads) or null
     float *outputs;                       // (rows, heads, value_width)
+    float scale, epsilon;  // queries are multiplied by `scale`; both have length 1 before unless `epsilon` is negative
 };
 
 // S becomes diag(decay) S + k u', and the output is q' S, where u is v, or strength (v - k' diag(decay) S).
@@ -78,6 +98,10 @@ void groupgrad_state_step(const StateStep *call, int threads) {
 #pragma omp parallel for num_threads(is_small ? 1 : threads)
     for (long task = 0; task < c.rows * c.heads; task++) {
         const long row = task / c.heads, key_head = row * c.key_heads + task % c.heads / repeat;
+        const auto factor = [&](const float *vectors) {
+            if (c.epsilon < 0.0f) return 1.0f;
+            return length_factor(vectors + key_head * c.key_width, c.key_width, c.epsilon);
+        };
         const Head head = {
             c.states + task * size,
             c.queries + key_head * c.key_width,
@@ -89,6 +113,8 @@ void groupgrad_state_step(const StateStep *call, int threads) {
             c.key_width,
             c.value_width,
             c.decay_width,
+            factor(c.queries) * c.scale,
+            factor(c.keys),
         };
         for (long first = 0; first < c.value_width; first += COLUMNS) {
             const long count = std::min(COLUMNS, c.value_width - first);
@@ -98,10 +124,11 @@ void groupgrad_state_step(const StateStep *call, int threads) {
 }
 
 // A depthwise convolution of one input of each row with the last `width` - 1 ones, (rows, channels, width - 1), which
-// move on by one. `channel_stride` and `row_stride` are those of the inputs; `bias` may be null.
+// move on by one. `channel_stride` and `row_stride` are those of the inputs; `bias` may be null. With `gates` outputs
+// go through silu.
 void groupgrad_convolution_step(float *last, const float *inputs, const float *weight, const float *bias, float *outputs,
                                 int64_t rows, int64_t channels, int64_t width, int64_t channel_stride,
-                                int64_t row_stride, int threads) {
+                                int64_t row_stride, int gates, int threads) {
     const bool is_small = rows * channels * width < SMALL_STATES;
 #pragma omp parallel for num_threads(is_small ? 1 : threads)
     for (long row = 0; row < rows; row++) {
@@ -116,6 +143,7 @@ void groupgrad_convolution_step(float *last, const float *inputs, const float *w
             }
             outputs[row * channels + channel] = sum;
         }
+        if (gates) silu(outputs + row * channels, channels);
     }
 }
 }

@@ -6,6 +6,8 @@ import ctypes
 
 import torch
 
+from groupgrad.kernels.delta_rule import EPSILON
+
 
 class _StateStep(ctypes.Structure):
     """Mirrors `StateStep` of `recurrent.cpp`."""
@@ -16,6 +18,7 @@ class _StateStep(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("states", "queries", "keys", "values", "decays", "strengths", "outputs")
         ),
+        *((name, ctypes.c_float) for name in ("scale", "epsilon")),
     )
 
 
@@ -32,11 +35,15 @@ def state_step(
     value: torch.Tensor,
     decay: torch.Tensor,
     strength: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    norm: bool = False,
 ) -> torch.Tensor:
     """(n, H, Dv) outputs q' S of n rows, whose `states` S (n, H, Dk, Dv), contiguous, take in a token before.
 
     A state becomes diag(decay) S + k u', where u is v, or strength (v - k' diag(decay) S). Query and key are
-    (n, Hk, Dk), where Hk divides H, value is (n, H, Dv), decay (n, H, 1 or Dk), strength (n, H).
+    (n, Hk, Dk), where Hk divides H, value is (n, H, Dv), decay (n, H, 1 or Dk), strength (n, H). The query is
+    multiplied by `scale`; with `norm` query and key are divided by their lengths before.
     """
     query, key, value, decay = (x.contiguous() for x in (query, key, value, decay))
     strength = None if strength is None else strength.contiguous()
@@ -56,6 +63,8 @@ def state_step(
         decay.data_ptr(),
         None if strength is None else strength.data_ptr(),
         output.data_ptr(),
+        scale,
+        EPSILON if norm else -1.0,
     )
     kernels.groupgrad_state_step(ctypes.addressof(call), torch.get_num_threads())
     return output
@@ -67,10 +76,12 @@ def convolution_step(
     inputs: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    *,
+    gates: bool = False,
 ) -> torch.Tensor:
     """(n, D) convolutions of `inputs` (n, D) with the last K - 1 ones (n, D, K - 1), contiguous, which move on by one.
 
-    `weight` is (D, K), `bias` (D,).
+    `weight` is (D, K), `bias` (D,). With `gates` the results go through silu.
     """
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     (rows, channels), width = inputs.shape, weight.shape[1]
@@ -86,6 +97,7 @@ def convolution_step(
         width,
         inputs.stride(1),
         inputs.stride(0),
+        gates,
         torch.get_num_threads(),
     )
     return output

@@ -33,8 +33,9 @@ def causal_conv1d(
     values = hidden_states.to(weight.dtype)
     kernels = _step_kernels(recurrence, values, weight, bias)
     if kernels is not None:
-        output = convolution_step(kernels, recurrence.states_in_place(), values[0].T, weight, bias).T[None]
-        return (output if activation is None else _activation(activation)(output)).to(hidden_states.dtype)
+        gates, states = activation in ("silu", "swish"), recurrence.states_in_place()
+        output = convolution_step(kernels, states, values[0].T, weight, bias, gates=gates).T[None]
+        return (output if activation is None or gates else _activation(activation)(output)).to(hidden_states.dtype)
     places, windows = recurrence.heads(width, values.device)
     rows = recurrence.with_inputs_before(values[0], width)[:, windows]
     output = (rows * weight.unsqueeze(1)).sum(-1)[None]
@@ -280,8 +281,9 @@ def _delta_step(
     kernels = _step_kernels(recurrence, query, key, value, decay, beta)
     if kernels is None:
         return None
-    q, k = _query_and_key(query, key, norm)
-    return state_step(kernels, recurrence.states_in_place(), q[0], k[0], value[0], decay[0].exp(), beta[0])[None]
+    token = query[0], key[0], value[0], decay[0].exp(), beta[0]
+    scale = query.shape[-1] ** -0.5
+    return state_step(kernels, recurrence.states_in_place(), *token, scale=scale, norm=norm)[None]
 
 
 @cache
