@@ -20,7 +20,7 @@ def linear(
 
     MemoryError if a copy of some of the rows does not fit.
     """
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias)):
+    if _needs_gradient(input, weight, bias):
         return _Linear.apply(kernels, input, weight, bias)  # pyright: ignore[reportReturnType]
     return product(kernels, input, weight, bias)
 
@@ -57,17 +57,43 @@ def norm(kernels: ctypes.CDLL | None, input: torch.Tensor, weight: torch.Tensor,
 
     PyTorch computes it in float64 where there are no kernels.
     """
+    if kernels is not None and not _needs_gradient(input, weight):
+        return _normalised(kernels, input.contiguous(), weight.contiguous(), epsilon)[0]
     return _Norm.apply(kernels, input, weight, epsilon)  # pyright: ignore[reportReturnType]
 
 
 def gated(kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, of equal shapes."""
+    if not _needs_gradient(gate, up):
+        return _times_silu(kernels, gate.contiguous(), up.contiguous())
     return _Gated.apply(kernels, gate, up)  # pyright: ignore[reportReturnType]
 
 
 def rotated(kernels: ctypes.CDLL, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     """(1, H, T, D) vectors x as x * cosines + (-x[D/2:], x[:D/2]) * sines, of (1, T, D) each, rounded as torch does."""
     return _Rotated.apply(kernels, input, cosines, sines)  # pyright: ignore[reportReturnType]
+
+
+def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _normalised(
+    kernels: ctypes.CDLL, input: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norms of contiguous vectors, and the factor of each."""
+    output, factors = torch.empty_like(input), input.new_empty(input.shape[:-1])
+    sizes = (factors.numel(), len(weight), torch.get_num_threads())
+    kernels.groupgrad_norm(input.data_ptr(), weight.data_ptr(), epsilon, output.data_ptr(), factors.data_ptr(), *sizes)
+    return output, factors
+
+
+def _times_silu(kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of contiguous tensors."""
+    output = torch.empty_like(gate)
+    pointers = [x.data_ptr() for x in (gate, up, output)]
+    kernels.groupgrad_gate(*pointers, gate.numel(), torch.get_num_threads())
+    return output
 
 
 class _Linear(torch.autograd.Function):
@@ -104,11 +130,7 @@ class _Norm(torch.autograd.Function):
             factors = (wide.square().mean(-1) + epsilon).rsqrt_()
             ctx.save_for_backward(input, weight, factors.float())
             return wide.mul_(factors[..., None]).mul_(weight).float()
-        output, factors = torch.empty_like(input), input.new_empty(input.shape[:-1])
-        sizes = (factors.numel(), len(weight), torch.get_num_threads())
-        kernels.groupgrad_norm(
-            input.data_ptr(), weight.data_ptr(), epsilon, output.data_ptr(), factors.data_ptr(), *sizes
-        )
+        output, factors = _normalised(kernels, input, weight, epsilon)
         ctx.save_for_backward(input, weight, factors)
         return output
 
@@ -139,9 +161,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate, up = gate.contiguous(), up.contiguous()
-        output = torch.empty_like(gate)
-        pointers = [x.data_ptr() for x in (gate, up, output)]
-        kernels.groupgrad_gate(*pointers, gate.numel(), torch.get_num_threads())
+        output = _times_silu(kernels, gate, up)
         ctx.kernels = kernels
         ctx.save_for_backward(gate, up)
         return output
