@@ -113,30 +113,26 @@ def test_a_round_survives_being_saved():
         8: collate([rollout(2, 0, [])], [0.0], mask_truncated=False),
     }
     buffer = GenerationBuffer()
-    for number, batch in batches.items():
-        buffer.put(number, batch)
+    buffer.batches |= batches
     file = io.BytesIO()
     torch.save(buffer.state_dict(), file)
     file.seek(0)
     restored = GenerationBuffer()
     restored.load_state_dict(torch.load(file, weights_only=True))
     for number, batch in batches.items():
-        found = restored.get(number)
-        assert found is not None
-        assert_equal(batch, found)
-    assert restored.get(9) is None
+        assert_equal(batch, restored.batches[number])
+    assert set(restored.batches) == set(batches)
 
 
 def test_a_round_of_an_older_checkpoint_lacks_what_was_not_known_then():
     buffer = GenerationBuffer()
-    buffer.put(0, collate([rollout(5, 0, [7, 1], sampling_entropy=[0.5, 0.25])], [1.0], mask_truncated=False))
+    buffer.batches[0] = collate([rollout(5, 0, [7, 1], sampling_entropy=[0.5, 0.25])], [1.0], mask_truncated=False)
     state = buffer.state_dict()
     for name in ("sampling_entropy", "policy_version"):
         del state["rounds"]["0"][0][name]
     restored = GenerationBuffer()
     restored.load_state_dict(state)
-    found = restored.get(0)
-    assert found is not None
+    found = restored.batches[0]
     assert (found.sampling_entropy, found.policy_version) == (None, None)
     assert found.completion_ids.tolist() == [7, 1]
 
@@ -146,21 +142,10 @@ def test_a_checkpoint_with_one_batch_a_micro_batch_is_read():
     state = GenerationBuffer().state_dict()
     for number, rows in enumerate(([0, 1], [2, 3])):
         part = GenerationBuffer()
-        part.put(0, batch.select(rows))
+        part.batches[0] = batch.select(rows)
         (fields,) = part.state_dict()["rounds"]["0"]
         state["rounds"].setdefault("0", []).append({**fields, "passes": None})
         assert len(state["rounds"]["0"]) == number + 1
     restored = GenerationBuffer()
     restored.load_state_dict(state)
-    found = restored.get(0)
-    assert found is not None
-    assert_equal(found, batch)
-
-
-def test_a_buffer_forgets_what_it_is_told_to():
-    buffer = GenerationBuffer()
-    batch = collate([], [], mask_truncated=False)
-    for number in range(4):
-        buffer.put(number, batch)
-    buffer.keep_only({1, 3})
-    assert [buffer.get(number) is batch for number in range(4)] == [False, True, False, True]
+    assert_equal(restored.batches[0], batch)

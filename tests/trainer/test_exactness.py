@@ -260,7 +260,7 @@ def test_the_sampler_computes_in_trainings_precision(make_trainer, adapted, bf16
         extra["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     trainer = make_trainer(trainer=extra, bf16=bf16, num_iterations=2, learning_rate=0.0, max_steps=1)
     trainer.train()
-    batch = trainer.buffer.get(0)
+    batch = trainer.buffer.batches[0]
     torch.testing.assert_close(batch.sampling_logprobs, batch.old_logprobs, rtol=0, atol=1e-5)
 
 

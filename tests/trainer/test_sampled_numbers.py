@@ -152,7 +152,7 @@ def test_numbers_of_sampling_change_nothing(train, tools, case):
 
 def test_only_live_rows_are_forwarded_on_policy(train, passes):
     trainer, _ = train(exact=True, max_steps=1)
-    batch = trainer.buffer.get(0)
+    batch = trainer.buffer.batches[0]
     live = int((batch.advantages != 0)[batch.row_of_token].sum())
     assert [grad for _, grad in passes] == [True] * len(passes)
     assert sum(tokens for tokens, _ in passes) == live < batch.num_tokens
@@ -163,7 +163,7 @@ def test_only_live_rows_are_forwarded_on_policy(train, passes):
 def test_later_steps_of_a_round_measure_dead_rows_without_gradient(train, passes, exact):
     """The first of two steps over one round needs no pass for them with an exact engine, and a forward without."""
     trainer, _ = train(exact=exact, num_iterations=2, max_steps=2)
-    batch = trainer.buffer.get(0)
+    batch = trainer.buffer.batches[0]
     dead = int((batch.advantages == 0)[batch.row_of_token].sum())
     live = int((batch.advantages != 0)[batch.row_of_token].sum())
     assert sum(tokens for tokens, grad in passes if grad) == 2 * live
@@ -179,7 +179,7 @@ def test_old_logprobs_are_those_of_sampling(train, monkeypatch):
     )
     trainer, _ = train(exact=True, **TWO_STEPS)
     assert not asked
-    batch = trainer.buffer.get(1)
+    (batch,) = trainer.buffer.batches.values()  # only the last one is held
     assert torch.equal(batch.old_logprobs, batch.sampling_logprobs)
     train(exact=False, **TWO_STEPS)
     assert asked
@@ -193,7 +193,7 @@ def test_a_missing_logprob_brings_the_pass_back(train):
         ]
 
     trainer, _ = train(exact=True, prepare=lame, learning_rate=0.0, **{**TWO_STEPS, "max_steps": 1})
-    batch = trainer.buffer.get(0)
+    batch = trainer.buffer.batches[0]
     known = batch.sampling_logprobs.isfinite()
     assert not bool(known.all())
     assert bool(batch.old_logprobs.isfinite().all())
@@ -226,7 +226,7 @@ def test_a_wrong_engine_is_warned_of_once(train, caplog):
 def test_with_dropout_training_is_apart_from_sampling(train, passes):
     trainer, _ = train(exact=True, dropout=0.3, max_steps=1)
     assert "sampling/logp_mismatch" not in trainer.state.log_history[0]
-    assert sum(tokens for tokens, _ in passes) == trainer.buffer.get(0).num_tokens
+    assert sum(tokens for tokens, _ in passes) == trainer.buffer.batches[0].num_tokens
     assert any(not grad for _, grad in passes)
 
 

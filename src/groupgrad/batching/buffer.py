@@ -30,18 +30,6 @@ class GenerationBuffer:
         self.batches: dict[int, Batch] = {}
         """Rows of the generation batches that are held, by number."""
 
-    def get(self, number: int) -> Batch | None:
-        """The rows of generation batch `number`, or None if it is not held."""
-        return self.batches.get(number)
-
-    def put(self, number: int, batch: Batch) -> None:
-        """Hold the rows of generation batch `number`."""
-        self.batches[number] = batch
-
-    def keep_only(self, numbers: set[int]) -> None:
-        """Drop all generation batches but these."""
-        self.batches = {number: batch for number, batch in self.batches.items() if number in numbers}
-
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers that `load_state_dict` restores exactly."""
         rounds = {str(number): [_batch_state(batch)] for number, batch in self.batches.items()}

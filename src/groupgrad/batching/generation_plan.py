@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)
 class GenerationPlan:
     """Sizes of a generation batch; all are positive, and `num_generations` divides `generation_batch_size`."""
 
@@ -34,7 +34,7 @@ class GenerationPlan:
     shuffle_seed: int | None = None
     """Seed by which the rows of each generation batch are dealt to its steps; None keeps groups whole."""
 
-    @property
+    @functools.cached_property
     def generation_batch_size(self) -> int:
         """N, rows of one generation batch over all ranks."""
         return self.micro_batch_rows * self.world_size * self.steps_per_generation
@@ -44,7 +44,7 @@ class GenerationPlan:
         """U, distinct prompts of one generation batch over all ranks."""
         return self.generation_batch_size // self.num_generations
 
-    @property
+    @functools.cached_property
     def micro_batches_per_generation(self) -> int:
         """Micro-batches that each rank trains on before the next generation batch is sampled."""
         return self.steps_per_generation * self.num_iterations
@@ -53,7 +53,7 @@ class GenerationPlan:
         """Generation batches that follow the present one within the next `num_micro_batches`, its own included."""
         return max(0, -(-num_micro_batches // self.micro_batches_per_generation) - 1)
 
-    @property
+    @functools.cached_property
     def is_on_policy(self) -> bool:
         """True if each generation batch is used up within one optimizer step.
 
@@ -61,7 +61,7 @@ class GenerationPlan:
         """
         return self.accumulation % self.micro_batches_per_generation == 0
 
-    @property
+    @functools.cached_property
     def _window(self) -> int:
         """Micro-batches of a generation batch that belong to one optimizer step."""
         if self.steps_per_generation % self.accumulation == 0:

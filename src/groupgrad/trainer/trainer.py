@@ -247,9 +247,9 @@ class GRPOTrainer(TrainingRun):
         step, size = self.state.global_step, self.plan.micro_batch_rows
         self._on_policy = self.sampler_logprobs.on_policy(step)
         for index, key in enumerate(keys):
-            if key.position == 0 or self.buffer.get(key.generation) is None:
-                self.buffer.put(key.generation, self._sample(key, index))
-        self.buffer.keep_only({key.generation for key in keys})
+            if key.position == 0 or key.generation not in self.buffer.batches:
+                self.buffer.batches[key.generation] = self._sample(key, index)
+        self.buffer.batches = {key.generation: self.buffer.batches[key.generation] for key in keys}
         with dist.errors_on_all_ranks():
             batch = self._rows_of_step(keys)
         keep = self.args.top_entropy_quantile
@@ -305,8 +305,7 @@ class GRPOTrainer(TrainingRun):
         batches = []
         for number, same in groupby(keys, key=lambda key: key.generation):
             rows = [row for key in same for row in self.plan.places(dist.rank(), key.position, number)]
-            batch = self.buffer.get(number)
-            assert batch is not None
+            batch = self.buffer.batches[number]
             batches.append(batch if rows == list(range(batch.num_rows)) else batch.select(rows))
         return batches[0] if len(batches) == 1 else Batch.concat(batches)
 
