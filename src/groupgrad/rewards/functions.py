@@ -58,19 +58,21 @@ class RewardFunction:
         names = [name for name in inputs.names if self.takes_all or name in self.takes]
         if not self.takes.isdisjoint(ALIASES):
             names += [name for name in inputs.aliases if name in self.takes]
-        missing = [name for name in self.requires if name not in names]
-        if missing:
-            hint = ""
-            if "ground_truths" in missing:
-                columns = ", ".join(GROUND_TRUTH_COLUMNS)
-                hint = f"; 'ground_truths' stands for the first column of {columns}, and none exists"
-            raise RewardError(
-                f"reward function '{self.name}', step {inputs.step}: it requires the argument"
-                f"{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, which the data set does not "
-                f"provide{hint}; available: {', '.join(inputs.names)}. Add the column, or give the argument a default"
-            )
+        if not set(self.requires).issubset(names):
+            raise self._lacks([name for name in self.requires if name not in names], inputs)
         loggers = {"log_extra": log.log_extra, "log_metric": log.log_metric}
         return {name: loggers.get(name) or inputs.value(name) for name in names if name not in self.bound}
+
+    def _lacks(self, missing: list[str], inputs: CallInputs) -> RewardError:
+        hint = ""
+        if "ground_truths" in missing:
+            columns = ", ".join(GROUND_TRUTH_COLUMNS)
+            hint = f"; 'ground_truths' stands for the first column of {columns}, and none exists"
+        return RewardError(
+            f"reward function '{self.name}', step {inputs.step}: it requires the argument"
+            f"{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, which the data set does not provide"
+            f"{hint}; available: {', '.join(inputs.names)}. Add the column, or give the argument a default"
+        )
 
 
 def inspect_function(function: Callable[..., Any]) -> RewardFunction:
@@ -115,36 +117,42 @@ def read_rewards(returned: Any, name: str, inputs: CallInputs) -> list[float]:
     Accepts a list, tuple, array or tensor of real numbers, booleans and None. RewardError, with the function, step and
     row, for anything else, a wrong number of rewards, and an infinite reward.
     """
-    where = f"reward function '{name}', step {inputs.step}"
+    values = returned.tolist() if callable(getattr(returned, "tolist", None)) else returned
+    fits = isinstance(values, (list, tuple)) and len(values) == len(inputs.rollouts)
+    rewards = [_as_float(value) for value in values] if fits else []
+    usable = [reward for reward in rewards if reward is not None and not abs(reward) > LARGEST_REWARD]
+    if not fits or len(usable) < len(rewards):
+        problem = _problem(returned, values, inputs)
+        raise RewardError(f"reward function '{name}', step {inputs.step}: it returned {problem}")
+    return usable
+
+
+def _problem(returned: Any, values: Any, inputs: CallInputs) -> str:
+    """The reason for which a return value, whose `tolist()` are the values, is no list of rewards, and a remedy."""
     num_rows = len(inputs.rollouts)
     if isinstance(returned, (torch.Tensor, np.ndarray)) and returned.ndim != 1:
-        raise RewardError(f"{where}: it returned an array of shape {tuple(returned.shape)}; return shape ({num_rows},)")
-    values = returned.tolist() if callable(getattr(returned, "tolist", None)) else returned
+        return f"an array of shape {tuple(returned.shape)}; return shape ({num_rows},)"
     if not isinstance(values, (list, tuple)):
-        raise RewardError(
-            f"{where}: it returned {short_repr(returned)}; return a list with one number or None a completion"
-        )
+        return f"{short_repr(returned)}; return a list with one number or None a completion"
     if len(values) != num_rows:
-        raise RewardError(
-            f"{where}: it returned {len(values)} rewards for {num_rows} completions (the first is "
-            f"{inputs.describe(0)}); return one number or None a completion, in their order"
+        return (
+            f"{len(values)} rewards for {num_rows} completions (the first is {inputs.describe(0)}); return one number "
+            "or None a completion, in their order"
         )
-    rewards = []
     for row, value in enumerate(values):
         reward = _as_float(value)
         if reward is None:
-            raise RewardError(
-                f"{where}: it returned {short_repr(value)} for {inputs.describe(row)}; return a number, or None where "
-                "the function does not apply"
+            return (
+                f"{short_repr(value)} for {inputs.describe(row)}; return a number, or None where the function does not "
+                "apply"
             )
         if abs(reward) > LARGEST_REWARD:
-            raise RewardError(
-                f"{where}: it returned {value!r} for {inputs.describe(row)}; an infinite reward, or one beyond "
-                f"{LARGEST_REWARD:.2g}, makes the advantages of its whole group meaningless: return a smaller number, "
-                "or None where the function does not apply"
+            return (
+                f"{value!r} for {inputs.describe(row)}; an infinite reward, or one beyond {LARGEST_REWARD:.2g}, makes "
+                "the advantages of its whole group meaningless: return a smaller number, or None where the function "
+                "does not apply"
             )
-        rewards.append(reward)
-    return rewards
+    raise AssertionError("every value is a reward")
 
 
 def _as_float(value: Any) -> float | None:

@@ -13,6 +13,7 @@ import torch
 
 from groupgrad.activity import doing
 from groupgrad.concurrency.callables import innermost
+from groupgrad.concurrency.workers import NoAnswer
 from groupgrad.metrics import merge_all
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.call_inputs import CallInputs, CallLog, LogMisuse
@@ -74,6 +75,8 @@ class RewardRunner:
             if isinstance(scorer, RewardFunction) and self._calls.runs_at_once(scorer)
         }
         """Functions that are async or have a worker process: they start before all others and are waited for last."""
+        self._order = sorted(range(len(self._scorers)), key=self._early.__contains__)
+        self._is_supervised = self.supervision.is_active
         self._statistics = {function.name: CallStatistics() for function in functions}
         self._warned_unscored = False
         self._warned_failed: set[str] = set()
@@ -137,7 +140,7 @@ class RewardRunner:
         unscored = table.rewards[rows].isnan().all(dim=1)
         if bool(unscored.any()) and not any(statistics.failures for statistics in self._statistics.values()):
             self._warn_unscored(unscored.nonzero().flatten().tolist(), inputs)
-        if self.supervision.is_active:
+        if self._is_supervised:
             for name, statistics in self._statistics.items():
                 table.metrics |= statistics.take(name)
         return table
@@ -160,7 +163,7 @@ class RewardRunner:
         try:
             for i, function in self._early.items():
                 begun[i] = self._calls.begin(function, inputs, logs[i])
-            for i in sorted(range(len(logs)), key=self._early.__contains__):
+            for i in self._order:
                 scorer = self._scorers[i]
                 if isinstance(scorer, RewardFunction):
                     rewards[i] = self._score(i, scorer, inputs, logs, begun)
@@ -179,7 +182,7 @@ class RewardRunner:
         self, index: int, function: RewardFunction, inputs: CallInputs, logs: list[CallLog], begun: dict[int, BegunCall]
     ) -> list[float]:
         """Waits for a function's call, begins it anew after transient errors, and returns one reward a row."""
-        statistics, seconds = self._statistics[function.name], 0.0
+        seconds = 0.0
         for attempt in itertools.count(1):
             with doing(f"the reward function {function.name!r}", inputs.describe_all):
                 if index not in begun:
@@ -189,23 +192,22 @@ class RewardRunner:
                 finally:
                     logs[index].close()
                 seconds += outcome.seconds
-                error = outcome.error
-                if error is None or attempt > self.supervision.retries or not self.supervision.is_transient(error):
+                if outcome.error is None or not self.supervision.allows_retry(outcome.error, attempt):
                     break
                 pause = pause_s(attempt)
-                logger.warning("%s; called again in %g s", call_error(error, function.name, inputs), pause)
+                logger.warning("%s; called again in %g s", call_error(outcome.error, function.name, inputs), pause)
                 time.sleep(pause)
             logs[index] = CallLog(function.name, len(inputs.rollouts), inputs.step)
             del begun[index]
-        statistics.times.append(seconds)
-        if error is None:
-            return read_rewards(outcome.value, function.name, inputs)
-        statistics.failures += 1
-        statistics.timeouts += outcome.timed_out
-        return self._failed(function, error, inputs)
+        self._statistics[function.name].times.append(seconds)
+        if outcome.error is not None:
+            return self._failed(function, outcome.error, inputs)
+        return read_rewards(outcome.value, function.name, inputs)
 
     def _failed(self, function: RewardFunction, error: BaseException, inputs: CallInputs) -> list[float]:
         """The rewards of a call that failed for good, or its error."""
+        self._statistics[function.name].failures += 1
+        self._statistics[function.name].timeouts += isinstance(error, NoAnswer)
         if isinstance(error, (LogMisuse, KeyboardInterrupt)):
             raise error
         action = self.supervision.action(function.name)

@@ -54,10 +54,11 @@ class SupervisionOptions:
         """Returns the outcome of a failed call of this function."""
         return self.on_failure.get(name, "error") if isinstance(self.on_failure, Mapping) else self.on_failure
 
-    def is_transient(self, error: BaseException) -> bool:
-        """True for an exception of a function that is worth another attempt; not for a passed deadline."""
-        names = set(class_names(error))
-        return not isinstance(error, NoAnswer) and not names.isdisjoint(self.transient_errors)
+    def allows_retry(self, error: BaseException, attempt: int) -> bool:
+        """True if a function is called again after this attempt: for a transient error, never for a passed deadline."""
+        if attempt > self.retries or isinstance(error, NoAnswer):
+            return False
+        return not set(class_names(error)).isdisjoint(self.transient_errors)
 
 
 def pause_s(attempt: int) -> float:
