@@ -66,25 +66,30 @@ def compute_advantages(
     rewards = rewards.detach().double()
     weight = torch.as_tensor(weights, dtype=torch.float64, device=rewards.device)
     _check(rewards, weight, num_generations)
-    num_rows, num_functions = rewards.shape
     combined = _weighted_sum(rewards, weight)
-    groups = _about_mean(combined.view(-1, num_generations))
     if aggregation == "normalize_then_sum":
-        functions = _about_mean(rewards.T.reshape(-1, num_generations))
-        normalized = functions.deviations / (functions.std + STD_FLOOR)
-        batch = _about_mean(_weighted_sum(normalized.view(num_functions, num_rows).T, weight).view(1, -1))
-        scaled = batch.deviations / (batch.std + STD_FLOOR)
-        varies = (functions.std > ZERO_STD).view(num_functions, groups.std.shape[0]) & (weight != 0).unsqueeze(1)
-        flat = ~varies.any(dim=0)
+        scaled, flat = _normalize_then_sum(rewards, weight, num_generations)
     else:
-        flat = ~(groups.std > ZERO_STD).squeeze(1)
-        scaled = groups.deviations
+        groups = _about_mean(combined.view(-1, num_generations))
+        scaled, flat = groups.deviations, ~(groups.std > ZERO_STD).squeeze(1)
         if scale_rewards == "group":
             scaled = scaled / (groups.std + STD_FLOOR)
         elif scale_rewards == "batch":
             scaled = scaled / (_about_mean(combined.view(1, -1)).std + STD_FLOOR)
     advantages = scaled.reshape(-1).nan_to_num(nan=0.0)
     return Advantages(advantages, combined, flat.repeat_interleave(num_generations))
+
+
+def _normalize_then_sum(
+    rewards: torch.Tensor, weight: torch.Tensor, num_generations: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1, N) advantages of GDPO, and (groups,) bool: groups in which no function of non-zero weight varies."""
+    num_rows, num_functions = rewards.shape
+    functions = _about_mean(rewards.T.reshape(-1, num_generations))
+    normalized = functions.deviations / (functions.std + STD_FLOOR)
+    batch = _about_mean(_weighted_sum(normalized.view(num_functions, num_rows).T, weight).view(1, -1))
+    varies = (functions.std > ZERO_STD).view(num_functions, num_rows // num_generations) & (weight != 0).unsqueeze(1)
+    return batch.deviations / (batch.std + STD_FLOOR), ~varies.any(dim=0)
 
 
 def reward_metrics(rewards: torch.Tensor, names: Sequence[str], result: Advantages) -> dict[str, Metric]:

@@ -46,16 +46,10 @@ class PolicyTerms:
     """(B,)."""
     correction: PerToken | PerRow | None
     """The mismatch ratio, or None."""
-
-    @property
-    def token_ratio(self) -> torch.Tensor:
-        """(L,) the policy ratio that holds for each token."""
-        return spread(self.ratio, self.layout)
-
-    @property
-    def token_advantages(self) -> torch.Tensor:
-        """(L,) the advantage that holds for each token."""
-        return spread(PerRow(self.advantages), self.layout)
+    token_ratio: torch.Tensor
+    """(L,) the policy ratio that holds for each token."""
+    token_advantages: torch.Tensor
+    """(L,) the advantage that holds for each token."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -143,7 +137,7 @@ def policy_loss(
     Raises ValueError for scores of another length than the batch, for `beta` without reference log-probs, and for an
     entropy bonus whose totals have a threshold but no count of the tokens it keeps.
     """
-    _check(scores, batch, options)
+    _check_shapes(scores, batch)
     recipe = LOSSES[options.loss_type]
     terms = _terms(scores, batch, options)
     layout = terms.layout
@@ -158,10 +152,8 @@ def policy_loss(
     if terms.correction is not None and not recipe.folds_mismatch:
         per_token = per_token * spread(terms.correction, layout)
     metrics = {"entropy": mean_where(scores.entropy, layout.trained), **policy.metrics}
-    if options.beta != 0 and batch.ref_logprobs is not None:
-        kl = kl_to_reference(
-            scores.logprobs, batch.ref_logprobs, layout, terms.ratio if options.use_bias_correction_kl else None
-        )
+    if options.beta != 0:
+        kl = _kl(scores, batch, terms, options)
         per_token = per_token + options.beta * kl
         metrics["kl"] = mean_where(kl, layout.trained)
     reduce = REDUCTIONS[recipe.reduction]
@@ -184,14 +176,28 @@ def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyT
     if options.mismatch is not None and batch.sampling_logprobs is not None:
         old = scores.logprobs if batch.old_logprobs is None else batch.old_logprobs
         correction = mismatch_ratio(old, batch.sampling_logprobs, layout, options.mismatch)
+    ratio = policy_ratio(log_ratio, layout, options.importance_sampling_level)
     return PolicyTerms(
         layout,
         where_trained(scores.logprobs, layout),
         log_ratio,
-        policy_ratio(log_ratio, layout, options.importance_sampling_level),
+        ratio,
         batch.advantages,
         correction,
+        token_ratio=spread(ratio, layout),
+        token_advantages=spread(PerRow(batch.advantages), layout),
     )
+
+
+def _kl(scores: TokenScores, batch: Batch, terms: PolicyTerms, options: PolicyOptions) -> torch.Tensor:
+    """(L,) the KL term. Differentiable."""
+    if batch.ref_logprobs is None:
+        raise ValueError(
+            f"beta={options.beta} needs the reference model's log-probs, but the batch has none; "
+            "set ref_logprobs, or beta=0"
+        )
+    ratio = terms.ratio if options.use_bias_correction_kl else None
+    return kl_to_reference(scores.logprobs, batch.ref_logprobs, terms.layout, ratio)
 
 
 def _without_drifted_rows(per_token: torch.Tensor, terms: PolicyTerms, batch: Batch, threshold: float) -> torch.Tensor:
@@ -217,15 +223,10 @@ def _entropy_share(entropy: torch.Tensor, kept: torch.Tensor, layout: Layout, ba
     return token_mean_share(torch.where(kept, entropy, torch.zeros_like(entropy)), layout, totals, count)
 
 
-def _check(scores: TokenScores, batch: Batch, options: PolicyOptions) -> None:
+def _check_shapes(scores: TokenScores, batch: Batch) -> None:
     expected = (batch.num_tokens,)
     if scores.logprobs.shape != expected or scores.entropy.shape != expected:
         raise ValueError(
             f"scores of shapes {tuple(scores.logprobs.shape)} and {tuple(scores.entropy.shape)} do not fit a batch of "
             f"{batch.num_tokens} completion tokens; give one log-prob and one entropy a token"
-        )
-    if options.beta != 0 and batch.ref_logprobs is None:
-        raise ValueError(
-            f"beta={options.beta} needs the reference model's log-probs, but the batch has none; "
-            "set ref_logprobs, or beta=0"
         )

@@ -134,7 +134,7 @@ class ExperienceCollector:
 
     def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages:
         """The advantages of all N rows of a generation batch from (N, R) rewards, NaN where not scored."""
-        weights = torch.tensor(self.options.reward_weights, dtype=torch.float64)
+        weights = self.options.reward_weights
         return compute_advantages(
             rewards, weights, num_generations, self.options.scale_rewards, self.options.aggregation
         )
