@@ -8,7 +8,7 @@ from groupgrad import dist
 from groupgrad.config import GRPOConfig
 from groupgrad.errors import ConfigError
 from groupgrad.modeling.scoring.attention import attention_dropout, pretrained
-from groupgrad.modeling.scoring.recurrent_layers import has_recurrent_layers
+from groupgrad.modeling.scoring.recurrent_layers import recurrent_classes
 from groupgrad.modeling.self_check import LayoutReport
 from groupgrad.modeling.vlm import is_multimodal
 
@@ -34,7 +34,7 @@ def _obstacle(model: nn.Module, layout: LayoutReport, *, aux_loss: bool) -> str 
     inner = pretrained(model)
     if is_multimodal(model):
         return "this model takes images, whose tokens must stay together. Set context_parallel_size=1"
-    if inner is not None and has_recurrent_layers(inner):
+    if inner is not None and recurrent_classes(inner):
         return "this model has recurrent layers, which pass a state on from token to token. Set context_parallel_size=1"
     if layout.layout == "dense":
         return f"this model runs on padded rows only: {layout.reason}. Set context_parallel_size=1"

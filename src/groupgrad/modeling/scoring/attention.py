@@ -27,12 +27,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from groupgrad.modeling.scoring.attention_layers import (
     RoutedPlan,
-    has_routed_attention,
     route_attention,
+    routed_classes,
     unroutable_attention,
 )
 from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
-from groupgrad.modeling.scoring.recurrent_layers import forget, has_recurrent_layers, routed
+from groupgrad.modeling.scoring.recurrent_layers import forget, recurrent_classes, routed
 
 _PREFIX = "groupgrad_"
 
@@ -71,14 +71,14 @@ def run_planned(
         raise ValueError(f"{type(model).__name__} cannot run an attention plan: {reason}")
     inner = pretrained(model)
     assert inner is not None
-    if has_routed_attention(inner):
+    if routed_classes(inner):
         route_attention(inner)
         plan = RoutedPlan(plan, positions)
     is_kept = _is_kept_for_backward(inner)
     _active_plans.append(plan)
     try:
         with _wrapped_attention(inner, is_kept=is_kept), ExitStack() as routes:
-            if has_recurrent_layers(inner):
+            if recurrent_classes(inner):
                 routes.enter_context(routed(inner, plan.recurrence, keep=is_kept))
             if "position_ids" in arguments(model):
                 extra["position_ids"] = positions.unsqueeze(-2)
@@ -111,7 +111,7 @@ def plannable(model: nn.Module) -> str | None:
     config = inner.config.get_text_config(decoder=True)
     if getattr(inner.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder"
-    recurrent = has_recurrent_layers(inner)
+    recurrent = bool(recurrent_classes(inner))
     if getattr(inner, "_is_stateful", False) and not recurrent:
         return "it carries a recurrent state"
     if not getattr(config, "is_causal", True):
@@ -123,7 +123,7 @@ def plannable(model: nn.Module) -> str | None:
     other_layers = sorted(layer_types - (_ROUTABLE_LAYERS if recurrent else _PLANNABLE_LAYERS))
     if other_layers:
         return f"it has layers of type {', '.join(other_layers)}"
-    if has_routed_attention(inner):
+    if routed_classes(inner):
         reason = unroutable_attention(inner)
         if reason is not None:
             return reason
@@ -202,7 +202,7 @@ def _wrapped_attention(inner: PreTrainedModel, *, is_kept: bool) -> Iterator[Non
     try:
         yield
     finally:
-        if has_routed_attention(inner) or not is_kept:
+        if routed_classes(inner) or not is_kept:
             unplug(inner)
 
 

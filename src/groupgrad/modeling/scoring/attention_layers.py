@@ -174,17 +174,12 @@ _classes: WeakKeyDictionary[nn.Module, list[type[nn.Module]]] = WeakKeyDictionar
 _wrappers: set[Callable[..., Any]] = set()
 
 
-def has_routed_attention(model: nn.Module) -> bool:
-    """True if some attention layers of `model` compute attention themselves and can be routed."""
-    return bool(_routed_classes(model))
-
-
 def unroutable_attention(model: nn.Module) -> str | None:
     """Why the routed layers of `model` cannot run a plan, or None."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "slow_but_exact", False) and getattr(config, "pretraining_tp", 1) > 1:
         return "its slow_but_exact splits the products of its layers"
-    classes = {cls.__name__ for cls in _routed_classes(model)}
+    classes = {cls.__name__ for cls in routed_classes(model)}
     if "FalconAttention" in classes and config.alibi and config._attn_implementation != "sdpa":
         return "its eager attention adds the bias of alibi twice; attn_implementation='sdpa' adds it once"
     return None
@@ -192,11 +187,12 @@ def unroutable_attention(model: nn.Module) -> str | None:
 
 def route_attention(model: nn.Module) -> None:
     """Wraps the attention layers of `model`, once for each class."""
-    for cls in _routed_classes(model):
+    for cls in routed_classes(model):
         _wrap(cls, _ROUTES[cls.__name__])
 
 
-def _routed_classes(model: nn.Module) -> list[type[nn.Module]]:
+def routed_classes(model: nn.Module) -> list[type[nn.Module]]:
+    """The classes of attention layers in `model` that compute attention themselves and can be routed."""
     if model not in _classes:
         found = {type(module) for module in model.modules()}
         _classes[model] = [cls for cls in found if cls.__name__ in _ROUTES and is_transformers_class(cls)]

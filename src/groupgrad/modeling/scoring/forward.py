@@ -93,7 +93,7 @@ def score_tokens(
     """
     if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
         return _score_nothing(model, batch, options)
-    if _lacks_image(model, batch, options):
+    if options.image_example is not None and _lacks_image(model, batch):
         return _score_beside_an_image(model, batch, options, precomputed, tap)
     if bool(batch.trained.all()):
         return _score(model, batch, options, precomputed, tap)
@@ -165,10 +165,10 @@ def _placeholder(options: ForwardOptions) -> Batch:
     return build_batch([example.ids], [0], [[options.pad_id]], (example.media,))
 
 
-def _lacks_image(model: nn.Module, batch: Batch, options: ForwardOptions) -> bool:
+def _lacks_image(model: nn.Module, batch: Batch) -> bool:
     """True if other ranks may run the vision tower in this pass, whose weights they gather together, and this not."""
     has_images = any((*(batch.media or ()), *(batch.row_media or ())))
-    return options.image_example is not None and not has_images and is_zero_sharded(model)
+    return not has_images and is_zero_sharded(model)
 
 
 def _score_beside_an_image(

@@ -7,7 +7,7 @@ tiled head scores them there, and logits never exist; otherwise the model comput
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,33 +64,34 @@ class HeadHook:
         if head is None or not self.rows.numel():
             yield
             return
-        if is_sharded and not isinstance(head, nn.Linear):
-            transform = None  # the head is a module of an adapter, which gathers no weights itself
-
-        def narrow(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            hidden = inputs[0]
-            num_rows, width = self.shape
-            if hidden.dim() != 3 or hidden.shape[0] != num_rows or hidden.shape[1] < width:
-                return None
-            self.is_narrowed = True
-            hidden = self._predictors(hidden)
-            if self.on_states is not None and hidden.requires_grad:
-                self.on_states(hidden)
-            if transform is None or is_sharded:
-                return (hidden[None], *inputs[1:])
-            self.scores = self._tiled_scores(module, hidden, transform)
-            return (hidden[None, :1], *inputs[1:])
-
+        inside = nullcontext()
+        if is_sharded and transform is not None:
+            # The head in an adapter is a module of its own, which gathers no weights itself.
+            inside = self._scoring_inside(head, transform) if isinstance(head, nn.Linear) else inside
+            transform = None
         # Compiled, the hook would take the positions of this call for constants, and compile every batch anew.
-        handle = head.register_forward_pre_hook(torch.compiler.disable(narrow))  # pyright: ignore[reportArgumentType]
+        narrow: Any = torch.compiler.disable(lambda module, inputs: self._narrow(module, inputs, transform))
+        handle = head.register_forward_pre_hook(narrow)
         try:
-            if transform is not None and is_sharded:
-                with self._scoring_inside(head, transform):
-                    yield
-            else:
+            with inside:
                 yield
         finally:
             handle.remove()
+
+    def _narrow(self, head: nn.Module, inputs: tuple[Any, ...], transform: LogitTransform | None) -> Any:
+        """The head's inputs without states that predict no token; with a `transform` the scores are computed here."""
+        hidden = inputs[0]
+        num_rows, width = self.shape
+        if hidden.dim() != 3 or hidden.shape[0] != num_rows or hidden.shape[1] < width:
+            return None
+        self.is_narrowed = True
+        hidden = self._predictors(hidden)
+        if self.on_states is not None and hidden.requires_grad:
+            self.on_states(hidden)
+        if transform is None:
+            return (hidden[None], *inputs[1:])
+        self.scores = self._tiled_scores(head, hidden, transform)
+        return (hidden[None, :1], *inputs[1:])
 
     @contextmanager
     def _scoring_inside(self, head: Any, transform: LogitTransform) -> Iterator[None]:

@@ -82,16 +82,11 @@ _kept: WeakKeyDictionary[nn.Module, Recurrence] = WeakKeyDictionary()
 """The recurrence of the last pass of a model whose layers a backward pass computes again."""
 
 
-def has_recurrent_layers(model: nn.Module) -> bool:
-    """True if some layers of `model` call functions that can be routed."""
-    return bool(_recurrent_classes(model))
-
-
 @contextmanager
 def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]:
     """Computes the recurrent layers of `model` in the body with `order`; with `keep` in backward passes too, until
     `forget` is called."""
-    for cls in _recurrent_classes(model):
+    for cls in recurrent_classes(model):
         for name in _routable(cls):
             _wrap(inspect.unwrap(cls.forward).__globals__, name)
         _wrap_layer(cls)
@@ -121,7 +116,7 @@ def _present() -> Recurrence | None:
     return list(_kept.values())[-1] if _kept and is_backward else None
 
 
-def _recurrent_classes(model: nn.Module) -> list[type[nn.Module]]:
+def recurrent_classes(model: nn.Module) -> list[type[nn.Module]]:
     """The classes of layers in `model` that can be routed; decode steps ask often, so they are looked up once."""
     if model not in _classes:
         _classes[model] = [

@@ -164,10 +164,7 @@ class CheckpointingByNeed:
         free = FREE_SHARE * free_bytes(device)
         is_needed = needed > free
         is_on = any(dist.all_gather_objects(is_needed)) if self._is_joint else is_needed
-        if is_on == self.is_on:
-            return
-        self.is_on = is_on
-        if is_needed:
+        if is_needed and is_on != self.is_on:
             logger.warning(
                 "activations of %d tokens%s would take %.1f GiB and %.1f GiB are free for them: gradient checkpointing "
                 "is on, at the cost of a second forward pass; set gradient_checkpointing=False to forbid it",
@@ -176,11 +173,16 @@ class CheckpointingByNeed:
                 needed / 2**30,
                 free / 2**30,
             )
+        if is_on != self.is_on:
+            self._switch(is_on)
+
+    def _switch(self, is_on: bool) -> None:
+        self.is_on = is_on
         if is_on:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._checkpointing_options)
         else:
             self._model.gradient_checkpointing_disable()
         # Reentrant checkpointing passes no gradient to an adapter unless the layer's input requires one.
         if self._checkpointing_options.get("use_reentrant") and hasattr(self._model, "peft_config"):
-            name = "enable_input_require_grads" if self.is_on else "disable_input_require_grads"
+            name = "enable_input_require_grads" if is_on else "disable_input_require_grads"
             getattr(self._model, name)()

@@ -24,7 +24,8 @@ class GradientSums:
     """
 
     def __init__(self, model: nn.Module, *, in_float32: bool):
-        self._model, self._in_float32 = model, in_float32
+        self._model = model
+        self._summed = (torch.bfloat16, torch.float16) if in_float32 else ()
         self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
 
     @property
@@ -33,13 +34,13 @@ class GradientSums:
 
         A stand-in is a float32 parameter without memory. Of a shard it has this rank's part.
         """
-        return [self._holder(parameter) for parameter in self._model.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return [self._stand_in(parameter) if parameter.dtype in self._summed else parameter for parameter in trained]
 
     @contextmanager
     def passes(self, *, is_last: bool) -> Iterator[None]:
         """Inside, backward passes add to the sums; after the step's last ones the weights have them as `.grad`."""
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        summed = [parameter for parameter in trained if self._holder(parameter) is not parameter]
+        summed = [p for p in self._model.parameters() if p.requires_grad and p.dtype in self._summed]
         handles = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in summed]
         try:
             yield
@@ -56,9 +57,7 @@ class GradientSums:
             stand_in.grad = None
         self._model.zero_grad()
 
-    def _holder(self, parameter: nn.Parameter) -> nn.Parameter:
-        if not self._in_float32 or parameter.dtype not in (torch.bfloat16, torch.float16):
-            return parameter
+    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter not in self._stand_ins:
             values = torch.zeros((), device=parameter.device).expand(local_part(parameter).shape)
             self._stand_ins[parameter] = nn.Parameter(values, requires_grad=False)
@@ -67,7 +66,7 @@ class GradientSums:
     @torch.no_grad()
     def _add(self, parameter: nn.Parameter) -> None:
         """Moves a pass's gradient into the sum."""
-        stand_in, gradient = self._stand_ins[parameter], local_part(parameter.grad)
+        stand_in, gradient = self._stand_in(parameter), local_part(parameter.grad)
         parameter.grad = None
         if stand_in.grad is None:
             stand_in.grad = gradient.float()
@@ -76,7 +75,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _round(self, parameter: nn.Parameter) -> None:
-        stand_in = self._stand_ins[parameter]
+        stand_in = self._stand_in(parameter)
         if stand_in.grad is None:
             return
         gradient = stand_in.grad.to(parameter.dtype)

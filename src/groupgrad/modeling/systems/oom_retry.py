@@ -175,10 +175,13 @@ class MemoryGuard:
             parts = [one for part in parts for one in part.split(min(self._num_ranks, len(part.rows) or 1))]
         if self._max_cost is not None:
             parts = [smaller for part in parts for smaller in part.split_to_size(self._max_cost)]
-        return [smaller for part in parts for smaller in self._within_learned_limit(part)]
+        if self._limit is not None:
+            parts = [smaller for part in parts for smaller in self._cut(part, self._limit)]
+        return parts
 
-    def _within_learned_limit(self, part: MicroBatch) -> list[MicroBatch]:
+    def _cut(self, part: MicroBatch, limit: int) -> list[MicroBatch]:
+        """As few parts of similar cost as the limit allows, rows at the most."""
         parts = [part]
-        while self._limit is not None and max(p.cost for p in parts) > self._limit and len(parts) < len(part.rows):
+        while max(p.cost for p in parts) > limit and len(parts) < len(part.rows):
             parts = part.split(len(parts) + 1)
         return parts
