@@ -118,11 +118,8 @@ class EntropyController:
         self.coef, self.adaptive, self.target = coef, adaptive, target
         self._delta, self._minimum, self._maximum = delta, minimum, maximum
         self._last_entropy: float | None = None
-
-    @property
-    def is_active(self) -> bool:
+        self.is_active = adaptive or coef != 0.0
         """True if a bonus may be applied in this run."""
-        return self.adaptive or self.coef != 0.0
 
     @property
     def applied(self) -> float:

@@ -44,12 +44,6 @@ class LastStep:
     """See `kept_state.random_states`."""
     num_input_tokens_seen: int
 
-    @classmethod
-    def of(cls, trainer: Any) -> LastStep:
-        """The present state of a trainer."""
-        state = trainer.state
-        return cls(state.global_step, dict(trainer.buffer.batches), random_states(), state.num_input_tokens_seen)
-
     def restore(self, trainer: Any) -> None:
         """Puts the state back for a checkpoint."""
         set_random_states(self.random_states)
@@ -65,7 +59,8 @@ class RememberLastStep(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Replaces the state of the step before."""
-        self._trainer._last_step = LastStep.of(self._trainer)
+        batches = dict(self._trainer.buffer.batches)
+        self._trainer._last_step = LastStep(state.global_step, batches, random_states(), state.num_input_tokens_seen)
 
 
 class StopAtStepEnd(TrainerCallback):

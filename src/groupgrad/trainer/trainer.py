@@ -40,7 +40,7 @@ from groupgrad.objectives import (
     known_scores,
     policy_loss,
 )
-from groupgrad.rollout.requests import training_request
+from groupgrad.rollout.requests import GenerationRequest, training_request
 from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_only
@@ -72,11 +72,6 @@ class MicroBatchStep:
 
     keys: tuple[MicroBatchKey, ...]
     index: int
-
-    @property
-    def is_last(self) -> bool:
-        """True for the last micro-batch of the step."""
-        return self.index == len(self.keys) - 1
 
 
 class GRPOTrainer(TrainingRun):
@@ -212,7 +207,7 @@ class GRPOTrainer(TrainingRun):
             if inputs.index == 0:
                 self._micro_batches = self._begin_step(model, inputs.keys)
             micro_batch = self._micro_batches[inputs.index]
-            with self._training_passes(is_last=inputs.is_last):
+            with self._training_passes(is_last=inputs.index == len(inputs.keys) - 1):
                 losses = self.memory.train(micro_batch, partial(self._loss, model), self._backward)
                 loss = torch.stack([part.loss.detach() for part in losses]).sum()
                 self.finite_steps.mark(loss, self._unsent_gradients())
@@ -269,17 +264,9 @@ class GRPOTrainer(TrainingRun):
 
         `index` is the place among the step's micro-batches of the one that needs it first.
         """
-        rank, step, rows = dist.rank(), self.state.global_step, key.rows
-        if rows is None:
-            groups = self.plan.rank_groups(rank, key.generation)
-            with dist.errors_on_all_ranks():
-                rows = reread_rows(key, self.train_dataset, groups, self.buffer.misfit)
-        request, upcoming = training_request(self.plan, rank, key.generation, rows, step), []
-        if key.ahead:
-            num_left = (self.state.max_steps - step) * self.args.gradient_accumulation_steps - index
-            ahead = key.ahead[: self.plan.generations_after(num_left)]
-            numbered = enumerate(ahead, start=key.generation + 1)
-            upcoming = [training_request(self.plan, rank, number, by_group, step) for number, by_group in numbered]
+        rows = self._reread(key) if key.rows is None else key.rows
+        request = training_request(self.plan, dist.rank(), key.generation, rows, self.state.global_step)
+        upcoming = self._upcoming(key, index) if key.ahead else []
         experience = self.components.collector(request, trainer_state=self.state, upcoming=upcoming)
         self.state.num_input_tokens_seen += experience.num_tokens
         self._step_log.experiences.append(experience)
@@ -288,6 +275,19 @@ class GRPOTrainer(TrainingRun):
         if self.plan.is_on_policy and self.reference is None:
             return experience.batch
         return self._with_logprobs(experience.batch)
+
+    def _reread(self, key: MicroBatchKey) -> dict[int, dict[str, Any]]:
+        """Collective. The data-set rows of a generation batch that a checkpoint should have held, by group."""
+        groups = self.plan.rank_groups(dist.rank(), key.generation)
+        with dist.errors_on_all_ranks():
+            return reread_rows(key, self.train_dataset, groups, self.buffer.misfit)
+
+    def _upcoming(self, key: MicroBatchKey, index: int) -> list[GenerationRequest]:
+        """The generation batches that may be sampled ahead behind that of the `index`-th micro-batch of a step."""
+        step = self.state.global_step
+        num_left = (self.state.max_steps - step) * self.args.gradient_accumulation_steps - index
+        numbered = enumerate(key.ahead[: self.plan.generations_after(num_left)], start=key.generation + 1)
+        return [training_request(self.plan, dist.rank(), number, rows, step) for number, rows in numbered]
 
     def _with_logprobs(self, batch: Batch) -> Batch:
         """Collective. A generation batch with log-probs of the policy that sampled it and of the reference model."""
