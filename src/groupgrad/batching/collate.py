@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from groupgrad.batch import Batch, StepTotals, offsets_of, rows_of
-from groupgrad.types import Prompt, Rollout
+from groupgrad.types import Rollout
 
 
 def collate(
@@ -24,9 +24,7 @@ def collate(
     """
     # Environments may begin each rollout of a group with another prompt, so prompts are told apart by their tokens.
     identities = [rollout.prompt.identity for rollout in rollouts]
-    prompts: dict[tuple[tuple[int, ...], str], Prompt] = {}
-    for identity, rollout in zip(identities, rollouts):
-        prompts.setdefault(identity, rollout.prompt)
+    prompts = {identity: rollout.prompt for identity, rollout in zip(identities, rollouts)}
     numbers = {identity: number for number, identity in enumerate(prompts)}
     lengths = [len(rollout.completion_ids) for rollout in rollouts]
     offsets = offsets_of(_integers(lengths))

@@ -79,11 +79,7 @@ class PromptMaker:
                 "or add text to it"
             )
         if self.num_embeddings is not None and max(encoded.ids) >= self.num_embeddings:
-            raise ValueError(
-                f"a prompt has the token {max(encoded.ids)}, but the model's embeddings have {self.num_embeddings} "
-                f"rows: {_excerpt(prompt)}; remove that token from the data set, or enlarge the embeddings with "
-                "model.resize_token_embeddings(...)"
-            )
+            raise ValueError(self._unknown_token_message(prompt, max(encoded.ids)))
         if self.max_context is not None and len(encoded.ids) >= self.max_context:
             raise ValueError(self.too_long_message(prompt, len(encoded.ids)))
         row = row if prompt is row["prompt"] else {**row, "prompt": prompt}
@@ -181,6 +177,13 @@ class PromptMaker:
     def num_tokens(self, row: dict[str, Any]) -> int:
         """Number of tokens of a row's prompt, images included."""
         return len(self._encode_row(row, check=False)[1].ids)
+
+    def _unknown_token_message(self, prompt: Any, token: int) -> str:
+        return (
+            f"a prompt has the token {token}, but the model's embeddings have {self.num_embeddings} rows: "
+            f"{_excerpt(prompt)}; remove that token from the data set, or enlarge the embeddings with "
+            "model.resize_token_embeddings(...)"
+        )
 
     def too_long_message(self, prompt: Any, num_tokens: int) -> str:
         """Error message for a prompt that does not fit the model's context."""
