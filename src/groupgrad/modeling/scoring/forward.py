@@ -95,34 +95,13 @@ def score_tokens(
         return _score_nothing(model, batch, options)
     if options.image_example is not None and _lacks_image(model, batch):
         return _score_beside_an_image(model, batch, options, precomputed, tap)
-    if bool(batch.trained.all()):
-        return _score(model, batch, options, precomputed, tap)
-    loss_tokens = batch.trained.nonzero().flatten()
-    if not len(loss_tokens):  # keep at least one token; the head cannot run on an empty input
-        loss_tokens = loss_tokens.new_zeros(min(1, batch.num_tokens))
-    scores = _score(model, batch, options, precomputed, tap, loss_tokens)
-    logprobs, entropy = (
-        x.new_zeros(batch.num_tokens).index_copy(0, loss_tokens.to(x.device), x)
-        for x in (scores.logprobs, scores.entropy)
-    )
-    return replace(scores, logprobs=logprobs, entropy=entropy)
-
-
-def _score(
-    model: nn.Module,
-    batch: Batch,
-    options: ForwardOptions,
-    precomputed: PrecomputedGradient | None,
-    tap: StatesTap | None,
-    places: torch.Tensor | None = None,
-) -> TokenScores:
-    """Scores of all completion tokens, or of those at `places`."""
     layout = layout_for(model, options) if batch.num_tokens else "dense"
     if layout == "dense":
         inputs = dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
     else:
         inputs = flat_inputs(batch, share=layout == "shared", aux_loss=options.aux_loss)
     tokens, rows, predictors = batch.completion_ids, inputs.rows, inputs.predictors
+    places = None if bool(batch.trained.all()) else _loss_tokens(batch)
     if places is not None:
         tokens, rows, predictors = tokens[places], rows[places], predictors[places]
         if precomputed is not None:
@@ -145,7 +124,24 @@ def _score(
         scores = replace(scores, logprobs=scores.logprobs + zero)
     if part is not None:
         scores = part.join(scores)
-    return replace(scores, aux_loss=getattr(output, "aux_loss", None) if options.aux_loss else None)
+    if options.aux_loss:
+        scores = replace(scores, aux_loss=getattr(output, "aux_loss", None))
+    return scores if places is None else _spread_out(scores, places, batch.num_tokens)
+
+
+def _loss_tokens(batch: Batch) -> torch.Tensor:
+    """Places of the loss tokens; of one token where there is none, since the head cannot run on an empty input."""
+    places = batch.trained.nonzero().flatten()
+    return places if len(places) else places.new_zeros(min(1, batch.num_tokens))
+
+
+def _spread_out(scores: TokenScores, places: torch.Tensor, num_tokens: int) -> TokenScores:
+    """The scores of all tokens from those at `places`; others are 0."""
+    logprobs, entropy = (
+        values.new_zeros(num_tokens).index_copy(0, places.to(values.device), values)
+        for values in (scores.logprobs, scores.entropy)
+    )
+    return replace(scores, logprobs=logprobs, entropy=entropy)
 
 
 def _score_nothing(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
