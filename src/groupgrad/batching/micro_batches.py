@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
@@ -150,15 +150,7 @@ def assign_micro_batches(
     balancing), which keeps `planned`. With `every_row` each row gets a backward pass, and none moves to another rank:
     the loss is not known.
     """
-
-    def passes_of(batch: Batch) -> list[int]:
-        if every_row:
-            return [FORWARD_AND_BACKWARD] * batch.num_rows
-        passes = required_passes(batch, rules.policy, on_policy, entropy_coef=entropy_coef, aux_loss=rules.aux_loss)
-        if rules.one_pass:
-            passes = passes.masked_fill(passes == FORWARD, FORWARD_AND_BACKWARD)
-        return passes.tolist()
-
+    passes_of = partial(_passes_of, rules, on_policy, entropy_coef, every_row)
     is_local = rules.aux_loss or LOSSES[rules.policy.loss_type].reduction == "local_token_mean"
     assigned = [list(rows) for rows in planned]
     if rules.balance_ranks and not is_local:
@@ -178,6 +170,17 @@ def assign_micro_batches(
     loss_tokens = torch.zeros_like(batch.prompt_of_row).index_add(0, batch.row_of_token, batch.trained.long())
     step = StepRows(batch, needed, row_costs(batch, needed), loss_tokens.tolist())
     return [MicroBatch(step, rows) for rows in assigned]
+
+
+def _passes_of(
+    rules: MicroBatchRules, on_policy: OnPolicyInfo, entropy_coef: float, every_row: bool, batch: Batch
+) -> list[int]:
+    # Like a load-balancing loss, one that is not known may have a gradient through every row.
+    aux_loss = rules.aux_loss or every_row
+    passes = required_passes(batch, rules.policy, on_policy, entropy_coef=entropy_coef, aux_loss=aux_loss)
+    if rules.one_pass:
+        passes = passes.masked_fill(passes == FORWARD, FORWARD_AND_BACKWARD)
+    return passes.tolist()
 
 
 def _balanced(
