@@ -164,16 +164,9 @@ class CheckpointingByNeed:
         free = FREE_SHARE * free_bytes(device)
         is_needed = needed > free
         is_on = any(dist.all_gather_objects(is_needed)) if self._is_joint else is_needed
-        if is_needed and is_on != self.is_on:
-            logger.warning(
-                "activations of %d tokens%s would take %.1f GiB and %.1f GiB are free for them: gradient checkpointing "
-                "is on, at the cost of a second forward pass; set gradient_checkpointing=False to forbid it",
-                num_tokens,
-                " and their images" if num_values else "",
-                needed / 2**30,
-                free / 2**30,
-            )
         if is_on != self.is_on:
+            if is_needed:
+                _warn(f"{num_tokens} tokens{' and their images' if num_values else ''}", needed, free)
             self._switch(is_on)
 
     def _switch(self, is_on: bool) -> None:
@@ -186,3 +179,13 @@ class CheckpointingByNeed:
         if self._checkpointing_options.get("use_reentrant") and hasattr(self._model, "peft_config"):
             name = "enable_input_require_grads" if is_on else "disable_input_require_grads"
             getattr(self._model, name)()
+
+
+def _warn(what: str, needed: float, free: float) -> None:
+    logger.warning(
+        "activations of %s would take %.1f GiB and %.1f GiB are free for them: gradient checkpointing is on, at the "
+        "cost of a second forward pass; set gradient_checkpointing=False to forbid it",
+        what,
+        needed / 2**30,
+        free / 2**30,
+    )
