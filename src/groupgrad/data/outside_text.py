@@ -120,10 +120,12 @@ class OutsideText:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, with the ordinary tokens of what its marks stand for."""
-        if has_marks(text):
-            text = _LONE.sub(self._mark_of, text)
-        else:
+        if not has_marks(text):
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        return self._encode_marked(text, add_special_tokens=add_special_tokens)
+
+    def _encode_marked(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        text = _LONE.sub(self._mark_of, text)
         ids = self.marking_tokenizer(self.with_one_mark(text), add_special_tokens=add_special_tokens, verbose=False)[
             "input_ids"
         ]

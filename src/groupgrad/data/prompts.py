@@ -96,6 +96,9 @@ class PromptMaker:
         if isinstance(prompt, str):
             text = self._mark(prompt) if self._special_tokens == "split" else prompt
             return self.outside_text.encode(text, add_special_tokens=True)
+        return self._conversation_ids(prompt)
+
+    def _conversation_ids(self, prompt: Messages) -> list[int]:
         messages = self.template_messages(prompt)
         if has_marks(messages) or self.outside_text.guarded(messages) != messages:
             return self.encode(self.render(prompt)).ids
