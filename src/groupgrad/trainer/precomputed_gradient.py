@@ -14,14 +14,12 @@ from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
 from groupgrad.objectives import PolicyOptions, policy_loss
 
 
-def precompute_gradient(batch: Batch, options: PolicyOptions, *, exact: bool = True) -> PrecomputedGradient | None:
+def precompute_gradient(batch: Batch, options: PolicyOptions) -> PrecomputedGradient | None:
     """The gradient of the loss with respect to the log-probs; None off-policy, or without log-probs of the sampler.
-
-    `exact` says that the sampler's log-probs are those of the modules that train; otherwise the result is None too.
 
     The entropy bonus is left out: with one, entropies carry gradients of their own and no gradient is known beforehand.
     """
-    if not exact or batch.old_logprobs is not None or batch.sampling_logprobs is None or not batch.num_tokens:
+    if batch.old_logprobs is not None or batch.sampling_logprobs is None or not batch.num_tokens:
         return None
     known = batch.sampling_logprobs.detach().float()
     logprobs = known.nan_to_num(nan=0.0).requires_grad_()

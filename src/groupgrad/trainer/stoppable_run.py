@@ -96,9 +96,7 @@ class DueEvaluation(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluate behind the random states that the checkpoint has restored. Collective."""
-        if not self.is_due:
-            return
-        if args.eval_strategy != "no":
+        if self.is_due and args.eval_strategy != "no":
             metrics = self._trainer._evaluate(self._trainer.trial, None)
             self._trainer._determine_best_metric(metrics=metrics, trial=self._trainer.trial)
         self.is_due = False

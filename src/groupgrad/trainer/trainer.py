@@ -336,7 +336,7 @@ class GRPOTrainer(TrainingRun):
         if known:
             scores = known_scores(batch)
         else:
-            precomputed = precompute_gradient(batch, policy, exact=self._on_policy.exact)
+            precomputed = precompute_gradient(batch, policy) if self._on_policy.exact else None
             tap = self.recorder.states_tap(batch)
             scores = self.recorder.keep_scores(batch, score_tokens(model, batch, forward, precomputed, tap))
         result = policy_loss(
