@@ -17,11 +17,11 @@ def clip_metrics(
     Low is a ratio below 1 - epsilon under a negative advantage, high one above 1 + epsilon_high under a positive one,
     region either. The extremes are over completions; a completion without loss tokens counts nowhere.
     """
-    signs = _advantages_of(ratio, advantages, layout)
+    per_token = isinstance(ratio, PerToken)
+    signs = spread(PerRow(advantages), layout) if per_token else advantages
     low = ((ratio.values < 1 - epsilon) & (signs < 0)).float()
     high = ((ratio.values > 1 + epsilon_high) & (signs > 0)).float()
     counts = counted(ratio, layout)
-    per_token = isinstance(ratio, PerToken)
     rows = layout.counts > 0
     return {
         "clip_ratio/low_mean": mean_where(low, counts),
@@ -36,9 +36,6 @@ def ceiling_metrics(
     ratio: PerToken | PerRow, advantages: torch.Tensor, layout: Layout, ceiling: float
 ) -> dict[str, Metric]:
     """`cispo_clip_ratio`: share of loss tokens (or sequences) with a ratio above the ceiling and positive advantage."""
-    above = (ratio.values > ceiling) & (_advantages_of(ratio, advantages, layout) > 0)
+    signs = spread(PerRow(advantages), layout) if isinstance(ratio, PerToken) else advantages
+    above = (ratio.values > ceiling) & (signs > 0)
     return {"cispo_clip_ratio": mean_where(above.float(), counted(ratio, layout))}
-
-
-def _advantages_of(ratio: PerToken | PerRow, advantages: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return spread(PerRow(advantages), layout) if isinstance(ratio, PerToken) else advantages
