@@ -120,13 +120,8 @@ class EntropyController:
         self._last_entropy: float | None = None
         self.is_active = adaptive or coef != 0.0
         """True if a bonus may be applied in this run."""
-
-    @property
-    def applied(self) -> float:
+        self.applied = 0.0 if adaptive else coef
         """The coefficient of the present optimizer step."""
-        if not self.adaptive:
-            return self.coef
-        return applied_entropy_coef(self.coef, self._last_entropy, target=self.target)
 
     def end_step(self, entropy: Metric | None) -> dict[str, Metric]:
         """Moves the coefficient by the step's mean entropy on this rank (with its token count), and gives the metric.
@@ -145,6 +140,7 @@ class EntropyController:
                 minimum=self._minimum,
                 maximum=self._maximum,
             )
+            self.applied = applied_entropy_coef(self.coef, self._last_entropy, target=self.target)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,6 +151,7 @@ class EntropyController:
         """Continue where `state_dict` was taken; a fixed coefficient stays the configured one."""
         if self.adaptive:
             self.coef, self._last_entropy = state["coef"], state["last_entropy"]
+            self.applied = applied_entropy_coef(self.coef, self._last_entropy, target=self.target)
 
     def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """The state of any rank, since all have the same."""
