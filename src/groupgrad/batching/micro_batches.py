@@ -95,9 +95,10 @@ class MicroBatch:
 
     def split_to_size(self, limit: int) -> list[MicroBatch]:
         """Parts that cost at most `limit`; a group is cut only where computing its prompt again costs little."""
-        if self.cost <= limit:
+        costs = self._costs()
+        if total_cost(costs) <= limit:
             return [self]
-        return self._parts(self._rows_of(split_to_size(self._costs(), limit)))
+        return self._parts(self._rows_of(split_to_size(costs, limit)))
 
     def _costs(self) -> list[RowCost]:
         return [self.step.costs[row] for row in self.rows]
