@@ -26,6 +26,12 @@ logger = logging.getLogger(__name__)
 FREE_SHARE = 0.6
 """Share of the free memory for activations; gradients and temporary tensors need the rest."""
 
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+"""Files of both versions of control groups with the limit, the usage and statistics, and the entry of cached files."""
+
 
 def free_bytes(device: torch.device) -> int:
     """Free bytes on `device` for new tensors of this process.
@@ -41,11 +47,7 @@ def free_bytes(device: torch.device) -> int:
 
 def _cgroup_free_bytes() -> int:
     """Bytes left below a container's memory limit, cached files included; 2^62 without a limit."""
-    versions = [
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ]
-    for *names, cached in versions:
+    for *names, cached in _CGROUP_FILES:
         try:
             limit, usage, statistics = (Path("/sys/fs/cgroup", name).read_text().strip() for name in names)
         except OSError:
