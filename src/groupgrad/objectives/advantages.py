@@ -65,7 +65,9 @@ def compute_advantages(
     one_of("multi_objective_aggregation", aggregation, get_args(Aggregation))
     rewards = rewards.detach().double()
     weight = torch.as_tensor(weights, dtype=torch.float64, device=rewards.device)
-    _check(rewards, weight, num_generations)
+    fits = rewards.ndim == 2 and weight.shape == rewards.shape[1:] and num_generations > 0
+    if not fits or rewards.shape[0] % num_generations or bool(rewards.isinf().any()):
+        raise ValueError(_misfit(rewards, weight, num_generations))
     combined = _weighted_sum(rewards, weight)
     if aggregation == "normalize_then_sum":
         scaled, flat = _normalize_then_sum(rewards, weight, num_generations)
@@ -143,20 +145,20 @@ def _std(values: torch.Tensor) -> Metric:
     return average(std.squeeze())
 
 
-def _check(rewards: torch.Tensor, weight: torch.Tensor, num_generations: int) -> None:
+def _misfit(rewards: torch.Tensor, weight: torch.Tensor, num_generations: int) -> str:
+    """Says why these rewards have no advantages, and what to give."""
     if rewards.ndim != 2 or weight.shape != rewards.shape[1:]:
-        raise ValueError(
+        return (
             f"rewards of shape {tuple(rewards.shape)} and weights of shape {tuple(weight.shape)} do not fit; "
             "give one row a completion, one column a reward function and one weight a column"
         )
     if num_generations < 1 or rewards.shape[0] % num_generations:
-        raise ValueError(
+        return (
             f"{rewards.shape[0]} rows are not whole groups of num_generations={num_generations}; "
             "give all rows of every group, contiguous"
         )
-    if bool(rewards.isinf().any()):
-        row = int(rewards.isinf().any(dim=1).nonzero()[0])
-        raise ValueError(
-            f"row {row} has an infinite reward ({[float(value) for value in rewards[row]]}), which leaves its group "
-            "without a mean; return a finite number, or None for no reward"
-        )
+    row = int(rewards.isinf().any(dim=1).nonzero()[0])
+    return (
+        f"row {row} has an infinite reward ({[float(value) for value in rewards[row]]}), which leaves its group "
+        "without a mean; return a finite number, or None for no reward"
+    )
