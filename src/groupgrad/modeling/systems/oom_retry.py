@@ -81,17 +81,22 @@ class MemoryGuard:
             self.is_last_backward = all(other.passes != FORWARD_AND_BACKWARD for other, _ in waiting)
             loss, gradients_are_whole = self._try(part, forward, backward)
             if loss is None:
-                waiting[:0] = [(smaller, is_first_time) for smaller in self._smaller(part)]
-                if not gradients_are_whole:
-                    self._clear()
-                    waiting[:0] = [(done, False) for done in self._done]
-                    self._done = []
+                waiting[:0] = self._again(part, is_first_time, gradients_are_whole)
                 continue
             if part.passes == FORWARD_AND_BACKWARD:
                 self._done.append(part)
             if is_first_time:
                 losses.append(loss)
         return losses
+
+    def _again(self, part: MicroBatch, is_first_time: bool, gradients_are_whole: bool) -> list[tuple[MicroBatch, bool]]:
+        """The parts that are trained in place of one that did not fit; False for those that have been measured."""
+        again = [(smaller, is_first_time) for smaller in self._smaller(part)]
+        if not gradients_are_whole:
+            self._clear()
+            again[:0] = [(done, False) for done in self._done]
+            self._done = []
+        return again
 
     def _try(
         self,
