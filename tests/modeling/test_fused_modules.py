@@ -21,7 +21,6 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridRMSNo
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5MLP, Qwen3_5RMSNorm, Qwen3_5RMSNormGated
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextMLP
 
 from groupgrad.kernels import library, status
 from groupgrad.modeling.fused_modules import compiled_parts, own_parts
@@ -58,7 +57,7 @@ def test_numbers_and_gradients_are_those_of_float64(kind: Any):
         torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
 
 
-HYBRID_PARTS: list[Any] = [Qwen3_5RMSNorm, Qwen3_5RMSNormGated, Qwen3_5MLP, Qwen3NextMLP, OlmoHybridRMSNormGated]
+HYBRID_PARTS: list[Any] = [Qwen3_5RMSNorm, Qwen3_5RMSNormGated, Qwen3_5MLP, OlmoHybridRMSNormGated]
 
 
 @pytest.mark.usefixtures("compiler")

@@ -44,7 +44,6 @@ FAMILIES = (
     Family("qwen2_5_vl", decoder="Qwen2_5_VLTextModel"),
     Family("qwen3", "Qwen3ForCausalLM", "Qwen3Model", "Qwen3RMSNorm", "Qwen3MLP"),
     Family("qwen3_vl", decoder="Qwen3VLTextModel"),
-    Family("qwen3_next", mlp="Qwen3NextMLP", centred_norm="Qwen3NextRMSNorm", gated_norm="Qwen3NextRMSNormGated"),
     Family("qwen3_5", mlp="Qwen3_5MLP", centred_norm="Qwen3_5RMSNorm", gated_norm="Qwen3_5RMSNormGated"),
     Family("qwen3_5_moe", mlp="Qwen3_5MoeMLP", centred_norm="Qwen3_5MoeRMSNorm", gated_norm="Qwen3_5MoeRMSNormGated"),
     Family("olmo_hybrid", norm="OlmoHybridRMSNorm", mlp="OlmoHybridMLP", gated_norm="OlmoHybridRMSNormGated"),

@@ -45,13 +45,14 @@ _Compute = Callable[..., torch.Tensor | None]
 
 
 @contextmanager
-def compiled_parts(model: nn.Module, *, stays: bool | None = None) -> Iterator[None]:
+def compiled_parts(model: nn.Module, *, stays: bool | None = None, is_dense: bool = False) -> Iterator[None]:
     """Replaces the forward methods of known modules inside `model`, as the head of this file describes.
 
     On CPUs float32 modules are replaced, on GPUs norms of any type. Without compiled kernels only norms are replaced on
     CPUs. With gradient checkpointing (or if `stays` is true) the modules stay replaced until `own_parts`, because it
     computes layers again after the pass. Sharded and compiled models are left alone, and modules whose forward method
-    was replaced by other code. CPU computations have no second derivatives.
+    was replaced by other code. CPU computations have no second derivatives. With `is_dense`, models of the gated delta
+    rule keep their norms, so that a dense pass has the bits of transformers' own.
     """
     replaced: list[Any] = []
     files: list[Any] = []
@@ -63,7 +64,7 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None) -> Iterator[N
         if not is_compiled and not is_sharded(model):
             has_kernels = any(p.device.type == "cpu" for p in model.parameters()) and kernels.library() is not None
             for module in modules:
-                compute = _replacement(module, has_kernels=has_kernels)
+                compute = _replacement(module, has_kernels=has_kernels, is_dense=is_dense)
                 if compute is not None:
                     replaced.append(module)
                     module.forward = _Replaced(module, compute, stays)
@@ -150,7 +151,7 @@ def _rotary_files(modules: list[nn.Module]) -> list[Any]:
     return [file for file in files if getattr(getattr(file, ROTARY, None), "__module__", None) == file.__name__]
 
 
-def _replacement(module: nn.Module, *, has_kernels: bool) -> _Compute | None:
+def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool) -> _Compute | None:
     """The computation that replaces a module's forward method, if any. It returns None for unsupported inputs."""
     if "forward" in module.__dict__:
         return None
@@ -165,7 +166,9 @@ def _replacement(module: nn.Module, *, has_kernels: bool) -> _Compute | None:
         if type(weight) in _PLAIN_TENSORS and weight.is_cuda:
             return _norm_on_gpu if weight.numel() else None
         return _norm if _is_plain_parameter(weight) else None
-    if has_kernels and kind.__name__ in CENTRED_NORMS | GATED_NORMS and _is_plain_parameter(module.weight):
+    if kind.__name__ in CENTRED_NORMS | GATED_NORMS:
+        if is_dense or not has_kernels or not _is_plain_parameter(module.weight):
+            return None
         return _centred_norm if kind.__name__ in CENTRED_NORMS else _gated_norm
     return _gated if has_kernels and kind.__name__ in MLPS and is_silu(module.act_fn) else None
 

@@ -117,7 +117,7 @@ def score_tokens(
     has_images = batch.media is not None or batch.row_media is not None
     images = with_images(model, batch, inputs) if has_images else nullcontext(inputs)
     head = hook.on(output_head(model), transform, is_sharded=is_zero_sharded(model))
-    with images as inputs, compiled_parts(model), head:
+    with images as inputs, compiled_parts(model, is_dense=layout == "dense"), head:
         output = inputs.run(model)
     scores = hook.scores_of(output.logits) if hook.scores is None else hook.scores
     if is_fully_sharded(model) and (zero := zero_of_vision_tower(model)) is not None:
