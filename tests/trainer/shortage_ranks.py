@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 from groupgrad import dist
-from groupgrad.modeling.scoring import forward
+from groupgrad.modeling.scoring.layout import ForwardInputs
 from groupgrad.modeling.systems.sharding import is_sharded
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -45,18 +45,18 @@ HOPELESS: dict[str, tuple[dict[str, Any], str]] = {
 
 scoring: list[bool] = []
 """Not empty in passes that score a batch; sampling goes through the model too."""
-score = forward._score
+forward_of = ForwardInputs.run
 
 
-def score_watched(*arguments: Any, **options: Any) -> Any:
+def watched(*arguments: Any) -> Any:
     scoring.append(True)
     try:
-        return score(*arguments, **options)
+        return forward_of(*arguments)
     finally:
         scoring.pop()
 
 
-forward._score = score_watched
+ForwardInputs.run = watched
 
 
 @dataclass
