@@ -204,6 +204,17 @@ def test_instances_are_reused_and_their_number_grows_with_need(workers: Workers)
     environments.close()
 
 
+def test_instances_of_one_rollout_each_are_closed_after_it(workers: Workers):
+    environments = Environments(Counter, reuse=False)
+    for _ in range(3):
+        handle = start(environments, workers)
+        assert call_method(handle, workers, "increment", step=1).content == "1"
+        environments.release(handle)
+    environments.close()
+    assert len(Base.made) == 3  # the one that was inspected serves the first rollout
+    assert [instance.log.count("close") for instance in Base.made] == [1, 1, 1]
+
+
 def test_an_instance_with_a_running_call_is_not_reused(workers: Workers):
     environments = Environments(Counter)
     handle = start(environments, workers)

@@ -1,4 +1,4 @@
-"""A pool of the user's environments, one instance for each rollout, reset and reused in the next generation batch."""
+"""The user's environments: an instance for each rollout, which later rollouts reset and use again, or not."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class Environments:
     Each is called once here for inspection: TypeError if it is not callable; ValueError if it fails, for a class
     without `reset`, and for public methods that cannot be tools or have the name of one of `tools`.
     The public methods of the class, inherited ones too, are tools, except `reset`, `get_reward`, `close` and names that
-    begin with `_`. The `close` of every instance is called once: by `close`, when the instance is discarded, or at the
-    interpreter's end. Call `acquire` and `release` on one thread only.
+    begin with `_`. An instance serves later rollouts too, with `reuse=False` a single one. The `close` of each instance
+    is called once: by `close`, when the instance is discarded, or at the interpreter's end. Call `acquire` and
+    `release` on one thread only.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class Environments:
         factories: Callable[[], Any] | Mapping[str, Callable[[], Any]],
         tools: Sequence[Tool] = (),
         *,
+        reuse: bool = True,
         close_timeout_s: float = 10.0,
     ):
         self._tools = list(tools)
+        self._reuse = reuse
         self._chosen_by_column = isinstance(factories, Mapping)
         self._lock = threading.Lock()
         self._alive: dict[int, Any] = {}
@@ -122,8 +125,9 @@ class Environments:
         return EnvHandle(self, spec, instance, self._tools)
 
     def release(self, handle: EnvHandle) -> None:
-        """Returns an instance to the pool, or discards and closes it if it failed or a call may still be inside it."""
-        self.take_back(handle.spec, handle.detach(), is_reusable=not handle.must_discard and not handle.is_busy)
+        """Returns an instance to the pool. Closes it if none is reused, it failed, or a call may still be inside it."""
+        is_reusable = self._reuse and not handle.must_discard and not handle.is_busy
+        self.take_back(handle.spec, handle.detach(), is_reusable=is_reusable)
 
     def take_back(self, spec: EnvSpec, instance: Any, *, is_reusable: bool = True) -> None:
         """Returns an instance to the pool or closes it; does nothing if it is closed already or was never created."""

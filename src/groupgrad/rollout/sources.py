@@ -122,6 +122,7 @@ def build_rollout_components(
     rollout_func: Any = None,
     response_parser: Any = None,
     max_tool_calling_iterations: int | None = None,
+    reuse_environments: bool = True,
 ) -> RolloutComponents:
     """Checks the trainer's arguments about rollouts and builds the components.
 
@@ -132,19 +133,22 @@ def build_rollout_components(
         "response_parser": response_parser,
         "max_tool_calling_iterations": max_tool_calling_iterations,
     }
+    reuse = {} if reuse_environments else {"reuse_environments": False}
     if rollout_func is not None:
-        _warn_unused(call_settings, "a rollout_func makes whole rollouts itself")
+        _warn_unused({**call_settings, **reuse}, "a rollout_func makes whole rollouts itself")
         return RolloutComponents(_check_function(rollout_func, tools=tools, environment_factory=environment_factory))
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise TypeError(f"tools is a {type(tools).__name__}; give a list of functions")
     if not tools and environment_factory is None:
-        _warn_unused(call_settings, "there are no tools to call")
+        _warn_unused({**call_settings, **reuse}, "there are no tools to call")
         return RolloutComponents()
     shared_tools = make_tools(tools or [])
     schemas = [tool.schema for tool in shared_tools]
     environments = None
-    if environment_factory is not None:
-        environments = Environments(environment_factory, shared_tools)
+    if environment_factory is None:
+        _warn_unused(reuse, "there is no environment_factory")
+    else:
+        environments = Environments(environment_factory, shared_tools, reuse=reuse_environments)
         schemas = [schema for of_environment in environments.schemas.values() for schema in of_environment]
     if not schemas:
         _warn_unused(call_settings, "the environments have no methods that are tools")

@@ -164,6 +164,7 @@ class GRPOTrainer(TrainingRun):
             rollout_func=rollout_func,
             response_parser=response_parser,
             max_tool_calling_iterations=config.max_tool_calling_iterations,
+            reuse_environments=config.reuse_environments,
         )
         with ExitStack() as on_error:
             on_error.callback(self.rollout_components.close)
