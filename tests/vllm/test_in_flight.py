@@ -73,7 +73,9 @@ def slowed(server: Served) -> Iterator[None]:
 
 @torch.no_grad()
 def logprobs_across(models: list[Any], row: Request, sample: Sample) -> torch.Tensor:
-    """(tokens,) log-probs of a row that several weights have sampled in turn, `models[step]` those of a step.
+    """Returns the (tokens,) log-probs of a row whose tokens were sampled by each of `models` in turn.
+
+    The model at an index is that of the step with this number.
 
     Keys and values stay those of the weights that computed them. The weights after a push compute those of the last
     token before it, which is sampled without its own.

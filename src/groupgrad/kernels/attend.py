@@ -35,10 +35,11 @@ def span_table(spans: torch.Tensor) -> torch.Tensor:
 def slot_spans(
     table: torch.Tensor, prompts: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Returns (n, 10) memory addresses of the keys and values of each span of `table`, one span a row.
+    """Returns the memory addresses of the keys and values of n spans, as (n, 10) integers.
 
-    `prompts` and `own` are keys and values (slots, Hkv, places, D) of prompts and of the tokens behind them. Flat keys
-    (T, Hkv, D) are slots too: one for each token, which the tokens behind it overlap.
+    Each row of `table` describes one span. `prompts` and `own` are keys and values (slots, Hkv, places, D) of prompts
+    and of the tokens behind them. Flat keys (T, Hkv, D) are slots too: one for each token, which the tokens behind it
+    overlap.
     """
     tensors = (*prompts, *own)
     factors = [1, 1, 1, 1, 0, 0, *(4 * x.stride(0) for x in tensors)]

@@ -49,7 +49,7 @@ class _Part:
 
 @dataclass(slots=True, frozen=True)
 class _Setting:
-    """What a call needs besides tensors with a gradient."""
+    """The arguments of a call that have no gradient."""
 
     kernels: ctypes.CDLL
     groups: tuple[torch.Tensor, torch.Tensor]

@@ -48,7 +48,7 @@ class ServerClient:
         self._served: tuple[nn.Module, int] | None = None
         """The policy, and its longest prompt and completion together (0: unknown), which the server has to fit."""
         self.info: dict[str, Any] = {}
-        """What the server has said of itself at `connect` or the last push: `vocab_size`, `dtype`, ..."""
+        """The server's answer to the last request for its `info`: `vocab_size`, `dtype`, ..."""
         self._checked: list[dict[str, Any]] = []
 
     def connect(self, model: nn.Module, num_tokens: int, is_given_up: Callable[[], bool]) -> None:
@@ -95,7 +95,7 @@ class ServerClient:
         self._chosen = None
 
     def look(self) -> dict[str, Any]:
-        """What the server says of itself now. ConnectionError if it does not answer, ValueError if it does not fit."""
+        """Ask the server for its `info`. ConnectionError if it does not answer, ValueError if it does not fit."""
         info = call(self.address, "info", timeout_s=PROBE_S)
         self._check_fit(info)
         return info

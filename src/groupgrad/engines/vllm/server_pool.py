@@ -108,7 +108,7 @@ class VLLMServerPool(VLLMEngine):
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the servers have said of themselves: that of the first one, with the smallest `max_lora_rank`."""
+        """The `info` of the first server, with the smallest `max_lora_rank` of all servers."""
         infos = [member.client.info for member in self.members]
         return {**infos[0], "max_lora_rank": min(int(info.get("max_lora_rank") or 0) for info in infos)}
 

@@ -27,8 +27,8 @@ def is_long(states: torch.Tensor) -> bool:
 
 
 Carried = list[dict[int, torch.Tensor]]
-"""What the stretches of a layer leave to later ones: for each of its convolutions and scans, in the order in which it
-calls them, the last inputs or the state of some segments, by their numbers."""
+"""Inputs and states that earlier stretches of a layer pass on to later ones. There is a dict for each convolution and
+each scan of the layer, in the order of its calls. It holds a segment's last inputs or its state by its number."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +36,7 @@ class _Piece:
     """Consecutive tokens of a segment, all in one stretch."""
 
     number: int
-    """Of the segment."""
+    """The segment's number."""
     segment: Segment
     """The tokens, with their places in the stretch; behind its prompt if that ends in the same stretch."""
     source: int | None
