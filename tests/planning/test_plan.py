@@ -88,7 +88,8 @@ def test_gradients_of_weights_in_two_bytes_are_summed_in_four(make_model: Any) -
 def test_a_pass_on_a_cpu_is_cut_between_groups() -> None:
     sizes = replace(SIZES, micro_batch=64, completion=300)
     assert pass_sizes(sizes, 512) == [1210] * 16  # one group each; two would have more than 2,048 tokens
-    narrow = pass_sizes(sizes, 256)
+    assert pass_sizes(sizes, 256) == [1210] * 16
+    narrow = pass_sizes(sizes, 128)
     assert sum(narrow) == 16 * 1210 and max(narrow) == 3 * 1210  # four groups would have more than 4,096
     assert pass_sizes(replace(sizes, on_gpu=True), 512) == [64 * 300 + 16 * 10]
 

@@ -129,7 +129,7 @@ class GRPOSettings(LegacyArguments):
         None,
         "Tokens of prompts and completions in a training pass with gradients. Larger micro-batches are cut between "
         "groups, and inside a group where computing its prompt again costs under 5 percent. Results do not change. "
-        "Unset: 2,048 on a CPU (more in models narrower than 512), where larger passes are no faster; no limit on "
+        "Unset: 2,048 on a CPU (more in models narrower than 256), where larger passes are no faster; no limit on "
         "accelerators.",
     )
     context_parallel_size: int = _option(

@@ -15,7 +15,7 @@ from groupgrad.objectives import FORWARD_AND_BACKWARD, PolicyLoss
 
 logger = logging.getLogger(__name__)
 
-TOKENS_PER_PASS_CPU, _WIDTH, _MOST_TIMES = 2048, 512, 8
+TOKENS_PER_PASS_CPU, _WIDTH, _MOST_TIMES = 2048, 256, 8
 """Tokens of a training pass on a CPU beyond which a larger pass only takes more memory, in models of this hidden size
 or a larger one. A narrower model takes more of them, up to this many times: its passes cost the host more than the
 processor, and its activations have few bytes."""
