@@ -1,5 +1,5 @@
 // The decode step of pre-norm decoders (RMS norms, rotary embeddings, gated layers) in float32: one token for each of n
-// rows. Weights, keys and values are read in place.
+// rows. Weights, keys, values and states are read in place. A layer has attention or the gated delta rule.
 //
 // With few rows a step is bound by reading the weights once; with many, by multiplications. One kernel serves both (see
 // `gemm.h`). All threads run a step together and take its panels one by one.
@@ -9,11 +9,23 @@
 #include "attention_tile.h"
 #include "layers.h"
 #include "memory.h"
+#include "state_step.h"
 
 extern "C" {
 
+// A layer of the gated delta rule, whose projections are behind each other in a row of `Step::projected`.
+struct Recurrent {
+    Linear inputs, gates, strengths, decays, output;  // `inputs`: queries, keys and values before their convolution
+    const float *convolution, *convolution_bias;      // (channels, taps), (channels) or null
+    const float *decay_rates, *decay_bias;            // (value_heads)
+    const float *norm;                                // (value_width)
+    float *last_inputs;                               // (slots, channels, taps - 1)
+    float *states;                                    // (slots, value_heads, key_width, value_width)
+};
+
 struct Layer {
     const float *attention_norm, *query_norm, *key_norm, *gated_norm;  // the norms of heads may be null
+    const Recurrent *recurrent;                                        // null: the layer has attention
     Linear query, key, value, output, gate, up, down;
     float *own_keys, *own_values;                   // (slots, kv_heads, own_places, head_width)
     const float *prompt_keys, *prompt_values;       // (prompts, kv_heads, prompt_places, head_width)
@@ -23,11 +35,24 @@ struct Layer {
 
 struct Model {
     int64_t num_layers, hidden, inner, heads, kv_heads, head_width, vocabulary;
+    int64_t rotary_width;  // numbers of a head that rotate, its first ones
+    int64_t query_stride;  // between the queries of two heads: head_width, or twice that if gates lie between them
+    int64_t value_heads, key_heads, key_width, value_width, taps;  // of the gated delta rule
     const Layer *layers;
     const float *embedding, *norm;
     Linear head;
-    const float *cosines, *sines;  // (positions, head_width)
-    float epsilon;
+    const float *cosines, *sines;  // (positions, rotary_width)
+    float epsilon, length_epsilon;
+
+    // Widths of a row: outputs of attention's projections, of the gated delta rule, of its convolution, of all of its
+    // projections, and of the wider kind of layer.
+    long queries() const { return heads * query_stride; }
+    long keys() const { return kv_heads * head_width; }
+    long values() const { return value_heads * value_width; }
+    long channels() const { return 2 * key_heads * key_width + values(); }
+    long recurrent() const { return channels() + values() + 2 * value_heads; }
+    long projected() const { return std::max(queries() + 2 * keys(), recurrent()); }
+    long mixed() const { return std::max(heads * head_width, values()); }
 };
 
 struct Rows {
@@ -113,11 +138,10 @@ struct Step {
     const Model &model;
     const Rows &rows;
     const int64_t *tokens, *positions;
-    float *projected, *mixed;  // row-major queries, keys and values; outputs of attention
-    Columns hidden, input, heads, inner;
+    float *projected, *mixed;  // row-major: outputs of a layer's first projections, and of attention or a recurrence
+    Columns hidden, input, by_column, inner;  // `by_column`: `mixed` as columns
 
     long repeat() const { return model.heads / model.kv_heads; }
-    long projected_width() const { return (model.heads + 2 * model.kv_heads) * model.head_width; }
 
     // One head of a row after its norm, if any, and its rotary embedding. `to` may be `from`.
     void place_head(const float *from, const float *norm, long position, float *to) const {
@@ -126,24 +150,26 @@ struct Step {
             normalise(from, norm, width, model.epsilon, to);
         else
             std::memmove(to, from, width * sizeof(float));
-        rotate(model.cosines + position * width, model.sines + position * width, width, to);
+        const long rotary = model.rotary_width;
+        rotate(model.cosines + position * rotary, model.sines + position * rotary, rotary, to);
     }
 
     // Stores the new key and value of a row, and prepares its queries of one key head where they are.
     void place_row(const Layer &layer, long row, long head) const {
         const long width = model.head_width, position = positions[row];
-        float *from = projected + row * projected_width();
+        float *from = projected + row * model.projected();
         const long at = ((row * model.kv_heads + head) * rows.own_places + position - rows.prompt_lengths[row]) * width;
-        const float *key = from + (model.heads + head) * width;
+        const float *key = from + model.queries() + head * width;
         place_head(key, layer.key_norm, position, layer.own_keys + at);
         std::memcpy(layer.own_values + at, key + model.kv_heads * width, width * sizeof(float));
         for (long i = head * repeat(); i < (head + 1) * repeat(); i++)
-            place_head(from + i * width, layer.query_norm, position, from + i * width);
+            place_head(from + i * model.query_stride, layer.query_norm, position, from + i * model.query_stride);
     }
 
     // Attention of all heads of a layer; queries are read where they were projected.
     Attention attention(const Layer &layer) const {
-        Attention call{model.heads, model.kv_heads, model.head_width, layer.window, model.head_width, projected_width()};
+        const Model &m = model;
+        Attention call{m.heads, m.kv_heads, m.head_width, layer.window, m.query_stride, m.projected()};
         call.queries = projected, call.output = mixed, call.scale = layer.scale;
         return call;
     }
@@ -165,9 +191,7 @@ struct Step {
     }
 
     void attend_all(Worker &worker, const Layer &layer, const Scratch &scratch) const {
-        const long width = model.head_width, across = projected_width();
-        const long queries = model.heads * width, keys = model.kv_heads * width;
-        normalise_all(hidden, layer.attention_norm, model.epsilon, input);
+        const long across = model.projected(), queries = model.queries(), keys = model.keys();
         linear(worker, input, layer.query, scratch.tile, projected, across);
         linear(worker, input, layer.key, scratch.tile, projected + queries, across);
         linear(worker, input, layer.value, scratch.tile, projected + queries + keys, across);
@@ -177,9 +201,68 @@ struct Step {
             const int64_t *chunk = rows.chunks + task / model.kv_heads;
             attend(layer, rows.order + chunk[0], chunk[1] - chunk[0], task % model.kv_heads, scratch);
         }
-        put_side_by_side(heads, [&](long row) { return mixed + row * heads.width; });
-        add_linear(worker, heads, layer.output, scratch.tile, hidden);
+        const long width = model.head_width;
+        if (model.query_stride > width)
+#pragma omp for
+            for (long task = 0; task < rows.count * model.heads; task++) {
+                const long row = task / model.heads, head = task % model.heads;
+                const float *gates = projected + row * across + head * model.query_stride + width;
+                multiply_by_sigmoid(gates, width, mixed + task * width);
+            }
+        add_mixed(worker, model.heads * width, layer.output, scratch);
+    }
+
+    // hidden += the first `width` columns of `mixed` times the layer's weight.
+    void add_mixed(Worker &worker, long width, const Linear &layer, const Scratch &scratch) const {
+        const Columns columns{by_column.data, rows.count, width};
+        put_side_by_side(columns, [&](long row) { return mixed + row * width; });
+        add_linear(worker, columns, layer, scratch.tile, hidden);
 #pragma omp barrier
+    }
+
+    // One head of a row in the gated delta rule: its state takes in the row's token, and its output goes to `mixed`.
+    void step_head(const Recurrent &layer, long row, long head) const {
+        const long key_width = model.key_width, width = model.value_width, task = row * model.value_heads + head;
+        const float *from = projected + row * model.projected(), *gates = from + model.channels();
+        const float *query = from + head / (model.value_heads / model.key_heads) * key_width;
+        const float *key = query + model.key_heads * key_width;
+        const float strength = 1.0f / (1.0f + std::exp(-gates[model.values() + head]));
+        const float decay_input = gates[model.values() + model.value_heads + head] + layer.decay_bias[head];
+        const float decay = std::exp(layer.decay_rates[head] * softplus(decay_input));
+        float *output = mixed + task * width;
+        const auto factor = [&](const float *vector) { return length_factor(vector, key_width, model.length_epsilon); };
+        const float query_factor = factor(query) / std::sqrt(static_cast<float>(key_width));
+        const float *value = from + 2 * model.key_heads * key_width + head * width;
+        float *state = layer.states + task * key_width * width, key_factor = factor(key);
+        Head{state, query, key, value, &decay, &strength, output, key_width, width, 1, query_factor, key_factor}.step();
+        normalise(output, layer.norm, width, model.epsilon, output);
+        gate_values(gates + head * width, output, width, output);
+    }
+
+    // A layer of the gated delta rule (see `gated_delta_rule` in `recurrent_scans.py`).
+    void recur_all(Worker &worker, const Recurrent &layer, const Scratch &scratch) const {
+        constexpr long PART = 512;  // channels of a row that are convolved together
+        const long across = model.projected(), channels = model.channels(), values = model.values();
+        float *gates = projected + channels, *strengths = gates + values;
+        linear(worker, input, layer.inputs, scratch.tile, projected, across);
+        linear(worker, input, layer.gates, scratch.tile, gates, across);
+        linear(worker, input, layer.strengths, scratch.tile, strengths, across);
+        linear(worker, input, layer.decays, scratch.tile, strengths + model.value_heads, across);
+#pragma omp barrier
+        const long parts = (channels + PART - 1) / PART, taps = model.taps;
+#pragma omp for
+        for (long task = 0; task < rows.count * parts; task++) {
+            const long row = task / parts, first = task % parts * PART, count = std::min(PART, channels - first);
+            float *at = projected + row * across + first;
+            float *last = layer.last_inputs + (row * channels + first) * (taps - 1);
+            const float *bias = layer.convolution_bias ? layer.convolution_bias + first : nullptr;
+            convolve(last, at, 1, layer.convolution + first * taps, bias, count, taps, at);
+            silu(at, count);
+        }
+#pragma omp for
+        for (long task = 0; task < rows.count * model.value_heads; task++)
+            step_head(layer, task / model.value_heads, task % model.value_heads);
+        add_mixed(worker, values, layer.output, scratch);
     }
 
     // inner = silu(gate) * up. Both products run panel by panel, so that only their result is stored.
@@ -198,20 +281,31 @@ struct Step {
 #pragma omp barrier
     }
 
-    static long num_products(const Model &model) { return model.num_layers * 6 + 1; }
+    static long num_products(const Model &model) { return model.num_layers * 7 + 1; }  // at most
 
     // Plans the products of a step in the order of `run`.
     static void plan_products(const Model &model, WorkPlan &plan, int threads) {
-        const long queries = model.heads * model.head_width, keys = model.kv_heads * model.head_width;
         const long hidden = model.hidden;
+        const auto add = [&](const Linear &layer, long outputs, long width) {
+            plan.add(layer.weight, nullptr, outputs, width, threads);
+        };
         for (long index = 0; index < model.num_layers; index++) {
             const Layer &layer = model.layers[index];
-            plan.add(layer.query.weight, nullptr, queries, hidden, threads);
-            plan.add(layer.key.weight, nullptr, keys, hidden, threads);
-            plan.add(layer.value.weight, nullptr, keys, hidden, threads);
-            plan.add(layer.output.weight, nullptr, hidden, queries, threads);
+            if (layer.recurrent) {
+                const Recurrent &recurrent = *layer.recurrent;
+                add(recurrent.inputs, model.channels(), hidden);
+                add(recurrent.gates, model.values(), hidden);
+                add(recurrent.strengths, model.value_heads, hidden);
+                add(recurrent.decays, model.value_heads, hidden);
+                add(recurrent.output, hidden, model.values());
+            } else {
+                add(layer.query, model.queries(), hidden);
+                add(layer.key, model.keys(), hidden);
+                add(layer.value, model.keys(), hidden);
+                add(layer.output, hidden, model.heads * model.head_width);
+            }
             plan.add(layer.gate.weight, layer.up.weight, model.inner, hidden, threads);
-            plan.add(layer.down.weight, nullptr, hidden, model.inner, threads);
+            add(layer.down, hidden, model.inner);
         }
         plan.add(model.head.weight, nullptr, model.vocabulary, hidden, threads);
     }
@@ -222,7 +316,8 @@ struct Step {
         put_side_by_side(hidden, [&](long row) { return model.embedding + tokens[row] * model.hidden; });
         for (long index = 0; index < model.num_layers; index++) {
             const Layer &layer = model.layers[index];
-            attend_all(worker, layer, scratch);
+            normalise_all(hidden, layer.attention_norm, model.epsilon, input);
+            layer.recurrent ? recur_all(worker, *layer.recurrent, scratch) : attend_all(worker, layer, scratch);
             normalise_all(hidden, layer.gated_norm, model.epsilon, input);
             gate(worker, layer, scratch);
             add_linear(worker, inner, layer.down, scratch.tile, hidden);
@@ -244,21 +339,20 @@ int64_t groupgrad_chunk_rows(int64_t repeat) { return most_rows(repeat); }
 // without memory.
 int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens, const int64_t *positions,
                      float *logits, int threads) {
-    const long n = rows->count, heads = model->heads * model->head_width, side = in_grains(n);
-    const long across = heads + 2 * model->kv_heads * model->head_width;
+    const long n = rows->count, across = model->projected(), mixed = model->mixed(), side = in_grains(n);
     const long each = Scratch::size({model->heads, model->kv_heads, model->head_width}, *rows);
-    long total = Memory::whole(n * across) + Memory::whole(n * heads) + threads * Memory::whole(each);
-    for (long width : {model->hidden, model->hidden, heads, model->inner}) total += Memory::whole(side * width);
+    long total = Memory::whole(n * across) + Memory::whole(n * mixed) + threads * Memory::whole(each);
+    for (long width : {model->hidden, model->hidden, mixed, model->inner}) total += Memory::whole(side * width);
     Memory memory(total);
     const std::unique_ptr<Product[]> products(new (std::nothrow) Product[Step::num_products(*model)]);
     if (!memory.is_there() || !products) return 1;
     const auto columns = [&](long width) { return Columns{memory.take(side * width), n, width}; };
-    const Columns hidden = columns(model->hidden), input = columns(model->hidden), mixed = columns(heads);
+    const Columns hidden = columns(model->hidden), input = columns(model->hidden), by_column = columns(mixed);
     const Columns inner = columns(model->inner);
-    float *projected = memory.take(n * across), *by_row = memory.take(n * heads);
+    float *projected = memory.take(n * across), *by_row = memory.take(n * mixed);
     float *scratch = memory.take(threads * Memory::whole(each));
-    const Step step{*model, *rows, tokens, positions, projected, by_row, hidden, input, mixed, inner};
-    const long weights = model->num_layers * (model->hidden * (across + heads + 3 * model->inner));
+    const Step step{*model, *rows, tokens, positions, projected, by_row, hidden, input, by_column, inner};
+    const long weights = model->num_layers * model->hidden * (across + mixed + 3 * model->inner);
     if (n * (weights + model->hidden * model->vocabulary) < SMALL) threads = 1;
     WorkPlan plan(products.get());
     Step::plan_products(*model, plan, threads);

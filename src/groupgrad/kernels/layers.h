@@ -92,6 +92,14 @@ void gate_values(const float *gates, const float *ups, long count, float *to) {
     }
 }
 
+// values *= 1 / (1 + exp(-gates)), of `count` numbers.
+inline void multiply_by_sigmoid(const float *gates, long count, float *values) {
+    for (long i = 0; i < count; i += LANES) {
+        const Vec value = load_some(values + i, count - i) / (1.0f + exponential(-load_some(gates + i, count - i)));
+        store_some(values + i, value, count - i);
+    }
+}
+
 // ------------------------------------------------------------------------------------------------ rotary embeddings
 
 // Rotary embedding, rounded as torch does: both products, then their sum.

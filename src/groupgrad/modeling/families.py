@@ -30,6 +30,11 @@ class Family:
     """Computes (1 + weight) * (x / sqrt(mean(x^2) + eps))."""
     gated_norm: str = ""
     """Computes weight * (x / sqrt(mean(x^2) + variance_epsilon)) * silu(gate) of x and a gate."""
+    hybrid_lm: str = ""
+    """Pre-norm decoder whose layers have the gated delta rule, or attention with gates that lie beside the queries;
+    norms are centred, and rotary embeddings may turn a part of a head."""
+    hybrid_decoder: str = ""
+    """The same decoder inside a VLM, as above."""
     logit_effects: dict[str, LogitEffect] = field(default_factory=dict)
     """Config field -> operation that the model applies to the output head's logits with the field's value."""
     bidirectional_images: bool = False
@@ -44,7 +49,14 @@ FAMILIES = (
     Family("qwen2_5_vl", decoder="Qwen2_5_VLTextModel"),
     Family("qwen3", "Qwen3ForCausalLM", "Qwen3Model", "Qwen3RMSNorm", "Qwen3MLP"),
     Family("qwen3_vl", decoder="Qwen3VLTextModel"),
-    Family("qwen3_5", mlp="Qwen3_5MLP", centred_norm="Qwen3_5RMSNorm", gated_norm="Qwen3_5RMSNormGated"),
+    Family(
+        "qwen3_5",
+        hybrid_lm="Qwen3_5ForCausalLM",
+        hybrid_decoder="Qwen3_5TextModel",
+        mlp="Qwen3_5MLP",
+        centred_norm="Qwen3_5RMSNorm",
+        gated_norm="Qwen3_5RMSNormGated",
+    ),
     Family("qwen3_5_moe", mlp="Qwen3_5MoeMLP", centred_norm="Qwen3_5MoeRMSNorm", gated_norm="Qwen3_5MoeRMSNormGated"),
     Family("olmo_hybrid", norm="OlmoHybridRMSNorm", mlp="OlmoHybridMLP", gated_norm="OlmoHybridRMSNormGated"),
     Family("gemma2", logit_effects={"final_logit_softcapping": "cap"}),
@@ -63,6 +75,8 @@ FAMILIES = (
 
 CAUSAL_LMS = frozenset(family.causal_lm for family in FAMILIES if family.causal_lm)
 DECODERS = frozenset(family.decoder for family in FAMILIES if family.decoder)
+HYBRID_LMS = frozenset(family.hybrid_lm for family in FAMILIES if family.hybrid_lm)
+HYBRID_DECODERS = frozenset(family.hybrid_decoder for family in FAMILIES if family.hybrid_decoder)
 NORMS = frozenset(family.norm for family in FAMILIES if family.norm)
 MLPS = frozenset(family.mlp for family in FAMILIES if family.mlp)
 CENTRED_NORMS = frozenset(family.centred_norm for family in FAMILIES if family.centred_norm)

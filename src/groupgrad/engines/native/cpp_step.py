@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
 from groupgrad.engines.native.attention_plans import DecodeBatch
+from groupgrad.engines.native.decoder_layers import (
+    LINEARS,
+    NORMS,
+    RECURRENT_LINEARS,
+    LayerModules,
+    is_norm,
+    norm_epsilon,
+    norm_weight,
+    recurrent_sizes,
+    rotary_width,
+)
 from groupgrad.engines.native.kv_cache import KVCache
 from groupgrad.engines.native.packed_linear import is_plain, is_plain_memory
 from groupgrad.kernels.choose import bits_factor
 from groupgrad.kernels.compile import library
-from groupgrad.modeling.families import POSITION_ONLY_ROPE_TYPES, is_rms_norm
+from groupgrad.kernels.delta_rule import EPSILON
+from groupgrad.modeling.families import POSITION_ONLY_ROPE_TYPES
 from groupgrad.modeling.fused_modules import is_silu
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
 
 _Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
 
@@ -26,28 +36,18 @@ class _Linear(ctypes.Structure):
     _fields_ = (("weight", _Pointer), ("bias", _Pointer))
 
 
-NORMS = {
-    "attention_norm": "input_layernorm",
-    "query_norm": "self_attn.q_norm",
-    "key_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-}
-"""Norms of a decoder layer, by their names in the kernel. A model may lack those of queries and keys."""
-
-LINEARS = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "output": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
+class _Recurrent(ctypes.Structure):
+    _fields_ = (
+        *((name, _Linear) for name in RECURRENT_LINEARS),
+        *((name, _Pointer) for name in ("convolution", "convolution_bias", "decay_rates", "decay_bias", "norm")),
+        *((name, _Pointer) for name in ("last_inputs", "states")),
+    )
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Pointer) for name in NORMS),
+        ("recurrent", _Pointer),
         *((name, _Linear) for name in LINEARS),
         *((name, _Pointer) for name in ("own_keys", "own_values", "prompt_keys", "prompt_values")),
         ("window", _Number),
@@ -56,15 +56,17 @@ class _Layer(ctypes.Structure):
 
 
 _SIZES = ("num_layers", "hidden", "inner", "heads", "kv_heads", "head_width", "vocabulary")
+_ATTENTION_SIZES = ("rotary_width", "query_stride")
+_RECURRENT_SIZES = ("value_heads", "key_heads", "key_width", "value_width", "taps")
 
 
 class _Model(ctypes.Structure):
     _fields_ = (
-        *((name, _Number) for name in _SIZES),
+        *((name, _Number) for name in (*_SIZES, *_ATTENTION_SIZES, *_RECURRENT_SIZES)),
         *((name, _Pointer) for name in ("layers", "embedding", "norm")),
         ("head", _Linear),
         *((name, _Pointer) for name in ("cosines", "sines")),
-        ("epsilon", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("epsilon", "length_epsilon")),
     )
 
 
@@ -106,65 +108,91 @@ class UnfilteredSampling:
     """Tokens that may be computed of rows that have ended."""
 
 
-@dataclass(slots=True, frozen=True)
-class LayerModules:
-    """Modules of one decoder layer, and the attention it computes."""
-
-    call: AttentionCall
-    head_dim: int
-    activation: Any
-    modules: dict[str, Any]
-    """Norms and linear layers under their names in `NORMS` and `LINEARS`; None for a norm that the model lacks."""
-
-
-def layer_modules(layer: Any, calls: dict[int, AttentionCall]) -> LayerModules:
-    """The modules of a layer of one of `families.CAUSAL_LMS`; `calls` are the attention calls by layer."""
-    attention = layer.self_attn
-    modules = {
-        name: reduce(lambda owner, key: getattr(owner, key, None), path.split("."), layer)
-        for name, path in (NORMS | LINEARS).items()
-    }
-    return LayerModules(calls[attention.layer_idx], attention.head_dim, layer.mlp.act_fn, modules)
-
-
 class CompiledModel:
     """Addresses of a decoder's weights. Made for each session, because parameters may be replaced in between."""
 
     def __init__(self, kernels: ctypes.CDLL, inner: Any, layers: list[LayerModules]):
         self.kernels, self._rotary = kernels, inner.model.rotary_emb
-        self._layer_numbers = [layer.call.layer for layer in layers]
         self._embedding = inner.model.embed_tokens.weight
-        self._layers = (_Layer * len(layers))(*map(_read_layer, layers))
-        first, head_dim = layers[0].modules, layers[0].head_dim
+        self._keep: list[Any] = [p.detach() for p in inner.parameters()]
+        """What lies at the addresses."""
+        self._layers = (_Layer * len(layers))(*map(self._read_layer, layers))
+        self._attention = [(to, layer.call.layer) for to, layer in zip(self._layers, layers) if layer.call is not None]
+        self._recurrent = [to.recurrent for to, layer in zip(self._layers, layers) if layer.recurrent is not None]
+        attention = next(layer for layer in layers if layer.call is not None)
+        head_dim, modules = attention.head_dim, attention.modules
         self.structure = _Model(
             num_layers=len(layers),
             hidden=self._embedding.shape[1],
-            inner=first["gate"].out_features,
-            heads=first["query"].out_features // head_dim,
-            kv_heads=first["key"].out_features // head_dim,
+            inner=modules["gate"].out_features,
+            heads=modules["output"].in_features // head_dim,
+            kv_heads=modules["key"].out_features // head_dim,
             head_width=head_dim,
             vocabulary=inner.lm_head.out_features,
+            rotary_width=rotary_width(inner),
+            query_stride=modules["query"].out_features // (modules["output"].in_features // head_dim),
             layers=ctypes.addressof(self._layers),
             embedding=self._embedding.data_ptr(),
-            norm=inner.model.norm.weight.data_ptr(),
+            norm=self._read_norm(inner.model.norm),
             head=_read_linear(inner.lm_head),
-            epsilon=inner.model.norm.variance_epsilon,
+            epsilon=norm_epsilon(inner.model.norm),
+            length_epsilon=EPSILON,
+            **next((recurrent_sizes(layer.recurrent) for layer in layers if layer.recurrent is not None), {}),
         )
-        # Addresses are valid as long as the tensors live.
-        self._parameters = [p.detach() for p in inner.parameters()]
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         self._cache_version = (-1, -1)
         self._logits = torch.empty(0, inner.lm_head.out_features)
 
+    def _address(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor, which is kept as long as the model."""
+        self._keep.append(tensor)
+        return tensor.data_ptr()
+
+    def _read_norm(self, norm: Any) -> int:
+        return self._address(norm_weight(norm))
+
+    def _read_layer(self, layer: LayerModules) -> _Layer:
+        modules, call = layer.modules, layer.call
+        linears = [name for name in LINEARS if modules[name] is not None]
+        structure = _Layer(
+            **{name: self._read_norm(modules[name]) for name in NORMS if modules[name] is not None},
+            **{name: _read_linear(modules[name]) for name in linears},
+        )
+        if call is not None:
+            structure.window, structure.scale = call.window or 0, call.scale
+        if layer.recurrent is not None:
+            recurrent = self._read_recurrent(layer.recurrent)
+            self._keep.append(recurrent)
+            structure.recurrent = ctypes.addressof(recurrent)
+        return structure
+
+    def _read_recurrent(self, module: Any) -> _Recurrent:
+        bias = module.conv1d.bias
+        return _Recurrent(
+            **{name: _read_linear(getattr(module, path)) for name, path in RECURRENT_LINEARS.items()},
+            convolution=module.conv1d.weight.data_ptr(),
+            convolution_bias=None if bias is None else bias.data_ptr(),
+            decay_rates=self._address(-module.A_log.detach().exp()),
+            decay_bias=module.dt_bias.data_ptr(),
+            norm=module.norm.weight.data_ptr(),
+        )
+
     def bind(self, cache: KVCache) -> None:
-        """Notes the addresses of the cache's tensors, and computes rotary angles for all positions it has room for."""
+        """Notes the addresses of the cache's tensors, and computes rotary angles for all positions it has room for.
+
+        The convolution of a recurrent layer comes before its recurrence, so its state does too.
+        """
         if cache.version == self._cache_version:
             return
         self._cache_version = cache.version
         suffixes, prompts = cache.suffixes, cache.prompts
-        for layer, number in zip(self._layers, self._layer_numbers):
+        for layer, number in self._attention:
             layer.own_keys, layer.own_values = (x.data_ptr() for x in suffixes.tensors[number])
             layer.prompt_keys, layer.prompt_values = (x.data_ptr() for x in prompts.tensors[number])
+        states = [state.data_ptr() for state in suffixes.states]
+        for address, last_inputs, state in zip(self._recurrent, states[::2], states[1::2]):
+            recurrent = _Recurrent.from_address(address)
+            recurrent.last_inputs, recurrent.states = last_inputs, state
         limit = suffixes.slot_size + prompts.slot_size
         if self._tables is None or len(self._tables[0]) < limit:
             positions = torch.arange(1 << (limit - 1).bit_length())[None]
@@ -269,7 +297,7 @@ def _out_of_memory(rows: _Rows) -> MemoryError:
 
 
 def compiled_model(inner: Any, layers: list[LayerModules]) -> CompiledModel | None:
-    """The compiled form of a decoder of one of `families.CAUSAL_LMS`; None if it has none here.
+    """The compiled form of a known decoder (see `families`); None if it has none here.
 
     Adapters, hooks and activations other than SiLU have to be called, so every layer must compute what its class does.
     """
@@ -283,32 +311,26 @@ def _is_supported(inner: Any, layers: list[LayerModules]) -> bool:
         return False
     if getattr(backbone.rotary_emb, "rope_type", None) not in POSITION_ONLY_ROPE_TYPES:
         return False
-    if not all(is_silu(layer.activation) for layer in layers):
+    recurrent = [layer.recurrent for layer in layers if layer.recurrent is not None]
+    has_silu = all(is_silu(layer.activation) for layer in layers)
+    if not has_silu or any(module.activation not in ("silu", "swish") for module in recurrent):
         return False
-    if any(layer.call.softcap is not None or layer.call.sinks is not None for layer in layers):
+    calls = [layer.call for layer in layers if layer.call is not None]
+    if not calls or any(call.softcap is not None or call.sinks is not None for call in calls):
         return False
-    linears = [inner.lm_head, *(layer.modules[name] for layer in layers for name in LINEARS)]
-    norms = [backbone.norm, *(layer.modules[name] for layer in layers for name in NORMS)]
-    norms = [norm for norm in norms if norm is not None]
-    if not all(map(is_plain, linears)) or not all(map(is_rms_norm, norms)):
+    modules = [module for layer in layers for module in layer.all_modules()]
+    linears = [inner.lm_head, *(module for module in modules if isinstance(module, nn.Linear))]
+    norms = [backbone.norm, *(module for module in modules if type(module) not in (nn.Linear, nn.Conv1d))]
+    if not all(map(is_plain, linears)) or not all(map(is_norm, norms)):
         return False
-    # The kernel assumes one epsilon, and equal shapes in all layers.
-    shapes = {tuple(None if m is None else m.weight.shape for m in layer.modules.values()) for layer in layers}
-    if len({norm.variance_epsilon for norm in norms}) != 1 or len(shapes) != 1:
+    # The kernel assumes one epsilon, and equal shapes in all layers of a kind.
+    shapes = {(layer.call is None, *(tuple(m.weight.shape) for m in layer.all_modules())) for layer in layers}
+    kinds = {layer.call is None for layer in layers}
+    if len(set(map(norm_epsilon, norms))) != 1 or len(shapes) != len(kinds):
         return False
-    head_dim = layers[0].head_dim
-    rotates_whole_heads = head_dim % 2 == 0 and 2 * backbone.rotary_emb.inv_freq.numel() == head_dim
-    return rotates_whole_heads and all(map(is_plain_memory, inner.parameters()))
-
-
-def _read_layer(layer: LayerModules) -> _Layer:
-    modules = layer.modules
-    return _Layer(
-        **{name: modules[name].weight.data_ptr() for name in NORMS if modules[name] is not None},
-        **{name: _read_linear(modules[name]) for name in LINEARS},
-        window=layer.call.window or 0,
-        scale=layer.call.scale,
-    )
+    width = rotary_width(inner)
+    rotates = width % 2 == 0 and all(width <= layer.head_dim for layer in layers if layer.call is not None)
+    return rotates and all(map(is_plain_memory, inner.parameters()))
 
 
 def _read_linear(module: nn.Linear) -> _Linear:

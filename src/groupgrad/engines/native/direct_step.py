@@ -2,9 +2,10 @@
 
 On a CPU a small model's step spends a fifth of its time between the matrix products: in module calls, and in norms and
 rotary embeddings of many small operations each. The direct form applies the same formulas to the same weights in fewer
-calls, or in a single compiled one where all modules are plain and there is a compiler (see `kernels`). A probe run of
-the model records which attention each layer computes. The first step is computed both ways and compared
-(`runner.EagerStep`), again whenever the model has other modules.
+calls, or in a single compiled one where all modules are plain and there is a compiler (see `kernels`). Decoders with
+layers of the gated delta rule have the compiled form alone. A probe run of the model records which attention each layer
+computes. The first step is computed both ways and compared (`runner.EagerStep`), again whenever the model has other
+modules.
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupgrad.engines.native.cpp_step import CompiledModel, LayerModules, compiled_model, layer_modules
+from groupgrad.engines.native.cpp_step import CompiledModel, compiled_model
+from groupgrad.engines.native.decoder_layers import LayerModules, layer_modules
 from groupgrad.kernels import layers as kernel_layers
 from groupgrad.kernels import library
-from groupgrad.modeling.families import CAUSAL_LMS, DECODERS, is_rms_norm, is_transformers_class
+from groupgrad.modeling.families import (
+    CAUSAL_LMS,
+    DECODERS,
+    HYBRID_DECODERS,
+    HYBRID_LMS,
+    is_rms_norm,
+    is_transformers_class,
+)
 from groupgrad.modeling.fused_modules import is_replaced, is_silu
 from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
 from groupgrad.modeling.vlm import is_multimodal
@@ -53,6 +62,7 @@ class DirectModel:
             both = torch.cat([query, key], dim=1)
             both = (both * cos + both.roll(half, -1) * sin).transpose(0, 1)
             value = modules["value"](normed).unflatten(-1, (-1, head_dim)).transpose(0, 1)
+            assert layer.call is not None  # layers without attention have the compiled form alone
             attended = plan.attend(both[:num_heads], both[num_heads:], value, layer.call)
             hidden = hidden + modules["output"](attended.flatten(1))
             normed = modules["mlp_norm"](hidden)
@@ -70,11 +80,13 @@ def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledM
     # Hooks and replaced forward methods work only if the module is called.
     if any(_must_be_called(module) for module in inner.modules()):
         return None
-    numbers = [getattr(layer.self_attn, "layer_idx", None) for layer in inner.model.layers]
+    attention = [layer.self_attn for layer in inner.model.layers if hasattr(layer, "self_attn")]
+    numbers = [getattr(module, "layer_idx", None) for module in attention]
     if set(numbers) != set(calls) or len(numbers) != len(calls):
         return None
     layers = [layer_modules(layer, calls) for layer in inner.model.layers]
-    return compiled_model(inner, layers) or DirectModel(inner, layers)
+    compiled = compiled_model(inner, layers)
+    return compiled if compiled is not None or len(attention) < len(layers) else DirectModel(inner, layers)
 
 
 class _TextModel(nn.Module):
@@ -89,11 +101,11 @@ def _known_decoder(inner: Any) -> Any:
     """The text decoder of a model of a known family: the model itself, or a part of a vision-language model."""
     if not is_transformers_class(type(inner)):
         return None
-    if type(inner).__name__ in CAUSAL_LMS:
+    if type(inner).__name__ in CAUSAL_LMS | HYBRID_LMS:
         return inner
     # Some text-only models put other layers around a decoder of the same name.
     decoder, head = (inner.get_decoder(), inner.get_output_embeddings()) if is_multimodal(inner) else (None, None)
-    is_known = type(decoder).__name__ in DECODERS and is_transformers_class(type(decoder))
+    is_known = type(decoder).__name__ in DECODERS | HYBRID_DECODERS and is_transformers_class(type(decoder))
     return _TextModel(decoder, head) if is_known and type(head) is nn.Linear else None
 
 

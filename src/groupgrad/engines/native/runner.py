@@ -33,17 +33,36 @@ class EagerStep:
         """(n, V) logits behind the rows' newest `tokens` (n,) at `positions` (n,), whose keys and values are stored."""
         runner, logits = self._runner, None
         if self._direct is not None and runner.direct is not None:
-            expected = None
-            if not runner.is_checked:
-                expected = step_logits(runner.model, tokens, positions, self._plan)
-            # After the model's modules, so that the cache holds the same numbers as in all later sessions.
-            logits = self._direct(tokens, positions, self._plan)
-            if expected is not None:
-                runner.check(logits, expected)
-        if logits is None or runner.direct is None:
+            compute = self._direct if runner.is_checked else self._checked
+            logits = compute(tokens, positions, self._plan)
+        if logits is None:
             logits = step_logits(runner.model, tokens, positions, self._plan)
         self._plan.advance()
         return logits
+
+    def _checked(self, tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan) -> torch.Tensor | None:
+        """The logits of the direct form, compared with those of the model's modules; None if they differ.
+
+        The model's modules come first, so that the cache holds the same numbers as in all later sessions. Both begin
+        with the same states of recurrent layers, and so does the step that is computed again.
+        """
+        runner = self._runner
+        assert self._direct is not None
+        states = [state[: len(tokens)] for state in runner.cache.suffixes.states]
+        before = [state.clone() for state in states]
+
+        def put_back() -> None:
+            for state, old in zip(states, before):
+                state.copy_(old)
+
+        expected = step_logits(runner.model, tokens, positions, plan)
+        put_back()
+        logits = self._direct(tokens, positions, plan)
+        runner.check(logits, expected)
+        if runner.direct is not None:
+            return logits
+        put_back()
+        return None
 
     def sample(
         self, tokens: torch.Tensor, positions: torch.Tensor, sampling: UnfilteredSampling, num_steps: int

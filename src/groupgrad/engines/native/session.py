@@ -251,7 +251,7 @@ class NativeSession:
             self._batch = self._make_batch(running)
         sign_of_life()
         batch, started = self._batch, time.perf_counter()
-        tokens = self._next_tokens(batch, self._num_free_steps(running))
+        tokens = self._next_tokens(batch, running)
         self._run_seconds = time.perf_counter() - started
         self._step_seconds = self._run_seconds / len(tokens)
         batch.tokens = tokens[-1]
@@ -272,11 +272,11 @@ class NativeSession:
         room = self._cache.suffixes.slot_size - longest + 1
         return max(1, min(budget, room, int(RUN_SECONDS / self._step_seconds)))
 
-    def _next_tokens(self, batch: _RunningBatch, num_steps: int) -> torch.Tensor:
-        """(steps, n) tokens of up to `num_steps` steps; those behind the end of a sequence mean nothing."""
-        positions = batch.starts + batch.counts - 1
+    def _next_tokens(self, batch: _RunningBatch, running: list[Sequence]) -> torch.Tensor:
+        """(steps, n) tokens of one or several steps; those behind the end of a sequence mean nothing."""
+        positions, num_steps = batch.starts + batch.counts - 1, self._num_free_steps(running)
         if num_steps > 1:
-            idle = self._num_idle_tokens(len(batch.tokens))
+            idle = self._num_idle_tokens(running)
             sampling = self._sampler.unfiltered(batch.table_rows, batch.counts, self._eos_tensor, idle)
             tokens = None if sampling is None else batch.step.sample(batch.tokens, positions, sampling, num_steps)
             if tokens is not None:
@@ -284,12 +284,14 @@ class NativeSession:
         logits = batch.step.logits(batch.tokens, positions).to(self._device)
         return self._sampler.choose(logits, batch.table_rows, batch.counts)[None]
 
-    def _num_idle_tokens(self, num_rows: int) -> int:
+    def _num_idle_tokens(self, running: list[Sequence]) -> int:
         """Tokens that may be computed of rows that have ended: they cost at most what a batch without them would.
 
-        None while sequences wait for the room of those that end.
+        None while sequences wait for the room of those that end, or if the states of those that end are retained: they
+        have to be those behind the last token.
         """
-        if self._scheduler.waiting:
+        num_rows, has_states = len(running), bool(self._cache.state_tokens)
+        if self._scheduler.waiting or (has_states and any(sequence.request.keep for sequence in running)):
             return 0
         return min(num_rows, int(num_rows * self._host_seconds / self._step_seconds))
 

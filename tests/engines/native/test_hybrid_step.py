@@ -1,0 +1,189 @@
+"""The compiled decode step of models whose layers have the gated delta rule or attention."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+
+from groupgrad.engines.base import Request, Sample, SamplingOptions
+from groupgrad.engines.native import engine as native
+from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.cpp_step import CompiledModel, CompiledStep
+from groupgrad.engines.native.direct_step import direct_model
+from groupgrad.engines.native.engine import NativeEngine
+from groupgrad.engines.native.logits import last_logits
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+"""No width is a multiple of a vector's; two heads of values share one of keys; a quarter of a head rotates."""
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "odd sizes": {},
+    "whole vectors": {"linear_key_head_dim": 64, "linear_value_head_dim": 128, "hidden_size": 64},
+    "whole heads rotate": {
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0}
+    },
+    "biases": {"attention_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "five taps": {"linear_conv_kernel_dim": 5},
+}
+
+OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
+
+
+def make(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**SIZES, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def requests(keep: bool = False) -> list[Request]:
+    lengths = (1, 6, 11, 130)
+    return [Request([3 + i % 4] * lengths[i % 4], i, 8 + 5 * (i % 7), keep=keep) for i in range(21)]
+
+
+def direct_form(model: Any) -> Any:
+    plan, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():
+        last_logits(model, token, token, plan, token)
+    return direct_model(model, plan.calls)
+
+
+def assert_same(actual: list[Sample], expected: list[Sample]) -> None:
+    assert [sample.ids for sample in actual] == [sample.ids for sample in expected]
+    for ours, theirs in zip(actual, expected):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, rel=0, abs=1e-5)
+        assert ours.entropies == pytest.approx(theirs.entropies, rel=0, abs=1e-5)
+
+
+@pytest.fixture
+def by_modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Samples through the model's modules."""
+
+    def sample(model: Any, asked: list[Request], options: SamplingOptions = OPTIONS) -> list[Sample]:
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "direct_model", lambda *_: None)
+            return NativeEngine(model).sample(asked, options)
+
+    return sample
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_compiled_steps_give_the_texts_of_the_models_own(name: str, by_modules: Any, monkeypatch, caplog) -> None:
+    model, counts = make(**CHANGES[name]), {"steps": 0}
+
+    def watch(method: str) -> None:
+        original = getattr(CompiledStep, method)
+
+        def counting(*args: Any) -> Any:
+            result = original(*args)
+            counts["steps"] += len(result) if method == "sample" else 1
+            return result
+
+        monkeypatch.setattr(CompiledStep, method, counting)
+
+    watch("sample")
+    watch("__call__")
+    engine = NativeEngine(model)
+    with caplog.at_level(logging.WARNING):
+        samples = engine.sample(requests(), OPTIONS)
+    assert counts["steps"] == engine.statistics.num_steps
+    assert not [record for record in caplog.records if record.name.startswith("groupgrad")]
+    assert {sample.finish_reason for sample in samples} == {"eos", "length"}
+    assert_same(samples, by_modules(model, requests()))
+
+
+def test_a_row_has_the_same_bits_whatever_is_sampled_beside_it() -> None:
+    model, before = make(**CHANGES["whole vectors"]), torch.get_num_threads()
+    asked = [Request([5, 6, 7, 8, 9], i, 8 + 5 * (i % 7)) for i in range(21)]
+    together = NativeEngine(model).sample(asked, OPTIONS)
+    try:
+        torch.set_num_threads(2 if before == 1 else 1)
+        assert NativeEngine(model).sample(asked, OPTIONS) == together
+    finally:
+        torch.set_num_threads(before)
+    for number in (0, 3, 10):
+        assert NativeEngine(model).sample([asked[number]], OPTIONS) == [together[number]]
+
+
+def test_a_compiled_step_that_differs_leaves_the_states_as_they_were(by_modules: Any, monkeypatch, caplog) -> None:
+    model = make()
+    expected = by_modules(model, requests())
+    compute = CompiledStep.__call__
+    monkeypatch.setattr(CompiledStep, "__call__", lambda self, *args: compute(self, *args) + 1.0)
+    with caplog.at_level(logging.WARNING):
+        assert NativeEngine(model).sample(requests(), OPTIONS) == expected
+    assert "the model's own is used" in caplog.text
+
+
+def test_rows_that_are_continued_have_the_states_behind_their_last_token(by_modules: Any) -> None:
+    """Several steps run in one call, and a row may end in the first of them."""
+    model, asked, reply = make(), requests(keep=True), [7, 8]
+    engine = NativeEngine(model)
+    engine.sample(requests(), OPTIONS)  # the direct form is checked, so that steps run by several
+    with engine.session(OPTIONS) as session:
+        tickets, ended = [session.submit(request) for request in asked], {}
+        while session.num_open:
+            ended.update(session.advance())
+        turns = [ended[ticket] for ticket in tickets]
+        contexts = [request.prompt_ids + turn.ids + reply for request, turn in zip(asked, turns)]
+        again = [Request(ids, 50 + i, 9, continues=tickets[i]) for i, ids in enumerate(contexts)]
+        second = [session.submit(request) for request in again]
+        while session.num_open:
+            ended.update(session.advance())
+    assert any(turn.finish_reason == "eos" for turn in turns)
+    alone = [Request(ids, 50 + i, 9) for i, ids in enumerate(contexts)]
+    assert_same([ended[ticket] for ticket in second], by_modules(model, alone))
+
+
+def test_weights_that_training_has_changed_are_read_anew(by_modules: Any) -> None:
+    model = make()
+    engine = NativeEngine(model)
+    first = engine.sample(requests(), OPTIONS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    second = engine.sample(requests(), OPTIONS)
+    assert second != first
+    assert_same(second, by_modules(model, requests()))
+
+
+def test_models_that_it_does_not_fit() -> None:
+    assert isinstance(direct_form(make()), CompiledModel)
+    model = make()
+    model.model.layers[0].linear_attn.conv1d.register_forward_hook(lambda *_: None)
+    assert direct_form(model) is None
+    model = make()
+    model.model.layers[2].linear_attn.norm.variance_epsilon = 1e-3
+    assert direct_form(model) is None
+    model = make()
+    model.model.layers[2].linear_attn.activation = "gelu"
+    assert direct_form(model) is None
+    model = make()
+    model.model.layers[3].linear_attn.out_proj = nn.Sequential(model.model.layers[3].linear_attn.out_proj)
+    assert direct_form(model) is None
+    assert direct_form(make().double()) is None
+    assert direct_form(make(layer_types=["linear_attention"] * 4)) is None
