@@ -83,7 +83,7 @@ def test_losses_gradients_and_metrics_stay(policy, sample, step, loss_type, case
     assert float((other_gradient - gradient).norm()) <= 1e-6 * float(gradient.norm())
     assert float(gradient.norm()) > 1e-4
 
-    tokens = {n: sum(part.layout.num_tokens for part in parts if part.passes == n) for n in (0, 1, 2)}
+    tokens = {n: sum(part.batch.num_tokens for part in parts if part.passes == n) for n in (0, 1, 2)}
     assert sum(policy.seen) == tokens[FORWARD] + tokens[FORWARD_AND_BACKWARD]
     has_further_terms = case in ("beta", "entropy_bonus")
     assert (tokens[FORWARD] > 0) == (weights == "moved" and not has_further_terms)
@@ -100,7 +100,7 @@ def test_parts_hold_rows_of_equal_needs(policy, sample):
         assert sum(part.share for part in parts) == pytest.approx(1.0)
         for part in parts:
             assert {micro_batch.step.passes[row] for row in part.rows} == {part.passes}
-            assert part.passes != FORWARD or bool((part.layout.advantages == 0).all())
+            assert part.passes != FORWARD or bool((part.batch.advantages == 0).all())
     assert FORWARD in {part.passes for part in parts_of(micro_batches)}
 
 

@@ -96,7 +96,7 @@ def as_step(batches: Sequence[Batch]) -> tuple[Batch, list[range]]:
 
 def scored(part: MicroBatch, score: Callable[[Batch], TokenScores]) -> tuple[Batch, TokenScores]:
     """A part's rows, and their scores by the passes that they need."""
-    batch = part.layout
+    batch = part.batch
     if part.passes == NO_PASS:
         return batch, known_scores(batch)
     with torch.set_grad_enabled(part.passes == FORWARD_AND_BACKWARD):

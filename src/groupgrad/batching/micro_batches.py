@@ -1,7 +1,7 @@
 """Plans the micro-batches of an optimizer step: their rows, and the passes through the model that each row needs.
 
-A step is one `Batch`. Its micro-batches, and the parts that they are cut into, are lists of rows; `MicroBatch.layout`
-turns one into a `Batch` when it is trained.
+A step is one `Batch`. Its micro-batches, and the parts that they are cut into, are lists of rows; `MicroBatch.batch`
+makes a `Batch` of one when it is trained.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
-
-import torch
 
 from groupgrad import dist
 from groupgrad.batch import Batch
@@ -26,6 +24,7 @@ from groupgrad.objectives import (
     PolicyOptions,
     required_passes,
 )
+from groupgrad.objectives.ragged import layout_of
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,7 +71,7 @@ class MicroBatch:
         return int(lengths[self.rows].sum())
 
     @cached_property
-    def layout(self) -> Batch:
+    def batch(self) -> Batch:
         """The rows as a batch, on the CPU; losses of all parts of a micro-batch add up to the micro-batch's loss."""
         batch = self.step.batch
         if len(self.rows) < batch.num_rows:
@@ -168,8 +167,7 @@ def assign_micro_batches(
             _keep_a_live_row(batch, rows, needed)
     elif with_rows and FORWARD_AND_BACKWARD not in needed:
         _keep_a_live_row(batch, with_rows[0], needed)
-    loss_tokens = torch.zeros_like(batch.prompt_of_row).index_add(0, batch.row_of_token, batch.trained.long())
-    step = StepRows(batch, needed, row_costs(batch, needed), loss_tokens.tolist())
+    step = StepRows(batch, needed, row_costs(batch, needed), layout_of(batch).counts.tolist())
     return [MicroBatch(step, rows) for rows in assigned]
 
 

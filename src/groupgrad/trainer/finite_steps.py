@@ -109,7 +109,7 @@ def _write_rows(path: Path, micro_batches: Sequence[MicroBatch], tokenizer: Any)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for number, micro_batch in enumerate(micro_batches):
-            batch = micro_batch.step.batch.select(micro_batch.rows)
+            batch = micro_batch.batch
             ends, starts = batch.offsets.tolist(), batch.prompt_offsets.tolist()
             for row in range(batch.num_rows):
                 tokens, prompt = slice(ends[row], ends[row + 1]), int(batch.prompt_of_row[row])

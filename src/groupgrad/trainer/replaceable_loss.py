@@ -28,17 +28,17 @@ class ReplaceableLoss:
         return self.batch_loss(model, inputs).loss
 
     @property
-    def _keeps_compute_loss(self) -> bool:
+    def _has_own_compute_loss(self) -> bool:
         """True if neither a subclass nor a script has replaced `compute_loss`."""
         return getattr(self.compute_loss, "__func__", None) is ReplaceableLoss.compute_loss
 
     @property
-    def _keeps_loss(self) -> bool:
+    def _has_own_loss(self) -> bool:
         """True if `batch_loss` and `compute_loss` are the trainer's own: rows without advantage then have no loss."""
         own = getattr(self.batch_loss, "__func__", None)
-        return self._keeps_compute_loss and getattr(own, "__module__", "") == "groupgrad.trainer.trainer"
+        return self._has_own_compute_loss and getattr(own, "__module__", "") == "groupgrad.trainer.trainer"
 
-    def _hooked_loss(self, model: nn.Module, batch: Batch) -> PolicyLoss:
+    def _replaced_loss(self, model: nn.Module, batch: Batch) -> PolicyLoss:
         """The replaced `compute_loss`, with the metrics of each `batch_loss` that it calls."""
         losses: list[PolicyLoss] = []
         batch_loss, replaced = self.batch_loss, vars(self).get("batch_loss")

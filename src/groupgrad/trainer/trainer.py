@@ -257,7 +257,7 @@ class GRPOTrainer(TrainingRun):
             self._rules,
             self._on_policy,
             entropy_coef=self.entropy_controller.applied,
-            every_row=not self._keeps_loss,
+            every_row=not self._has_own_loss,
         )
 
     def _sample(self, key: MicroBatchKey, index: int) -> Batch:
@@ -319,10 +319,11 @@ class GRPOTrainer(TrainingRun):
 
     def _loss(self, model: nn.Module, part: MicroBatch) -> PolicyLoss:
         """The loss of rows that all need the same passes, with a gradient if they need a backward pass."""
-        batch = part.layout.to(self.args.device)
+        batch = part.batch.to(self.args.device)
         with self.compute_loss_context_manager():
             if part.passes == FORWARD_AND_BACKWARD:
-                return self.batch_loss(model, batch) if self._keeps_compute_loss else self._hooked_loss(model, batch)
+                loss_of = self.batch_loss if self._has_own_compute_loss else self._replaced_loss
+                return loss_of(model, batch)
             with torch.no_grad():
                 # The model without DeepSpeed's wrapper: ranks may differ in the number of such passes.
                 return self.batch_loss(unwrap(model), batch, known=part.passes == NO_PASS)
@@ -436,7 +437,7 @@ class GRPOTrainer(TrainingRun):
         types = computing_types(self.model, self.accelerator.mixed_precision)
         self.mismatch_watch = MismatchWatch(tolerance(types, self.accelerator.device))
         self.signal_watch = None
-        if self._keeps_compute_loss and type(self).batch_loss is GRPOTrainer.batch_loss:
+        if self._has_own_compute_loss and type(self).batch_loss is GRPOTrainer.batch_loss:
             self.signal_watch = build.signal_watch(self.args, self._policy)
         self.gradient_sums, self.memory = build.gradient_memory(
             self.args, self.model, self.components.forward_options, self.checkpointing, self.accelerator

@@ -284,8 +284,8 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         """The holders of gradients that other ranks do not have yet, inside `_training_passes`."""
         return self.gradient_sums.holders if self._gradient_sync is None else self._gradient_sync.unsent()
 
-    def _backward(self, loss: torch.Tensor) -> None:
-        """Adds the gradient of `loss`, as `transformers.Trainer.training_step` does."""
+    def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Adds the gradient of `loss`, as `transformers.Trainer.training_step` does; `is_last` in its micro-batch."""
         args, further = self.args, {}
         every = args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
@@ -296,7 +296,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         if self.is_deepspeed_enabled:
             zero3.backward(self.accelerator, loss)
         else:
-            with nullcontext() if sync is None else sync.backward_pass(is_last=self.memory.is_last_backward):
+            with nullcontext() if sync is None else sync.backward_pass(is_last=is_last):
                 self.accelerator.backward(loss, **further)
         self._restore_modules()
 

@@ -67,7 +67,7 @@ class Machine:
         self.fail_in("forward")
         return policy_loss(scores, batch, PolicyOptions())
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()
         self.fail_in("backward")
 

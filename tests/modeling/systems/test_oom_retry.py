@@ -42,7 +42,7 @@ class Machine:
                 raise self.error
         return policy_loss(scores, batch, self.options, **self.terms)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         tokens, _ = self.attempts[-1]
         if tokens > self.max_backward:
             self.attempts[-1] = (tokens, "backward")
@@ -86,7 +86,7 @@ def assert_same(actual, expected) -> None:
 def test_parts_sum_to_the_whole(make_machine, loss_type, where):
     machine, batches = make_machine(PolicyOptions(loss_type=loss_type), skip=loss_type != "dapo")
     expected = machine.step(batches)
-    largest = max(batch.layout.num_tokens for batch in batches)
+    largest = max(batch.batch.num_tokens for batch in batches)
     setattr(machine, where, largest // 2)
     assert_same(machine.step(batches), expected)
     failed = [kind for _, kind in machine.attempts if kind != "ok"]
@@ -111,8 +111,8 @@ def test_every_way_of_running_out_is_known(make_machine, error):
 
 def test_a_failed_backward_pass_repeats_the_steps_earlier_batches_and_a_failed_forward_pass_does_not(make_machine):
     machine, batches = make_machine(PolicyOptions(loss_type="bnpo"), skip=False)
-    batches = sorted(batches, key=lambda batch: batch.layout.num_tokens)
-    sizes = [batch.layout.num_tokens for batch in batches]
+    batches = sorted(batches, key=lambda batch: batch.batch.num_tokens)
+    sizes = [batch.batch.num_tokens for batch in batches]
     machine.max_forward = sizes[1]
     machine.step(batches)
     assert [n for n, kind in machine.attempts if kind == "ok"][:2] == sizes[:2]
@@ -168,12 +168,12 @@ def test_other_errors_pass(make_machine, error):
 def test_parts_share_what_is_measured_once_a_micro_batch(make_machine):
     _, (whole, *_) = make_machine(PolicyOptions(), skip=False)
     parts = whole.split(2)
-    shares = [3 / part.layout.totals.micro_batches for part in parts]
+    shares = [3 / part.batch.totals.micro_batches for part in parts]
     assert sum(shares) == pytest.approx(1.0)
-    tokens = [int(part.layout.trained.sum()) for part in parts]
+    tokens = [int(part.batch.trained.sum()) for part in parts]
     assert shares == pytest.approx([count / sum(tokens) for count in tokens])
     masked = replace(whole, step=replace(whole.step, loss_tokens=[0] * len(whole.step.loss_tokens)))
-    assert [part.layout.totals.micro_batches for part in masked.split(2)] == [6.0, 6.0]
+    assert [part.batch.totals.micro_batches for part in masked.split(2)] == [6.0, 6.0]
 
 
 class _Arguments:
@@ -206,7 +206,7 @@ def test_batches_are_cut_to_the_size_of_a_pass(make_machine, loss_type):
     machine.guard = MemoryGuard(machine.policy.zero_grad, max_tokens=1)
     assert_same(machine.step(batches), expected)
     assert sum(n for n, _ in machine.attempts) == sum(whole)
-    assert len(machine.attempts) == sum(len(batch.layout.prompt_of_row.unique()) for batch in batches)
+    assert len(machine.attempts) == sum(len(batch.batch.prompt_of_row.unique()) for batch in batches)
 
 
 def test_ranks_that_make_passes_together_cut_none_by_their_own_memory(make_machine):

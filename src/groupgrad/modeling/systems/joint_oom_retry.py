@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from groupgrad import dist
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory, release_frames
-from groupgrad.modeling.systems.oom_retry import MemoryGuard
+from groupgrad.modeling.systems.oom_retry import Backward, Forward, MemoryGuard
 from groupgrad.modeling.systems.pass_collectives import PassCollectives
 from groupgrad.objectives import NO_PASS, PolicyLoss
 
@@ -28,12 +26,7 @@ class JointMemoryGuard(MemoryGuard):
         super().__init__(clear, **options)
         self._collectives = collectives
 
-    def train(
-        self,
-        micro_batch: MicroBatch,
-        forward: Callable[[MicroBatch], PolicyLoss],
-        backward: Callable[[torch.Tensor], None],
-    ) -> list[PolicyLoss]:
+    def train(self, micro_batch: MicroBatch, forward: Forward, backward: Backward) -> list[PolicyLoss]:
         """As `MemoryGuard.train`. Collective."""
         parts = self._within_limit(micro_batch)
         idle = [part for part in parts if part.passes == NO_PASS]
@@ -59,12 +52,7 @@ class JointMemoryGuard(MemoryGuard):
         """`count` parts, those beyond `parts` without rows."""
         return parts + [micro_batch.without_rows()] * (count - len(parts))
 
-    def _try_jointly(
-        self,
-        part: MicroBatch,
-        forward: Callable[[MicroBatch], PolicyLoss],
-        backward: Callable[[torch.Tensor], None],
-    ) -> tuple[PolicyLoss | None, bool]:
+    def _try_jointly(self, part: MicroBatch, forward: Forward, backward: Backward) -> tuple[PolicyLoss | None, bool]:
         """The detached loss, or None if memory ran out on any rank; True if it did on this one. Collective.
 
         RuntimeError on all ranks if a part that does not fit cannot be cut.
@@ -93,9 +81,7 @@ class JointMemoryGuard(MemoryGuard):
         return None if any(failed) else loss, failure is not None
 
 
-def _pass(
-    part: MicroBatch, forward: Callable[[MicroBatch], PolicyLoss], backward: Callable[[torch.Tensor], None]
-) -> PolicyLoss:
+def _pass(part: MicroBatch, forward: Forward, backward: Backward) -> PolicyLoss:
     result = forward(part)
-    backward(result.loss)
+    backward(result.loss, False)  # gradients are reduced within each pass, so no pass is the last one
     return PolicyLoss(result.loss.detach(), result.metrics)

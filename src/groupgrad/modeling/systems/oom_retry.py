@@ -13,6 +13,11 @@ from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
 from groupgrad.objectives import FORWARD_AND_BACKWARD, PolicyLoss
 
+Forward = Callable[[MicroBatch], PolicyLoss]
+"""Gives the loss of a part whose rows all need the same passes."""
+Backward = Callable[[torch.Tensor, bool], object]
+"""Adds the gradient of a loss; True for the last backward pass of its micro-batch, unless that fails."""
+
 logger = logging.getLogger(__name__)
 
 TOKENS_PER_PASS_CPU, _WIDTH, _MOST_TIMES = 2048, 256, 8
@@ -56,30 +61,22 @@ class MemoryGuard:
         self._max_cost = None if max_tokens is None or obstacle is not None else 3 * max_tokens * num_ranks
         self._limit: int | None = None
         self._done: list[MicroBatch] = []
-        self.is_last_backward = False
-        """True in the last part of the micro-batch that makes a backward pass, unless it fails."""
 
     def begin_step(self) -> None:
         """Start a step; the gradients must be empty."""
         self._done = []
 
-    def train(
-        self,
-        micro_batch: MicroBatch,
-        forward: Callable[[MicroBatch], PolicyLoss],
-        backward: Callable[[torch.Tensor], None],
-    ) -> list[PolicyLoss]:
+    def train(self, micro_batch: MicroBatch, forward: Forward, backward: Backward) -> list[PolicyLoss]:
         """The detached losses and the metrics of a micro-batch's parts, whose gradients are added.
 
-        `forward` gives the loss of a part whose rows all need the same passes, `backward` adds its gradient. Raises
-        RuntimeError if one row alone does not fit.
+        Raises RuntimeError if one row alone does not fit.
         """
         waiting = [(part, True) for part in self._within_limit(micro_batch)]
         losses: list[PolicyLoss] = []
         while waiting:
             part, is_first_time = waiting.pop(0)
-            self.is_last_backward = all(other.passes != FORWARD_AND_BACKWARD for other, _ in waiting)
-            loss, gradients_are_whole = self._try(part, forward, backward)
+            is_last = all(other.passes != FORWARD_AND_BACKWARD for other, _ in waiting)
+            loss, gradients_are_whole = self._try(part, forward, backward, is_last=is_last)
             if loss is None:
                 waiting[:0] = self._again(part, is_first_time, gradients_are_whole)
                 continue
@@ -99,10 +96,7 @@ class MemoryGuard:
         return again
 
     def _try(
-        self,
-        part: MicroBatch,
-        forward: Callable[[MicroBatch], PolicyLoss],
-        backward: Callable[[torch.Tensor], None],
+        self, part: MicroBatch, forward: Forward, backward: Backward, *, is_last: bool
     ) -> tuple[PolicyLoss | None, bool]:
         """The detached loss, or None if memory ran out; False if a failed backward pass may have added to gradients."""
         gradients_are_whole, result = True, None
@@ -111,7 +105,7 @@ class MemoryGuard:
             result = forward(part)
             if part.passes == FORWARD_AND_BACKWARD:
                 gradients_are_whole = False
-                backward(result.loss)
+                backward(result.loss, is_last)
             return PolicyLoss(result.loss.detach(), result.metrics), True
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -124,7 +118,7 @@ class MemoryGuard:
 
     def _prepare_for(self, part: MicroBatch) -> None:
         if self._prepare is not None and part.passes == FORWARD_AND_BACKWARD:
-            self._prepare(part.layout)
+            self._prepare(part.batch)
 
     def state_dict(self) -> dict[str, Any]:
         """The learned size."""
@@ -139,7 +133,7 @@ class MemoryGuard:
 
     def _hopeless(self, part: MicroBatch) -> str | None:
         """The error if a part that has run out of memory cannot be cut; None if it can."""
-        batch = part.layout
+        batch = part.batch
         size = f"{batch.num_rows} completions, {batch.num_tokens} tokens besides {len(batch.prompt_ids)} of prompts"
         if self._obstacle is not None:
             return (
@@ -164,7 +158,7 @@ class MemoryGuard:
         halves = part.split(2)
         size = max(half.cost for half in halves)
         self._limit = size if self._limit is None else min(size, self._limit)
-        batch = part.layout
+        batch = part.batch
         logger.warning(
             "a micro-batch of %d completions and %d tokens does not fit into memory and is trained in parts from now "
             "on, with the same result; a lower per_device_train_batch_size or gradient_checkpointing=True avoids that",
