@@ -89,6 +89,11 @@ class Batch:
         """L."""
         return self.completion_ids.shape[0]
 
+    @property
+    def has_images(self) -> bool:
+        """True if a prompt or a completion has images."""
+        return self.media is not None or self.row_media is not None
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on `device`."""
         moved = {

@@ -93,7 +93,8 @@ def score_tokens(
     """
     if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
         return _score_nothing(model, batch, options)
-    if options.image_example is not None and _lacks_image(model, batch):
+    # Other ranks may run the vision tower in this pass, whose weights all ranks gather together.
+    if options.image_example is not None and not batch.has_images and is_zero_sharded(model):
         return _score_beside_an_image(model, batch, options, precomputed, tap)
     layout = layout_for(model, options) if batch.num_tokens else "dense"
     if layout == "dense":
@@ -114,8 +115,7 @@ def score_tokens(
     hook = HeadHook(tokens, rows, predictors, inputs.shape, options.temperature, options.entropy_gradient, precomputed)
     hook.on_states = None if tap is None else lambda states: tap(states, places)
     transform = logit_transform(unwrap(model)) if options.tiled_head else None
-    has_images = batch.media is not None or batch.row_media is not None
-    images = with_images(model, batch, inputs) if has_images else nullcontext(inputs)
+    images = with_images(model, batch, inputs) if batch.has_images else nullcontext(inputs)
     head = hook.on(output_head(model), transform, is_sharded=is_zero_sharded(model))
     with images as inputs, compiled_parts(model, is_dense=layout == "dense"), head:
         output = inputs.run(model)
@@ -159,12 +159,6 @@ def _placeholder(options: ForwardOptions) -> Batch:
     if example is None:
         return build_batch([[options.pad_id]], [0], [[options.pad_id]])
     return build_batch([example.ids], [0], [[options.pad_id]], (example.media,))
-
-
-def _lacks_image(model: nn.Module, batch: Batch) -> bool:
-    """True if other ranks may run the vision tower in this pass, whose weights they gather together, and this not."""
-    has_images = any((*(batch.media or ()), *(batch.row_media or ())))
-    return not has_images and is_zero_sharded(model)
 
 
 def _score_beside_an_image(

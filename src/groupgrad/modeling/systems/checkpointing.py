@@ -83,8 +83,6 @@ def activation_bytes_per_value(model: nn.Module, options: ForwardOptions, exampl
 
 def _num_image_values(model: nn.Module, options: ForwardOptions, batch: Batch) -> int:
     """Elements of the image tensors that a forward pass computes, once a row without the shared layout."""
-    if batch.media is None and batch.row_media is None:
-        return 0
     images = list(batch.media or [None] * batch.num_prompts)
     of_rows = list(batch.row_media or [None] * batch.num_rows)
     if batch.num_rows and layout_for(model, options) != "shared":
@@ -156,8 +154,7 @@ class CheckpointingByNeed:
     def prepare(self, batch: Batch) -> None:
         """Switches gradient checkpointing for a forward pass of the batch. Collective if it `is_joint`."""
         num_tokens = _num_tokens(batch)
-        has_images = batch.media is not None or batch.row_media is not None
-        num_values = _num_image_values(self._model, self._options, batch) if has_images else 0
+        num_values = _num_image_values(self._model, self._options, batch) if batch.has_images else 0
         if batch.num_rows and layout_for(self._model, self._options) == "dense":
             lengths = batch.prompt_offsets.diff()[batch.prompt_of_row] + batch.offsets.diff()
             num_tokens = batch.num_rows * int(lengths.max())
