@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import nn
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric
 from groupgrad.objectives import MismatchOptions, OnPolicyInfo, fresh_rows, known_rows, logp_mismatch, mismatch_metrics
+from groupgrad.rollout.requests import RolloutSource
 from groupgrad.trainer.mismatch_watch import MISMATCH, has_dropout
-
-
-class Source(Protocol):
-    """The maker of rollouts."""
-
-    @property
-    def is_exact(self) -> bool:
-        """True if its log-probs and entropies are those of the very modules that train, in evaluation mode."""
-        ...
 
 
 class SamplerLogprobs:
@@ -28,7 +18,7 @@ class SamplerLogprobs:
     Numbers that a user's rollout function reports are never taken for the policy's, whatever the engine.
     """
 
-    def __init__(self, source: Source, model: nn.Module, correction: MismatchOptions | None = None):
+    def __init__(self, source: RolloutSource, model: nn.Module, correction: MismatchOptions | None = None):
         self._source, self._model, self._correction = source, model, correction
         self._is_exact = False
 
@@ -41,8 +31,12 @@ class SamplerLogprobs:
         return OnPolicyInfo(step, self._is_exact and not has_dropout(self._model))
 
     def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        """(L,) log-probs of the policy that sampled the batch, 0 where no loss token needs one; None if unknown."""
-        return known_logprobs(batch) if self._is_exact else None
+        """(L,) log-probs of the policy that sampled the batch, 0 for other tokens without one; None if a loss token has
+        none, or if the engine's are not the policy's own."""
+        known = batch.sampling_logprobs
+        if not self._is_exact or known is None or bool((batch.trained & ~known.isfinite()).any()):
+            return None
+        return known.nan_to_num(0.0, 0.0, 0.0)
 
     def entropy(self, batch: Batch, step: int) -> torch.Tensor | None:
         """(L,) entropies (nats) of the policy of this step in evaluation mode; None if unknown."""
@@ -62,10 +56,3 @@ class SamplerLogprobs:
         if not on_policy.exact:
             return {}
         return {MISMATCH: logp_mismatch(scores.logprobs, batch, fresh_rows(batch, on_policy))}
-
-
-def known_logprobs(batch: Batch) -> torch.Tensor | None:
-    """(L,) log-probs of the sampler, if it gave one for each loss token; 0 where it gave none for other tokens."""
-    if batch.sampling_logprobs is None or bool((batch.trained & ~batch.sampling_logprobs.isfinite()).any()):
-        return None
-    return batch.sampling_logprobs.nan_to_num(0.0, 0.0, 0.0)
