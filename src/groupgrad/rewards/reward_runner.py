@@ -66,9 +66,9 @@ class RewardRunner:
         for scorer, name in zip(self._scorers, self.names):
             scorer.name = name
         self.supervision = supervision or SupervisionOptions()
-        functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
-        _check_failure_names(self.supervision, [function.name for function in functions])
-        self._calls = FunctionCalls(functions, self.supervision)
+        self._functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
+        _check_failure_names(self.supervision, [function.name for function in self._functions])
+        self._calls = FunctionCalls(self._functions, self.supervision)
         self._early = {
             place: scorer
             for place, scorer in enumerate(self._scorers)
@@ -76,8 +76,7 @@ class RewardRunner:
         }
         """Functions that are async or have a worker process: they start before all others and are waited for last."""
         self._order = sorted(range(len(self._scorers)), key=self._early.__contains__)
-        self._is_supervised = self.supervision.is_active
-        self._statistics = {function.name: CallStatistics() for function in functions}
+        self._statistics = {function.name: CallStatistics() for function in self._functions}
         self._warned_unscored = False
         self._warned_failed: set[str] = set()
 
@@ -88,8 +87,7 @@ class RewardRunner:
 
     def missing_arguments(self, columns: Sequence[str]) -> dict[str, list[str]]:
         """The required arguments of each function that rows with these data-set columns do not provide."""
-        functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
-        missing = {function.name: function.missing(columns) for function in functions}
+        missing = {function.name: function.missing(columns) for function in self._functions}
         return {name: arguments for name, arguments in missing.items() if arguments}
 
     @property
@@ -100,13 +98,12 @@ class RewardRunner:
     @property
     def may_log_metrics(self) -> bool:
         """True if a function gets `log_metric`, by name or among all arguments."""
-        functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
-        return any(function.takes_all or "log_metric" in function.takes for function in functions)
+        return any(function.takes_all or "log_metric" in function.takes for function in self._functions)
 
     @property
     def processing_classes(self) -> list[Any]:
         """The tokenizers of the reward models; None for functions."""
-        return [getattr(scorer, "processing_class", None) for scorer in self._scorers]
+        return [scorer.processing_class if isinstance(scorer, RewardModel) else None for scorer in self._scorers]
 
     @property
     def models(self) -> list[RewardModel]:
@@ -140,7 +137,7 @@ class RewardRunner:
         unscored = table.rewards[rows].isnan().all(dim=1)
         if bool(unscored.any()) and not any(statistics.failures for statistics in self._statistics.values()):
             self._warn_unscored(unscored.nonzero().flatten().tolist(), inputs)
-        if self._is_supervised:
+        if self.supervision.is_active:
             for name, statistics in self._statistics.items():
                 table.metrics |= statistics.take(name)
         return table

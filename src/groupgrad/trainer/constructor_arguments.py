@@ -135,7 +135,7 @@ def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any)
     try:
         Trainer.get_optimizer_cls_and_kwargs(config, model)
     except (ImportError, ValueError) as error:
-        name = f"optim={getattr(config.optim, 'value', config.optim)!r}"
+        name = f"optim={config.optimizer_name!r}"
         if "bitsandbytes" in str(error):
             compat.require("bitsandbytes", name)
         raise type(error)(f"{name} cannot be used: {error}; or set optim='adamw_torch'") from error

@@ -128,9 +128,8 @@ def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:
     all_bytes = sum(parameter.nbytes for parameter in parameters)
     trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     has_reference = config.beta != 0 and not is_adapted(inner)
-    optimizer = getattr(config.optim, "value", config.optim)
     # Other optimizers may keep fewer or smaller numbers, and ZeRO shards them.
-    has_two_states = optimizer in ("adamw_torch", "adamw_torch_fused") and not uses_deepspeed(config)
+    has_two_states = config.optimizer_name in ("adamw_torch", "adamw_torch_fused") and not uses_deepspeed(config)
     # ZeRO shards gradients from stage 2 on; an unknown stage counts as sharded.
     has_gradients = not uses_deepspeed(config) or zero_stage(config) in (0, 1)
     tokens = config.per_device_train_batch_size * int(config.max_completion_length or 0)
