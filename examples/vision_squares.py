@@ -133,7 +133,7 @@ def make_processor() -> Gemma3Processor:
 
 
 def make_model(processor: Gemma3Processor, seed: int) -> Gemma3ForConditionalGeneration:
-    """An untrained Gemma 3 that sees, float32."""
+    """An untrained Gemma 3 with a vision tower, float32."""
     torch.manual_seed(seed)
     tokenizer = processor.tokenizer
     number = tokenizer.convert_tokens_to_ids
@@ -265,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     transformers_logging.set_verbosity_error()
     processor = make_processor()
     model = make_model(processor, options.seed)
-    print(f"A Gemma 3 that sees, {sum(p.numel() for p in model.parameters()):,} parameters.")
+    print(f"A Gemma 3 with a vision tower, {sum(p.numel() for p in model.parameters()):,} parameters.")
     warm_up(model, processor, num_steps=options.warm_up_steps, seed=options.seed)
     rng = Random(options.seed + 1)
     held_out, scenes = ([make_scene(rng) for _ in range(count)] for count in (256, 512))

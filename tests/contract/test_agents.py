@@ -19,7 +19,7 @@ from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.selection import EngineChoice
 from groupgrad.errors import RolloutError
-from groupgrad.trainer import build as assembly
+from groupgrad.trainer import build as trainer_build
 
 TOOLS = '''\
 from trl import GRPOTrainer
@@ -129,7 +129,7 @@ def calling(monkeypatch: pytest.MonkeyPatch, make_tokenizer: Any) -> Callable[..
 
     def put(text: Callable[[int], str], num_calls: int = 1) -> CallingEngine:
         engine = CallingEngine(with_tools(make_tokenizer()), text, num_calls)
-        monkeypatch.setattr(assembly, "choose_engine", lambda *a, **k: EngineChoice(engine, "calling", "a test"))
+        monkeypatch.setattr(trainer_build, "choose_engine", lambda *a, **k: EngineChoice(engine, "calling", "a test"))
         return engine
 
     return put

@@ -273,7 +273,7 @@ def test_impossible_tokens_pull_nothing(kernels: ctypes.CDLL):
 
 
 def test_a_normaliser_that_is_far_off_gives_the_same_up_to_a_factor(kernels: ctypes.CDLL):
-    # Foreseen from weights that have changed since.
+    # Computed beforehand, from weights that have changed since.
     logits, tokens = case(300)
     ones = torch.ones(9)
     right = (logits.logsumexp(-1) * BITS).float()

@@ -183,7 +183,7 @@ def test_mistakes_are_said_before_anything_is_repeated(run_of, tmp_path):
     assert fresh.state.global_step == 0
 
 
-def test_other_versions_and_settings_are_remarks(run_of, tmp_path):
+def test_other_versions_and_settings_are_noted(run_of, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(run_of("plain"), folder)
     config = folder / "run_config.json"

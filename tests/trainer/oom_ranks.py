@@ -1,4 +1,4 @@
-"""Two processes of `test_processes_memory.py` (`torch.distributed.run ... shortage_ranks.py OUT`): runs whose memory
+"""Two processes of `test_processes_memory.py` (`torch.distributed.run ... oom_ranks.py OUT`): runs whose memory
 runs out on one rank or both, and runs that must be equal to them.
 
 Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
@@ -60,7 +60,7 @@ ForwardInputs.run = watched
 
 
 @dataclass
-class Shortage:
+class SimulatedOom:
     """Memory runs out in passes of more than `most` tokens on the ranks `on`, from the one numbered `first` on, at most
     `times` times."""
 
@@ -112,21 +112,21 @@ class Shortage:
         raise MemoryError("there is no more")
 
 
-CASES: dict[str, tuple[dict[str, Any], Shortage | None]] = {
+CASES: dict[str, tuple[dict[str, Any], SimulatedOom | None]] = {
     "full": (FULL_2, None),
     "lora": (LORA_2, None),
     "flat": (FLAT, None),
     "saved": ({**FULL_2, "max_steps": 3}, None),
-    "full, forward on one": (FULL_1, Shortage("forward", (1,), most=14)),
-    "full, middle on both once": (FULL_1, Shortage("middle", (0, 1), first=1, times=1)),
-    "full, forward on both once": (FULL_2, Shortage("forward", (0, 1), first=3, times=1)),
-    "saved, middle on one": (SAVED, Shortage("middle", (1,), most=10)),
-    "lora, forward on both": (LORA_1, Shortage("forward", (0, 1), most=14)),
-    "lora, middle on one once": (LORA_1, Shortage("middle", (0,), first=1, times=1)),
-    "lora, middle on both": (LORA_2, Shortage("middle", (0, 1), most=10)),
-    "lora, forward on one once": (LORA_2, Shortage("forward", (1,), first=2, times=1)),
-    "lora, scoring on one": (LORA_2, Shortage("scoring", (1,), most=10)),
-    "flat, scoring on one": (FLAT, Shortage("scoring", (0,), most=8)),
+    "full, forward on one": (FULL_1, SimulatedOom("forward", (1,), most=14)),
+    "full, middle on both once": (FULL_1, SimulatedOom("middle", (0, 1), first=1, times=1)),
+    "full, forward on both once": (FULL_2, SimulatedOom("forward", (0, 1), first=3, times=1)),
+    "saved, middle on one": (SAVED, SimulatedOom("middle", (1,), most=10)),
+    "lora, forward on both": (LORA_1, SimulatedOom("forward", (0, 1), most=14)),
+    "lora, middle on one once": (LORA_1, SimulatedOom("middle", (0,), first=1, times=1)),
+    "lora, middle on both": (LORA_2, SimulatedOom("middle", (0, 1), most=10)),
+    "lora, forward on one once": (LORA_2, SimulatedOom("forward", (1,), first=2, times=1)),
+    "lora, scoring on one": (LORA_2, SimulatedOom("scoring", (1,), most=10)),
+    "flat, scoring on one": (FLAT, SimulatedOom("scoring", (0,), most=8)),
 }
 
 
@@ -137,12 +137,12 @@ def folder(name: str) -> str:
 
 def run(name: str, out: Path) -> dict[str, Any]:
     """Trains one case to its end."""
-    settings, shortage = CASES[name]
+    settings, oom = CASES[name]
     trainer = ranks.build(folder(name), out, **settings)
-    shortage = shortage or Shortage("forward", ())
-    shortage.put_into(trainer.model)
+    oom = oom or SimulatedOom("forward", ())
+    oom.put_into(trainer.model)
     trainer.train()
-    return {**outcome(trainer), "failures": shortage.failures, "half_made": shortage.half_made}
+    return {**outcome(trainer), "failures": oom.failures, "half_made": oom.half_made}
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
@@ -152,18 +152,18 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 def resume(out: Path) -> dict[str, Any]:
     """Resumes the saved run with its memory limits."""
-    shortage = Shortage("middle", (1,), most=10)
+    oom = SimulatedOom("middle", (1,), most=10)
     trainer = ranks.build(folder("saved, middle on one"), out, **SAVED)
-    shortage.put_into(trainer.model)
+    oom.put_into(trainer.model)
     trainer.train(str(out / "run" / folder("saved, middle on one") / "checkpoint-2"))
-    return {**outcome(trainer), "failures": shortage.failures}
+    return {**outcome(trainer), "failures": oom.failures}
 
 
 def hopeless(where: str, out: Path) -> dict[str, Any]:
     """Not even one row fits on the last rank, from the third pass on; what each rank sees of it, and when."""
     settings, watched = HOPELESS[where]
     trainer = ranks.build("hopeless", out, **settings)
-    Shortage(watched, (1,), first=2).put_into(trainer.model)
+    SimulatedOom(watched, (1,), first=2).put_into(trainer.model)
     started = time.perf_counter()
     try:
         trainer.evaluate() if where == "evaluation" else trainer.train()
@@ -216,10 +216,10 @@ def statistics(buffers: bool) -> list[list[float]]:
     from groupgrad.modeling.systems.gradient_sync import GradientSync
 
     model: Any = Normed()
-    joining = GradientSync(model, buffers=buffers)
-    joining.begin()
+    sync = GradientSync(model, buffers=buffers)
+    sync.begin()
     for last in (False, True):
-        with joining.micro_batch(is_last=last):
+        with sync.micro_batch(is_last=last):
             model.norm(torch.full((3, 2), 1.0 + RANK)).sum().backward()
     return [model.norm.running_mean.tolist(), model.table.tolist()]
 
@@ -231,10 +231,10 @@ def half_precision_sum() -> torch.Tensor:
 
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     sums = GradientSums(model, in_float32=True)
-    joining = GradientSync(model, sums)
-    joining.begin()
+    sync = GradientSync(model, sums)
+    sync.begin()
     for number in range(5):
-        with sums.passes(is_last=number == 4), joining.micro_batch(is_last=number == 4):
+        with sums.passes(is_last=number == 4), sync.micro_batch(is_last=number == 4):
             factor = 256.0 if number == 0 else (0.75, 0.5)[RANK]
             (factor * model(torch.ones(1, 1, dtype=torch.bfloat16))).sum().backward()
     return model.weight.grad.float()

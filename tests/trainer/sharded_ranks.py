@@ -55,19 +55,19 @@ def build(ranks: Any, name: str, out: Path, kind: str | None) -> Any:
 
 def run(name: str, out: Path, kind: str) -> dict[str, Any]:
     """Trains a case to its end, or to the error that ends it."""
-    import shortage_ranks
+    import oom_ranks
 
     from groupgrad.modeling.systems import checkpointing
     from groupgrad.modeling.systems.sharding import gather_all
     from groupgrad.modeling.weights import checkpoint_weights
 
-    ranks, free_bytes = shortage_ranks.ranks, checkpointing.free_bytes
+    ranks, free_bytes = oom_ranks.ranks, checkpointing.free_bytes
     if name == "by_need" and RANK == 1:
         checkpointing.free_bytes = lambda device: 1000
     trainer = build(ranks, name, out, kind)
     where, on, most = CASES[name].get("short", ("forward", (0, 1), 10**6))
-    shortage = shortage_ranks.Shortage(where, on, most=most)
-    shortage.put_into(trainer.model)
+    oom = oom_ranks.SimulatedOom(where, on, most=most)
+    oom.put_into(trainer.model)
     try:
         trainer.train()
     except Exception as error:
@@ -82,8 +82,8 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
         "names": [name for name, _ in checkpoint_weights(trainer.model, shapes_only=True)],
         "weights": weights,
         "log": ranks.HELP.without_times(trainer.state.log_history),
-        "passes": shortage.passes,
-        "failures": shortage.failures,
+        "passes": oom.passes,
+        "failures": oom.failures,
         "limit": trainer.memory.state_dict()["limit"],
         "recomputes": trainer.checkpointing is not None and trainer.checkpointing.is_on,
     }

@@ -10,7 +10,7 @@ import torch
 from made_once import made_once
 from two_ranks import run_on_two
 
-SCRIPT = Path(__file__).with_name("shortage_ranks.py")
+SCRIPT = Path(__file__).with_name("oom_ranks.py")
 CASES = {
     "full, forward on one": (1,),
     "full, middle on both once": (0, 1),
@@ -29,7 +29,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the results of two processes."""
-    return made_once(tmp_path_factory, "shortage", lambda out: run_on_two(SCRIPT, out, timeout_s=240))
+    return made_once(tmp_path_factory, "oom", lambda out: run_on_two(SCRIPT, out, timeout_s=240))
 
 
 def results(out: Path, case: str) -> list[Any]:

@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
         except (ValueError, TypeError, ImportError, OSError) as error:
             return refuse("check", error)
         ours = [w for w in caught if issubclass(w.category, UserWarning) and "torch" not in Path(w.filename).parts]
-        remarks = [Finding("settings", text, "warning") for text in dict.fromkeys(str(w.message) for w in ours)]
-        findings = _findings(trainer, parsed, remarks)
+        about_settings = [Finding("settings", text, "warning") for text in dict.fromkeys(str(w.message) for w in ours)]
+        findings = _findings(trainer, parsed, about_settings)
     from groupgrad import dist
 
     if dist.is_main():
@@ -81,13 +81,13 @@ def _build(parsed: Parsed, folder: str) -> Any:
     return build(parsed)
 
 
-def _findings(trainer: Any, parsed: Parsed, remarks: list[Finding]) -> list[Finding]:
+def _findings(trainer: Any, parsed: Parsed, about_settings: list[Finding]) -> list[Finding]:
     from groupgrad.preflight.data_findings import data_findings
     from groupgrad.preflight.round_findings import round_findings
     from groupgrad.preflight.small_round import make_round
 
     plan = trainer.plan
-    findings = [*(remarks or [Finding("settings", "they fit together")]), *data_findings(trainer)]
+    findings = [*(about_settings or [Finding("settings", "they fit together")]), *data_findings(trainer)]
     if parsed.own["no_round"]:
         return findings
     num_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]

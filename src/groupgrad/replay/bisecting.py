@@ -177,7 +177,7 @@ def _replay_both(result: Bisection, make_first: MakeTrainer | None, make_second:
             start = find_start(run, min(last, result.known_same + 1))
             again.append(repeat(make(), run, start, last, folder / str(place), saves=[last]))
             result.replays += 1
-            result.findings += [f"{run.name}: note: {remark}" for remark in start.remarks]
+            result.findings += [f"{run.name}: note: {note}" for note in start.notes]
             result.findings.append(_repeats(run, again[-1], start, last))
         if len(again) == 2:
             _compare_replays(result, again[0], again[1], last)

@@ -47,7 +47,7 @@ class Start:
     checkpoint: Path | None
     sampled_at: int
     """The step that sampled the rows that the replayed step trains on."""
-    remarks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -99,11 +99,11 @@ def find_start(records: RunRecords, step: int, row: int | None = None) -> Start:
     sampled_at = _sampled_at(records, step)
     if row is not None:
         _check_row(records, step, sampled_at, row)
-    remarks: list[str] = []
+    notes: list[str] = []
     if sampled_at != step:
-        remarks.append(f"step {step} trains on rollouts that step {sampled_at} sampled")
+        notes.append(f"step {step} trains on rollouts that step {sampled_at} sampled")
     if 0 < step <= records.resumed_at:
-        remarks.append(
+        notes.append(
             f"run_config.json holds the settings of the last start, at step {records.resumed_at}; where those of step "
             f"{step} were others, numbers differ"
         )
@@ -111,15 +111,15 @@ def find_start(records: RunRecords, step: int, row: int | None = None) -> Start:
     for number, path in sorted(before.items(), reverse=True):
         problem = _problem(path)
         if problem is None:
-            return Start(number, path, sampled_at, remarks)
-        remarks.append(f"{path.name} {problem}")
+            return Start(number, path, sampled_at, notes)
+        notes.append(f"{path.name} {problem}")
     later = [number for number in records.checkpoints if number >= sampled_at]
     kept = f"; the run has kept checkpoint {', '.join(map(str, later))} only" if later else ""
     if sampled_at > 1:
-        remarks.append(
+        notes.append(
             f"no checkpoint before step {sampled_at} can be used{kept}: the replay makes {step} steps from the start"
         )
-    return Start(0, None, sampled_at, remarks)
+    return Start(0, None, sampled_at, notes)
 
 
 def _sampled_at(records: RunRecords, step: int) -> int:
@@ -223,14 +223,14 @@ def repeat(
     """Trains from `start` to `last_step` in `folder`, and returns the records that this leaves.
 
     `saves` are steps after which the weights are saved there. What differs from the run's configuration is added to the
-    remarks of `start`. ReplayError for a trainer that has trained, other data or other weights at the start.
+    notes of `start`. ReplayError for a trainer that has trained, other data or other weights at the start.
     """
     if trainer.state.global_step:
         raise ReplayError(
             f"the trainer has already made {trainer.state.global_step} steps; make a new one, as the run did"
         )
     _check_data(records, trainer)
-    start.remarks += remarks_on(records, trainer)
+    start.notes += notes_on(records, trainer)
     _send_to(trainer, folder)
     if recorded_rewards:
         trainer.score_rollouts = _RecordedRewards(records, trainer.rewards.names)
@@ -256,13 +256,13 @@ def _check_data(records: RunRecords, trainer: Any) -> None:
         )
 
 
-def remarks_on(records: RunRecords, trainer: Any) -> list[str]:
+def notes_on(records: RunRecords, trainer: Any) -> list[str]:
     """Sentences on what is not as it was when the run was made: versions, settings, reward functions."""
-    config, remarks = records.config, []
+    config, notes = records.config, []
     if not config:
         return [f"{records.name} has no run_config.json, so versions, data and settings could not be checked"]
     for name, (then, now) in compare_settings(config.get("versions", {}), compat.environment()).items():
-        remarks.append(f"{name} was {then} and is {now}, which may change bits")
+        notes.append(f"{name} was {then} and is {now}, which may change bits")
     names = list(trainer.rewards.names)
     if config.get("rewards", names) != names:
         raise ReplayError(
@@ -271,8 +271,8 @@ def remarks_on(records: RunRecords, trainer: Any) -> list[str]:
         )
     present = without_secrets(trainer.args.to_dict())
     settings = compare_settings(deciding(config.get("settings", {})), deciding(present))
-    remarks += [f"{name} was {then!r} and is {now!r}" for name, (then, now) in settings.items()]
-    return remarks
+    notes += [f"{name} was {then!r} and is {now!r}" for name, (then, now) in settings.items()]
+    return notes
 
 
 def _send_to(trainer: Any, folder: Path) -> None:
@@ -303,7 +303,7 @@ class _UntilStep(TrainerCallback):
         """Checks the weights of the start, and that the run is as long as it was."""
         then = self._records.config.get("max_steps", state.max_steps)
         if then != state.max_steps:
-            self._start.remarks.append(f"the run had {then} steps and would now have {state.max_steps}")
+            self._start.notes.append(f"the run had {then} steps and would now have {state.max_steps}")
         digest = self._records.first_digest
         if state.global_step or digest is None:
             return

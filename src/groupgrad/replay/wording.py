@@ -19,7 +19,7 @@ def replay_report(result: Replay) -> str:
     origin = "the start of the run" if start.checkpoint is None else start.checkpoint.name
     steps = f"step {step}" if start.step + 1 == step else f"steps {start.step + 1} to {step}"
     lines = [f"{name}: {steps} repeated from {origin} in {result.seconds:.1f} s"]
-    lines += [f"  note: {remark}" for remark in start.remarks]
+    lines += [f"  note: {note}" for note in start.notes]
     if result.row is not None:
         lines += ["", *_row_lines(result)]
     lines += ["", "compared:", *_compared_lines(result.compared)]

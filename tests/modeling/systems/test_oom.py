@@ -15,7 +15,7 @@ from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring import forward
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
-from groupgrad.modeling.systems import oom as shortage
+from groupgrad.modeling.systems import oom
 from groupgrad.modeling.systems.oom import is_out_of_memory
 
 ERRORS: list[Exception] = [
@@ -77,7 +77,7 @@ def batch() -> Batch:
 @pytest.fixture
 def cramped(make_model, monkeypatch):
     """`cramped(most)`: a model that runs out of memory above `most` tokens, and the tokens of its passes."""
-    shortage._warn_once.cache_clear()
+    oom._warn_once.cache_clear()
 
     def make(most: int) -> tuple[Any, list[int]]:
         model, passes = make_model(initializer_range=0.1).eval(), []
@@ -143,7 +143,7 @@ def test_other_errors_pass(batch):
         raise RuntimeError("shapes do not fit")
 
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        shortage.score_in_parts(batch, score)
+        oom.score_in_parts(batch, score)
     assert passes == [5]
 
 
@@ -168,6 +168,6 @@ def test_release_frames_frees_the_locals_of_the_failed_functions():
     with pytest.raises(RuntimeError, match="one row alone") as caught:
         give_up()
     assert held[0]() is not None
-    shortage.release_frames(caught.value)
+    oom.release_frames(caught.value)
     assert held[0]() is None
     assert "raise MemoryError" in "".join(traceback.format_exception(caught.value))
