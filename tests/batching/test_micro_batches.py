@@ -99,7 +99,7 @@ def test_parts_hold_rows_of_equal_needs(policy, sample):
         assert sorted(row for part in parts for row in part.rows) == sorted(micro_batch.rows)
         assert sum(part.share for part in parts) == pytest.approx(1.0)
         for part in parts:
-            assert {micro_batch.step.passes[row] for row in part.rows} == {part.passes}
+            assert {micro_batch.step_rows.passes[row] for row in part.rows} == {part.passes}
             assert part.passes != FORWARD or bool((part.batch.advantages == 0).all())
     assert FORWARD in {part.passes for part in parts_of(micro_batches)}
 
@@ -111,9 +111,9 @@ def test_one_pass_takes_all_rows_that_need_any(policy, sample):
         assigned(step, PolicyOptions(), STALE, backward_everywhere=True, one_pass=one_pass)
         for one_pass in (False, True)
     )
-    assert FORWARD in apart[0].step.passes
-    assert FORWARD not in shared[0].step.passes
-    assert apart[0].step.passes.count(NO_PASS) == shared[0].step.passes.count(NO_PASS) > 0
+    assert FORWARD in apart[0].step_rows.passes
+    assert FORWARD not in shared[0].step_rows.passes
+    assert apart[0].step_rows.passes.count(NO_PASS) == shared[0].step_rows.passes.count(NO_PASS) > 0
     for micro_batch in shared:
         assert [part.passes for part in micro_batch.by_passes() if part.passes] == [FORWARD_AND_BACKWARD]
 
@@ -143,7 +143,7 @@ def test_a_step_without_signal_keeps_its_shortest_row_alive(policy, sample, ever
     batch, planned = prepared(policy, sample, "plain", PolicyOptions(), moved=False, old=False)
     dead = replace(batch, advantages=torch.zeros_like(batch.advantages))
     shared = assigned((dead, planned), PolicyOptions(), FRESH, backward_everywhere=everywhere)
-    live = [[row for row in part.rows if part.step.passes[row] == FORWARD_AND_BACKWARD] for part in shared]
+    live = [[row for row in part.rows if part.step_rows.passes[row] == FORWARD_AND_BACKWARD] for part in shared]
     assert [len(rows) for rows in live] == ([1, 1, 1] if everywhere else [1, 0, 0])
     lengths = batch.offsets.diff()
     sizes = (lengths + batch.prompt_offsets.diff()[batch.prompt_of_row]).tolist()
@@ -157,7 +157,7 @@ def test_rows_of_unknown_weights_are_forwarded(policy, sample):
     batch, planned = prepared(policy, sample, "plain", PolicyOptions(), moved=False, old=False)
     (step, *_) = assigned((replace(batch, policy_version=None), planned), PolicyOptions(), FRESH)
     has_tokens = torch.zeros(batch.num_rows).index_add(0, batch.row_of_token, batch.trained.float()) > 0
-    assert [passes == NO_PASS for passes in step.step.passes] == (~has_tokens).tolist()
+    assert [passes == NO_PASS for passes in step.step_rows.passes] == (~has_tokens).tolist()
 
 
 def test_an_empty_step_stays_empty(policy, sample):

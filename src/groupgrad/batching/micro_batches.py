@@ -45,7 +45,7 @@ class StepRows:
 class MicroBatch:
     """Rows that are trained together: a micro-batch of the step, or a part of one."""
 
-    step: StepRows
+    step_rows: StepRows
     rows: list[int]
     """Places in the step's batch, ascending."""
     share: float = 1.0
@@ -56,7 +56,7 @@ class MicroBatch:
     @property
     def passes(self) -> int:
         """The most that any of the rows needs."""
-        return max((self.step.passes[row] for row in self.rows), default=self.least_passes)
+        return max((self.step_rows.passes[row] for row in self.rows), default=self.least_passes)
 
     @property
     def cost(self) -> int:
@@ -66,14 +66,14 @@ class MicroBatch:
     @property
     def num_forward_tokens(self) -> int:
         """Prompt and completion tokens, each row with its own copy of the prompt."""
-        batch = self.step.batch
+        batch = self.step_rows.batch
         lengths = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
         return int(lengths[self.rows].sum())
 
     @cached_property
     def batch(self) -> Batch:
         """The rows as a batch, on the CPU; losses of all parts of a micro-batch add up to the micro-batch's loss."""
-        batch = self.step.batch
+        batch = self.step_rows.batch
         if len(self.rows) < batch.num_rows:
             batch = batch.select(self.rows)
         count = batch.totals.micro_batches / self.share if self.share else float("inf")
@@ -81,7 +81,7 @@ class MicroBatch:
 
     def by_passes(self) -> list[MicroBatch]:
         """Parts whose rows all need the same passes, fewest first; one empty part if there are no rows."""
-        rows = {passes: [row for row in self.rows if self.step.passes[row] == passes] for passes in range(3)}
+        rows = {passes: [row for row in self.rows if self.step_rows.passes[row] == passes] for passes in range(3)}
         return self._parts([part for part in rows.values() if part] or [[]])
 
     def split(self, num_parts: int) -> list[MicroBatch]:
@@ -100,7 +100,7 @@ class MicroBatch:
         return self._parts(self._rows_of(split_to_size(costs, limit)))
 
     def _costs(self) -> list[RowCost]:
-        return [self.step.costs[row] for row in self.rows]
+        return [self.step_rows.costs[row] for row in self.rows]
 
     def _rows_of(self, parts: Iterable[Sequence[int]]) -> list[list[int]]:
         return [[self.rows[place] for place in part] for part in parts]
@@ -108,7 +108,7 @@ class MicroBatch:
     def _parts(self, parts: Sequence[list[int]]) -> list[MicroBatch]:
         if len(parts) == 1:
             return [self]
-        counts = [sum(self.step.loss_tokens[row] for row in rows) for rows in parts]
+        counts = [sum(self.step_rows.loss_tokens[row] for row in rows) for rows in parts]
         shares = [count / sum(counts) if sum(counts) else 1 / len(parts) for count in counts]
         return [replace(self, rows=rows, share=self.share * share) for rows, share in zip(parts, shares)]
 

@@ -92,10 +92,10 @@ class GradientShares:
         No shares where the model's output head cannot be observed, or where the step had no finite gradient.
         """
         groups, self._observed = self._groups(), []
-        batch = micro_batches[0].step.batch if micro_batches else None
+        batch = micro_batches[0].step_rows.batch if micro_batches else None
         own = {} if batch is None or batch.row_index is None else places_of_rows(batch)
         names = set() if batch is None or not own else set(self._group_names(batch).values())
-        wants = any(FORWARD_AND_BACKWARD in part.step.passes for part in micro_batches[:1]) and bool(own)
+        wants = any(FORWARD_AND_BACKWARD in part.step_rows.passes for part in micro_batches[:1]) and bool(own)
         first = next((group.rows[0][3] for group in groups.values()), torch.zeros(0, 0))
         width, is_double = max(dist.all_gather_objects((first.shape[1], first.dtype == torch.float64)))
         if not width:

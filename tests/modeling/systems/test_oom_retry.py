@@ -172,7 +172,7 @@ def test_parts_share_what_is_measured_once_a_micro_batch(make_machine):
     assert sum(shares) == pytest.approx(1.0)
     tokens = [int(part.batch.trained.sum()) for part in parts]
     assert shares == pytest.approx([count / sum(tokens) for count in tokens])
-    masked = replace(whole, step=replace(whole.step, loss_tokens=[0] * len(whole.step.loss_tokens)))
+    masked = replace(whole, step_rows=replace(whole.step_rows, loss_tokens=[0] * len(whole.step_rows.loss_tokens)))
     assert [part.batch.totals.micro_batches for part in masked.split(2)] == [6.0, 6.0]
 
 
