@@ -20,6 +20,7 @@ from groupgrad.engines.native.sampling_params import unsupported
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
 from groupgrad.modeling.adapters import base_model
+from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.scoring.attention import plannable, pretrained
 from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens, unwrap
 from groupgrad.modeling.self_check import build_batch, logprob_difference, random_ids, tolerance
@@ -227,5 +228,5 @@ class _Trial:
 
 def _name(model: nn.Module) -> str:
     base = base_model(unwrap(model))
-    path = getattr(getattr(base, "config", None), "_name_or_path", "")
+    path = model_source(base)
     return f"{type(base).__name__} ({path})" if path else type(base).__name__

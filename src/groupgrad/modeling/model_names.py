@@ -23,6 +23,11 @@ _FILES = ("config.json", "adapter_config.json")
 """Files of which a model on the hub has at least one."""
 
 
+def model_source(model: Any) -> str:
+    """Returns the name or folder that a model was loaded from, or `model` if it is a name; empty if unknown."""
+    return model if isinstance(model, str) else str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
+
+
 def check_model_name(setting: str, name: str, kwargs: Mapping[str, Any] | None = None) -> None:
     """ValueError for a name that is no folder and cannot be on the hub, or that is asked for while the hub is away.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.modeling.model_names import missing_because
+from groupgrad.modeling.model_names import missing_because, model_source
 from groupgrad.modeling.systems.sharding import loading_unsharded
 
 logger = logging.getLogger(__name__)
@@ -53,11 +53,6 @@ def hub_kwargs(init_kwargs: dict[str, Any]) -> dict[str, Any]:
 def model_name(model: str | nn.Module) -> str:
     """Returns the last path component of a model's source, or the class name of a model without a source."""
     return os.path.basename(model_source(model).replace("\\", "/").rstrip("/")) or type(model).__name__
-
-
-def model_source(model: str | nn.Module) -> str:
-    """Returns the name or folder that a model was loaded from; empty if unknown."""
-    return model if isinstance(model, str) else str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 
 def load_model(name: str, options: RewardModelOptions) -> nn.Module:

@@ -15,6 +15,7 @@ from groupgrad.data.outside_text import OutsideText
 from groupgrad.data.prompts import as_text, drop_empty_fields
 from groupgrad.errors import RewardError
 from groupgrad.metrics import mean_of
+from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
 from groupgrad.rewards.call_inputs import CallInputs, CallLog
 from groupgrad.rewards.functions import call_error
@@ -25,7 +26,6 @@ from groupgrad.rewards.model_loading import (
     load_tokenizer,
     max_input_tokens,
     model_name,
-    model_source,
     set_padding,
     weights_on_device,
 )

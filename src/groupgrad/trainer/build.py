@@ -35,6 +35,7 @@ from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted, 
 from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.modeling.base_models import separate_trained, shared_base
 from groupgrad.modeling.liger import apply_kernels
+from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.policy_checks import check_language_model, check_sampled_ids, check_vocabulary
 from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
@@ -478,7 +479,7 @@ def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.
 
 def _load_processing_class(model: Any, config: GRPOConfig, processing_class: Any) -> tuple[Any, Any]:
     if processing_class is None:
-        name = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
+        name = model_source(model)
         if not name:
             raise ValueError(
                 "processing_class is None and the model has no name to load a tokenizer by; pass the tokenizer as "

@@ -14,6 +14,7 @@ from groupgrad import compat
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp
 from groupgrad.modeling.liger import check_liger
+from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.systems.stochastic_adamw import check_parameters
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,7 @@ def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOCo
     """The configuration, a default one if none is given. TypeError for another kind of arguments object, ImportError
     for a setting whose package is not installed."""
     if args is None:
-        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-        name = str(name).rstrip("/").rsplit("/", 1)[-1] or type(model).__name__
+        name = model_source(model).rstrip("/").rsplit("/", 1)[-1] or type(model).__name__
         args = GRPOConfig(output_dir=f"{name}-GRPO")
     if not isinstance(args, GRPOConfig):
         raise TypeError(f"args is a {type(args).__name__}; it must be a groupgrad.GRPOConfig")

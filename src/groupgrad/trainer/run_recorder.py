@@ -25,6 +25,7 @@ from groupgrad import compat, dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.data.digest import dataset_digest
+from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.scoring.head_hook import StatesTap
 from groupgrad.modeling.systems.sharding import is_sharded
@@ -341,7 +342,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             "started": time.time(),
             "max_steps": trainer.state.max_steps,
             "processes": dist.world_size(),
-            "model": str(getattr(model.config, "_name_or_path", "")) or type(model).__name__,
+            "model": model_source(model) or type(model).__name__,
             "rewards": list(trainer.rewards.names),
             "versions": compat.environment(),
             "threads": torch.get_num_threads(),
