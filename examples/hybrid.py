@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
         processing_class=tokenizer,
         tools=[add],
     )
-    engine, layout = trainer.execution.engine, trainer.execution.layout
+    engine, layout = trainer.execution.engine_choice, trainer.execution.layout_report
     print(f"sampled by the {engine.name} engine, scored in the {layout.layout} layout")
     measured = partial(measure, trainer, reward="answer_reward", wrong_calls="eval_calls/wrong")
     return run(trainer, measured, started, min_calls=0.8)

@@ -269,7 +269,7 @@ def test_environments_as_written_with_the_real_tokenizer(hub: Path, shared: Path
     Qwen3ForCausalLM(config).save_pretrained(hub / "Qwen/Qwen3-0.6B")
     trainer = run(ENVIRONMENT)["trainer"]
     assert trainer.state.global_step == 4
-    assert trainer.execution.engine.name == "native"
+    assert trainer.execution.engine_choice.name == "native"
     (log, *_) = trainer.state.log_history
     assert log["tools/call_frequency"] == 0.0
     assert log["rollouts/turns"] == 1.0

@@ -26,7 +26,7 @@ from groupgrad.modeling import vlm as vlm_module
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.attention import arguments
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
-from groupgrad.modeling.scoring.forward import ForwardOptions, Layout, score_tokens
+from groupgrad.modeling.scoring.forward import ForwardOptions, InputLayout, score_tokens
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import check_layout, random_batch
 from groupgrad.modeling.vlm import (
@@ -39,7 +39,7 @@ from groupgrad.modeling.vlm import (
 from groupgrad.multimodal.vlm_prompts import example_prompt
 from groupgrad.types import Media, Rollout
 
-LAYOUTS: tuple[Layout, ...] = ("dense", "packed", "shared")
+LAYOUTS: tuple[InputLayout, ...] = ("dense", "packed", "shared")
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -71,7 +71,7 @@ def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, t
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [*NAMES, HYBRID])
-def test_path(name: str, layout: Layout, adapters: str, monkeypatch: pytest.MonkeyPatch):
+def test_path(name: str, layout: InputLayout, adapters: str, monkeypatch: pytest.MonkeyPatch):
     vlm = make_vlm_setup(name)
     model, batch = adapted(vlm.model, adapters), make_batch(vlm)
     expected = plain_logprobs(model, vlm)
@@ -89,7 +89,7 @@ def test_path(name: str, layout: Layout, adapters: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_images_matter(vlm: VLMSetup, layout: Layout):
+def test_the_images_matter(vlm: VLMSetup, layout: InputLayout):
     """The comparison above depends on the images: others give other log-probs."""
     batch = make_batch(vlm)
     options = ForwardOptions(layout=layout)
@@ -108,7 +108,7 @@ def test_the_images_matter(vlm: VLMSetup, layout: Layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sliding_window_shorter_than_an_image(layout: Layout):
+def test_a_sliding_window_shorter_than_an_image(layout: InputLayout):
     """An image has 4 tokens and the window 2: earlier tokens leave the window, later ones of the image do not."""
     vlm = make_vlm_setup("gemma3")
     vlm.model.config.text_config.sliding_window = 2
@@ -120,7 +120,7 @@ def test_a_sliding_window_shorter_than_an_image(layout: Layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sampled_placeholder_is_an_ordinary_token(vlm: VLMSetup, layout: Layout):
+def test_a_sampled_placeholder_is_an_ordinary_token(vlm: VLMSetup, layout: InputLayout):
     """Another token with the same embedding gives the same log-probs afterwards."""
     model, other = vlm.model, 60
     embedding = model.get_input_embeddings().weight
@@ -150,7 +150,7 @@ def test_rows_without_images_need_none(vlm: VLMSetup):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tool_images_in_a_completion(vlm: VLMSetup, layout: Layout):
+def test_tool_images_in_a_completion(vlm: VLMSetup, layout: InputLayout):
     """A prompt with images, sampled text, a tool reply with another image, sampled text; beside a row that shares the
     prompt and a row without images."""
     prompt, tool = vlm.cases[0].prompt, vlm.cases[2].prompt

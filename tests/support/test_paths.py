@@ -17,7 +17,7 @@ from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.modeling.scoring.attention import plannable
-from groupgrad.modeling.scoring.forward import ForwardOptions, Layout, score_tokens
+from groupgrad.modeling.scoring.forward import ForwardOptions, InputLayout, score_tokens
 from groupgrad.modeling.self_check import build_batch
 
 NAMES = (
@@ -86,7 +86,7 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize("layout", ["dense", "packed", "shared"])
 @pytest.mark.parametrize("name", NAMES)
-def test_training_path(name: str, layout: Layout, adapters: str, build: Any):
+def test_training_path(name: str, layout: InputLayout, adapters: str, build: Any):
     model = adapted(build, name, adapters)
     reason = plannable(model)
     if reason is not None and layout != "dense":

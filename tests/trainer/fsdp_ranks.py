@@ -76,7 +76,7 @@ def run(ranks: Any, name: str, out: Path, **changes: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"sharded": (is_sharded(trainer.model), local, num_parameters(trainer.model))}
     trainer.train()
     found |= result(ranks, trainer)
-    found |= {"layout": trainer.execution.layout, "engine": trainer.execution.engine.name}
+    found |= {"layout": trainer.execution.layout_report, "engine": trainer.execution.engine_choice.name}
     if name.startswith("saved"):
         trainer.save_model(str(out / "run" / f"fsdp_{name}" / "final"))
         again = build(ranks, name, out, output_dir=str(out / "again" / name))

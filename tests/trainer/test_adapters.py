@@ -68,7 +68,7 @@ def logprobs(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_trained_saved_and_resumed(kind: str, build, tools, tmp_path: Path):
     straight = build(kind, "straight", beta=0.1)
-    assert straight.execution.engine.name == "native"
+    assert straight.execution.engine_choice.name == "native"
     trainable = {name for name, p in straight.model.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in straight.model.named_parameters()}
     given = logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
@@ -153,7 +153,7 @@ def test_virtual_tokens_are_sampled_by_generate(make_trainer, caplog):
     """Adapters that the native engine cannot sample fall back to transformers, with one log line, and train."""
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     trainer = make_trainer(trainer={"peft_config": config}, max_steps=1)
-    assert trainer.execution.engine.name == "transformers"
+    assert trainer.execution.engine_choice.name == "transformers"
     lines = [record.getMessage() for record in caplog.records if "is sampled by generate" in record.getMessage()]
     assert lines == ["Qwen3ForCausalLM is sampled by generate: its adapter puts virtual tokens in front of the prompt"]
     trainer.train()

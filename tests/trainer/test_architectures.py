@@ -33,7 +33,7 @@ def test_experts_train_with_shared_prompts_and_their_balance(make_trainer: Any, 
     trainers = []
     for weight in (0.25, 0.0):
         trainers.append(make_trainer(model=make_any(name, router_aux_loss_coef=weight), max_steps=2))
-        assert trainers[-1].execution.engine.name == "native"
+        assert trainers[-1].execution.engine_choice.name == "native"
         assert layout_for(trainers[-1].model, trainers[-1].components.forward_options) == "shared"
         trainers[-1].train()
         assert max(logged(trainers[-1], "sampling/logp_mismatch")) < 1e-5
@@ -56,8 +56,8 @@ def test_neighbours_of_a_row_do_not_change_its_states(make_trainer: Any, make_an
             optim="sgd",
             learning_rate=0.01,
         )
-        assert trainer.execution.layout.layout == "shared" and trainer.execution.layout.tiled_head
-        assert trainer.execution.engine.name == "native"
+        assert trainer.execution.layout_report.layout == "shared" and trainer.execution.layout_report.tiled_head
+        assert trainer.execution.engine_choice.name == "native"
         trainer.train()
         log = trainer.state.log_history[:2]
         lengths = [entry["completions/max_length"] - entry["completions/min_length"] for entry in log]

@@ -28,7 +28,7 @@ def test_sizes_of_micro_batches_do_not_change_the_weights(
         trainer = make_trainer(
             model=copy.deepcopy(start), beta=0.1, max_steps=2, output_dir=str(tmp_path / str(number)), **settings
         )
-        assert (trainer.execution.engine.name, trainer.execution.layout.layout) == ("native", "shared")
+        assert (trainer.execution.engine_choice.name, trainer.execution.layout_report.layout) == ("native", "shared")
         trainer.train()
         log = trainer.state.log_history[-2]
         assert log["sampling/logp_mismatch"] < 1e-4
@@ -49,7 +49,7 @@ def test_adapters_and_their_reference_train_with_activations_computed_again(
     trainer = make_trainer(
         model=model, trainer={"peft_config": adapter}, beta=0.1, max_steps=2, gradient_checkpointing=True
     )
-    assert (trainer.execution.engine.name, trainer.execution.layout.layout) == ("native", "shared")
+    assert (trainer.execution.engine_choice.name, trainer.execution.layout_report.layout) == ("native", "shared")
     trained = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
     trainer.train()

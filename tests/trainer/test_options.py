@@ -262,7 +262,7 @@ def test_cache_implementation(completions, make_policy, monkeypatch, kind):
 
 def test_rollout_engine(completions):
     plain, trainer = completions(rollout_engine="transformers")
-    assert trainer.execution.engine.name == "transformers"
+    assert trainer.execution.engine_choice.name == "transformers"
     assert plain == completions(rollout_engine="auto")[0]
     with pytest.raises(ValueError, match="rollout_engine"):
         completions(rollout_engine="abacus")

@@ -102,8 +102,8 @@ def test_a_patched_model_trains_as_the_plain_one(
         losses.append([entry["loss"] for entry in trainer.state.log_history[:2]])
     assert tools.relative(finals[0], finals[1]) < 1e-5
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert trainers[0].execution.layout.layout == "dense" and not trainers[0].execution.layout.tiled_head
-    assert trainers[1].execution.layout.layout == "shared"
+    assert trainers[0].execution.layout_report.layout == "dense" and not trainers[0].execution.layout_report.tiled_head
+    assert trainers[1].execution.layout_report.layout == "shared"
 
 
 def test_what_a_patched_model_brings_is_found_out(make_trainer: Any, make_policy: Any, caplog: Any) -> None:
@@ -112,8 +112,8 @@ def test_what_a_patched_model_brings_is_found_out(make_trainer: Any, make_policy
     model = patch(adapted(make_policy))
     modes: list[bool] = []
     trainer = make_trainer(model=model, max_steps=2)
-    assert trainer.execution.engine.name == "transformers"
-    assert trainer.execution.engine.reason == "the model brings its own generate"
+    assert trainer.execution.engine_choice.name == "transformers"
+    assert trainer.execution.engine_choice.reason == "the model brings its own generate"
     texts = [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad")]
     assert len(texts) == 2
     assert texts[0].startswith("PeftModel is scored in the dense layout: ")
@@ -140,9 +140,9 @@ def test_a_generate_that_is_replaced_later_samples_the_next_generation_batch(mak
 
     calls: list[int] = []
     trainer = make_trainer(max_steps=3, trainer={"callbacks": [Replace()]})
-    assert trainer.execution.engine.name == "native"
+    assert trainer.execution.engine_choice.name == "native"
     trainer.train()
-    assert trainer.execution.engine.name == "transformers"
+    assert trainer.execution.engine_choice.name == "transformers"
     assert set(calls) == {1, 2}
     assert trainer.evaluate(trainer.train_dataset)["eval_reward"] is not None
     assert len(calls) > len({1, 2})

@@ -46,7 +46,7 @@ def test_the_engine_samples_in_the_type_that_training_computes_in(case, make_tra
     settings, held, computed, gap = CASES[case]
     policy = make_policy().to(held)
     trainer = make_trainer(model=policy, max_steps=2, **settings)
-    assert trainer.execution.engine.name == "native"
+    assert trainer.execution.engine_choice.name == "native"
     trainer.train()
     assert dict(attended) == {purpose: {computed} for purpose in PLANS}
     assert {parameter.dtype for parameter in policy.parameters()} == {held}
@@ -63,7 +63,7 @@ def test_an_adapter_over_bfloat16_weights(bf16: bool, make_trainer, make_policy)
     trainer = make_trainer(
         model=make_policy().to(torch.bfloat16), trainer={"peft_config": config}, max_steps=2, beta=0.1, bf16=bf16
     )
-    assert trainer.execution.layout.tiled_head
+    assert trainer.execution.layout_report.tiled_head
     trainer.train()
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
     log = trainer.state.log_history[:-1]

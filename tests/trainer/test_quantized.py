@@ -99,8 +99,8 @@ def test_training_equals_that_over_the_same_weights_in_full(kind: str, make_trai
         given = in_full(model, base) if plain else model
         torch.manual_seed(1)
         trainer = make_trainer(model=given, trainer={"peft_config": lora()}, beta=0.1, optim="sgd", learning_rate=0.3)
-        assert trainer.execution.engine.name == "native"
-        assert trainer.execution.layout.reason is None
+        assert trainer.execution.engine_choice.name == "native"
+        assert trainer.execution.layout_report.reason is None
         trainer.train()
         finals.append(trained(trainer.model))
         logs.append(trainer.state.log_history[:-1])
@@ -166,7 +166,7 @@ def test_adapters_in_either_precision(dtype: torch.dtype, make_trainer, quantize
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     trainer = make_trainer(model=model, max_steps=2, beta=0.1)
-    assert trainer.execution.engine.name == "native"
+    assert trainer.execution.engine_choice.name == "native"
     before = trained(trainer.model)
     trainer.train()
     after = trained(trainer.model)
@@ -232,7 +232,7 @@ def test_other_adapters_over_quantized_weights(kind: str, adapter: str, make_tra
         "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     }
     trainer = make_trainer(model=quantized(kind), trainer={"peft_config": configs[adapter]()}, beta=0.1, max_steps=2)
-    assert (trainer.execution.engine.name, trainer.execution.layout.reason) == ("native", None)
+    assert (trainer.execution.engine_choice.name, trainer.execution.layout_report.reason) == ("native", None)
     before = trained(trainer.model)
     trainer.train()
     assert any(not torch.equal(value, before[name]) for name, value in trained(trainer.model).items())
@@ -374,7 +374,7 @@ def test_on_a_gpu(kind: str, make_trainer, base: Path):
         beta=0.1,
         optim="paged_adamw_8bit",
     )
-    assert trainer.execution.engine.name == "native"
+    assert trainer.execution.engine_choice.name == "native"
     trainer.train()
     log = trainer.state.log_history[:-1]
     assert log[0]["kl"] == pytest.approx(0.0, abs=1e-2)

@@ -114,7 +114,8 @@ def train(make_trainer, make_policy, tools, monkeypatch):
 
 def use_engine(trainer: Any, kind: type) -> None:
     trainer.engine = kind(trainer)
-    trainer.execution = replace(trainer.execution, engine=replace(trainer.execution.engine, engine=trainer.engine))
+    choice = replace(trainer.execution.engine_choice, engine=trainer.engine)
+    trainer.execution = replace(trainer.execution, engine_choice=choice)
     trainer._start_anew()
 
 

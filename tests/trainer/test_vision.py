@@ -61,7 +61,7 @@ def test_a_model_that_sees_trains(name: str, make_seeing):
     before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
     trainer.train()
     assert isinstance(trainer.prompt_maker, VisionPromptMaker)
-    assert (trainer.execution.engine.name, trainer.execution.layout.layout) == ("native", "shared")
+    assert (trainer.execution.engine_choice.name, trainer.execution.layout_report.layout) == ("native", "shared")
     first, second = trainer.state.log_history[:2]
     assert max(entry["sampling/logp_mismatch"] for entry in (first, second)) <= 1e-5
     assert first["kl"] == pytest.approx(0, abs=1e-5)

@@ -24,7 +24,7 @@ def describe(trainer: Any, parsed: Parsed) -> str:
     lines = ["settings that were given:", *given]
     if derived:
         lines += ["", "settings that follow from them or from this machine:", *derived]
-    model, engine, layout = trainer.model, trainer.execution.engine, trainer.execution.layout
+    model, execution = trainer.model, trainer.execution
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rows = {
         "model": f"{model.num_parameters():,} parameters, of which {trained:,} are trained",
@@ -34,8 +34,8 @@ def describe(trainer: Any, parsed: Parsed) -> str:
         "prompts": str(run_summary.prompt_lengths(trainer, run_summary.PROMPTS_AT_START)),
         "ending": run_summary.ending_in_words(trainer),
         "rewards": ", ".join(trainer.rewards.names),
-        "sampled by": f"{engine.name} engine: {engine.reason}",
-        "scored in": f"{layout.layout} layout",
+        "sampled by": f"{execution.engine_choice.name} engine: {execution.engine_choice.reason}",
+        "scored in": f"{execution.layout_report.layout} layout",
     }
     width = max(map(len, rows))
     lines += ["", *(f"{name:<{width}}  {text}" for name, text in rows.items()), "", "No step was taken.\n"]

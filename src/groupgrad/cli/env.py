@@ -71,18 +71,18 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = functools.partial(load.load_tokenizer, model, name, revision=None, trust_remote_code=trust_remote_code)
     example, images = _example(tokenizer) if is_multimodal(model) else (None, "")
-    layout = check_layout(model, ForwardOptions(), example=example)
+    report = check_layout(model, ForwardOptions(), example=example)
     engine = choose_engine(model, EngineOptions(), SamplingOptions(max_new_tokens=8), example=example)
-    head = "in tiles" if layout.tiled_head else "by the model's own code"
-    agreement = "" if layout.difference is None else f" (within {layout.difference:.1g} nats of the plain computation)"
+    head = "in tiles" if report.tiled_head else "by the model's own code"
+    agreement = "" if report.difference is None else f" (within {report.difference:.1g} nats of the plain computation)"
     lines = {
         "model": f"{type(model).__name__}, {model.num_parameters():,} parameters",
         "sampled by": f"{engine.name} engine: {engine.reason}",
         "CPU kernels": kernels.status(),
-        "scored in": f"{layout.layout} layout, output head {head}{agreement}",
+        "scored in": f"{report.layout} layout, output head {head}{agreement}",
     }
-    if layout.reason is not None:
-        lines["because"] = layout.reason
+    if report.reason is not None:
+        lines["because"] = report.reason
     if images:
         lines["images"] = images
     return {**lines, "tools": _tools_line(tokenizer)}

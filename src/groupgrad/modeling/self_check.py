@@ -19,7 +19,7 @@ from groupgrad.modeling.quantized import rounds_to_int8
 from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import (
     ForwardOptions,
-    Layout,
+    InputLayout,
     build_batch,
     evaluation_mode,
     output_head,
@@ -55,7 +55,7 @@ _NUM_CAUSAL, _NUM_APPENDED = 9, 4
 class LayoutReport:
     """The layout in which a model is run, and the reason."""
 
-    layout: Layout
+    layout: InputLayout
     tiled_head: bool
     """The output head is computed in tiles."""
     reason: str | None
@@ -88,7 +88,7 @@ def check_layout(
     """
     obstacle = plannable(model)
     batch, reasons, difference = random_batch(model, example), [] if obstacle is None else [obstacle], None
-    candidates: list[tuple[Layout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
+    candidates: list[tuple[InputLayout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
     head, head_calls = output_head(model), []
     with torch.no_grad(), evaluation_mode(model), precision():
         with nullcontext() if head is None else head.register_forward_pre_hook(lambda *_: head_calls.append(None)):

@@ -194,8 +194,8 @@ class TrainerComponents:
 class ExecutionPlan:
     """The engine and the layout that were chosen for the model."""
 
-    engine: EngineChoice
-    layout: LayoutReport
+    engine_choice: EngineChoice
+    layout_report: LayoutReport
     example: Prompt | None = None
     """The prompt with an image that the self-check used; None for a model that takes text alone."""
     context: RankGroup | None = None
@@ -216,16 +216,16 @@ def plan_execution(
     with gather_per_module(model):
         check_causal(model, precision)
         policy.aux_loss_coef = effective_aux_loss_weight(model, scoring, policy.aux_loss_coef, asked, precision)
-        layout = check_layout(model, replace(scoring, aux_loss=policy.aux_loss_coef != 0.0), precision, example)
-    if layout.reason is not None:
+        report = check_layout(model, replace(scoring, aux_loss=policy.aux_loss_coef != 0.0), precision, example)
+    if report.reason is not None:
         name = type(unwrap(model)).__name__
-        logger.warning("%s is scored in the %s layout: %s", name, layout.layout, layout.reason)
-    context = context_group(config, model, layout, aux_loss=policy.aux_loss_coef != 0.0)
+        logger.warning("%s is scored in the %s layout: %s", name, report.layout, report.reason)
+    context = context_group(config, model, report, aux_loss=policy.aux_loss_coef != 0.0)
     if vllm_policy is not None:
         engine = EngineChoice(vllm_policy, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}")
     else:
         engine = engine_of_model(config, model, policy, precision, example)
-    return ExecutionPlan(engine, layout, example, context)
+    return ExecutionPlan(engine, report, example, context)
 
 
 def engine_of_model(
@@ -388,14 +388,15 @@ def build_components(
     pad_id = int(policy.tokenizer.pad_token_id)
     policy_options = room_options.policy_options(config, prompt_maker.max_context)
     forward_options = room_options.forward_options(config, pad_id=pad_id, aux_loss=policy.aux_loss_coef != 0.0)
-    forward_options = execution.layout.options(forward_options)
+    forward_options = execution.layout_report.options(forward_options)
+    engine = execution.engine_choice.engine
     if zero_stage(config) == 3:
         image = zero3.image_of_every_pass(policy.model, execution.example, policy.aux_loss_coef)
         forward_options = replace(forward_options, image_example=image)
     scorer = OldAndRefScorer(policy.model, policy.reference, forward_options, config.device)
     sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=pad_id)
     rollouts = rollout_components.source(
-        execution.engine.engine,
+        engine,
         prompt_maker,
         sampling,
         room_options.agent_options(config),
@@ -404,7 +405,7 @@ def build_components(
     )
     num_own = len(rollout_components.reward_names)
     scoring = room_options.scoring_options(config, len(rewards.names) - num_own, num_own)
-    vllm_policy = execution.engine.engine if isinstance(execution.engine.engine, VLLMPolicy) else None
+    vllm_policy = engine if isinstance(engine, VLLMPolicy) else None
     gathers = vllm_policy is None and (uses_deepspeed(config) or uses_fsdp(config))
     around = partial(gather_all, policy.model) if gathers else nullcontext
     collector = ExperienceCollector(

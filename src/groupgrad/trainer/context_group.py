@@ -14,7 +14,7 @@ from groupgrad.modeling.vlm import is_multimodal
 
 
 def context_group(
-    config: GRPOConfig, model: nn.Module, layout: LayoutReport, *, aux_loss: bool
+    config: GRPOConfig, model: nn.Module, report: LayoutReport, *, aux_loss: bool
 ) -> dist.RankGroup | None:
     """This rank's group; None if each rank trains rows of its own. Collective with groups.
 
@@ -23,21 +23,21 @@ def context_group(
     size = config.context_parallel_size
     if size == 1:
         return None
-    reason = _obstacle(model, layout, aux_loss=aux_loss)
+    reason = _obstacle(model, report, aux_loss=aux_loss)
     if reason is not None:
         raise ConfigError([f"context_parallel_size={size} cuts the tokens of a row over processes, and {reason}"])
     return dist.consecutive_groups(size, timeout_s=config.ddp_timeout)
 
 
-def _obstacle(model: nn.Module, layout: LayoutReport, *, aux_loss: bool) -> str | None:
+def _obstacle(model: nn.Module, report: LayoutReport, *, aux_loss: bool) -> str | None:
     """Why the tokens of `model` cannot be on several ranks, and what to set; None if they can."""
     inner = pretrained(model)
     if is_multimodal(model):
         return "this model takes images, whose tokens must stay together. Set context_parallel_size=1"
     if inner is not None and recurrent_classes(inner):
         return "this model has recurrent layers, which pass a state on from token to token. Set context_parallel_size=1"
-    if layout.layout == "dense":
-        return f"this model runs on padded rows only: {layout.reason}. Set context_parallel_size=1"
+    if report.layout == "dense":
+        return f"this model runs on padded rows only: {report.reason}. Set context_parallel_size=1"
     if dropout := attention_dropout(model):
         return f"this model has an attention dropout of {dropout:g}. Set disable_dropout=True"
     if aux_loss:

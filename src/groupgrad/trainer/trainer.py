@@ -397,7 +397,7 @@ class GRPOTrainer(TrainingRun):
         if config.use_vllm:
             self.vllm_policy = self._serve(policy)
         self.execution = build.plan_execution(config, self.model, policy, self.accelerator.autocast, self.vllm_policy)
-        self.engine = self.execution.engine.engine
+        self.engine = self.execution.engine_choice.engine
         self._micro_batches: list[MicroBatch] = []
         self._start_anew()
 

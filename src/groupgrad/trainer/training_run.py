@@ -246,7 +246,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
 
     def _follow_generate(self) -> None:
         """Sample by the model's `generate` from now on if a script has replaced it since the trainer was made."""
-        if self.execution.engine.name in ("native", "continuous batching") and brings_own_generate(self.model):
+        if self.execution.engine_choice.name in ("native", "continuous batching") and brings_own_generate(self.model):
             self._choose_engine_again()
 
     def _choose_engine_again(self) -> None:
@@ -254,7 +254,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         self.components.collector.close()
         precision, example = self.accelerator.autocast, self.execution.example
         choice = build.engine_of_model(self.args, self.model, self._policy, precision, example)
-        self.execution, self.engine = replace(self.execution, engine=choice), choice.engine
+        self.execution, self.engine = replace(self.execution, engine_choice=choice), choice.engine
         self._build_components()
         if self.is_in_train:
             self._prepare_steps()

@@ -32,7 +32,7 @@ from groupgrad.modeling.systems.zero3 import is_zero_sharded
 from groupgrad.modeling.vlm import with_images
 from groupgrad.types import Media, Prompt
 
-Layout = Literal["shared", "packed", "dense"]
+InputLayout = Literal["shared", "packed", "dense"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,7 +50,7 @@ class ForwardOptions:
     weighs_balance: bool = False
     """The model's load-balancing loss weighs tokens by the attention mask (found by the start-up check), so sharing
     prompts does not change it."""
-    layout: Layout | None = None
+    layout: InputLayout | None = None
     """Each prompt once (`shared`), once a row (`packed`), or padded (`dense`); None: the best that the model runs."""
     tiled_head: bool = True
     """Never keep the logits of all tokens, where the head's arithmetic is known."""
@@ -61,7 +61,7 @@ class ForwardOptions:
     weights of the vision tower; None for models that take text alone."""
 
 
-def layout_for(model: nn.Module, options: ForwardOptions) -> Layout:
+def layout_for(model: nn.Module, options: ForwardOptions) -> InputLayout:
     """The layout that `model` runs in.
 
     The load-balancing loss counts every token of every row. A model whose loss cannot weigh a shared prompt by its rows
