@@ -12,7 +12,7 @@ from bigram_step import as_step, scored
 
 from groupgrad.batch import Batch
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
-from groupgrad.batching.totals import step_totals
+from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.objectives import FORWARD, FORWARD_AND_BACKWARD, LOSSES, NO_PASS, OnPolicyInfo, PolicyOptions
 
 FRESH, STALE = OnPolicyInfo(step=5, exact=True), OnPolicyInfo(step=6, exact=True)
@@ -42,10 +42,9 @@ def prepared(policy, sample, case: str, options: PolicyOptions, *, moved: bool, 
     if options.beta:
         batch = replace(batch, ref_logprobs=batch.sampling_logprobs - 0.1)
     with torch.no_grad():
-        keep = options.top_entropy_quantile
-        totals = step_totals(
-            batch, len(planned), keep_entropy=keep, entropy_of=lambda rows: policy(rows).entropy.float()
-        )
+        totals, keep = step_totals(batch, len(planned)), options.top_entropy_quantile
+        if keep < 1.0:
+            totals = with_entropy_threshold(totals, batch, policy(batch).entropy.float(), keep)
     policy.seen.clear()
     return replace(batch, totals=totals), planned
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from groupgrad.batch import Batch, StepTotals
+from groupgrad.batch import StepTotals
 from groupgrad.batching.collate import collate
-from groupgrad.batching.totals import step_totals
+from groupgrad.batching.totals import step_totals, with_entropy_threshold
 
 
 def test_rows_and_loss_tokens_of_all_micro_batches(make_rollout):
@@ -25,23 +25,21 @@ def test_the_entropy_threshold_is_that_of_the_whole_step(make_rollout):
     rollouts = [make_rollout(3), make_rollout(2, "length"), make_rollout(3)]
     batch = collate(rollouts, [0.0] * 3, mask_truncated=True)
 
-    def entropy_of(batch: Batch) -> torch.Tensor:
-        return torch.tensor([5.0, 0.0, 3.0, 90.0, 91.0, 1.0, 4.0, 2.0])
-
-    totals = step_totals(batch, 2, keep_entropy=0.5, entropy_of=entropy_of)
+    entropy = torch.tensor([5.0, 0.0, 3.0, 90.0, 91.0, 1.0, 4.0, 2.0])
+    totals = with_entropy_threshold(step_totals(batch, 2), batch, entropy, 0.5)
     assert totals.entropy_threshold == pytest.approx(2.5 - 2.5e-5)
     assert totals.entropy_tokens == 3.0
-    assert step_totals(batch, 2, keep_entropy=1.0, entropy_of=entropy_of).entropy_threshold is None
+    assert step_totals(batch, 2).entropy_threshold is None
 
 
 def test_a_step_without_a_loss_token_has_no_threshold(make_rollout):
     batch = collate([make_rollout(2, "length")], [0.0], mask_truncated=True)
-    totals = step_totals(batch, 1, keep_entropy=0.5, entropy_of=lambda b: torch.ones(b.num_tokens))
+    totals = with_entropy_threshold(step_totals(batch, 1), batch, torch.ones(batch.num_tokens), 0.5)
     assert (totals.tokens, totals.entropy_threshold, totals.entropy_tokens) == (0.0, None, None)
 
 
 def test_tokens_tied_at_the_threshold_are_kept_together(make_rollout):
     batch = collate([make_rollout(4)], [0.0], mask_truncated=True)
     entropies = torch.tensor([3.0, 3.0 - 1e-6, 3.0, 1.0])
-    totals = step_totals(batch, 1, keep_entropy=0.0, entropy_of=lambda b: entropies)
+    totals = with_entropy_threshold(step_totals(batch, 1), batch, entropies, 0.0)
     assert totals.entropy_tokens == 3.0

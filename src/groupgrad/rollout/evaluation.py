@@ -11,7 +11,7 @@ from torch import nn
 from groupgrad import dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.batching.eval_loader import EvalBatch
-from groupgrad.batching.totals import step_totals
+from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
@@ -58,12 +58,11 @@ class Evaluator:
             trainer_state=trainer_state,
         )
         known = self._known_scores(experience.batch, step)
-        totals = step_totals(
-            experience.batch,
-            1,
-            keep_entropy=self.policy_options.top_entropy_quantile,
-            entropy_of=lambda batch: (self.scorer.policy(batch) if known is None else known).entropy,
-        )
+        totals, keep = step_totals(experience.batch, 1), self.policy_options.top_entropy_quantile
+        if keep < 1.0:
+            with dist.errors_on_all_ranks():
+                entropy = (self.scorer.policy(experience.batch) if known is None else known).entropy
+            totals = with_entropy_threshold(totals, experience.batch, entropy, keep)
         with dist.errors_on_all_ranks():
             loss = self._loss(replace(experience.batch, totals=totals), known)
         return experience, {**experience.metrics, **loss}
@@ -73,8 +72,6 @@ class Evaluator:
         is_exact = self.collector.rollouts.is_exact and not self.forward_options.aux_loss
         if is_sharded(self.model):
             return None  # ranks must agree on whether there is a pass
-        if batch.sampling_logprobs is None or batch.sampling_entropy is None:
-            return None
         if not bool(known_rows(batch, OnPolicyInfo(step, is_exact)).all()):
             return None
         return known_scores(batch)

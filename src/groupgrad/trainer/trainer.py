@@ -27,7 +27,7 @@ from groupgrad.batching.buffer import GenerationBuffer
 from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.loader import MicroBatchKey, make_train_loader, reread_rows
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
-from groupgrad.batching.totals import step_totals
+from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.config import GRPOConfig
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
 from groupgrad.modeling.systems.sharding import is_sharded
@@ -248,9 +248,9 @@ class GRPOTrainer(TrainingRun):
         self.buffer.batches = {key.generation: self.buffer.batches[key.generation] for key in keys}
         with dist.errors_on_all_ranks():
             batch = self._rows_of_step(keys)
-        keep = self.args.top_entropy_quantile
-        with self.timings.phase("scoring"):
-            totals = step_totals(batch, len(keys), keep_entropy=keep, entropy_of=self._entropy)
+        totals, keep = step_totals(batch, len(keys)), self.args.top_entropy_quantile
+        if keep < 1.0:
+            totals = with_entropy_threshold(totals, batch, self._entropy(batch), keep)
         return assign_micro_batches(
             replace(batch, totals=totals),
             [range(index * size, (index + 1) * size) for index in range(len(keys))],
@@ -311,11 +311,12 @@ class GRPOTrainer(TrainingRun):
         return batches[0] if len(batches) == 1 else Batch.concat(batches)
 
     def _entropy(self, batch: Batch) -> torch.Tensor:
-        """(L,) entropies (nats) of the policy of this step in evaluation mode."""
-        known = self.sampler_logprobs.entropy(batch, self.state.global_step)
-        if known is not None:
-            return known
-        return self.components.scorer.policy(batch, rows_per_pass=self.plan.micro_batch_rows).entropy
+        """Collective. (L,) entropies (nats) of the policy of this step in evaluation mode."""
+        with self.timings.phase("scoring"), dist.errors_on_all_ranks():
+            known = self.sampler_logprobs.entropy(batch, self.state.global_step)
+            if known is not None:
+                return known
+            return self.components.scorer.policy(batch, rows_per_pass=self.plan.micro_batch_rows).entropy
 
     def _loss(self, model: nn.Module, part: MicroBatch) -> PolicyLoss:
         """The loss of rows that all need the same passes, with a gradient if they need a backward pass."""
