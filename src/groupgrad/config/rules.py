@@ -22,6 +22,7 @@ from groupgrad.config.run_rules import RUN_RULES
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.unused_settings import unused_settings
 from groupgrad.engines.generation_options import MOVED
+from groupgrad.objectives import LOSSES
 
 RULES: tuple[Rule, ...] = (
     # --- models ---
@@ -116,14 +117,18 @@ RULES: tuple[Rule, ...] = (
         warns=True,
     ),
     Rule(
-        lambda c: c.importance_sampling_level == "sequence" and c.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"),
+        lambda c: (
+            c.importance_sampling_level == "sequence"
+            and LOSSES[c.loss_type].sums_over_tokens
+            and c.loss_type != "vespo"  # which has a rule of its own
+        ),
         "importance_sampling_level='sequence' with loss_type={c.loss_type!r}, which sums over tokens, makes long "
         "completions count more; loss_type='grpo' counts each completion once",
         warns=True,
     ),
     Rule(
         lambda c: (
-            c.loss_type not in ("cispo", "sapo", "vespo")
+            LOSSES[c.loss_type].clips_ratio
             and c.delta is not None
             and c.delta <= 1 + c.epsilon
             and f"{1 + c.epsilon:g}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from groupgrad.config.field_rules import changed
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.settings import GRPOSettings
+from groupgrad.objectives import LOSSES
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,9 +49,13 @@ UNUSED: tuple[UnusedSettings, ...] = (
     UnusedSettings(
         ("delta", "epsilon"),
         "this loss_type does not clip the ratio",
-        lambda c: c.loss_type in ("cispo", "sapo", "vespo"),
+        lambda c: not LOSSES[c.loss_type].clips_ratio,
     ),
-    UnusedSettings(("epsilon_high",), "this loss_type has no upper clip", lambda c: c.loss_type in ("sapo", "vespo")),
+    UnusedSettings(
+        ("epsilon_high",),
+        "this loss_type has no upper clip",
+        lambda c: not LOSSES[c.loss_type].clips_ratio and c.loss_type != "cispo",
+    ),
     UnusedSettings(("use_bias_correction_kl",), "beta is 0", lambda c: c.beta == 0),
     UnusedSettings(
         ("scale_rewards",),

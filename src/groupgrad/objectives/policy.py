@@ -70,6 +70,21 @@ class LossRecipe:
     folds_mismatch: bool = False
     """The surrogate has the mismatch ratio in its own weight already."""
 
+    @property
+    def clips_ratio(self) -> bool:
+        """True if the ratio is clipped on both sides, so that `epsilon`, `epsilon_high` and `delta` apply."""
+        return self.surrogate is _clipped
+
+    @property
+    def sums_over_tokens(self) -> bool:
+        """True if long completions count more than short ones."""
+        return not self.reduction.startswith("sequence_")
+
+    @property
+    def divides_by_tokens(self) -> bool:
+        """True if the loss is a mean over loss tokens."""
+        return self.reduction in ("token_mean", "local_token_mean")
+
 
 def _clipped(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
     loss = surrogates.clipped(

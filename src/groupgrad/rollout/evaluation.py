@@ -16,12 +16,9 @@ from groupgrad.metrics import Metric, mean_of
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.systems.sharding import is_sharded
-from groupgrad.objectives import OnPolicyInfo, PolicyOptions, known_rows, known_scores, policy_loss
+from groupgrad.objectives import LOSSES, OnPolicyInfo, PolicyOptions, known_rows, known_scores, policy_loss
 from groupgrad.rollout.collector import Experience, ExperienceCollector
 from groupgrad.rollout.requests import GenerationRequest
-
-# Losses whose denominator counts tokens; the others count rows.
-_TOKEN_MEAN_LOSSES = frozenset({"dapo", "cispo", "vespo", "bnpo"})
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,7 +77,7 @@ class Evaluator:
     def _loss(self, batch: Batch, known: TokenScores | None) -> dict[str, Metric]:
         """Loss and objective metrics; the loss is weighted by its denominator, on ranks without rows too."""
         totals = batch.totals
-        weight = totals.tokens if self.policy_options.loss_type in _TOKEN_MEAN_LOSSES else totals.rows
+        weight = totals.tokens if LOSSES[self.policy_options.loss_type].divides_by_tokens else totals.rows
         part = weight / totals.world_size
         if not batch.num_rows and not is_sharded(self.model):
             return {"loss": mean_of(0.0, part)}
