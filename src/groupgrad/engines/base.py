@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from groupgrad.types import Media
+from groupgrad.types import FinishReason, Media
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,7 +54,8 @@ class Sample:
 
     ids: list[int]
     """Token ids, with the ending EOS."""
-    finish_reason: Literal["eos", "length"]
+    finish_reason: FinishReason
+    """`eos` or `length` of an engine; `context` where the model's context gave it fewer tokens than asked for."""
     logprobs: list[float] | None = None
     """Log-probability (nats) of each token under the temperature softmax, before any filter; None if not measured."""
     entropies: list[float] | None = None

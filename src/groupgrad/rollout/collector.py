@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -53,12 +53,12 @@ class Experience:
     """Over all ranks."""
     mean_reward: float
     """Over all ranks; NaN if nothing was scored."""
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: list[dict[str, Any]]
     """One for each rollout of all ranks, in row order, for the completions table; empty unless asked for."""
-    table: RewardTable | None = None
+    table: RewardTable
     """(B, R) rewards of the rollouts."""
-    rewards: list[float] = field(default_factory=list)
-    """(B,) weighted rewards of the rollouts, NaN where nothing was scored."""
+    combined_rewards: list[float]
+    """(B,) weighted sums of the rollouts' rewards, NaN where nothing was scored."""
 
 
 class ScoringHooks(Protocol):
@@ -109,10 +109,9 @@ class ExperienceCollector:
         rollouts failed, over all ranks.
         """
         rollouts = self._sample(request, upcoming)
-        table = RewardTable(torch.zeros(0, len(self.rewards.names), dtype=torch.float64), list(self.rewards.names))
+        score = self._score if rollouts else self.rewards.score  # a subclass need not score a rank without rollouts
         with dist.errors_on_all_ranks(), self.timings.phase("rewards"):
-            if rollouts:
-                table = self._score(rollouts, trainer_state=trainer_state, step=request.step)
+            table = score(rollouts, trainer_state=trainer_state, step=request.step)
         rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
         if problems:
             report_failures(problems, request)
@@ -129,8 +128,17 @@ class ExperienceCollector:
             metrics |= lag_metrics(rollouts, request.step)
         batch = collate(rollouts, advantages, mask_truncated=self.options.mask_truncated)
         records = self._records(rollouts, table, advantages, request.step) if self.options.keep_records else []
-        mean_reward, own = float(result.combined.nanmean()), result.combined[rows].tolist()
-        return Experience(rollouts, advantages, batch, metrics, tokens, mean_reward, records, table, own)
+        return Experience(
+            rollouts,
+            advantages,
+            batch,
+            metrics,
+            num_tokens=tokens,
+            mean_reward=float(result.combined.nanmean()),
+            records=records,
+            table=table,
+            combined_rewards=result.combined[rows].tolist(),
+        )
 
     def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages:
         """The advantages of all N rows of a generation batch from (N, R) rewards, NaN where not scored."""

@@ -171,7 +171,7 @@ def sample_completions(
 ) -> dict[str, Any]:
     """Samples one completion for each prompt (text or messages), in the form that a rollout function returns."""
     tokenized = [prompt_maker({"prompt": prompt}, group) for group, prompt in enumerate(prompts)]
-    samples = [sample for sample, _ in sample_prompts(engine, prompt_maker, sampling, tokenized, seeds)]
+    samples = sample_prompts(engine, prompt_maker, sampling, tokenized, seeds)
     return {
         "prompt_ids": [list(prompt.ids) for prompt in tokenized],
         "completion_ids": [sample.ids for sample in samples],

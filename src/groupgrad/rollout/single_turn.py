@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
@@ -23,16 +24,15 @@ def sample_prompts(
     sampling: SamplingOptions,
     prompts: Sequence[Prompt],
     seeds: Sequence[int],
-) -> list[tuple[Sample, FinishReason]]:
-    """Samples one completion for each prompt within the model's context; also returns the reason why each ended."""
-    max_new_tokens, max_context = sampling.max_new_tokens, prompt_maker.max_context
-    budgets = [completion_budget(prompt, max_new_tokens, max_context) for prompt in prompts]
+) -> list[Sample]:
+    """Samples one completion for each prompt within the model's context."""
+    budgets = [completion_budget(prompt, sampling.max_new_tokens, prompt_maker.max_context) for prompt in prompts]
     requests = [
         Request(prompt.ids, seed, budget, media=prompt.media)
         for prompt, seed, (budget, _) in zip(prompts, seeds, budgets)
     ]
     return [
-        (sample, reason_if_full if sample.finish_reason == "length" else sample.finish_reason)
+        replace(sample, finish_reason=reason_if_full) if sample.finish_reason == "length" else sample
         for sample, (_, reason_if_full) in zip(engine.sample(requests, sampling), budgets)
     ]
 
@@ -54,19 +54,18 @@ class SingleTurnRollouts(RolloutSource):
         prompts = [by_group[row // request.num_generations] for row in request.rows]
         seeds = [row_seed(self.seed, request.phase, request.number, row) for row in request.rows]
         samples = sample_prompts(self.engine, self.prompt_maker, self.sampling, prompts, seeds)
-        ids = [sample.ids for sample, _ in samples]
-        texts = self.prompt_maker.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = self.prompt_maker.tokenizer.batch_decode([s.ids for s in samples], skip_special_tokens=True)
         return [
             Rollout(
                 prompt=prompt,
                 index=row,
                 completion_ids=sample.ids,
-                finish_reason=finish_reason,
+                finish_reason=sample.finish_reason,
                 completion=[{"role": "assistant", "content": text}] if prompt.is_conversational else text,
                 text=text,
                 sampling_logprobs=sample.logprobs,
                 sampling_entropy=sample.entropies,
                 **versions_of(sample.policy_versions, request.step),
             )
-            for prompt, row, (sample, finish_reason), text in zip(prompts, request.rows, samples, texts)
+            for prompt, row, sample, text in zip(prompts, request.rows, samples, texts)
         ]

@@ -92,12 +92,12 @@ class ArmRun(TrainerCallback):
     def _note_rewards(self, experience: Experience) -> None:
         """Keeps the mean reward of each group of a generation batch."""
         table, step = experience.table, self.trainer.state.global_step + 1
-        if table is None or not experience.rollouts:
+        if not experience.rollouts:
             return
         groups: dict[int, list[int]] = {}
         for place, rollout in enumerate(experience.rollouts):
             groups.setdefault(rollout.prompt.group, []).append(place)
-        columns = {COMBINED: experience.rewards}
+        columns = {COMBINED: experience.combined_rewards}
         columns |= {name: table.rewards[:, index].tolist() for index, name in enumerate(table.names)}
         before = self._rewards.get(step, PromptRewards((), {}))
         prompts = tuple(_digest(experience.rollouts[places[0]].prompt.identity) for places in groups.values())

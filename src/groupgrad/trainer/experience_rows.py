@@ -36,7 +36,6 @@ def stored_rows(
     if scores and (logprobs is None or entropy is None):
         known = _known_by_passes(batch, scores)
         logprobs, entropy = (known[0] if logprobs is None else logprobs), (known[1] if entropy is None else entropy)
-    assert table is not None  # every experience of a run was scored
     return StoredRows(
         rollouts=experience.rollouts,
         ids=ids,
@@ -45,7 +44,7 @@ def stored_rows(
         advantages=experience.advantages.tolist(),
         reward_names=table.names,
         rewards=table.rewards.tolist(),
-        combined=experience.rewards,
+        combined=experience.combined_rewards,
         num_generations=num_generations,
         reward_seconds=table.seconds,
         columns=table.columns,
