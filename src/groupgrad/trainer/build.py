@@ -181,7 +181,6 @@ def signal_watch(config: GRPOConfig, policy: PolicyBundle) -> SignalWatch | None
 class TrainerComponents:
     """The components that a step and an evaluation call, made from the configuration."""
 
-    plan: GenerationPlan
     policy_options: PolicyOptions
     forward_options: ForwardOptions
     sampling: SamplingOptions
@@ -430,7 +429,7 @@ def build_components(
         device=config.device,
     )
     in_training = replace(forward_options, context=execution.context)
-    return TrainerComponents(plan_for(config), policy_options, in_training, sampling, scorer, collector, evaluator)
+    return TrainerComponents(policy_options, in_training, sampling, scorer, collector, evaluator)
 
 
 def _load_base(model: Any, config: GRPOConfig, quantization_config: Any, peft_config: Any) -> nn.Module:

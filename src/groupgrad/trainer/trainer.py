@@ -216,21 +216,6 @@ class GRPOTrainer(TrainingRun):
         self._step_log.seconds += time.perf_counter() - started
         return loss
 
-    def _prepare_steps(self) -> None:
-        """Decide what holds for all steps, once the model is placed and perhaps sharded over ranks."""
-        is_shared, context = is_sharded(self.model), self.execution.context
-        is_one_group = context is not None and context.size == dist.world_size()
-        self.sampler_logprobs.begin_training(is_shared=is_shared)
-        self._rules = MicroBatchRules(
-            self.components.policy_options,
-            self.components.forward_options.aux_loss,
-            # DeepSpeed counts backward passes, and a sharded model's are collectives.
-            backward_everywhere=self.is_deepspeed_enabled or is_shared,
-            one_pass=is_shared,
-            balance_ranks=self.args.balance_ranks and dist.is_active() and not is_one_group,
-            context=context,
-        )
-
     def _begin_step(self, model: nn.Module, keys: Sequence[MicroBatchKey]) -> list[MicroBatch]:
         """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
         if self._save_under_way is not None:
@@ -242,6 +227,7 @@ class GRPOTrainer(TrainingRun):
         self._follow_generate()
         step, size = self.state.global_step, self.plan.micro_batch_rows
         self._on_policy = self.sampler_logprobs.on_policy(step)
+        # A resumed run may begin inside a generation batch that its checkpoint does not hold.
         for index, key in enumerate(keys):
             if key.position == 0 or key.generation not in self.buffer.batches:
                 self.buffer.batches[key.generation] = self._sample(key, index)
@@ -414,7 +400,7 @@ class GRPOTrainer(TrainingRun):
             self.rollout_components,
             self,
         )
-        self.plan = self.components.plan
+        self.plan = build.plan_for(self.args)
         self.sampler_logprobs = SamplerLogprobs(
             self.components.collector.rollouts, self.model, self.components.policy_options.mismatch
         )
@@ -455,6 +441,21 @@ class GRPOTrainer(TrainingRun):
                 "evaluation": self.due_evaluation,
             },
             shared={"reference": self.reference} if self.reference is not None and self.args.sync_ref_model else {},
+        )
+
+    def _prepare_steps(self) -> None:
+        """Decide what holds for all steps, once the model is placed and perhaps sharded over ranks."""
+        is_shared, context = is_sharded(self.model), self.execution.context
+        is_one_group = context is not None and context.size == dist.world_size()
+        self.sampler_logprobs.begin_training(is_shared=is_shared)
+        self._rules = MicroBatchRules(
+            self.components.policy_options,
+            self.components.forward_options.aux_loss,
+            # DeepSpeed counts backward passes, and a sharded model's are collectives.
+            backward_everywhere=self.is_deepspeed_enabled or is_shared,
+            one_pass=is_shared,
+            balance_ranks=self.args.balance_ranks and dist.is_active() and not is_one_group,
+            context=context,
         )
 
     def _hp_search_setup(self, trial: Any) -> None:
