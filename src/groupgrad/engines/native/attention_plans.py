@@ -19,11 +19,9 @@ from groupgrad.engines.native.recurrent_states import ProbeRecurrence, SlotRecur
 from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.block_attention import kernel_for
+from groupgrad.modeling.scoring.blocks import QUERY_TILE
 from groupgrad.modeling.scoring.recurrence import Recurrence
 from groupgrad.modeling.vlm import PromptImages
-
-QUERY_TILE = 256
-"""Queries whose scores are computed at a time where torch's attention kernel does not apply."""
 
 
 class ProbePlan:

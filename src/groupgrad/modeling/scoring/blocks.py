@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 QUERY_TILE = 256
-"""Queries of a long row computed at a time; keys behind them are skipped."""
+"""Queries whose scores are computed at a time, in every implementation of attention in PyTorch."""
 
 BLOCK_SCORES = 1 << 19
 """Maximum number of scores of a block per head, unless a single row has more."""

@@ -20,10 +20,11 @@ import torch
 
 from groupgrad.dist import RankGroup, RingHop
 from groupgrad.modeling.scoring.attention import AttentionCall
+from groupgrad.modeling.scoring.blocks import QUERY_TILE
 from groupgrad.modeling.scoring.recurrence import Recurrence
 
-QUERY_TILE, KEY_TILE = 256, 1024
-"""Queries and keys whose scores are computed at a time."""
+KEY_TILE = 1024
+"""Keys whose scores with a tile of queries are computed at a time."""
 
 
 @dataclass(slots=True, frozen=True)
