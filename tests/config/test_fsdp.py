@@ -1,4 +1,4 @@
-"""What of FSDP's settings takes effect, what is refused in words, and what is named as without effect."""
+"""FSDP's settings: which take effect, which are refused in words, and which are named as without effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def two_processes(monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What accelerate's launcher sets for an FSDP 2 configuration without further options."""
+    """The environment that accelerate's launcher sets for an FSDP 2 configuration without further options."""
     variables = {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",

@@ -55,7 +55,7 @@ def chosen(language: str) -> list[Any]:
 
 @pytest.fixture
 def names(make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
-    """What pages may use without defining it."""
+    """Names that pages may use without defining them."""
     chat_model = make_model(max_position_embeddings=4096)
     return {"__name__": "__main__", "chat_model": chat_model, "chat_tokenizer": with_tools(make_tokenizer())}
 

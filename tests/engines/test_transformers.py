@@ -34,7 +34,7 @@ def sample(model: nn.Module, submitted: Any = None, options: SamplingOptions = O
 
 
 def lengths_for(model: nn.Module) -> dict[str, bool]:
-    """What `engines.selection` finds for models whose states would include left padding."""
+    """The options that `engines.selection` finds for models whose states would include left padding."""
     return {"equal_lengths": type(model).__name__.startswith(("MiniMax", "RecurrentGemma"))}
 
 

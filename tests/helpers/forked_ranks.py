@@ -57,7 +57,7 @@ class ForkedRanks:
             os._exit(code)
 
     def log(self, rank: int) -> str:
-        """What a rank has printed."""
+        """The output of a rank."""
         return (self._folder / f"rank_{rank}.log").read_text()
 
     def kill(self, rank: int, name: str = "SIGKILL") -> None:

@@ -54,7 +54,7 @@ class Tries:
     mechanism: str
     count: int = 0
     escaped: list[str] = field(default_factory=list)
-    """What succeeded, or could not be tried."""
+    """Attempts that succeeded, or could not be made."""
 
 
 class Bait:
@@ -89,7 +89,7 @@ class Bait:
         return names, seen.st_mode, seen.st_mtime_ns, seen.st_size, os.listxattr(self.folder + "/secret")
 
     def check(self) -> list[str]:
-        """What has been reached since the start."""
+        """The servers and files that the code has reached since the start."""
         for server in self._servers:
             with contextlib.suppress(BlockingIOError):
                 server.recv(10) if server.type == socket.SOCK_DGRAM else server.accept()

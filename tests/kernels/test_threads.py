@@ -67,7 +67,7 @@ class Waits(threads.CoreWaits):
 
 
 def parked_after_each(*shares):
-    """Whether the team is parked after each of these looks."""
+    """True for each look after which the team is parked."""
     watch = threads.SpinningWatch(team := Team(), Waits(shares))
     seen = []
     for _ in shares:

@@ -17,7 +17,7 @@ from groupgrad.rewards import REWARD_FUNCTIONS
 RECIPES = Path(__file__).parents[2] / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 SMALL = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 6, "learning_rate": 1e-3}
-"""What a file may have as a size: a test makes it small."""
+"""Sizes that a recipe may set, as small as a test needs them."""
 NOT_OF_THE_CONFIGURATION = {"reward_funcs"}
 
 

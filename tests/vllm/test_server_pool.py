@@ -57,7 +57,7 @@ def test_rows_of_servers_that_die_and_hang_go_to_the_third(serve: Callable[..., 
 
 
 def sampled_alone(server: Served, pool: VLLMServerPool) -> list[Sample]:
-    """What this server alone samples from the pool's weights."""
+    """Samples of this server alone, from the pool's weights."""
     engine = server.engine()
     engine.expect(pool.weight_version)
     return engine.sample(ROWS, OPTIONS)

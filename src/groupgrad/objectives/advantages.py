@@ -33,7 +33,7 @@ class Advantages:
 
 
 @dataclass(slots=True, frozen=True)
-class _Spread:
+class _Deviations:
     """Scores about the mean of their set (a group, or the whole batch); NaN is "not scored"."""
 
     deviations: torch.Tensor
@@ -119,19 +119,19 @@ def _weighted_sum(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan().all(dim=1), torch.full_like(total, torch.nan), total)
 
 
-def _about_mean(values: torch.Tensor) -> _Spread:
+def _about_mean(values: torch.Tensor) -> _Deviations:
     """Deviations and standard deviation of each line of (sets, members), NaN left out."""
     scored = ~values.isnan()
     count = scored.sum(dim=1, keepdim=True)
     if values.shape[1] == 0:
-        return _Spread(values, torch.full_like(values[:, :1], torch.nan))
+        return _Deviations(values, torch.full_like(values[:, :1], torch.nan))
     # Measured from a member of the set, so that equal rewards deviate by exactly 0, however large they are.
     origin = torch.where(scored, values, torch.full_like(values, torch.inf)).min(dim=1, keepdim=True).values
     distance = torch.where(scored, values - origin, torch.zeros_like(values))
     deviations = values - origin - distance.sum(dim=1, keepdim=True) / count
     square = torch.where(scored, deviations, torch.zeros_like(values)).square().sum(dim=1, keepdim=True)
     variance = square / (count - 1).clamp(min=1)
-    return _Spread(deviations, torch.where(count >= 2, variance.sqrt(), torch.full_like(variance, torch.nan)))
+    return _Deviations(deviations, torch.where(count >= 2, variance.sqrt(), torch.full_like(variance, torch.nan)))
 
 
 def _mean(values: torch.Tensor) -> Metric:

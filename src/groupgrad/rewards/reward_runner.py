@@ -75,7 +75,7 @@ class RewardRunner:
             if isinstance(scorer, RewardFunction) and self._calls.runs_at_once(scorer)
         }
         """Functions that are async or have a worker process: they start before all others and are waited for last."""
-        self._order = sorted(range(len(self._scorers)), key=self._early.__contains__)
+        self._order = [*(place for place in range(len(self._scorers)) if place not in self._early), *self._early]
         self._statistics = {function.name: CallStatistics() for function in self._functions}
         self._warned_unscored = False
         self._warned_failed: set[str] = set()

@@ -39,7 +39,7 @@ class LastStep:
     step: int
     """Optimizer steps made."""
     generation_batches: dict[int, Batch]
-    """Those that the buffer held, by number."""
+    """Generation batches that the buffer held, by number."""
     random_states: tuple[Any, ...]
     """See `kept_state.random_states`."""
     num_input_tokens_seen: int
