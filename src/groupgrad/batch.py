@@ -90,6 +90,11 @@ class Batch:
         return self.completion_ids.shape[0]
 
     @property
+    def loss_tokens(self) -> torch.Tensor:
+        """(B,) int64, tokens of each row that the loss is over; 0 for rows that are empty or masked out."""
+        return torch.zeros_like(self.prompt_of_row).index_add(0, self.row_of_token, self.trained.long())
+
+    @property
     def has_images(self) -> bool:
         """True if a prompt or a completion has images."""
         return self.media is not None or self.row_media is not None

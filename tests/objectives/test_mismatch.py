@@ -9,7 +9,7 @@ import torch
 
 from groupgrad.objectives import MismatchOptions, mismatch_metrics
 from groupgrad.objectives.mismatch import mismatch_ratio
-from groupgrad.objectives.ragged import PerRow, PerToken, layout_of
+from groupgrad.objectives.ragged import PerRow, PerToken
 
 OLD = [[-1.3, -2.0, -0.4], [-0.9, -1.0]]
 SAMPLING = [[-1.0, -2.3, -0.4], [-0.9, -1.0]]
@@ -21,7 +21,7 @@ def ratio(make_batch):
     def ratio(mode, sampling=SAMPLING, trained=ALL, **bounds):
         batch = make_batch(trained, [1.0, 1.0], old=OLD, sampling=sampling)
         options = MismatchOptions(mode, **bounds)
-        return mismatch_ratio(batch.old_logprobs, batch.sampling_logprobs, layout_of(batch), options)
+        return mismatch_ratio(batch.old_logprobs, batch.sampling_logprobs, batch, options)
 
     return ratio
 

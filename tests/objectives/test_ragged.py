@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from unordered_sums import UnorderedSums
 
-from groupgrad.objectives.ragged import PerRow, layout_of, spread
+from groupgrad.objectives.ragged import PerRow, spread
 
 
 def test_a_rows_gradient_is_that_of_its_tokens_added_up_in_their_order(make_batch):
     """In float32 1 is lost beside 2**24: only from left to right do these sum to 1 and 2."""
-    layout = layout_of(make_batch([[1, 1, 1, 1], [], [1, 1, 1]], [0.0, 0.0, 0.0]))
+    batch = make_batch([[1, 1, 1, 1], [], [1, 1, 1]], [0.0, 0.0, 0.0])
     rows = torch.tensor([2.0, 5.0, 3.0], requires_grad=True)
     with UnorderedSums() as sums:
-        tokens = spread(PerRow(rows), layout)
+        tokens = spread(PerRow(rows), batch)
         tokens.backward(torch.tensor([1.0, 2.0**24, -(2.0**24), 1.0, 2.0**24, -(2.0**24), 2.0]))
     assert tokens.tolist() == [2.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0]
     assert rows.grad is not None and rows.grad.tolist() == [1.0, 0.0, 2.0]

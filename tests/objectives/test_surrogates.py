@@ -9,7 +9,7 @@ import torch
 
 from groupgrad.objectives import surrogates
 from groupgrad.objectives.kl import kl_to_reference
-from groupgrad.objectives.ragged import PerRow, PerToken, layout_of, row_mean, row_sum, spread
+from groupgrad.objectives.ragged import PerRow, PerToken, row_mean, row_sum, spread
 from groupgrad.objectives.ratios import policy_log_ratio, policy_ratio
 
 
@@ -74,57 +74,55 @@ def test_vespo_gradient_is_the_weight():
 
 
 def test_sequence_weight_is_bounded(make_batch):
-    layout = layout_of(make_batch([[True, True], [True, False], []], [0.0] * 3))
+    batch = make_batch([[True, True], [True, False], []], [0.0] * 3)
     log_ratio = tensor(-30.0, 1.0, 50.0, 0.0)
-    assert surrogates.sequence_log_weight(log_ratio, None, layout).tolist() == [math.log(1e-8), 20.0, 0.0]
+    assert surrogates.sequence_log_weight(log_ratio, None, batch).tolist() == [math.log(1e-8), 20.0, 0.0]
     log_ratio = tensor(0.5, -1.0, 2.0, 0.0)
     token = PerToken(tensor(1.0, math.e, math.e, 5.0))
-    assert surrogates.sequence_log_weight(log_ratio, token, layout).tolist() == pytest.approx([0.5, 3.0, 0.0])
+    assert surrogates.sequence_log_weight(log_ratio, token, batch).tolist() == pytest.approx([0.5, 3.0, 0.0])
     row = PerRow(tensor(math.e, 0.0, 1.0))
-    assert surrogates.sequence_log_weight(log_ratio, row, layout).tolist() == pytest.approx(
-        [0.5, 2 + math.log(1e-8), 0]
-    )
+    assert surrogates.sequence_log_weight(log_ratio, row, batch).tolist() == pytest.approx([0.5, 2 + math.log(1e-8), 0])
 
 
 def test_rows(make_batch):
-    layout = layout_of(make_batch([[True, False, True], [], [False], [True]], [0.0] * 4))
+    batch = make_batch([[True, False, True], [], [False], [True]], [0.0] * 4)
     values = tensor(1.0, math.nan, 3.0, math.inf, 5.0)
-    assert layout.counts.tolist() == [2, 0, 0, 1]
-    assert row_sum(values, layout).tolist() == [4, 0, 0, 5]
-    assert row_mean(values, layout).tolist() == [2, 0, 0, 5]
-    assert spread(PerRow(tensor(1, 2, 3, 4)), layout).tolist() == [1, 1, 1, 3, 4]
-    assert spread(PerToken(values), layout) is values
+    assert batch.loss_tokens.tolist() == [2, 0, 0, 1]
+    assert row_sum(values, batch).tolist() == [4, 0, 0, 5]
+    assert row_mean(values, batch).tolist() == [2, 0, 0, 5]
+    assert spread(PerRow(tensor(1, 2, 3, 4)), batch).tolist() == [1, 1, 1, 3, 4]
+    assert spread(PerToken(values), batch) is values
 
 
 def test_ratios(make_batch):
-    layout = layout_of(make_batch([[True, True], [False], []], [0.0] * 3))
+    batch = make_batch([[True, True], [False], []], [0.0] * 3)
     logprobs = tensor(-1.0, -2.0, -3.0, grad=True)
-    log_ratio = policy_log_ratio(logprobs, tensor(-1.4, -1.8, -9.0), layout)
+    log_ratio = policy_log_ratio(logprobs, tensor(-1.4, -1.8, -9.0), batch)
     assert log_ratio.tolist() == pytest.approx([0.4, -0.2, 0.0])
-    token, sequence = (policy_ratio(log_ratio, layout, level) for level in ("token", "sequence"))
+    token, sequence = (policy_ratio(log_ratio, batch, level) for level in ("token", "sequence"))
     assert isinstance(token, PerToken) and isinstance(sequence, PerRow)
     assert token.values.tolist() == pytest.approx([math.exp(0.4), math.exp(-0.2), 1.0])
     assert sequence.values.tolist() == pytest.approx([math.exp(0.1), 1.0, 1.0])
     assert gradient(sequence.values, logprobs) == pytest.approx([math.exp(0.1) / 2] * 2 + [0.0])
-    present = policy_log_ratio(logprobs, None, layout)
+    present = policy_log_ratio(logprobs, None, batch)
     assert present.tolist() == [0, 0, 0] and gradient(present, logprobs) == [1, 1, 0]
 
 
 def test_kl(make_batch):
-    layout = layout_of(make_batch([[True, True, False]], [0.0]))
+    batch = make_batch([[True, True, False]], [0.0])
     logprobs = tensor(-1.0, -2.0, -3.0, grad=True)
-    kl = kl_to_reference(logprobs, tensor(-1.5, -2.0, 900.0), layout)
+    kl = kl_to_reference(logprobs, tensor(-1.5, -2.0, 900.0), batch)
     assert kl.tolist() == pytest.approx([math.exp(-0.5) - 0.5, 0.0, 0.0])
     assert gradient(kl, logprobs) == pytest.approx([1 - math.exp(-0.5), 0.0, 0.0])
     ratio = PerToken(tensor(2.0, 2.0, 2.0, grad=True))
-    corrected = kl_to_reference(logprobs, tensor(-1.5, -2.0, 900.0), layout, ratio)
+    corrected = kl_to_reference(logprobs, tensor(-1.5, -2.0, 900.0), batch, ratio)
     assert corrected.tolist() == pytest.approx([2 * (math.exp(-0.5) - 0.5), 0.0, 0.0])
     assert gradient(corrected, ratio.values) == pytest.approx([math.exp(-0.5) - 0.5, 0.0, 0.0])
 
 
 def test_kl_is_never_negative_in_float32(make_batch):
-    layout = layout_of(make_batch([[True] * 4], [0.0]))
+    batch = make_batch([[True] * 4], [0.0])
     logprobs = torch.tensor([-1.0, -2.0, -0.3, -7.1])
     gaps = torch.tensor([1e-4, -1e-4, 3e-5, -2e-5])
-    kl = kl_to_reference(logprobs, logprobs + gaps, layout)
+    kl = kl_to_reference(logprobs, logprobs + gaps, batch)
     assert (kl >= 0).all()

@@ -24,7 +24,6 @@ from groupgrad.objectives import (
     PolicyOptions,
     required_passes,
 )
-from groupgrad.objectives.ragged import layout_of
 
 
 @dataclass(slots=True, frozen=True)
@@ -167,7 +166,7 @@ def assign_micro_batches(
             _keep_a_live_row(batch, rows, needed)
     elif with_rows and FORWARD_AND_BACKWARD not in needed:
         _keep_a_live_row(batch, with_rows[0], needed)
-    step = StepRows(batch, needed, row_costs(batch, needed), layout_of(batch).counts.tolist())
+    step = StepRows(batch, needed, row_costs(batch, needed), batch.loss_tokens.tolist())
     return [MicroBatch(step, rows) for rows in assigned]
 
 

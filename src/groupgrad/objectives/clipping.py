@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import torch
-
+from groupgrad.batch import Batch
 from groupgrad.metrics import Metric
 from groupgrad.objectives.measure import counted, maximum_where, mean_where, minimum_where
-from groupgrad.objectives.ragged import Layout, PerRow, PerToken, row_mean, spread
+from groupgrad.objectives.ragged import PerRow, PerToken, row_mean, spread
 
 
-def clip_metrics(
-    ratio: PerToken | PerRow, advantages: torch.Tensor, layout: Layout, epsilon: float, epsilon_high: float
-) -> dict[str, Metric]:
+def clip_metrics(ratio: PerToken | PerRow, batch: Batch, epsilon: float, epsilon_high: float) -> dict[str, Metric]:
     """The `clip_ratio/...` metrics: shares of loss tokens, or of sequences for a sequence ratio, that were clipped.
 
     Low is a ratio below 1 - epsilon under a negative advantage, high one above 1 + epsilon_high under a positive one,
     region either. The extremes are over completions; a completion without loss tokens counts nowhere.
     """
     per_token = isinstance(ratio, PerToken)
-    signs = spread(PerRow(advantages), layout) if per_token else advantages
+    signs = spread(PerRow(batch.advantages), batch) if per_token else batch.advantages
     low = ((ratio.values < 1 - epsilon) & (signs < 0)).float()
     high = ((ratio.values > 1 + epsilon_high) & (signs > 0)).float()
-    counts = counted(ratio, layout)
-    rows = layout.counts > 0
+    counts = counted(ratio, batch)
+    rows = batch.loss_tokens > 0
     return {
         "clip_ratio/low_mean": mean_where(low, counts),
-        "clip_ratio/low_min": minimum_where(row_mean(low, layout) if per_token else low, rows),
+        "clip_ratio/low_min": minimum_where(row_mean(low, batch) if per_token else low, rows),
         "clip_ratio/high_mean": mean_where(high, counts),
-        "clip_ratio/high_max": maximum_where(row_mean(high, layout) if per_token else high, rows),
+        "clip_ratio/high_max": maximum_where(row_mean(high, batch) if per_token else high, rows),
         "clip_ratio/region_mean": mean_where(low + high, counts),
     }
 
 
-def ceiling_metrics(
-    ratio: PerToken | PerRow, advantages: torch.Tensor, layout: Layout, ceiling: float
-) -> dict[str, Metric]:
+def ceiling_metrics(ratio: PerToken | PerRow, batch: Batch, ceiling: float) -> dict[str, Metric]:
     """`cispo_clip_ratio`: share of loss tokens (or sequences) with a ratio above the ceiling and positive advantage."""
-    signs = spread(PerRow(advantages), layout) if isinstance(ratio, PerToken) else advantages
+    signs = spread(PerRow(batch.advantages), batch) if isinstance(ratio, PerToken) else batch.advantages
     above = (ratio.values > ceiling) & (signs > 0)
-    return {"cispo_clip_ratio": mean_where(above.float(), counted(ratio, layout))}
+    return {"cispo_clip_ratio": mean_where(above.float(), counted(ratio, batch))}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from groupgrad.batch import Batch
 from groupgrad.metrics import Metric, maximum, mean_of, minimum
-from groupgrad.objectives.ragged import Layout, PerRow, PerToken
+from groupgrad.objectives.ragged import PerRow, PerToken
 
 
-def counted(values: PerToken | PerRow, layout: Layout) -> torch.Tensor:
+def counted(values: PerToken | PerRow, batch: Batch) -> torch.Tensor:
     """Elements that count in a metric, bool: the loss tokens (L,), or the rows (B,) that have any."""
-    return layout.trained if isinstance(values, PerToken) else layout.counts > 0
+    return batch.trained if isinstance(values, PerToken) else batch.loss_tokens > 0
 
 
 def mean_where(values: torch.Tensor, counts: torch.Tensor) -> Metric:

@@ -10,7 +10,7 @@ from groupgrad.batch import Batch
 from groupgrad.metrics import Metric, maximum
 from groupgrad.objectives.measure import counted, maximum_where, mean_where, minimum_where
 from groupgrad.objectives.options import MismatchOptions
-from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, row_sum, spread
+from groupgrad.objectives.ragged import PerRow, PerToken, row_sum, spread
 
 FRAC_DROPPED_ROWS = "sampling/frac_dropped_rows"
 FRAC_DROPPED_TOKENS = "sampling/frac_dropped_tokens"
@@ -26,28 +26,28 @@ class MismatchGap:
     """(L,) bool, loss tokens for which the engine reported a finite log-prob."""
 
 
-def mismatch_gap(old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, layout: Layout) -> MismatchGap:
+def mismatch_gap(old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, batch: Batch) -> MismatchGap:
     """The log-prob gap of every token between trainer, (L,), and sampling engine, (L,). No gradient."""
     gap = old_logprobs.detach() - sampling_logprobs
-    measured = layout.trained & sampling_logprobs.isfinite()
+    measured = batch.trained & sampling_logprobs.isfinite()
     return MismatchGap(torch.where(measured, gap, torch.zeros_like(gap)), measured)
 
 
 def mismatch_ratio(
-    old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, layout: Layout, options: MismatchOptions
+    old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, batch: Batch, options: MismatchOptions
 ) -> PerToken | PerRow:
     """The bounded importance ratio rho of each token or sequence, by which the policy term is multiplied.
 
     At least 0; 1 (before the bounds) where nothing was measured. No gradient flows through it.
     """
-    ratio = _unbounded(mismatch_gap(old_logprobs, sampling_logprobs, layout), layout, options)
+    ratio = _unbounded(mismatch_gap(old_logprobs, sampling_logprobs, batch), batch, options)
     return type(ratio)(_bounded(ratio.values, options))
 
 
-def _unbounded(gap: MismatchGap, layout: Layout, options: MismatchOptions) -> PerToken | PerRow:
+def _unbounded(gap: MismatchGap, batch: Batch, options: MismatchOptions) -> PerToken | PerRow:
     if options.mode in ("token_truncate", "token_mask"):
         return PerToken(gap.values.exp())
-    return PerRow(row_sum(gap.values, layout).exp())
+    return PerRow(row_sum(gap.values, batch).exp())
 
 
 def _bounded(ratio: torch.Tensor, options: MismatchOptions) -> torch.Tensor:
@@ -62,10 +62,10 @@ def _bounds(options: MismatchOptions) -> tuple[float, float]:
     return low, float("inf") if options.clip_max is None else options.clip_max
 
 
-def _dropped(ratio: PerToken | PerRow, layout: Layout, options: MismatchOptions) -> PerToken:
+def _dropped(ratio: PerToken | PerRow, batch: Batch, options: MismatchOptions) -> PerToken:
     """(L,) bool, tokens that a mask takes out of the policy term."""
     low, high = _bounds(options)
-    outside = spread(ratio, layout)
+    outside = spread(ratio, batch)
     outside = (outside < low) | (outside > high)
     return PerToken(outside & ("mask" in options.mode))
 
@@ -81,22 +81,21 @@ def mismatch_metrics(batch: Batch, options: MismatchOptions, old_logprobs: torch
     """
     if batch.sampling_logprobs is None:
         return {}
-    layout = layout_of(batch)
-    gap = mismatch_gap(old_logprobs, batch.sampling_logprobs, layout)
+    gap = mismatch_gap(old_logprobs, batch.sampling_logprobs, batch)
     distance = gap.values.abs()
-    unbounded = _unbounded(gap, layout, options)
+    unbounded = _unbounded(gap, batch, options)
     ratio = unbounded.values if "mask" in options.mode else _bounded(unbounded.values, options)
-    counts = counted(unbounded, layout)
-    dropped = _dropped(unbounded, layout, options).values & layout.trained
-    kept_in_row = row_sum((layout.trained & ~dropped).float(), layout)
+    counts = counted(unbounded, batch)
+    dropped = _dropped(unbounded, batch, options).values & batch.trained
+    kept_in_row = row_sum((batch.trained & ~dropped).float(), batch)
     return {
         "sampling/sampling_logp_difference/mean": mean_where(distance, gap.measured),
         "sampling/sampling_logp_difference/max": maximum_where(distance, gap.measured),
         "sampling/importance_sampling_ratio/min": minimum_where(ratio, counts),
         "sampling/importance_sampling_ratio/mean": mean_where(ratio, counts),
         "sampling/importance_sampling_ratio/max": maximum_where(ratio, counts),
-        FRAC_DROPPED_ROWS: mean_where((kept_in_row == 0).float(), layout.counts > 0),
-        FRAC_DROPPED_TOKENS: mean_where(dropped.float(), layout.trained),
+        FRAC_DROPPED_ROWS: mean_where((kept_in_row == 0).float(), batch.loss_tokens > 0),
+        FRAC_DROPPED_TOKENS: mean_where(dropped.float(), batch.trained),
     }
 
 
@@ -107,5 +106,5 @@ def logp_mismatch(logprobs: torch.Tensor, batch: Batch, rows: torch.Tensor) -> M
     """
     if batch.sampling_logprobs is None:
         return maximum(float("nan"))
-    gap = mismatch_gap(logprobs, batch.sampling_logprobs, layout_of(batch))
+    gap = mismatch_gap(logprobs, batch.sampling_logprobs, batch)
     return maximum_where(gap.values.abs(), gap.measured & rows[batch.row_of_token])

@@ -16,7 +16,7 @@ from groupgrad.objectives.masks import high_entropy_keep, off_policy_keep
 from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.mismatch import mismatch_ratio
 from groupgrad.objectives.options import LossType, PolicyOptions
-from groupgrad.objectives.ragged import Layout, PerRow, PerToken, layout_of, spread, where_trained
+from groupgrad.objectives.ragged import PerRow, PerToken, spread, where_trained
 from groupgrad.objectives.ratios import policy_log_ratio, policy_ratio
 from groupgrad.objectives.reduce import REDUCTIONS, Reduction, even_share, token_mean_share
 
@@ -35,15 +35,13 @@ class PolicyLoss:
 class PolicyTerms:
     """Inputs of every surrogate."""
 
-    layout: Layout
+    batch: Batch
     logprobs: torch.Tensor
     """(L,) log-probs of the policy; 0 outside the loss tokens."""
     log_ratio: torch.Tensor
     """(L,) log of the token ratio; 0 outside the loss tokens."""
     ratio: PerToken | PerRow
     """The policy ratio at the level asked for."""
-    advantages: torch.Tensor
-    """(B,)."""
     correction: PerToken | PerRow | None
     """The mismatch ratio, or None."""
     token_ratio: torch.Tensor
@@ -92,12 +90,12 @@ def _clipped(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
     )
     kind = type(terms.ratio)
     bounded = kind(surrogates.limited(terms.ratio.values.detach(), options.delta))
-    return TokenLoss(loss, clip_metrics(bounded, terms.advantages, terms.layout, options.epsilon, options.epsilon_high))
+    return TokenLoss(loss, clip_metrics(bounded, terms.batch, options.epsilon, options.epsilon_high))
 
 
 def _cispo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
     loss = surrogates.cispo(terms.token_ratio, terms.token_advantages, terms.logprobs, options.epsilon_high)
-    return TokenLoss(loss, ceiling_metrics(terms.ratio, terms.advantages, terms.layout, options.epsilon_high))
+    return TokenLoss(loss, ceiling_metrics(terms.ratio, terms.batch, options.epsilon_high))
 
 
 def _sapo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
@@ -106,17 +104,17 @@ def _sapo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
 
 
 def _vespo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
-    log_weight = surrogates.sequence_log_weight(terms.log_ratio, terms.correction, terms.layout)
+    log_weight = surrogates.sequence_log_weight(terms.log_ratio, terms.correction, terms.batch)
     phi = surrogates.gamma_weights(
         log_weight,
-        terms.advantages,
+        terms.batch.advantages,
         options.vespo_k_pos,
         options.vespo_lambda_pos,
         options.vespo_k_neg,
         options.vespo_lambda_neg,
     )
-    loss = surrogates.vespo(spread(PerRow(phi), terms.layout), terms.token_advantages, terms.logprobs)
-    return TokenLoss(loss, {"vespo/phi_seq_mean": mean_where(phi, terms.layout.counts > 0)})
+    loss = surrogates.vespo(spread(PerRow(phi), terms.batch), terms.token_advantages, terms.logprobs)
+    return TokenLoss(loss, {"vespo/phi_seq_mean": mean_where(phi, terms.batch.loss_tokens > 0)})
 
 
 LOSSES: dict[LossType, LossRecipe] = {
@@ -155,27 +153,26 @@ def policy_loss(
     _check_shapes(scores, batch)
     recipe = LOSSES[options.loss_type]
     terms = _terms(scores, batch, options)
-    layout = terms.layout
     policy = recipe.surrogate(terms, options)
-    per_token, kept = policy.per_token, layout.trained
+    per_token, kept = policy.per_token, batch.trained
     if batch.totals.entropy_threshold is not None:
-        kept = high_entropy_keep(scores.entropy, layout, batch.totals.entropy_threshold)
+        kept = high_entropy_keep(scores.entropy, batch, batch.totals.entropy_threshold)
         per_token = torch.where(kept, per_token, torch.zeros_like(per_token))
     threshold = options.off_policy_mask_threshold
     if threshold is not None:
-        per_token = _without_drifted_rows(per_token, terms, batch, threshold)
+        per_token = _without_drifted_rows(per_token, terms, threshold)
     if terms.correction is not None and not recipe.folds_mismatch:
-        per_token = per_token * spread(terms.correction, layout)
-    metrics = {"entropy": mean_where(scores.entropy, layout.trained), **policy.metrics}
+        per_token = per_token * spread(terms.correction, batch)
+    metrics = {"entropy": mean_where(scores.entropy, batch.trained), **policy.metrics}
     if options.beta != 0:
-        kl = _kl(scores, batch, terms, options)
+        kl = _kl(scores, terms, options)
         per_token = per_token + options.beta * kl
-        metrics["kl"] = mean_where(kl, layout.trained)
+        metrics["kl"] = mean_where(kl, batch.trained)
     reduce = REDUCTIONS[recipe.reduction]
-    loss = reduce(per_token, layout, batch.totals, options.max_completion_length)
+    loss = reduce(per_token, batch, options.max_completion_length)
     if entropy_coef != 0:
         metrics["policy_loss"] = mean_of(loss, 1 / batch.totals.micro_batches)
-        loss = loss - entropy_coef * _entropy_share(scores.entropy, kept, layout, batch)
+        loss = loss - entropy_coef * _entropy_share(scores.entropy, kept, batch)
     if scores.aux_loss is not None:
         part = 1 / batch.totals.micro_batches
         metrics["aux_loss"] = mean_of(scores.aux_loss * part, part)
@@ -185,46 +182,46 @@ def policy_loss(
 
 
 def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyTerms:
-    layout = layout_of(batch)
-    log_ratio = policy_log_ratio(scores.logprobs, batch.old_logprobs, layout)
+    log_ratio = policy_log_ratio(scores.logprobs, batch.old_logprobs, batch)
     correction = None
     if options.mismatch is not None and batch.sampling_logprobs is not None:
         old = scores.logprobs if batch.old_logprobs is None else batch.old_logprobs
-        correction = mismatch_ratio(old, batch.sampling_logprobs, layout, options.mismatch)
-    ratio = policy_ratio(log_ratio, layout, options.importance_sampling_level)
+        correction = mismatch_ratio(old, batch.sampling_logprobs, batch, options.mismatch)
+    ratio = policy_ratio(log_ratio, batch, options.importance_sampling_level)
     return PolicyTerms(
-        layout,
-        where_trained(scores.logprobs, layout),
+        batch,
+        where_trained(scores.logprobs, batch),
         log_ratio,
         ratio,
-        batch.advantages,
         correction,
-        token_ratio=spread(ratio, layout),
-        token_advantages=spread(PerRow(batch.advantages), layout),
+        token_ratio=spread(ratio, batch),
+        token_advantages=spread(PerRow(batch.advantages), batch),
     )
 
 
-def _kl(scores: TokenScores, batch: Batch, terms: PolicyTerms, options: PolicyOptions) -> torch.Tensor:
+def _kl(scores: TokenScores, terms: PolicyTerms, options: PolicyOptions) -> torch.Tensor:
     """(L,) the KL term. Differentiable."""
-    if batch.ref_logprobs is None:
+    reference = terms.batch.ref_logprobs
+    if reference is None:
         raise ValueError(
             f"beta={options.beta} needs the reference model's log-probs, but the batch has none; "
             "set ref_logprobs, or beta=0"
         )
     ratio = terms.ratio if options.use_bias_correction_kl else None
-    return kl_to_reference(scores.logprobs, batch.ref_logprobs, terms.layout, ratio)
+    return kl_to_reference(scores.logprobs, reference, terms.batch, ratio)
 
 
-def _without_drifted_rows(per_token: torch.Tensor, terms: PolicyTerms, batch: Batch, threshold: float) -> torch.Tensor:
+def _without_drifted_rows(per_token: torch.Tensor, terms: PolicyTerms, threshold: float) -> torch.Tensor:
     """(L,) the policy term, 0 in sequences that the off-policy mask leaves out."""
+    batch = terms.batch
     behaviour = batch.old_logprobs if batch.sampling_logprobs is None else batch.sampling_logprobs
     if behaviour is None:
         return per_token
-    rows = off_policy_keep(terms.logprobs, behaviour, terms.advantages, terms.layout, threshold)
-    return torch.where(spread(rows, terms.layout), per_token, torch.zeros_like(per_token))
+    rows = off_policy_keep(terms.logprobs, behaviour, batch, threshold)
+    return torch.where(spread(rows, batch), per_token, torch.zeros_like(per_token))
 
 
-def _entropy_share(entropy: torch.Tensor, kept: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:
+def _entropy_share(entropy: torch.Tensor, kept: torch.Tensor, batch: Batch) -> torch.Tensor:
     """() share of the step's mean entropy (nats) over the tokens kept. Differentiable."""
     totals = batch.totals
     count = totals.tokens
@@ -235,7 +232,7 @@ def _entropy_share(entropy: torch.Tensor, kept: torch.Tensor, layout: Layout, ba
                 "set entropy_tokens to the step's loss tokens at or above the threshold"
             )
         count = totals.entropy_tokens
-    return token_mean_share(torch.where(kept, entropy, torch.zeros_like(entropy)), layout, totals, count)
+    return token_mean_share(torch.where(kept, entropy, torch.zeros_like(entropy)), batch, count)
 
 
 def _check_shapes(scores: TokenScores, batch: Batch) -> None:

@@ -28,49 +28,28 @@ class PerRow:
     """(B,)."""
 
 
-@dataclass(slots=True, frozen=True)
-class Layout:
-    """Which row every token belongs to and which tokens the loss is over."""
-
-    row_of_token: torch.Tensor
-    """(L,) int64."""
-    trained: torch.Tensor
-    """(L,) bool, the loss mask m."""
-    num_rows: int
-    """B."""
-    counts: torch.Tensor
-    """(B,) int64, loss tokens of each row; 0 for rows that are empty or masked out."""
-
-
-def layout_of(batch: Batch) -> Layout:
-    """The layout of a batch."""
-    counts = torch.zeros(batch.num_rows, dtype=torch.int64, device=batch.trained.device)
-    counts = counts.index_add(0, batch.row_of_token, batch.trained.long())
-    return Layout(batch.row_of_token, batch.trained, batch.num_rows, counts)
-
-
-def where_trained(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+def where_trained(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """(L,) the values at loss tokens, 0 elsewhere; other tokens get no gradient, whatever their value.
 
     Put it before an `exp`, not after: a gradient of 0 through an overflowing `exp` is NaN.
     """
-    return torch.where(layout.trained, values, torch.zeros_like(values))
+    return torch.where(batch.trained, values, torch.zeros_like(values))
 
 
-def row_sum(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+def row_sum(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """(B,) the sum over each row's loss tokens of (L,) values; 0 where there are none. Differentiable."""
-    zeros = torch.zeros(layout.num_rows, dtype=values.dtype, device=values.device)
-    return zeros.index_add(0, layout.row_of_token, where_trained(values, layout))
+    zeros = torch.zeros(batch.num_rows, dtype=values.dtype, device=values.device)
+    return zeros.index_add(0, batch.row_of_token, where_trained(values, batch))
 
 
-def row_mean(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+def row_mean(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """(B,) the mean over each row's loss tokens of (L,) values; 0 where there are none. Differentiable."""
-    return row_sum(values, layout) / layout.counts.clamp(min=1)
+    return row_sum(values, batch) / batch.loss_tokens.clamp(min=1)
 
 
-def spread(values: PerToken | PerRow, layout: Layout) -> torch.Tensor:
+def spread(values: PerToken | PerRow, batch: Batch) -> torch.Tensor:
     """(L,) the value that holds for each token: its own, or its row's."""
     if isinstance(values, PerToken):
         return values.values
     # Not values[rows]: on a CPU the gradient of that adds up in the order in which threads come by.
-    return values.values.index_select(0, layout.row_of_token)
+    return values.values.index_select(0, batch.row_of_token)

@@ -8,7 +8,6 @@ import torch
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.objectives.options import PolicyOptions
-from groupgrad.objectives.ragged import layout_of
 
 NO_PASS = 0
 """The row's scores are known from sampling, or no loss token needs them."""
@@ -58,7 +57,7 @@ def live_rows(batch: Batch, options: PolicyOptions, *, entropy_coef: float, aux_
     """
     if aux_loss:
         return torch.ones_like(batch.advantages, dtype=torch.bool)
-    has_tokens = layout_of(batch).counts > 0
+    has_tokens = batch.loss_tokens > 0
     if options.beta != 0 or entropy_coef != 0:
         return has_tokens
     return has_tokens & (batch.advantages != 0)
@@ -72,6 +71,6 @@ def required_passes(
     FORWARD for the rest: rows without a gradient whose log-probs and entropies are measured.
     """
     live = live_rows(batch, options, entropy_coef=entropy_coef, aux_loss=aux_loss)
-    settled = known_rows(batch, on_policy) | (layout_of(batch).counts == 0)
+    settled = known_rows(batch, on_policy) | (batch.loss_tokens == 0)
     passes = torch.full_like(batch.prompt_of_row, FORWARD).masked_fill(settled, NO_PASS)
     return passes.masked_fill(live, FORWARD_AND_BACKWARD)

@@ -10,7 +10,8 @@ import math
 
 import torch
 
-from groupgrad.objectives.ragged import Layout, PerRow, PerToken, row_sum
+from groupgrad.batch import Batch
+from groupgrad.objectives.ragged import PerRow, PerToken, row_sum
 
 # Sums of log-ratios are held within these bounds (nats) before they are exponentiated.
 LOG_WEIGHT_MIN = math.log(1e-8)
@@ -58,15 +59,15 @@ def vespo(weights: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tenso
     return -weights.detach() * advantages * logprobs
 
 
-def sequence_log_weight(log_ratio: torch.Tensor, correction: PerToken | PerRow | None, layout: Layout) -> torch.Tensor:
+def sequence_log_weight(log_ratio: torch.Tensor, correction: PerToken | PerRow | None, batch: Batch) -> torch.Tensor:
     """(B,) log of the whole sequence's weight W, nats: policy ratio times mismatch ratio, over loss tokens only.
 
     Every term and the sum are held within LOG_WEIGHT_MIN (for the policy ratio -20) and LOG_WEIGHT_MAX. No gradient.
     """
-    log_weight = row_sum(log_ratio.detach().clamp(-LOG_WEIGHT_MAX, LOG_WEIGHT_MAX), layout)
+    log_weight = row_sum(log_ratio.detach().clamp(-LOG_WEIGHT_MAX, LOG_WEIGHT_MAX), batch)
     if correction is not None:
         log_rho = correction.values.log().clamp(LOG_WEIGHT_MIN, LOG_WEIGHT_MAX)
-        log_weight = log_weight + (row_sum(log_rho, layout) if isinstance(correction, PerToken) else log_rho)
+        log_weight = log_weight + (row_sum(log_rho, batch) if isinstance(correction, PerToken) else log_rho)
     return log_weight.clamp(LOG_WEIGHT_MIN, LOG_WEIGHT_MAX)
 
 
