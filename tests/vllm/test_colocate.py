@@ -14,6 +14,7 @@ from real_vllm import OPTIONS, SETTINGS, SIZES, is_greedy, mean_difference, requ
 
 from groupgrad.engines.base import Request
 from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
+from groupgrad.engines.vllm.weight_sender import InProcess
 
 COLOCATE = ColocateOptions(
     max_num_seqs=16,
@@ -163,6 +164,27 @@ def test_a_push_that_leaves_weights_out_is_refused_and_nothing_sampled(engine: V
         engine.push(policy, 7)
     with pytest.raises(ValueError, match="no whole weights"):
         engine.sample(requests(), OPTIONS)
+
+
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_another_trainer_pushes_through_vllms_own_interface(
+    by_reference: bool, engine: VLLMColocateEngine, policy: Any
+) -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from groupgrad.engines.vllm.transfer_engine import SenderInit
+
+    init, source = SenderInit(rank=0, by_reference=by_reference), ModuleSource(vary(policy, 8))
+    sender = WeightTransferTrainerFactory.trainer_init(init, client=InProcess(engine._llm), source=source)
+    sender.send_weights("8-other")
+    assert engine._llm.reset_prefix_cache()
+    engine._adapter = None
+    engine.expect("8-other")
+    assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
+    del policy.model.layers[1].mlp.down_proj.weight
+    with pytest.raises(Exception, match=r"nothing was sent for model\.layers\.1\.mlp\.down_proj\.weight"):
+        sender.send_weights("9-other")
 
 
 def test_structure_comes_from_generation_kwargs(engine: VLLMColocateEngine, policy: Any, tokenizer: Any) -> None:

@@ -18,8 +18,10 @@ from real_vllm import OPTIONS, SIZES, Served, is_greedy, mean_difference, reques
 from vllm_training import free_port
 
 from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.vllm.client import ServerClient
 from groupgrad.engines.vllm.http import Address, ServerRefused, call
 from groupgrad.engines.vllm.server_pool import VLLMServerPool
+from groupgrad.engines.vllm.transfer_plugin import register
 from groupgrad.engines.vllm.weight_group import GroupBroken
 from groupgrad.engines.vllm.weight_transport import (
     GroupTransport,
@@ -266,6 +268,28 @@ def test_ranks_sample_what_another_rank_pushed(server: Served, policy: Any) -> N
     other.expect(main.push(policy, 4))
     assert other.weight_version.startswith("4-")
     assert [s.ids for s in other.sample(requests(), OPTIONS)] == [s.ids for s in main.sample(requests(), OPTIONS)]
+
+
+def test_another_trainer_pushes_through_vllms_own_interface(server: Served, policy: Any) -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from groupgrad.engines.vllm.transfer_engine import SenderInit
+
+    register()
+    client, source = ServerClient(server.address), ModuleSource(vary(policy, 5))
+    sender = WeightTransferTrainerFactory.trainer_init(SenderInit(rank=0), client=client, source=source)
+    sender.send_weights("5-other")
+    engine = server.engine(pushes=False)
+    engine.connect(policy)
+    engine.expect("5-other")
+    assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
+    del policy.model.layers[1].mlp.down_proj.weight
+    with pytest.raises(ServerRefused, match=r"nothing was sent for model\.layers\.1\.mlp\.down_proj\.weight"):
+        sender.send_weights("6-other")
+    body = {"weight_version": "5-other", "sampling": {}, "prompts": [], "rows": []}
+    with pytest.raises(ServerRefused, match="nothing is sampled until one has"):
+        call(server.address, "generate", body, timeout_s=10.0)
 
 
 def test_nothing_is_sampled_before_a_push(engine: VLLMServerPool) -> None:

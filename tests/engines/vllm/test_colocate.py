@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.vllm import colocate
+from groupgrad.engines.vllm import colocate, weight_sender
 from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
 from groupgrad.types import Media
 
@@ -57,7 +57,8 @@ class SimulatedVLLM:
             self.is_active = False
             raise RuntimeError("this push is abandoned")
 
-    def finish_weight_update(self) -> None:
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        assert weight_version is None, "the version is set when all that belongs to it is there"
         self.is_active = False
         self.log.append("pushed")
 
@@ -176,7 +177,7 @@ def test_buckets_are_no_larger_than_the_limit(
         inner(request)
 
     monkeypatch.setattr(vllm, "update_weights", counted)
-    monkeypatch.setattr(colocate, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(weight_sender, "BUCKET_BYTES", 20_000)
     engine.push(model, 0)
     assert max(sizes) <= 20_000 and sum(sizes) == sum(p.nbytes for p in model.parameters())
 
@@ -188,7 +189,7 @@ def test_a_push_that_breaks_off_is_ended_and_the_next_one_begins(
         raise MemoryError("no memory for a bucket")
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(colocate, "bucket_ranges", broken)
+        patch.setattr(weight_sender, "bucket_ranges", broken)
         engine.push(model, 0)
     with pytest.raises(ValueError, match="no whole weights"):
         engine.sample([ROW], OPTIONS)

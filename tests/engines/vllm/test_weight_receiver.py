@@ -95,18 +95,19 @@ def test_a_server_that_could_not_receive_weights_is_not_started(
 
 
 def test_the_backend_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[tuple[str, ...]] = []
-
     class Factory:
-        @classmethod
-        def register_engine(cls, *given: str) -> None:
-            if registered:
-                raise ValueError("it is already registered")
-            registered.append(given)
+        def __init__(self) -> None:
+            self.registered: list[tuple[str, ...]] = []
 
-    module = ModuleType("vllm.distributed.weight_transfer.factory")
-    module.WeightTransferEngineFactory = Factory  # type: ignore[attr-defined]
+        def register_engine(self, *given: str) -> None:
+            if self.registered:
+                raise ValueError("it is already registered")
+            self.registered.append(given)
+
+    module, worker, trainer = ModuleType("vllm.distributed.weight_transfer.factory"), Factory(), Factory()
+    module.WeightTransferEngineFactory, module.WeightTransferTrainerFactory = worker, trainer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     register()
     register()
-    assert registered == [("groupgrad", "groupgrad.engines.vllm.transfer_engine", "VerifiedWeightTransfer")]
+    assert worker.registered == [("groupgrad", "groupgrad.engines.vllm.transfer_engine", "VerifiedWeightTransfer")]
+    assert trainer.registered == [("groupgrad", "groupgrad.engines.vllm.transfer_engine", "VerifiedWeightSender")]

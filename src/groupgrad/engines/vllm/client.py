@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from groupgrad._version import __version__
@@ -130,28 +131,44 @@ class ServerClient:
 
     def _push_weights(self, model: nn.Module, weight_version: str, *, merge: bool, keeps_rows: bool = False) -> None:
         with drained_checkpoint_weights(model, merge=merge) as weights:
-            self.info = self.look()  # the server may have been restarted, in another dtype
             shapes = checkpoint_weights(model, merge=merge, shapes_only=True)
-            specs = specs_of(shapes, torch_dtype(self.info["dtype"]))
-            body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
-            body |= {"push": self.info["next_push"], "keeps_rows": keeps_rows}
-            transport = self._current_transport(model)
-            transport.connect(self.address, self.info["num_workers"], timeout_s=self.timeout_s)
-            # The server waits that long for rows to end; its answer takes a moment more.
-            call(self.address, "start", body, timeout_s=self.timeout_s + 5.0)
-            checksum = 0
-            tensors = (tensor for _, tensor in weights)
-            for bucket in pack(specs, tensors, device=transport.device, bucket_bytes=self.bucket_bytes):
-                transport.send(self.address, weight_version, bucket, timeout_s=self.timeout_s)
-                checksum = bucket.checksum
+            self.send(shapes, weights, weight_version, device=next(model.parameters()).device, keeps_rows=keeps_rows)
+
+    def send(
+        self,
+        shapes: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, torch.Tensor]],
+        weight_version: str,
+        *,
+        device: torch.device,
+        keeps_rows: bool = False,
+    ) -> None:
+        """Send all weights of a model, which are on `device`, and have the server verify them.
+
+        `shapes` announces their names and shapes in the same order; meta tensors suffice. ServerRefused if what arrived
+        is not what was sent, or is not all weights.
+        """
+        self.info = self.look()  # the server may have been restarted, in another dtype
+        specs = specs_of(shapes, torch_dtype(self.info["dtype"]))
+        body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
+        body |= {"push": self.info["next_push"], "keeps_rows": keeps_rows}
+        transport = self._current_transport(device)
+        transport.connect(self.address, self.info["num_workers"], timeout_s=self.timeout_s)
+        # The server waits that long for rows to end; its answer takes a moment more.
+        call(self.address, "start", body, timeout_s=self.timeout_s + 5.0)
+        checksum = 0
+        tensors = (tensor for _, tensor in weights)
+        for bucket in pack(specs, tensors, device=transport.device, bucket_bytes=self.bucket_bytes):
+            transport.send(self.address, weight_version, bucket, timeout_s=self.timeout_s)
+            checksum = bucket.checksum
         body = {"weight_version": weight_version, "checksum": checksum}
         call(self.address, "finish", body, timeout_s=self.timeout_s)
 
-    def _current_transport(self, model: nn.Module) -> HttpTransport:
+    def _current_transport(self, device: torch.device) -> HttpTransport:
         """The transport for this push, chosen once for each start of the server, which may be on another machine."""
         if self.transport is not None:
             return self.transport
-        start_id, device = self.info["start_id"], next(model.parameters()).device
+        start_id = self.info["start_id"]
         if self._chosen is None or self._chosen[0] != start_id:
             self.close()
             num_workers, options = self.info["num_workers"], {"device": device, "group_port": self._group_port}

@@ -7,11 +7,10 @@ Sleeping is vLLM's own, for GPUs; it was tested against a simulated vLLM only.
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,8 @@ from groupgrad.engines.vllm.vllm_params import (
     sampling_params,
     verify,
 )
-from groupgrad.engines.vllm.wire import BUCKET_BYTES, bucket_ranges, specs_of, torch_dtype
+from groupgrad.engines.vllm.weight_sender import InProcess, send_in_phases
+from groupgrad.engines.vllm.wire import specs_of, torch_dtype
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.weights import adapter_files, checkpoint_weights, drained_checkpoint_weights
 
@@ -111,27 +111,8 @@ class VLLMColocateEngine(VLLMEngine):
     def _load(self, model: nn.Module, *, merge: bool) -> None:
         shapes = checkpoint_weights(model, merge=merge, shapes_only=True)
         specs = specs_of(shapes, torch_dtype(self._options.dtype))
-        with torch.no_grad(), drained_checkpoint_weights(model, merge=merge) as weights, self._weight_update():
-            for first, end in bucket_ranges(specs, BUCKET_BYTES):
-                announced = zip(specs[first:end], itertools.islice(weights, end - first), strict=True)
-                # Tensors that have vLLM's dtype already are not copied.
-                self._update(tensors=[(name, tensor.to(torch_dtype(spec.dtype))) for spec, (name, tensor) in announced])
-            self._update(checksum=None)
-
-    @contextmanager
-    def _weight_update(self) -> Iterator[None]:
-        """vLLM's update of weights, which ends here even if an exception is raised inside."""
-        self._llm.start_weight_update()
-        try:
-            yield
-            self._llm.finish_weight_update()
-        except BaseException:
-            with suppress(Exception):  # vLLM ends an update that is not finished at an error alone
-                self._update()
-            raise
-
-    def _update(self, **update_info: Any) -> None:
-        self._llm.update_weights({"update_info": update_info})
+        with torch.no_grad(), drained_checkpoint_weights(model, merge=merge) as weights:
+            send_in_phases(InProcess(self._llm), specs, weights, by_reference=True)
 
     def _use_adapter(self, weight_version: str, contents: tuple[bytes, bytes] | None) -> None:
         previous, adapter, self._adapter = self._adapter, None, None
@@ -246,7 +227,8 @@ class ColocateSession(TicketSession):
         """The sample of a finished row, checked."""
         check_prompt(request.prompt_ids, output.prompt_token_ids)
         part = output.outputs[0]
-        versions = [span.version for span in part.weight_versions or ()]  # vLLM's own record
+        # vLLM's own record, which it has from 0.32 on.
+        versions = [span.version for span in getattr(part, "weight_versions", None) or ()]
         if any(version != self._weight_version for version in versions):
             raise RuntimeError(f"row {ticket} was sampled from the weights {versions}, not {self._weight_version!r}")
         adapter = getattr(output.lora_request, "lora_name", None)

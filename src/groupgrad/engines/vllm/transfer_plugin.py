@@ -1,4 +1,4 @@
-"""Plugin of vLLM that adds groupgrad's backend to its registry of weight transfers.
+"""Plugin of vLLM that adds groupgrad's backend to its registries of weight transfers.
 
 vLLM loads it in each of its processes, from the entry point `vllm.general_plugins` of the installed package.
 """
@@ -18,13 +18,13 @@ TRANSFER_CONFIG = json.dumps({"backend": BACKEND})
 
 
 def register() -> None:
-    """Add the backend; its module is imported when a worker needs it."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    """Add the backend's two sides; their module is imported when a worker or a trainer needs it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-    with contextlib.suppress(ValueError):  # it is registered
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "groupgrad.engines.vllm.transfer_engine", "VerifiedWeightTransfer"
-        )
+    module = "groupgrad.engines.vllm.transfer_engine"
+    with contextlib.suppress(ValueError):  # they are registered
+        WeightTransferEngineFactory.register_engine(BACKEND, module, "VerifiedWeightTransfer")
+        WeightTransferTrainerFactory.register_engine(BACKEND, module, "VerifiedWeightSender")
 
 
 def check_plugin() -> None:

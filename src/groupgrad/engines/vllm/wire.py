@@ -94,14 +94,13 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def specs_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> list[TensorSpec]:
-    """Specs of named tensors (meta tensors suffice), with floating-point ones announced in `dtype`."""
-    return [
-        TensorSpec(
-            name, str(dtype if tensor.is_floating_point() else tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        )
-        for name, tensor in tensors
-    ]
+def specs_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> list[TensorSpec]:
+    """Specs of named tensors (meta tensors suffice); floating-point ones are announced in `dtype` (None: their own)."""
+    specs = []
+    for name, tensor in tensors:
+        announced = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        specs.append(TensorSpec(name, str(announced).removeprefix("torch."), tuple(tensor.shape)))
+    return specs
 
 
 def specs_to_json(specs: Iterable[TensorSpec]) -> list[list[Any]]:
