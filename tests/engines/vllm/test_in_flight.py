@@ -11,6 +11,7 @@ import pytest
 import torch
 from simulated_server import SimulatedServer, pool_of, pretend_vllm, servers_of
 
+from groupgrad import compat
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.vllm.http import ServerRefused, call
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
@@ -137,6 +138,19 @@ def test_a_push_without_rows_resumes_a_server_that_an_unfinished_one_has_paused(
     VLLMPolicy(engine, model).refresh(1)
     assert server.engine.may_sample.is_set() and server.engine.num_resets == resets + 1
     assert len(engine.sample(ROWS, OPTIONS)) == 4
+
+
+def test_a_vllm_that_records_no_versions_keeps_no_rows(
+    servers: list[SimulatedServer], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "installed_version", lambda name: "0.31.0")
+    engine = servers[0].engine_of()
+    version = engine.push(model, 0)
+    assert engine.info["records_versions"] is False
+    with pytest.raises(ServerRefused, match=r"vLLM 0\.31\.0 does not record which weights have sampled a token"):
+        engine.push(model, 1, keeps_rows=True)
+    info = call(servers[0].address, "info", timeout_s=5.0)
+    assert info["complete"] and info["weight_version"] == version
 
 
 def test_a_vllm_that_does_not_pause_keeps_its_weights(servers: list[SimulatedServer], model: Any) -> None:

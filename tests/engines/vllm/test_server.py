@@ -118,8 +118,7 @@ def test_a_trainer_that_leaves_ends_no_push_of_another_one() -> None:
         await (await begin_push(routes, engine, 5.0))
 
     asyncio.run(start())
-    refused = answer_to(routes, engine, "/groupgrad/shutdown", {"group": "a"})
-    assert refused["status"] == 500 and "during a weight update" in refused["error"]
+    assert answer_to(routes, engine, "/groupgrad/shutdown", {"group": "a"}) == {"status": 200}
     asyncio.run(routes.route_finish(engine, call_of({"weight_version": "3-a", "checksum": 0})))
     assert routes._weights.version == "3-a"
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from groupgrad import compat
 from groupgrad.engines.vllm.media import check_prompt, decode, vllm_prompt
 from groupgrad.engines.vllm.server_requests import Refusal, take
 from groupgrad.engines.vllm.vllm_params import sampled_logprobs, sampling_params, version_counts
@@ -98,8 +99,12 @@ class RowStream:
                 self._load.num_tokens += len(part.token_ids)
                 line["finish_reason"] = part.finish_reason
                 # vLLM's own record, at the end of a row; a row without tokens has none.
-                spans = part.weight_versions or ()
-            line |= {"ids": ids, "logprobs": logprobs, "weight_versions": version_counts(spans, len(ids))}
+                spans = getattr(part, "weight_versions", None) or ()
+            if compat.vllm_records_versions():
+                versions = version_counts(spans, len(ids))
+            else:  # then no push keeps rows, so the weights of a row are those at its start
+                versions = [(self._weight_version, len(ids))]
+            line |= {"ids": ids, "logprobs": logprobs, "weight_versions": versions}
         except Exception as error:  # reported to the trainer, as the failure of this row alone
             line["error"] = f"{type(error).__name__}: {error}"
         self._lines.put_nowait(line)

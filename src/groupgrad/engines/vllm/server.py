@@ -222,6 +222,7 @@ class Routes:
             "release": __version__,
             "process": os.getpid(),
             "vllm": _vllm_version(),
+            "records_versions": compat.vllm_records_versions(),
             "backend": None if transfer is None else transfer.backend,
             "model": config.model,
             "sizes": model_sizes(config.hf_config),
@@ -262,8 +263,6 @@ class Routes:
 
     async def route_init(self, engine: Any, call: Call) -> None:
         """Have all workers look into the trainer's shared memory, open a port, form a process group, or only answer."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         body, weights = await call.json(), self._weights
         kinds: dict[str, type] = {}
         if body:
@@ -281,15 +280,20 @@ class Routes:
         async with weights.lock:
             if "port" in fields:
                 weights.group = fields.pop("group", "")
-            await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=fields))
+            await self._init(engine, **fields)
+
+    async def _init(self, engine: Any, **init_info: Any) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     async def route_shutdown(self, engine: Any, call: Call) -> None:
-        """Leave the process group of this name, if the workers are in it; vLLM refuses during a push."""
+        """Leave the process group of this name, if the workers are in it."""
         name, weights = take(await call.json(), "group", str), self._weights
         async with weights.lock:
             if name == weights.group:
                 weights.group = ""
-                await engine.shutdown_weight_transfer_engine()
+                await self._init(engine, leaves=True)
 
     async def route_start(self, engine: Any, call: Call) -> None:
         body, weights = await call.json(SPECS_BYTES), self._weights
@@ -298,9 +302,12 @@ class Routes:
             specs = specs_from_json(take(body, "tensors", list))
         except (ValueError, TypeError) as error:
             raise Refusal(400, f"the announced tensors are no list of name, dtype and shape: {error}") from None
+        keeps_rows = take({"keeps_rows": False, **body}, "keeps_rows", bool)
+        if keeps_rows and not compat.vllm_records_versions():
+            story = "does not record which weights have sampled a token, so no push keeps rows"
+            raise Refusal(400, f"vLLM {_vllm_version()} {story}")
         async with weights.lock:
             weights.check_announced(token)
-            keeps_rows = take({"keeps_rows": False, **body}, "keeps_rows", bool)
             await (self._pause(engine, timeout_s) if keeps_rows else self._drain(timeout_s))
             await self._end_update(engine)
             weights.begin(version, specs, keeps_rows=keeps_rows)
