@@ -182,6 +182,15 @@ def test_buckets_are_no_larger_than_the_limit(
     assert max(sizes) <= 20_000 and sum(sizes) == sum(p.nbytes for p in model.parameters())
 
 
+def test_an_engine_is_closed_once(vllm: SimulatedVLLM, engine: VLLMColocateEngine) -> None:
+    """vLLM's shutdown ends the process groups of the whole process, also those of an engine that was started since."""
+    ended: list[int] = []
+    vllm.engine_core.shutdown = lambda: ended.append(1)
+    engine.close()
+    engine.close()
+    assert ended == [1]
+
+
 def test_a_push_that_breaks_off_is_ended_and_the_next_one_begins(
     vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ class VLLMColocateEngine(VLLMEngine):
         self._adapter: Any = None
         """vLLM's request for the adapter that rows are sampled with."""
         self._num_adapters = 0
+        self._is_closed = False
 
     def _push(self, push: Push) -> str:
         """Load the weights, or the adapter, and once the weights below it.
@@ -166,9 +167,11 @@ class VLLMColocateEngine(VLLMEngine):
         self._has_base = False
 
     def close(self) -> None:
-        """End vLLM in this process."""
-        self._engine.engine_core.shutdown()
-        self._folder.cleanup()
+        """End vLLM in this process. A second call does nothing: vLLM would end what a later engine has set up."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine.engine_core.shutdown()
+            self._folder.cleanup()
 
     def _wake(self, part: str) -> None:
         """Allocate this part again, if it sleeps. The cache is woken last: a push needs memory too."""
