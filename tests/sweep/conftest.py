@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from safetensors.torch import load_file
 
@@ -18,6 +21,11 @@ from groupgrad.telemetry.run_files import read_lines
 
 WORDS = ["a", "bc", "def", "gh", "ij k", "l", "mn", "opqr", "st", "u", "vw", "xyz", "A", "BC", "DE", "F"]
 TIMES = ("runtime", "per_second", "step_time", "time/", "latency_s")
+
+REWARD = """
+def letters(completion_ids, **kwargs):
+    return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
+"""
 
 BASE: dict[str, Any] = {
     "use_cpu": True,
@@ -104,3 +112,29 @@ def tools() -> SimpleNamespace:
     return SimpleNamespace(
         logs=logs, equal_files=equal_files, letters_reward=letters_reward, length_reward=length_reward, base=BASE
     )
+
+
+@pytest.fixture
+def content(tmp_path, monkeypatch, tools, arguments) -> dict[str, Any]:
+    """The content of a file that works, in a folder with everything that it names."""
+    arguments["model"].save_pretrained(tmp_path / "base")
+    arguments["processing_class"].save_pretrained(tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": word}) for word in "abcdefgh"))
+    (tmp_path / "sweep_rewards.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    base = {
+        **tools.base,
+        "model_name_or_path": "base",
+        "dataset_name": "rows.jsonl",
+        "reward_funcs": ["sweep_rewards.letters"],
+    }
+    return {"base": base, "output_dir": "out", "vary": {"learning_rate": ["1e-2", "3e-2"]}, "turn_steps": 2}
+
+
+@pytest.fixture
+def sweep_file(content: dict[str, Any]) -> str:
+    """The file of a sweep of two arms with turns of a step."""
+    Path("sweep.yaml").write_text(yaml.safe_dump({**content, "turn_steps": 1}, sort_keys=False))
+    return "sweep.yaml"

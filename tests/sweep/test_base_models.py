@@ -33,7 +33,7 @@ def test_the_base_is_loaded_once_with_the_bits_of_runs_alone(
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     sweep = make_sweep({"learning_rate": [1e-2, 3e-2]}, args={"max_steps": 2}, turn_steps=1, peft_config=adapter)
     sweeper = sweep._sweeper
-    models = [sweeper._run_of(arm).trainer.model for arm in sweeper.store.arms()]
+    models = [sweeper.turns.run_of(arm).trainer.model for arm in sweeper.store.arms()]
     assert len(loads) == (given == "name")
     assert frozen(models[0]) == frozen(models[1])
     assert not {p.data_ptr() for p in models[0].parameters() if p.requires_grad} & {
@@ -51,7 +51,7 @@ def test_an_initialisation_that_changes_the_base_loads_its_own(make_sweep):
 
     adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa")
     sweeper = make_sweep({"learning_rate": [1e-2, 3e-2]}, peft_config=adapter)._sweeper
-    first, second = (sweeper._run_of(arm).trainer.model for arm in sweeper.store.arms())
+    first, second = (sweeper.turns.run_of(arm).trainer.model for arm in sweeper.store.arms())
     names = [name for name, p in first.named_parameters() if "q_proj.base_layer" in name and not p.requires_grad]
     assert names
     assert all(torch.equal(first.get_parameter(name), second.get_parameter(name)) for name in names)

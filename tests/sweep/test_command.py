@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -17,30 +16,6 @@ import yaml
 
 from groupgrad.cli import main as cli
 from groupgrad.sweep.store import Store
-
-REWARD = """
-def letters(completion_ids, **kwargs):
-    return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
-"""
-
-
-@pytest.fixture
-def content(tmp_path, monkeypatch, tools, arguments) -> dict[str, Any]:
-    """The content of a file that works, in a folder with everything that it names."""
-    arguments["model"].save_pretrained(tmp_path / "base")
-    arguments["processing_class"].save_pretrained(tmp_path / "base")
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": word}) for word in "abcdefgh"))
-    (tmp_path / "sweep_rewards.py").write_text(REWARD)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    base = {
-        **tools.base,
-        "model_name_or_path": "base",
-        "dataset_name": "rows.jsonl",
-        "reward_funcs": ["sweep_rewards.letters"],
-    }
-    return {"base": base, "output_dir": "out", "vary": {"learning_rate": ["1e-2", "3e-2"]}, "turn_steps": 2}
 
 
 def write(content: dict[str, Any]) -> str:
@@ -139,6 +114,9 @@ def test_a_dry_run_lists_the_arms_and_trains_nothing(content, capsys):
     shown = capsys.readouterr().out
     assert "01-learning_rate=0.01-beta=0\n" in shown
     assert "02-learning_rate=0.01-beta=-1  cannot work: beta=-1" in shown
+    assert "worker process" not in shown
+    assert cli.main(["sweep", "sweep.yaml", "--dry-run", "--devices", "1"]) == 2
+    assert "Each of these would train arms in a worker process: process 1\n" in capsys.readouterr().out
     assert not Path("out").exists()
 
 
@@ -149,6 +127,8 @@ def test_a_dry_run_lists_the_arms_and_trains_nothing(content, capsys):
         ({"base": None}, "base=None; set it to settings of `groupgrad train`"),
         ({"output_dir": None}, "output_dir is not set"),
         ({"halvnig": True}, "unknown key 'halvnig'; did you mean 'halving'"),
+        ({"devices": "al"}, "devices='al' names no device; set it to"),
+        ({"devices": [0]}, "devices=[0] names GPUs, but the sweep trains on the CPU (use_cpu)"),
         ({"vary": {"learning_rat": [1, 2]}}, "unknown field 'learning_rat'; did you mean learning_rate?"),
         ({"vary": {"learning_rate": ["fast", 2]}}, "learning_rate='fast'"),
         ({"vary": {"resume_from_checkpoint": [True, False]}}, "resume_from_checkpoint is set, but the sweep resumes"),
@@ -158,6 +138,7 @@ def test_a_dry_run_lists_the_arms_and_trains_nothing(content, capsys):
 def test_mistakes_in_the_file_end_with_a_sentence(content, capsys, change, text):
     assert cli.main(["sweep", write({**content, **change})]) == 2
     assert text in capsys.readouterr().err
+    assert not Path("out").exists() or "devices" not in change
     assert not Path("out/arms").exists()
 
 
@@ -169,6 +150,8 @@ def test_mistakes_in_the_file_end_with_a_sentence(content, capsys, change, text)
         (["status", "nowhere"], "'nowhere' holds no sweep"),
         (["nowhere.yaml"], "nowhere.yaml cannot be read"),
         (["sweep.yaml", "--set", "a=b"], "belong to clone"),
+        (["stop", "out", "1", "--dry-run"], "--dry-run belongs to `groupgrad sweep FILE`, not to stop"),
+        (["status", "out", "--devices", "2"], "--devices belongs to `groupgrad sweep FILE`, not to status"),
     ],
 )
 def test_mistakes_on_the_command_line_end_with_a_sentence(capsys, tmp_path, monkeypatch, argv, text):

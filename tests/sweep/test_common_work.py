@@ -120,7 +120,7 @@ def test_prompts_are_tokenised_once(make_sweep, tmp_path, monkeypatch):
     first, second = Store(tmp_path / "sweep").arms()
     counts = []
     for arm in (first, second):
-        sweeper._run_of(arm)
+        sweeper.turns.run_of(arm)
         texts.clear()
         sweeper._turn(arm)
         counts.append(len(texts))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from groupgrad.sweep.runner import FIRST_TURN
+from groupgrad.sweep.arm_turns import FIRST_TURN
 from groupgrad.sweep.sharing import RewardCache, SharedWeights
 from groupgrad.sweep.store import Store, Turn
 
@@ -33,16 +33,16 @@ def test_halving_drops_arms_and_says_why(make_sweep, tmp_path):
 def test_turns_are_few_and_of_about_equal_length(make_sweep, tmp_path):
     sweeper = make_sweep(RATES, args={"max_steps": 100}, halving={"first": 0.4})._sweeper
     store, arm = sweeper.store, sweeper.store.arms()[0]
-    assert sweeper.turn_end(arm, 100) == FIRST_TURN  # nothing is known yet, and 40 steps are eight such turns
+    assert sweeper.turns.turn_end(arm, 100) == FIRST_TURN  # nothing is known yet, and 40 steps are eight such turns
     store.end_turn(2, Turn(0, 5, train_s=5.0, switch_s=0.25), 100, {})
     # At 2.5 %, 9.75 s pay for the next switch, and 4.75 s are missing for the one so far: 3 turns of 15 s for 40 steps.
-    assert sweeper.turn_end(store.arms()[0], 100) == 14
+    assert sweeper.turns.turn_end(store.arms()[0], 100) == 14
     store.set_state(2, "stopped")
-    assert sweeper.turn_end(store.arms()[0], 100) == 40  # alone, it takes turns that are five times as long
+    assert sweeper.turns.turn_end(store.arms()[0], 100) == 40  # alone, it takes turns that are five times as long
 
 
 def test_a_command_ends_the_turn_after_the_present_step(make_sweep, tools, tmp_path, monkeypatch):
-    monkeypatch.setattr("groupgrad.sweep.runner.COMMAND_CHECK_S", 0.0)
+    monkeypatch.setattr("groupgrad.sweep.arm_turns.COMMAND_CHECK_S", 0.0)
     store = Store(tmp_path / "sweep", create=True)
 
     def stops(completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
@@ -128,7 +128,7 @@ def test_a_sweep_made_again_goes_on_and_refuses_to_become_another_one(make_sweep
         sweep._sweeper._turn(sweep._sweeper._next())
     # A process that was killed in a turn has left a checkpoint that the sweep does not know of.
     arm = sweep._sweeper._next()
-    sweep._sweeper._run_of(arm).turn(arm.step, lambda length: 4)
+    sweep._sweeper.turns.run_of(arm).turn(arm.step, lambda length: 4)
     with pytest.raises(ValueError, match="holds a sweep with another vary"):
         make_sweep({"learning_rate": [1e-2, 4e-2]}, turn_steps=2)
     torch.manual_seed(123)

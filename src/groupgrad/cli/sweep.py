@@ -26,6 +26,7 @@ _FORBIDDEN = ("resume_from_checkpoint", "output_dir", "push_to_hub", "hub_model_
 _EXAMPLES = """\
 groupgrad sweep sweep.yaml --dry-run
 groupgrad sweep sweep.yaml
+groupgrad sweep sweep.yaml --devices all
 groupgrad sweep status runs/rates
 groupgrad sweep stop runs/rates 3
 groupgrad sweep clone runs/rates 3 --set learning_rate=2e-6 --from-weights
@@ -38,6 +39,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         if arguments.what in ACTIONS:
+            for flag, given in (("--dry-run", arguments.dry_run), ("--devices", arguments.devices)):
+                if given:
+                    raise ValueError(f"{flag} belongs to `groupgrad sweep FILE`, not to {arguments.what}")
             return _act(arguments)
         if arguments.folder is not None:
             similar = nearest(arguments.what, ACTIONS)
@@ -45,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"there is no action {arguments.what!r}{hint}")
         if arguments.set or arguments.from_weights:
             raise ValueError("--set and --from-weights belong to clone; change the file to change the sweep")
-        return _run(Path(arguments.what), dry_run=arguments.dry_run)
+        return _run(Path(arguments.what), arguments.devices, dry_run=arguments.dry_run)
     except (ValueError, TypeError, ImportError, OSError, OutputDirInUse) as error:
         return refuse("sweep", error)
 
@@ -54,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of this command."""
     parser = CommandParser(
         "sweep",
-        usage="groupgrad sweep FILE [--dry-run]\n       groupgrad sweep status DIR\n"
+        usage="groupgrad sweep FILE [--devices N|all|INDEX,INDEX] [--dry-run]\n       groupgrad sweep status DIR\n"
         "       groupgrad sweep {stop,resume,clone,delete} DIR ARM [--set KEY=VALUE ...] [--from-weights]",
         description="Train many configurations in turns, each as if it were trained alone, and compare them. An ARM is "
         "its number or its name, as `status` shows them. An interrupted sweep goes on when it is started again.",
@@ -65,6 +69,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("arm", metavar="ARM", nargs="?", help="number or name of an arm, for an action but status")
     parser.add_argument("--dry-run", action="store_true", help="check all arms and list them, but train nothing")
     parser.add_argument(
+        "--devices",
+        metavar="N",
+        help="spread the arms over N GPUs, over `all`, or over those named (0,2), with a worker process for each; on a "
+        "CPU over N processes (default: what the file says, or this process alone)",
+    )
+    parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", help="clone: a setting of the new arm; repeatable"
     )
     parser.add_argument("--from-weights", action="store_true", help="clone: begin with the present weights of ARM")
@@ -74,15 +84,18 @@ def parser() -> argparse.ArgumentParser:
 # ------------------------------------------------------------------------------------------------------------ a sweep
 
 
-def _run(path: Path, *, dry_run: bool) -> int:
+def _run(path: Path, devices: str | None, *, dry_run: bool) -> int:
     content, base, folder = read_file(path)
+    content |= {} if devices is None else {"devices": devices}
     plan = read_plan(content, base)
     from groupgrad.cli.sweep_arms import CommandLineArms
+    from groupgrad.sweep.devices import find_devices
     from groupgrad.sweep.runner import Sweeper
 
     factory = CommandLineArms(plan.cache_rewards)
     if dry_run:
-        return _describe(plan, factory.check)
+        names = [device.name for device in find_devices(plan.devices, on_cpu=bool(base.get("use_cpu")))]
+        return _describe(plan, factory.check, names)
     logging.getLogger("groupgrad.sweep").setLevel(logging.INFO)
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -128,7 +141,7 @@ def _yaml(path: Path, what: str) -> dict[str, Any]:
     return content
 
 
-def _describe(plan: SweepPlan, check: Callable[[dict[str, Any]], None]) -> int:
+def _describe(plan: SweepPlan, check: Callable[[dict[str, Any]], None], devices: Sequence[str]) -> int:
     num_bad = 0
     for place, changes in enumerate(plan.first_arms(), start=1):
         problem = ""
@@ -139,6 +152,8 @@ def _describe(plan: SweepPlan, check: Callable[[dict[str, Any]], None]) -> int:
         print(f"{arm_name(place, changes)}{problem}")
     if plan.sample.kind == "optuna":
         print(f"{plan.sample.num} arms that Optuna proposes, {plan.sample.parallel} at a time")
+    if devices:
+        print(f"\nEach of these would train arms in a worker process: {', '.join(devices)}")
     print("\nNothing was trained.")
     return 2 if num_bad else 0
 

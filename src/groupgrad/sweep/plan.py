@@ -13,8 +13,9 @@ from typing import Any
 
 from groupgrad.spelling import nearest
 from groupgrad.sweep.choices import Choices, number, read_choices
+from groupgrad.sweep.store import Arm
 
-KEYS = ("base", "output_dir", "vary", "arms", "sample", "halving", "metric", "turn_steps", "cache_rewards")
+KEYS = ("base", "output_dir", "vary", "arms", "sample", "halving", "metric", "turn_steps", "cache_rewards", "devices")
 SAMPLES = ("grid", "random", "optuna")
 MAX_ARMS = 1000
 
@@ -70,6 +71,17 @@ class SweepPlan:
     """Steps of an arm's turn; None for as many as keep the cost of switching under 5 %."""
     cache_rewards: tuple[str, ...] = ()
     """Reward functions whose values depend on their row alone, and are kept for all arms."""
+    devices: Any = None
+    """The devices that arms are spread over, see `find_devices`; None to train all arms in this process."""
+
+    def rungs(self, max_steps: int) -> list[int]:
+        """The steps of the rungs of a run of `max_steps` steps; none without halving."""
+        return [] if self.halving is None else self.halving.rungs(max_steps)
+
+    def is_at_rung(self, arm: Arm) -> bool:
+        """True if the arm waits for the others of its cohort at a rung."""
+        rungs = self.rungs(arm.max_steps) if arm.max_steps else []
+        return arm.rung < len(rungs) and arm.step >= rungs[arm.rung]
 
     def first_arms(self) -> list[dict[str, Any]]:
         """The changes of each arm that is known at the start. ValueError if there are none, or too many."""
@@ -139,6 +151,7 @@ def read_plan(content: Mapping[str, Any], base: Mapping[str, Any]) -> SweepPlan:
         metric=str(content.get("metric") or "reward"),
         turn_steps=turn_steps,
         cache_rewards=tuple(cached),
+        devices=content.get("devices"),
     )
     changed = {key.split(".")[0] for arm in plan.arms for key in arm} | {key.split(".")[0] for key in plan.vary}
     rewards = sorted(changed & {"reward_funcs", "reward_weights", "reward_model_name_or_path"})

@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
-import math
 import shutil
-import statistics
-import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
-from groupgrad import dist
-from groupgrad.errors import CheckpointNotSaved
-from groupgrad.modeling.base_models import BaseModels
+from groupgrad import dist, stopping
 from groupgrad.sweep import compare
-from groupgrad.sweep.arm_run import ArmRun
-from groupgrad.sweep.common_work import CommonWork
+from groupgrad.sweep.arm_turns import COMMAND_CHECK_S, ERROR_FILE, ArmTurns, arm_folder, arm_settings, fail, ready_arms
+from groupgrad.sweep.devices import Device, find_devices
 from groupgrad.sweep.factory import ArmFactory
 from groupgrad.sweep.plan import SweepPlan, arm_name, merged
-from groupgrad.sweep.report import cost
-from groupgrad.sweep.sharing import SharedWeights
 from groupgrad.sweep.store import DONE, FAILED, STOPPED, WAITING, Arm, Command, Decision, Store
 from groupgrad.sweep.trials import ask_trials
+from groupgrad.sweep.workers import LOST, Workers
 from groupgrad.trainer.run_lock import locked
 
 logger = logging.getLogger(__name__)
 
-FIRST_TURN = 5
-"""Steps of a turn before its cost is known."""
-SWITCH_SHARE = 0.025
-"""Share of the time that switching between arms should take."""
-LONGEST_TURN = 5
-"""Times of a turn that pays for its own switch alone. A sweep that is killed loses the turn that it is in."""
-COMMAND_CHECK_S = 1.0
-"""Time between two looks for commands, which end a turn after its present step."""
-MEMORY_SHARE = 0.5
-"""Share of the free memory that trainers may keep between turns."""
-GPU_MEMORY_SHARE = 0.25
-"""The same of a GPU's memory, whose greater part a turn needs for activations and caches."""
-ERROR_FILE = "error.txt"
+MAX_LOSSES = 3
+"""Worker processes that an arm may lose after one step before it counts as failed."""
 
 
 class Sweeper:
@@ -59,19 +38,22 @@ class Sweeper:
                 "launcher"
             )
         self.plan, self.factory = plan, factory
+        self.devices = find_devices(plan.devices, on_cpu=bool(plan.base.get("use_cpu")))
         self.store = Store(folder, create=True)
-        self._runs: dict[int, ArmRun] = {}
-        """Trainers that are kept, the one of the last turn last."""
-        self._bases, self._weights, self._work = BaseModels(), SharedWeights(), CommonWork()
-        self._free_at_start = psutil.virtual_memory().available
+        self.turns = ArmTurns(plan, self.store, factory)
+        self._workers: Workers | None = None
+        self._losses: Counter[tuple[int, int]] = Counter()
+        """Worker processes that were lost in a turn, by the arm's number and step."""
 
     # -------------------------------------------------------------------------------------------------- the course
 
     def prepare(self, description: dict[str, Any]) -> None:
-        """Checks every arm and writes the arms into a new sweep; an existing one must have the same `description`.
+        """Checks every arm and writes the arms into a new sweep; an existing one must have the same `description`, but
+        for its devices.
 
         ValueError, which names the arms, if some cannot work.
         """
+        description = {key: value for key, value in description.items() if key != "devices"}
         # As the store gives it back; a function becomes its name.
         text = json.dumps(description, default=lambda value: getattr(value, "__qualname__", None) or str(value))
         description = json.loads(text)
@@ -102,172 +84,105 @@ class Sweeper:
     def run(self) -> int:
         """Trains until no arm has steps to make. Returns the number of arms that have failed."""
         with locked(self.store.folder):
-            while True:
-                for refusal in self.apply_commands().values():
-                    logger.warning("%s", refusal)
-                self._decide()
-                arm = self._next()
-                if arm is None:
-                    if not self._ask():
-                        break
-                    continue
-                self._turn(arm)
+            if self.devices:
+                self._run_on_devices()
+            else:
+                self._run_here()
         return sum(arm.state == FAILED for arm in self.store.arms())
+
+    def _run_here(self) -> None:
+        while True:
+            self._settle()
+            arm = self._next()
+            if arm is not None:
+                self._turn(arm)
+            elif not self._ask():
+                return
+
+    def _run_on_devices(self) -> None:
+        """Stopped, after the checkpoints of all arms in progress, if a signal has come."""
+        with stopping.received_signals(), Workers(self.plan, self.store.folder, self.factory, self.devices) as workers:
+            self._workers = workers
+            try:
+                while True:
+                    self._settle(workers.busy)
+                    signal = stopping.requested()
+                    if signal is None:
+                        for arm, device in workers.hand_out(ready_arms(self.plan, self.store)):
+                            self._announce(arm, device)
+                        if not workers.busy and not self._ask():
+                            return
+                    elif workers.busy:
+                        workers.stop_turns()
+                    else:
+                        message = f"{signal} stopped the sweep; started again, it goes on from the arms' checkpoints"
+                        logger.warning("%s", message)
+                        raise stopping.Stopped(signal, message)
+                    for arm, error in workers.wait(COMMAND_CHECK_S):
+                        self._end_turn(arm, error)
+            finally:
+                self._workers = None
+
+    def _end_turn(self, arm: Arm, error: BaseException | None) -> None:
+        """Takes notice of the end of a worker's turn. A lost process costs the turn, too many of them the arm."""
+        if isinstance(error, LOST):
+            logger.warning("arm %s lost its worker process (%s)", arm.name, error)
+            self._losses[arm.id, arm.step] += 1
+            if self._losses[arm.id, arm.step] == MAX_LOSSES:
+                del self._losses[arm.id, arm.step]
+                text = f"it lost {MAX_LOSSES} worker processes after its step {arm.step}, the last one {error}"
+                fail(self.store, arm, RuntimeError(text))
+        elif error is not None:
+            raise error
+        self._report(arm)
+
+    def _settle(self, busy: Collection[int] = ()) -> None:
+        """Takes the commands for arms that are not `busy`, and decides about arms at rungs."""
+        for refusal in self.apply_commands(busy).values():
+            logger.warning("%s", refusal)
+        self._decide()
 
     def _next(self) -> Arm | None:
         """The arm whose turn it is: the one that has come least far of those that do not wait for a rung."""
-        waiting = [arm for arm in self.store.arms() if arm.state == WAITING and not self._is_at_rung(arm)]
-        return min(waiting, key=lambda arm: (arm.cohort, arm.step / (arm.max_steps or math.inf), arm.id), default=None)
+        return next(iter(ready_arms(self.plan, self.store)), None)
 
     def _turn(self, arm: Arm) -> None:
-        """Trains an arm for a turn; its failure is written down and ends no other arm."""
-        verb = "goes on from" if arm.step else "begins at"
-        logger.info("arm %s %s step %d of %s", arm.name, verb, arm.step, arm.max_steps or "its run")
-        try:
-            run = self._run_of(arm)
-            turn, max_steps, rewards = run.turn(arm.step, self._end_of_turn(arm))
-        except (Exception, CheckpointNotSaved) as error:
-            self._fail(arm, error)
-            return
-        if run.stopped is not None and (turn.last_step <= arm.step or not max_steps):
-            raise run.stopped  # before the arm has gone on
-        state = DONE if turn.last_step >= max_steps else WAITING
-        self.store.end_turn(arm.id, turn, max_steps, rewards, state)
-        run.remove_checkpoints(turn.last_step)
-        if run.stopped is not None:
-            raise run.stopped
-        if state == DONE:
-            self._drop_run(arm.id)
-        self._keep_within_memory()
+        """Trains an arm for a turn in this process."""
+        self._announce(arm)
+        stopped = self.turns.take(arm)
+        self._report(arm)
+        if stopped is not None:
+            raise stopped
 
-    def _end_of_turn(self, arm: Arm) -> Callable[[int], int]:
-        """A function that is asked after each step of a run of so many steps for the last one of the turn: the one that
-        was planned when the turn began, or 0, the present one, if a command has come."""
-        planned: int | None = None
-        next_look = 0.0
+    def _announce(self, arm: Arm, device: Device | None = None) -> None:
+        verb, where = "goes on from" if arm.step else "begins at", "" if device is None else f" on {device.name}"
+        logger.info("arm %s %s step %d of %s%s", arm.name, verb, arm.step, arm.max_steps or "its run", where)
 
-        def until(max_steps: int) -> int:
-            nonlocal planned, next_look
-            if planned is None:
-                planned = self.turn_end(arm, max_steps)
-            if time.monotonic() >= next_look:
-                next_look = time.monotonic() + COMMAND_CHECK_S
-                planned = 0 if self.store.queued() else planned
-            return planned
+    def _drop(self, arm: int) -> None:
+        """Gives up the trainer of an arm, in whatever process it is."""
+        (self._workers or self.turns).drop(arm)
 
-        return until
-
-    def turn_end(self, arm: Arm, max_steps: int) -> int:
-        """The last step of the arm's present turn in a run of `max_steps` steps.
-
-        Turns of about equal lengths lead to the next rung.
-        """
-        rungs = self._rungs(max_steps)
-        limit = rungs[arm.rung] if arm.rung < len(rungs) else max_steps
-        if self.plan.turn_steps is not None:
-            return min(arm.step + self.plan.turn_steps, limit)
-        ready = [other for other in self.store.arms() if other.state == WAITING and not self._is_at_rung(other)]
-        num_turns = max(1, round((limit - arm.step) / self._steps_by_cost(is_alone=len(ready) == 1)))
-        return arm.step + math.ceil((limit - arm.step) / num_turns)
-
-    def _steps_by_cost(self, *, is_alone: bool) -> int:
-        """As many steps as bring the cost of all switches so far, and of the next one, within its share; turns that
-        rungs have cut short are made up for. An arm that is alone takes the longest turns: their ends serve only a
-        sweep that is killed."""
-        turns = [turn for turn in self.store.turns() if turn.last_step > turn.first_step]
-        turns = [turn for turn in turns if turn.first_step > 0] or turns  # a first turn writes and warms up more
-        if not turns:
-            return FIRST_TURN
-        step_s = statistics.median(turn.train_s / (turn.last_step - turn.first_step) for turn in turns)
-        switch_s, spent = statistics.median(turn.switch_s for turn in turns), cost(self.store)
-        wanted_s = [seconds * (1 - SWITCH_SHARE) / SWITCH_SHARE for seconds in (switch_s, spent.switch_s)]
-        missing_s = wanted_s[0] + max(0.0, wanted_s[1] - spent.train_s)
-        longest_s = LONGEST_TURN * wanted_s[0]
-        missing_s = longest_s if is_alone else min(missing_s, longest_s)
-        return max(FIRST_TURN, math.ceil(missing_s / max(step_s, 1e-6)))
-
-    # ------------------------------------------------------------------------------------------------ the trainers
-
-    def folder_of(self, arm: Arm) -> Path:
-        """The folder of an arm's run."""
-        return self.store.folder / "arms" / arm.name
-
-    def settings_of(self, arm: Arm) -> dict[str, Any]:
-        """The settings of an arm's run, but for its folder."""
-        settings = merged(self.plan.base, arm.changes)
-        if arm.weights_step is not None:
-            settings = self.factory.with_weights(settings, self.folder_of(arm) / "start")
-        return settings
-
-    def _run_of(self, arm: Arm) -> ArmRun:
-        if arm.id in self._runs:
-            self._runs[arm.id] = self._runs.pop(arm.id)
-            return self._runs[arm.id]
-        with self._bases.in_use():
-            trainer = self.factory.build(self.settings_of(arm), self.folder_of(arm))
-        if trainer.args.save_only_model:
-            raise ValueError("save_only_model=True leaves nothing to resume a turn from; set it to False")
-        if self.plan.metric not in (compare.COMBINED, *trainer.rewards.names):
-            raise ValueError(
-                f"metric={self.plan.metric!r} is no reward of this arm; set it to {compare.COMBINED}, or to one of "
-                f"{', '.join(trainer.rewards.names)}"
-            )
-        self._weights.share(trainer.model)
-        self._work.join(trainer)
-        run = self._runs[arm.id] = ArmRun(trainer, self.folder_of(arm))
-        return run
-
-    def _keep_within_memory(self) -> None:
-        """Gives up the trainers that were used longest ago where all of them take too much memory; their checkpoints
-        are on the disk."""
-        while len(self._runs) > 1 and not self._fit_in_memory(list(self._runs.values())):
-            self._drop_run(next(iter(self._runs)))
-
-    def _fit_in_memory(self, runs: Sequence[ArmRun]) -> bool:
-        """True if these trainers may stay: on a CPU by the sizes of what they train, on a GPU by all memory in use."""
-        device = runs[-1].trainer.args.device
-        if device.type == "cpu":
-            return sum(run.trained_bytes for run in runs) <= MEMORY_SHARE * self._free_at_start
-        if device.type == "cuda":
-            available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-            return torch.cuda.memory_allocated(device) <= GPU_MEMORY_SHARE * available
-        return False  # the memory in use is not known
-
-    def _drop_run(self, arm: int) -> None:
-        if self._runs.pop(arm, None) is not None:
-            gc.collect()
-
-    def _fail(self, arm: Arm, error: BaseException) -> None:
-        self._runs.pop(arm.id, None)
-        folder = self.folder_of(arm)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ERROR_FILE).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        reason = f"{type(error).__name__}: {error}"
-        logger.error("arm %s failed after step %d: %s (%s has more)", arm.name, arm.step, reason, folder / ERROR_FILE)
-        self.store.set_state(arm.id, FAILED, reason)
+    def _report(self, arm: Arm) -> None:
+        """Reports the failure of an arm that has failed in its turn."""
+        now = next((known for known in self.store.arms() if known.id == arm.id), arm)
+        if now.state == FAILED:
+            place = arm_folder(self.store, arm) / ERROR_FILE
+            logger.error("arm %s failed after step %d: %s (%s has more)", now.name, now.step, now.reason, place)
 
     # ------------------------------------------------------------------------------------------ successive halving
-
-    def _rungs(self, max_steps: int) -> list[int]:
-        return [] if self.plan.halving is None else self.plan.halving.rungs(max_steps)
-
-    def _is_at_rung(self, arm: Arm) -> bool:
-        """True if the arm waits for the others of its cohort at a rung."""
-        rungs = self._rungs(arm.max_steps) if arm.max_steps else []
-        return arm.rung < len(rungs) and arm.step >= rungs[arm.rung]
 
     def _decide(self) -> None:
         """Compares the arms that stand at a rung, once no arm of their cohort that is being trained is below it."""
         halving = self.plan.halving
         if halving is None:
             return
-        at_rungs = [arm for arm in self.store.arms() if arm.state == WAITING and self._is_at_rung(arm)]
+        at_rungs = [arm for arm in self.store.arms() if arm.state == WAITING and self.plan.is_at_rung(arm)]
         for cohort, rung in sorted({(arm.cohort, arm.rung) for arm in at_rungs}):
             arms = self.store.arms()  # the last decision may have dropped some
             waiting = [arm for arm in arms if arm.state == WAITING]
             own = [arm for arm in waiting if arm.cohort == cohort and arm.rung == rung]
             below = [arm for arm in waiting if arm.cohort == cohort and arm.rung < rung]
-            if below or not all(map(self._is_at_rung, own)):
+            if below or not all(map(self.plan.is_at_rung, own)):
                 continue
             self._judge([arm for arm in arms if arm.cohort == cohort], own, rung)
 
@@ -277,7 +192,7 @@ class Sweeper:
         spans: dict[int, tuple[int, int]] = {}
         compared, num_rungs = {}, 1
         for arm in cohort:
-            rungs = self._rungs(arm.max_steps or 0)
+            rungs = self.plan.rungs(arm.max_steps or 0)
             if rung < len(rungs) and arm.step >= rungs[rung] and arm.state != FAILED:
                 spans[arm.id] = compare.compared_steps(rungs[rung], rungs), rungs[rung]
                 compared[arm.id] = self.store.rewards(arm.id, *spans[arm.id])
@@ -293,7 +208,7 @@ class Sweeper:
             where = rung + 1, row.after + 1, row.step, names[row.arm]
             logger.info("rung %d (steps %d-%d), arm %s: %s", *where, row.text)
         for arm in dropped:
-            self._drop_run(arm)
+            self._drop(arm)
 
     def _ask(self) -> bool:
         """Adds the next trials of Optuna; False if the sweep has had all of its arms."""
@@ -306,10 +221,11 @@ class Sweeper:
 
     # ---------------------------------------------------------------------------------------------------- commands
 
-    def apply_commands(self) -> dict[int, str]:
-        """Does what has been asked since the last turn. Returns, by the command's number, why it cannot be done."""
+    def apply_commands(self, busy: Collection[int] = ()) -> dict[int, str]:
+        """Does what has been asked for since the last time, but for arms that are `busy` in a turn. Returns, by the
+        command's number, why it cannot be done."""
         refused: dict[int, str] = {}
-        for command in self.store.queued():
+        for command in [command for command in self.store.queued() if command.arm not in busy]:
             arm = next((arm for arm in self.store.arms() if arm.id == command.arm), None)
             if arm is None:
                 self.store.take(command, refused=True, message="the arm was deleted")
@@ -325,7 +241,7 @@ class Sweeper:
         if arm.state != WAITING:
             raise ValueError(f"arm {arm.name} is {arm.state}, only an arm that is {WAITING} can be stopped")
         self.store.take(command, state=(STOPPED, "stopped by a command"))
-        self._drop_run(arm.id)
+        self._drop(arm.id)
 
     def _resume(self, command: Command, arm: Arm) -> None:
         if arm.state in (WAITING, DONE):
@@ -333,8 +249,8 @@ class Sweeper:
         self.store.take(command, state=(WAITING, ""))
 
     def _delete(self, command: Command, arm: Arm) -> None:
-        self._drop_run(arm.id)
-        shutil.rmtree(self.folder_of(arm), ignore_errors=True)
+        self._drop(arm.id)
+        shutil.rmtree(arm_folder(self.store, arm), ignore_errors=True)
         self.store.take(command, state=("deleted", "deleted by a command"))
 
     def _clone(self, command: Command, arm: Arm) -> None:
@@ -343,9 +259,9 @@ class Sweeper:
         clone = replace(arm, name=name, changes=changes, weights_step=None)
         if command.from_weights:
             clone = replace(clone, name=f"{name}-from={arm.id:02d}", weights_step=arm.step)
-        self.factory.check(self.settings_of(clone))
+        self.factory.check(arm_settings(self.plan, self.store, self.factory, clone))
         if command.from_weights:
-            _copy_weights(self.folder_of(arm), arm.step, self.folder_of(clone) / "start")
+            _copy_weights(arm_folder(self.store, arm), arm.step, arm_folder(self.store, clone) / "start")
         row = clone.name, arm.cohort, changes, clone.weights_step
         self.store.take(command, clone=row, message=clone.name)
 

@@ -10,6 +10,7 @@ from groupgrad.sweep.factory import ScriptArms
 from groupgrad.sweep.plan import read_plan
 from groupgrad.sweep.report import Result, results
 from groupgrad.sweep.runner import Sweeper
+from groupgrad.sweep.workers import check_sendable
 
 
 class Sweep:
@@ -42,6 +43,8 @@ class Sweep:
         metric: what arms are compared by, "reward" or the name of a reward function.
         turn_steps: steps of an arm's turn; None chooses them by the cost of switching.
         cache_rewards: names of reward functions whose values depend on their row alone.
+        devices: "all", a number, or a list of GPUs: a worker process for each trains arms, to which the arguments are
+            sent; on a CPU a number of processes. None trains all arms in this process.
         trainer_arguments: the other arguments of `GRPOTrainer`.
 
     Raises:
@@ -60,6 +63,7 @@ class Sweep:
         metric: str = "reward",
         turn_steps: int | None = None,
         cache_rewards: Sequence[str] = (),
+        devices: str | int | Sequence[int] | None = None,
         **trainer_arguments: Any,
     ):
         if not isinstance(args or {}, Mapping):
@@ -76,8 +80,11 @@ class Sweep:
             "metric": metric,
             "turn_steps": turn_steps,
             "cache_rewards": list(cache_rewards),
+            "devices": devices,
         }
         plan = read_plan(content, args or {})
+        if devices is not None:
+            check_sendable({**trainer_arguments, **labelled})
         factory = ScriptArms(trainer_arguments, labelled, plan.cache_rewards)
         self._sweeper = Sweeper(plan, output_dir, factory)
         self._sweeper.prepare({**content, "base": {name: str(value) for name, value in (args or {}).items()}})
