@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -34,6 +35,9 @@ COMMANDS: dict[str, Command] = {
     "env": Command("print versions and devices, for a bug report", "set up"),
     "completion": Command("print a script that completes commands in a shell", "set up"),
 }
+
+PRINTING = ("plan", "rollouts", "bisect", "env", "completion")
+"""Commands whose work is what they print."""
 
 
 def module_of(command: str) -> ModuleType:
@@ -84,7 +88,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {similar!r}?" if similar else ""
         print(f"groupgrad: error: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr, end="")
         return 2
-    return module_of(name).main(rest)
+    return _printed(name, rest) if name in PRINTING else module_of(name).main(rest)
+
+
+def _printed(command: str, arguments: Sequence[str]) -> int:
+    """Runs a command that prints. A reader that wants no more, such as `head`, ends it without an error."""
+    try:
+        status = module_of(command).main(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed at the end
+        return 0
 
 
 if __name__ == "__main__":
