@@ -140,6 +140,21 @@ def test_the_command_prints_rollouts(folder, capsys, monkeypatch):
     assert main(["rollouts", str(folder), "--step", "x"]) == main(["rollouts", str(folder / "none")]) == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "status", "text"),
+    [
+        (["--finish-reason", "lenght"], 1, "is like that; its rollouts are of steps 1 to 12, finish reasons "),
+        (["--tool", "serch"], 1, "its rollouts are of steps 1 to 12, tools "),
+        (["--phase", "evall"], 1, "its rollouts are of steps 1 to 12, phases train"),
+        (["--reward", "short"], 2, "--reward short is for --min-reward and --max-reward, and neither is given"),
+        (["--json", "--tokens", "entropy"], 2, "--tokens and --json"),
+    ],
+)
+def test_conditions_that_select_nothing_or_nothing_more_are_said(folder, capsys, flags, status, text):
+    assert main(["rollouts", str(folder), *flags]) == status
+    assert text in capsys.readouterr().err
+
+
 def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     folder = write_run(tmp_path / "run", steps=3, rows=16, evaluated=True)

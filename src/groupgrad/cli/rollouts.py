@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -40,6 +39,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         run = RunFolder(arguments.run)
         first, last = _steps(arguments.step)
+        if arguments.json and arguments.tokens:
+            raise ValueError(
+                "--tokens and --json are both given, but a line of JSON has all columns of tokens; drop one"
+            )
         run.refresh()
         _check_columns(run, arguments)
     except ValueError as error:
@@ -48,8 +51,7 @@ def main(argv: Sequence[str]) -> int:
     selection = Selection(**{**conditions, "first_step": first, "last_step": last})
     count, found = run.find(selection, sort=arguments.sort, descending=not arguments.ascending, limit=arguments.limit)
     if not count:
-        steps = run.facets()["steps"]
-        there = f"its rollouts are of steps {steps[0]} to {steps[1]}" if steps else "it has stored no rollouts"
+        there = _what_there_is(run, arguments)
         print(f"groupgrad rollouts: no rollout of {arguments.run} is like that; {there}", file=sys.stderr)
         return 1
     rows = [row for place in found for row in run.rows(place["step"], row=place["row"], phase=place["phase"])]
@@ -78,16 +80,29 @@ def _check_columns(run: RunFolder, arguments: argparse.Namespace) -> None:
     if arguments.reward not in (None, *facets["rewards"]):
         names = ", ".join(facets["rewards"])
         raise ValueError(f"--reward {arguments.reward!r} is no reward of this run, which has {names}")
+    if arguments.reward is not None and arguments.min_reward is None and arguments.max_reward is None:
+        raise ValueError(
+            f"--reward {arguments.reward} is for --min-reward and --max-reward, and neither is given; give one, or "
+            f"order by --sort {REWARD}{arguments.reward}"
+        )
+
+
+def _what_there_is(run: RunFolder, arguments: argparse.Namespace) -> str:
+    """Describes what can be selected: the steps, and the values of each condition that was given as a name."""
+    facets = run.facets()
+    if not facets["steps"]:
+        return "it has stored no rollouts"
+    text = "its rollouts are of steps {} to {}".format(*facets["steps"])
+    for name in ("finish_reason", "tool", "phase"):
+        if getattr(arguments, name) is not None:
+            text += f", {name.replace('_', ' ')}s {' and '.join(facets[name + 's']) or '(none)'}"
+    return text
 
 
 def _print_json(rows: Sequence[dict[str, Any]]) -> int:
-    """Prints a line for each row; ends quietly where the reader of a pipe has gone."""
-    try:
-        for row in rows:
-            print(json.dumps(row, ensure_ascii=False))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Prints a line for each row."""
+    for row in rows:
+        print(json.dumps(row, ensure_ascii=False))
     return 0
 
 
