@@ -116,9 +116,22 @@ def test_what_cannot_be_shown_is_said(folder, tmp_path, capsys, monkeypatch):
     assert main(["view", str(folder), "--export", str(tmp_path / "none" / "x.html")]) == 2
     message = capsys.readouterr().err
     assert "--export" in message and "there is no folder" in message and str(tmp_path / "none") in message
+    for flags in (["--port", "9000"], ["--host", "0.0.0.0"], ["--token", "x"]):
+        assert main(["view", str(folder), "--export", str(tmp_path / "x.html"), *flags]) == 2
+        assert f"{flags[0]} belongs to a served page, and --export writes a file" in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()
     monkeypatch.setattr(view.importlib.util, "find_spec", lambda name: None)
     assert main(["view", str(folder)]) == 1
     assert "pip install 'starlette>=0.40' 'uvicorn>=0.30'" in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_has_the_arms_of_its_sweeps(tmp_path):
+    write_run(tmp_path / "runs" / "single", steps=1, rows=8)
+    for arm in ("01-a", "02-b"):
+        write_run(tmp_path / "runs" / "swept" / "arms" / arm, steps=1, rows=8)
+    (tmp_path / "runs" / "swept" / "sweep.sqlite").touch()
+    for path, names in (("runs", ["single", "01-a", "02-b"]), ("runs/swept", ["01-a", "02-b"])):
+        assert [run.name for run in view._runs([str(tmp_path / path)])] == names
 
 
 def test_a_report_is_one_file_that_loads_nothing(folder, tmp_path):

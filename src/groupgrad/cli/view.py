@@ -14,6 +14,7 @@ from pathlib import Path
 from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.cockpit import LOCAL_HOSTS
 from groupgrad.cockpit.reading import NoRun, RunFolder
+from groupgrad.sweep.store import FILE as SWEEP_FILE
 
 INSTALL = "the page needs Starlette and uvicorn; install them with `pip install 'starlette>=0.40' 'uvicorn>=0.30'`"
 
@@ -24,6 +25,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         runs = _runs(arguments.runs)
         if arguments.export is not None:
+            for flag, given in (("--host", arguments.host), ("--port", arguments.port), ("--token", arguments.token)):
+                if given is not None:
+                    raise ValueError(f"{flag} belongs to a served page, and --export writes a file; drop one of them")
             if not arguments.export.parent.is_dir():
                 folder = arguments.export.parent
                 raise NoRun(f"--export {str(arguments.export)!r}: there is no folder {str(folder)!r}; make it first")
@@ -32,12 +36,12 @@ def main(argv: Sequence[str]) -> int:
             write_report(runs, arguments.export)
             print(f"{arguments.export} holds {', '.join(run.name for run in runs)}; it needs no server")
             return 0
-    except (NoRun, OSError) as error:
+    except (ValueError, OSError) as error:
         return refuse("view", error)
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         print(f"groupgrad view: error: {INSTALL}", file=sys.stderr)
         return 1
-    return _serve(runs, arguments.host, arguments.port, arguments.token)
+    return _serve(runs, arguments.host or "127.0.0.1", arguments.port or 0, arguments.token)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,12 +52,10 @@ def parser() -> argparse.ArgumentParser:
         examples="groupgrad view out\ngroupgrad view runs/a runs/b\ngroupgrad view out --export report.html",
     )
     parser.add_argument(
-        "runs", metavar="RUN", nargs="*", default=["."], help="output_dir of a run, or a folder of runs"
+        "runs", metavar="RUN", nargs="*", default=["."], help="output_dir of a run or of a sweep, or a folder of them"
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to serve at (default 127.0.0.1); another one needs a token"
-    )
-    parser.add_argument("--port", type=_port, default=0, help="port (default: any that is free, from 8765 on)")
+    parser.add_argument("--host", help="address to serve at (default 127.0.0.1); another one needs a token")
+    parser.add_argument("--port", type=_port, help="port (default: any that is free, from 8765 on)")
     parser.add_argument("--token", help="token of the address (default: a random one unless served at 127.0.0.1)")
     parser.add_argument("--export", metavar="FILE", type=Path, help="write a report that needs no server, and end")
     return parser
@@ -72,18 +74,29 @@ def _runs(paths: Sequence[str]) -> list[RunFolder]:
         try:
             found.append(RunFolder(path))
         except NoRun:
-            folder = Path(path) / "arms" if (Path(path) / "sweep.sqlite").is_file() else Path(path)
-            inside = sorted(child for child in folder.iterdir() if child.is_dir()) if folder.is_dir() else []
-            num_before = len(found)
-            for child in inside:
-                with suppress(NoRun):
-                    found.append(RunFolder(child))
-            if len(found) == num_before:
+            inside = [run for folder in _folders(Path(path)) for run in _run_or_arms(folder)]
+            if not inside:
                 raise
+            found += inside
     names = [run.name for run in found]
     for run in found:
         if names.count(run.name) > 1:
             run.name = str(run.path)
+    return found
+
+
+def _folders(path: Path) -> list[Path]:
+    """The folders in a folder of runs or of a sweep, by name."""
+    folder = path / "arms" if (path / SWEEP_FILE).is_file() else path
+    return sorted(child for child in folder.iterdir() if child.is_dir()) if folder.is_dir() else []
+
+
+def _run_or_arms(folder: Path) -> list[RunFolder]:
+    """The run of a folder, or the arms of the sweep there; nothing for another folder."""
+    found: list[RunFolder] = []
+    for place in _folders(folder) if (folder / SWEEP_FILE).is_file() else [folder]:
+        with suppress(NoRun):
+            found.append(RunFolder(place))
     return found
 
 
