@@ -108,7 +108,7 @@ class Process:
 
     def __init__(self, functions: list[bytes], *, name: str, environment: dict[str, str]):
         self._function, self.calls = pickle.loads(functions[0]), []
-        self.pid, self.is_closed = None, False
+        self.pid, self.is_closed = None, False  # without a process there is nothing to end in order
         self.started.append(self)
 
     def call(self, function: int, arguments: tuple[Any, ...]) -> Future[Outcome]:

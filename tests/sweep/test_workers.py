@@ -76,7 +76,8 @@ def start(sweep_file) -> Iterator[Any]:
     def begin(*flags: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "groupgrad", "sweep", sweep_file, "--devices", "2", *flags]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
+        with Path("errors").open("wb") as errors:
+            processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors))
         return processes[-1]
 
     yield begin
@@ -117,6 +118,7 @@ def test_a_sweep_that_was_ended_leaves_no_worker_and_goes_on_exactly(start, tool
     assert not alive, "workers have outlived the sweep"
     assert 3 <= sum(arm.step for arm in Store("out").arms()) < 12, "it was not ended in the middle"
     assert start().wait(300) == 0
+    assert "leaked" not in Path("errors").read_text(), "the workers were not ended in order"
     assert_arms_equal_runs_alone(tools)
 
 

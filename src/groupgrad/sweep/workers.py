@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import pickle
@@ -18,6 +19,7 @@ import cloudpickle
 
 from groupgrad.concurrency.worker_process import WorkerDied, WorkerNotStarted, WorkerProcess
 from groupgrad.concurrency.workers import Outcome
+from groupgrad.stopping import Stopped
 from groupgrad.sweep.devices import Device
 from groupgrad.sweep.store import Arm, Store
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 LOST = WorkerDied, WorkerNotStarted
 """Errors of a turn whose process has ended; the arm can go on from its checkpoint."""
+
+END_S = 30.0
+"""Time for a worker process to end what libraries keep open, such as a tracker's run."""
 
 
 def check_sendable(arguments: Mapping[str, Any]) -> None:
@@ -50,7 +55,7 @@ class TurnsOfWorker:
         self._turns: ArmTurns | None = None
 
     def __call__(self, log: Path, action: str, arm: Arm | int | None) -> None:
-        """`begin`; `take` trains an arm for a turn; `drop` gives up the trainer of the arm with a number."""
+        """`begin` and `end`; `take` trains an arm for a turn; `drop` gives up the trainer of the arm with a number."""
         if self._turns is None:
             _write_output_to(log)
             from groupgrad.sweep.arm_turns import ArmTurns
@@ -61,6 +66,8 @@ class TurnsOfWorker:
             self._turns.take(arm)  # a signal to this process alone ends a turn, and the arm goes on with its next one
         elif arm is not None:
             self._turns.drop(arm)
+        if action == "end":
+            atexit._run_exitfuncs()  # which the end of a worker process leaves out
 
 
 def _write_output_to(path: Path) -> None:
@@ -113,11 +120,15 @@ class Workers:
                         f"({type(error).__name__}: {error}); see {worker.log}, or leave devices unset"
                     ) from error
         except BaseException:
-            self.__exit__()
+            self.__exit__(*sys.exc_info())
             raise
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        """Ends the processes, in order unless an error or a second Ctrl-C has ended the sweep."""
+        if kind is None or issubclass(kind, Stopped):
+            running = [worker for worker in self._workers if worker.process.pid is not None]
+            futures.wait([worker.call("end") for worker in running], END_S)
         for worker in self._workers:
             worker.process.close()
 
