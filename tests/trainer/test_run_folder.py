@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from transformers import TrainerCallback
 
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.telemetry.rollout_files import RolloutFiles
@@ -216,6 +218,22 @@ def test_nothing_is_recorded_where_an_earlier_run_cannot_be_moved(make_trainer, 
     assert (folder / "metrics.jsonl").read_text() == before
     assert [path.name for path in (folder / "rollouts").iterdir()] == ["step_000001.0.parquet"]
     assert "Permission denied" in caplog.text
+
+
+def test_metrics_before_a_checkpoint_are_there_though_rollouts_wait_for_the_disk(make_trainer, tmp_path, monkeypatch):
+    is_free, found = threading.Event(), []
+    monkeypatch.setattr(RolloutFiles, "write", lambda *_, **__: is_free.wait(60))
+
+    class Look(TrainerCallback):
+        def on_save(self, *_: Any, **__: Any) -> None:
+            found.extend([line["step"] for line in read_lines(tmp_path / "run" / name)] for name in names)
+            is_free.set()
+
+    names = ("metrics.jsonl", "weights.jsonl")
+    trainer = make_trainer(max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.add_callback(Look())
+    trainer.train()
+    assert found == [[1, 2], [0, 1, 2]]
 
 
 def test_a_tokenizer_that_fails_costs_the_texts_alone(make_trainer, tmp_path, monkeypatch):

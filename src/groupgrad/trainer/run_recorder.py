@@ -10,8 +10,10 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,7 +31,7 @@ from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.scoring.head_hook import StatesTap
 from groupgrad.modeling.systems.sharding import is_sharded
-from groupgrad.modeling.weights_digest import weights_digest
+from groupgrad.modeling.weights_digest import WeightsDigest
 from groupgrad.rollout.collector import Experience
 from groupgrad.stopping import Stopped
 from groupgrad.telemetry import run_files
@@ -89,6 +91,11 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         """Settings, length and threads with which this trainer has written the configuration."""
         self._step_began_ns = time.time_ns()
         self._writer = WriteBehind(self._report)
+        self._lines: deque[tuple[LineFile, dict[str, Any]]] = deque()
+        """Lines that wait for the thread that writes."""
+        self._lines_lock = threading.Lock()
+        self._digest: WeightsDigest | None = None
+        """Of the weights of a training; None where no rank has all of them."""
         self._handler = _EventHandler(self)
         self._has_failed = False
         self._num_skipped = 0
@@ -126,8 +133,10 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._is_open = False
         self._forget()
         logging.getLogger("groupgrad").removeHandler(self._handler)
+        self._digest = None
         if not self._writer.close(WAIT_S):
             logger.warning("%s: the last rollouts were not written within %g s", self._folder, WAIT_S)
+        self._write_lines()
         if self._writer.num_dropped:
             self.event("rollouts_dropped", steps=self._writer.num_dropped, text="the disk was slower than training")
         if error is None:
@@ -151,17 +160,23 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         resumed = trainer._resumed_from
         self._is_open = self._is_usable = self._prepare(step, None if resumed is None else Path(resumed.folder))
         if self._is_open and state.is_world_process_zero:
+            self._digest = self._weights_to_digest()
             self._start(step, None if resumed is None else str(resumed.folder))
             logging.getLogger("groupgrad").addHandler(self._handler)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Adds a log event to the metrics."""
         if state.is_world_process_zero and logs:
+            # Tensors are read now: they may change.
             line = {"step": state.global_step, "time": time.time(), **plain_value(dict(logs))}
             if self._folder is None:
                 self._early_lines.append(line)
             elif self._is_usable:
-                self._try(lambda: self._metrics.append(line))
+                self._lines.append((self._metrics, line))
+                if self._is_open:
+                    self._writer.put(self._write_lines, is_large=False)
+                else:
+                    self._write_lines()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Drops what an unfinished step has left behind."""
@@ -181,8 +196,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         known = None
         if trainer.args.balance_ranks and dist.is_active():  # rows may be trained on other ranks than sampled them
             known = {key: row for part in dist.all_gather_objects(numbers_by_row(scores)) for key, row in part.items()}
-        if state.is_world_process_zero and (digest := self._digest(trained_only=True)) is not None:
-            self._try(lambda: self._weights.append({"step": step, "digest": digest}))
+        if state.is_world_process_zero and (digest := self._digest_now(trained_only=True)) is not None:
+            self._lines.append((self._weights, {"step": step, "digest": digest}))
         skipped = trainer.finite_steps.num_skipped
         if skipped > self._num_skipped:
             self._num_skipped = skipped
@@ -193,6 +208,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             times, stores, senders = (self._step_began_ns, time.time_ns()), self.keep_bytes > 0, self.senders
 
             def write() -> None:
+                self._write_lines()
                 found = numbers_by_row(scores) if known is None else known
                 rows = [stored_rows(one, found, self._texts, shares, num_generations=size) for one in sampled]
                 for sender in senders:
@@ -203,6 +219,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             self._writer.put(write)
             if self.senders and (step >= max_steps or control.should_training_stop):
                 self._writer.drain(WAIT_S)  # trackers close at the end of training, before this context
+        elif self._lines:
+            self._writer.put(self._write_lines, is_large=False)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Has the rollouts of an evaluation written."""
@@ -230,6 +248,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Records a checkpoint, once the rollouts before it are written. Training does not wait for that."""
         if self._is_open:
+            self._write_lines()  # a run that goes on from here has them
             step = state.global_step
             fields = {"time": time.time(), "step": step, "folder": f"checkpoint-{step}"}
             self._writer.put(lambda: self.event("checkpoint", **fields), is_large=False)
@@ -295,8 +314,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         for line in self._early_lines:
             self._try(lambda line=line: self._metrics.append(line))
         self._early_lines = []
-        if step == 0 and (digest := self._digest(trained_only=True)) is not None:
-            first = {"step": 0, "digest": digest, "all": self._digest(trained_only=False)}
+        if step == 0 and (digest := self._digest_now(trained_only=True)) is not None:
+            first = {"step": 0, "digest": digest, "all": self._digest_now(trained_only=False)}
             self._try(lambda: self._weights.append(first))
         where: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "processes": dist.world_size()}
         where["process_started"] = psutil.Process().create_time()
@@ -358,17 +377,30 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             self._known_data = dataset, dataset_digest(dataset)
         return self._known_data[1]
 
-    def _digest(self, *, trained_only: bool) -> str | None:
-        """A digest of the weights; None where no rank has all of them."""
+    def _weights_to_digest(self) -> WeightsDigest | None:
         trainer = self._trainer
         if is_sharded(trainer.model) or trainer.is_fsdp_enabled:
             return None
-        parameters = unwrap(trainer.model).named_parameters()
         try:
-            return weights_digest((name, p) for name, p in parameters if p.requires_grad or not trained_only)
+            return WeightsDigest(unwrap(trainer.model).named_parameters())
         except Exception as error:  # no record is worth a run
             self._report(error)
             return None
+
+    def _digest_now(self, *, trained_only: bool) -> str | None:
+        """The digest of the weights as they are; None if there is none."""
+        try:
+            return None if self._digest is None else self._digest.value(trained_only=trained_only)
+        except Exception as error:  # no record is worth a run
+            self._report(error)
+            return None
+
+    def _write_lines(self) -> None:
+        """Writes the lines that wait, in their order."""
+        with self._lines_lock:
+            while self._lines:
+                file, line = self._lines.popleft()
+                self._try(lambda file=file, line=line: file.append(line))
 
     def _try(self, write: Any) -> None:
         try:
