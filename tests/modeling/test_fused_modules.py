@@ -15,6 +15,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP, Lfm2RMSNorm
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeMLP, Lfm2MoeRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridRMSNormGated
@@ -57,15 +59,24 @@ def test_numbers_and_gradients_are_those_of_float64(kind: Any):
         torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
 
 
-HYBRID_PARTS: list[Any] = [Qwen3_5RMSNorm, Qwen3_5RMSNormGated, Qwen3_5MLP, OlmoHybridRMSNormGated]
+HYBRID_PARTS: list[Any] = [
+    *(Qwen3_5RMSNorm, Qwen3_5RMSNormGated, Qwen3_5MLP, OlmoHybridRMSNormGated),
+    *(Lfm2RMSNorm, Lfm2MLP, Lfm2MoeRMSNorm, Lfm2MoeMLP),
+]
 
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("kind", HYBRID_PARTS)
 def test_parts_of_hybrids_have_the_numbers_and_gradients_of_the_modules(kind: Any, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
-    config = transformers.Qwen3_5TextConfig(hidden_size=48, intermediate_size=40)
-    module = kind(config, 40) if kind.__name__.endswith("MLP") else kind(48, eps=1e-5)
+    if kind.__name__.startswith("Lfm2"):
+        config: Any = transformers.Lfm2Config(hidden_size=48, intermediate_size=40)
+    else:
+        config = transformers.Qwen3_5TextConfig(hidden_size=48, intermediate_size=40)
+    if kind.__name__.endswith("MLP"):
+        module = kind(config) if kind is Lfm2MLP else kind(config, 40)
+    else:
+        module = kind(48, eps=1e-5)
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -0.5, 2.0)
     inputs = [(3 * torch.randn(2, 70, 48)).requires_grad_() for _ in range(2 if "Gated" in kind.__name__ else 1)]

@@ -59,6 +59,8 @@ FAMILIES = (
     ),
     Family("qwen3_5_moe", mlp="Qwen3_5MoeMLP", centred_norm="Qwen3_5MoeRMSNorm", gated_norm="Qwen3_5MoeRMSNormGated"),
     Family("olmo_hybrid", norm="OlmoHybridRMSNorm", mlp="OlmoHybridMLP", gated_norm="OlmoHybridRMSNormGated"),
+    Family("lfm2", norm="Lfm2RMSNorm", mlp="Lfm2MLP"),
+    Family("lfm2_moe", norm="Lfm2MoeRMSNorm", mlp="Lfm2MoeMLP"),
     Family("gemma2", logit_effects={"final_logit_softcapping": "cap"}),
     Family("gemma3", logit_effects={"final_logit_softcapping": "cap"}, bidirectional_images=True),
     Family("gemma4", logit_effects={"final_logit_softcapping": "cap"}),

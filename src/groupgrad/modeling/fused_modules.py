@@ -37,6 +37,8 @@ _PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, nn.Parameter)
 _staying: WeakSet[nn.Module] = WeakSet()
 """Modules whose forward methods stay replaced until `own_parts`."""
 
+_SILU = nn.SiLU()
+
 ROTARY = "apply_rotary_pos_emb"
 """Name of the function of rotary embeddings in transformers' model files."""
 
@@ -170,7 +172,7 @@ def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool) -> _Co
         if is_dense or not has_kernels or not _is_plain_parameter(module.weight):
             return None
         return _centred_norm if kind.__name__ in CENTRED_NORMS else _gated_norm
-    return _gated if has_kernels and kind.__name__ in MLPS and is_silu(module.act_fn) else None
+    return _gated if has_kernels and kind.__name__ in MLPS and is_silu(_mlp_parts(module)[3]) else None
 
 
 def _is_plain_parameter(weight: Any) -> bool:
@@ -226,18 +228,26 @@ def _norm(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     return layers.norm(kernels.library(), input, weight, module.variance_epsilon)
 
 
+def _mlp_parts(module: Any) -> tuple[Any, Any, Any, Any]:
+    """The projections gate, up and down of a gated MLP, and its activation."""
+    if hasattr(module, "w1"):  # of LFM2
+        return module.w1, module.w3, module.w2, _SILU
+    return module.gate_proj, module.up_proj, module.down_proj, module.act_fn
+
+
 def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     library = kernels.library()
-    if library is None or not _is_plain_input(input) or not is_silu(module.act_fn):
+    gate_of, up_of, down_of, activation = _mlp_parts(module)
+    if library is None or not _is_plain_input(input) or not is_silu(activation):
         return None
     # Tensors of the inner width stay small at any length of a row; see `stretches`. A gradient needs all of them.
     is_cut = not torch.is_grad_enabled() and input.dim() > 1 and is_long(input)
     parts = input.split(STRETCH_TOKENS, dim=-2) if is_cut else (input,)
     outputs = []
     for part in parts:
-        gate, up = module.gate_proj(part), module.up_proj(part)
+        gate, up = gate_of(part), up_of(part)
         is_known = _is_plain(gate) and _is_plain(up) and gate.shape == up.shape
-        outputs.append(module.down_proj(layers.gated(library, gate, up) if is_known else module.act_fn(gate) * up))
+        outputs.append(down_of(layers.gated(library, gate, up) if is_known else activation(gate) * up))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
 
 
