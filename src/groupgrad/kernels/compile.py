@@ -260,9 +260,10 @@ def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.groupgrad_rotate.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
     kernels.groupgrad_state_step.argtypes = [pointer, ctypes.c_int]
     kernels.groupgrad_convolution_step.argtypes = [pointer] * 5 + [number] * 5 + [ctypes.c_int] * 2
+    kernels.groupgrad_convolution.argtypes = [pointer, ctypes.c_int]
     kernels.groupgrad_delta_rule.argtypes = [pointer] * 3 + [number, ctypes.c_int]
     quiet = ("norm", "norm_gradient", "gate", "gate_gradient", "rotate", "score", "tile", "finish", "state_step")
-    for name in (*quiet, "convolution_step"):
+    for name in (*quiet, "convolution", "convolution_step"):
         getattr(kernels, f"groupgrad_{name}").restype = None
     kernels.groupgrad_score.argtypes = [pointer, number, number, ctypes.c_float] + [pointer] * 3 + [ctypes.c_int]
     kernels.groupgrad_tile.argtypes = [pointer, ctypes.c_int]

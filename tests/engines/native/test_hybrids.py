@@ -65,7 +65,7 @@ def test_decode_steps_by_kernels_sample_as_those_of_torch(family: str, monkeypat
     plain = NativeEngine(model).sample(asked, OPTIONS)
     monkeypatch.delenv(SWITCH)
     scanned: list[bool] = []
-    for name in ("scan", "with_inputs_before"):
+    for name in ("scan", "inputs_before"):
         original = getattr(SlotRecurrence, name)
         watched = partial(_noting, original, scanned)
         monkeypatch.setattr(SlotRecurrence, name, lambda self, *args, f=watched: f(self, *args))

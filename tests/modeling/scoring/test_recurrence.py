@@ -202,6 +202,30 @@ def test_the_compiled_delta_rule_gives_the_log_probs_and_gradients_of_pytorch(
         torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-5 * scale, msg=name)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "jamba", "lfm2", "kimi_linear"])
+def test_compiled_convolutions_give_the_log_probs_and_gradients_of_pytorch(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library() is None:
+        pytest.skip(status())
+    model, batch, results = make_hybrid(family), batch_of(5), []
+    weights = torch.linspace(-1, 2, batch.num_tokens)
+    for is_compiled in (True, False):
+        monkeypatch.setattr(recurrent_scans, "_compiled_rows", lambda *_: None)
+        if is_compiled:
+            monkeypatch.setattr(recurrent_scans, "_convolved", None)
+        else:
+            monkeypatch.setattr(recurrent_scans, "can_step", lambda *_: False)
+        logprobs = score_tokens(model, batch, OPTIONS).logprobs
+        results.append({"logprobs": logprobs.detach(), **gradients(model, (weights * logprobs).sum())})
+        monkeypatch.undo()
+    compiled, plain = results
+    torch.testing.assert_close(compiled.pop("logprobs"), plain.pop("logprobs"), rtol=0, atol=1e-5)
+    scale = max(float(value.abs().max()) for value in plain.values())
+    for name, value in plain.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-5 * scale, msg=name)
+
+
 @settings(max_examples=20, deadline=None)
 @given(SEGMENTS, st.integers(0, 2**16))
 def test_the_gated_delta_rule_is_the_recurrence_of_its_paper(lengths: list[tuple[int, list[int]]], seed: int) -> None:

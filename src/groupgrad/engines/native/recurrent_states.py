@@ -11,7 +11,7 @@ import torch
 from groupgrad.engines.native.kv_cache import KVSlab, StateShape
 from groupgrad.kernels.recurrent import can_step
 from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.recurrence import Advance, Chunks, Recurrence
+from groupgrad.modeling.scoring.recurrence import Advance, Chunks, Recurrence, inputs_at
 
 
 class ProbeRecurrence(Recurrence):
@@ -31,10 +31,10 @@ class ProbeRecurrence(Recurrence):
         self._record(zeros(1)[0])
         return super().scan(chunks, zeros, advance)
 
-    def with_inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
-        """The inputs of a convolution, whose state is recorded: the last `width` - 1 inputs of a row."""
+    def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
+        """Zeros, as the inputs before a convolution's; its state is recorded: the last `width` - 1 inputs of a row."""
         self._record(values.new_zeros(len(values), width - 1))
-        return super().with_inputs_before(values, width)
+        return super().inputs_before(values, width)
 
     def _record(self, state: torch.Tensor) -> None:
         self.states.append(StateShape(tuple(state.shape), state.dtype, state.device))
@@ -88,20 +88,20 @@ class SlotRecurrence(Recurrence):
         write(chunks.levels[-1].order, finals[-1])
         return output
 
-    def with_inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
-        """(D, T + n * (width - 1)) inputs of a convolution: the flat ones, then those stored for each run."""
+    def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
+        """(D, n * (width - 1)) inputs of a convolution that are stored for the runs; the last ones now replace them."""
         initial, write = self._next_states()
-        extended = torch.cat([values, initial.to(values.dtype).transpose(0, 1).flatten(1)], dim=1)
+        before = initial.to(values.dtype).transpose(0, 1).flatten(1).clone()  # the states are written below
         last = self._last_places(width - 1, values.device)
-        write(torch.arange(len(last), device=values.device), extended[:, last].transpose(0, 1))
-        return extended
+        write(torch.arange(len(last), device=values.device), inputs_at(values, before, last).transpose(0, 1))
+        return before
 
     def _places_before(self, number: int, segment: Segment, count: int) -> list[int]:
         first = self._num_tokens + number * count
         return list(range(first, first + count))
 
     def _last_places(self, count: int, device: torch.device) -> torch.Tensor:
-        """(n, count) places in the extended inputs of the last ones of each run."""
+        """(n, count) places, as those of `heads`, of the last inputs of each run."""
         if (count, device) not in self._ends:
             rows = []
             for number, segment in enumerate(self._segments):

@@ -111,6 +111,13 @@ class Chunks:
         return torch.cat(outputs), finals
 
 
+def inputs_at(values: torch.Tensor, before: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """(D, ...) inputs at `places`, of (D, T) flat ones and, from place T on, those of `before` (D, E)."""
+    num_tokens = values.shape[1]
+    own = values[:, places.clamp(max=num_tokens - 1)]
+    return torch.where(places < num_tokens, own, before[:, (places - num_tokens).clamp(min=0)])
+
+
 class Recurrence:
     """The order of flat tokens in recurrent layers: which token follows which, and where states come from."""
 
@@ -130,6 +137,11 @@ class Recurrence:
         """True if states of the flat tokens, one for each, can be updated in place (`states_in_place`)."""
         return False
 
+    @property
+    def is_cut(self) -> bool:
+        """True if rows are computed in several calls of a layer, each from the inputs and states of the one before."""
+        return False
+
     def begin_pass(self) -> None:
         """Called before the model computes the tokens."""
 
@@ -137,9 +149,9 @@ class Recurrence:
         """(N, ...) outputs of `advance` over all chunks of a layer. `zeros` makes states of a number of segments."""
         return chunks.scan(lambda order: zeros(len(order)), advance)[0]
 
-    def with_inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
-        """(D, T + more) inputs of a convolution over `width` tokens: (D, T), then what `heads` names beside them."""
-        return torch.cat([values, values.new_zeros(len(values), 1)], dim=1)
+    def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
+        """(D, E) inputs that `heads` names beside the flat ones (D, T) of a convolution over `width` tokens."""
+        return values.new_zeros(len(values), 1)
 
     def states_in_place(self) -> torch.Tensor:
         """(n, ...) float32 states of the next layer, which the caller computes and updates. For an `is_step` alone."""
@@ -204,12 +216,12 @@ class Recurrence:
     def heads(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens whose last `width` tokens are not the last `width` flat ones.
 
-        (M,) int64 places of these tokens, and (M, width) places in `with_inputs_before` of what comes up to each in its
-        row, itself last.
+        (M,) int64 ascending places of these tokens, and (M, width) places of what comes up to each in its row, itself
+        last. Places from T on are those in `inputs_before`.
         """
         if (width, device) not in self._heads:
             places, windows = [], []
-            for number, segment in enumerate(self._segments):
+            for number, segment in sorted(enumerate(self._segments), key=lambda entry: entry[1].start):
                 before = self._places_before(number, segment, width - 1)
                 for index in range(min(width - 1, segment.length)):
                     own = range(segment.start, segment.start + index + 1)
@@ -222,7 +234,7 @@ class Recurrence:
         return self._heads[width, device]
 
     def _places_before(self, number: int, segment: Segment, count: int) -> list[int]:
-        """Places in `with_inputs_before` of the last `count` inputs before a segment in its row."""
+        """Places, as those of `heads`, of the last `count` inputs before a segment in its row."""
         shared = segment.shared
         places = [] if shared is None else list(range(shared.start, shared.start + shared.length))[-count:]
         return [self._num_tokens] * (count - len(places)) + places

@@ -1,8 +1,8 @@
 """The computations of recurrent layers over flat tokens, each for one kind of layer.
 
 They take the arguments of transformers' functions, and the `Recurrence` that orders the tokens. What happens inside a
-chunk is computed for a block of chunks at once; then the states pass through them. On a CPU in float32 the gated delta
-rule runs in the compiled kernels instead.
+chunk is computed for a block of chunks at once; then the states pass through them. On a CPU in float32 convolutions and
+the gated delta rule run in the compiled kernels instead.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from groupgrad.kernels import delta_rule, library
+from groupgrad.kernels.convolution import convolution
 from groupgrad.kernels.recurrent import can_step, convolution_step, state_step
-from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Chunks, Prepare, Recurrence
+from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Chunks, Prepare, Recurrence, inputs_at
 
 
 def causal_conv1d(
@@ -31,13 +32,28 @@ def causal_conv1d(
     """(1, D, T) depthwise convolution of (1, D, T) over the last K tokens of each row, with weights (D, K)."""
     width = weight.shape[-1]
     values = hidden_states.to(weight.dtype)
-    kernels = _step_kernels(recurrence, values, weight, bias)
-    if kernels is not None:
-        gates, states = activation in ("silu", "swish"), recurrence.states_in_place()
+    kernels = library() if not recurrence.is_cut and can_step(values, weight, bias) else None
+    gates = kernels is not None and activation in ("silu", "swish")
+    if kernels is None:
+        output = _convolved(recurrence, values, weight, bias)
+    elif _is_step(recurrence):
+        states = recurrence.states_in_place()
         output = convolution_step(kernels, states, values[0].T, weight, bias, gates=gates).T[None]
-        return (output if activation is None or gates else _activation(activation)(output)).to(hidden_states.dtype)
+    else:
+        before, heads = recurrence.inputs_before(values[0], width), recurrence.heads(width, values.device)
+        output = convolution(kernels, values[0].T, before.T, heads, weight, bias, gates=gates).T[None]
+    if activation is not None and not gates:
+        output = _activation(activation)(output)
+    return output.to(hidden_states.dtype)
+
+
+def _convolved(
+    recurrence: Recurrence, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`causal_conv1d` by PyTorch, without an activation."""
+    width = weight.shape[-1]
     places, windows = recurrence.heads(width, values.device)
-    rows = recurrence.with_inputs_before(values[0], width)[:, windows]
+    rows = inputs_at(values[0], recurrence.inputs_before(values[0], width), windows)
     output = (rows * weight.unsqueeze(1)).sum(-1)[None]
     if bias is not None:
         output = output + bias[:, None]
@@ -45,9 +61,7 @@ def causal_conv1d(
     if len(places) < num_tokens:
         inside = F.conv1d(values, weight.unsqueeze(1), bias, padding=width - 1, groups=len(weight))[..., :num_tokens]
         output = inside.index_copy(2, places, output.to(inside.dtype))
-    if activation is not None:
-        output = _activation(activation)(output)
-    return output.to(hidden_states.dtype)
+    return output
 
 
 def gated_delta_rule(
@@ -254,9 +268,11 @@ def _delta_rule(
 
 def _step_kernels(recurrence: Recurrence, *tensors: torch.Tensor | None) -> ctypes.CDLL | None:
     """The compiled kernels if the flat tokens are one token of each row, whose states they can update in place."""
-    if torch.is_grad_enabled() or not recurrence.is_step or not can_step(*tensors):
-        return None
-    return library()
+    return library() if _is_step(recurrence) and can_step(*tensors) else None
+
+
+def _is_step(recurrence: Recurrence) -> bool:
+    return recurrence.is_step and not torch.is_grad_enabled()
 
 
 def _compiled_rows(

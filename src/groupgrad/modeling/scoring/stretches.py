@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Advance, Chunks, Recurrence
+from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Advance, Chunks, Recurrence, inputs_at
 from groupgrad.modeling.systems.oom_retry import tokens_per_pass
 
 STRETCH_TOKENS = 2048
@@ -62,6 +62,11 @@ class Stretch(Recurrence):
         """Number of tokens of the stretch."""
         return self._num_tokens
 
+    @property
+    def is_cut(self) -> bool:
+        """True, so that convolutions run in PyTorch."""
+        return True
+
     def begin_layer(self, carried: Carried) -> None:
         """Called before a layer computes the stretch. `carried` is empty for its first one, and is added to."""
         self._carried, self._num_computed = carried, 0
@@ -82,16 +87,17 @@ class Stretch(Recurrence):
             carried.update({self._numbers[index]: final[rank[index]] for index in self._left if index in rank})
         return output
 
-    def with_inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
-        """(D, T + 1 + n * (width - 1)) inputs of a convolution: the stretch's, zeros, and the last ones of the `n`
-        segments that continue here."""
+    def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
+        """(D, 1 + n * (width - 1)) inputs of a convolution: zeros, and the last ones of the `n` segments that continue
+        here."""
         carried = self._next()
-        before = [carried[source] for source in self._sources if source is not None]
-        extended = torch.cat([super().with_inputs_before(values, width), *before], dim=1)
+        continued = [carried[source] for source in self._sources if source is not None]
+        before = torch.cat([super().inputs_before(values, width), *continued], dim=1)
         for index in self._left:
-            segment = self._segments[index]
-            carried[self._numbers[index]] = extended[:, self._last_places(index, segment, width - 1)]
-        return extended
+            places = self._last_places(index, self._segments[index], width - 1)
+            places = torch.tensor(places, dtype=torch.int64, device=values.device)
+            carried[self._numbers[index]] = inputs_at(values, before, places)
+        return before
 
     def _places_before(self, number: int, segment: Segment, count: int) -> list[int]:
         if segment.shared is not None:
