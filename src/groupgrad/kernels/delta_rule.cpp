@@ -16,19 +16,22 @@ struct Spread {
     int64_t token, head, channel;  // strides
 };
 
-// Consecutive tokens behind a prompt of `prompt_length` tokens, or without one.
+// Consecutive tokens behind a prompt of `prompt_length` tokens, or without one. A row that is not behind a prompt begins
+// with state `initial` of those given. The state behind a row is state `final` of those wanted. -1: zeros, not wanted.
 struct RecurrentRow {
-    int64_t start, length, prompt_start, prompt_length;
+    int64_t start, length, prompt_start, prompt_length, initial, final;
 };
 
 struct DeltaRule {
     int64_t heads, key_heads, key_width, value_width;
     Spread queries, keys, values;
     const float *decays, *strengths;  // (tokens, heads); of decays the logarithm
-    float *outputs;                   // (tokens, heads, value_width)
+    const float *initials;            // states (number, heads, key_width, value_width), as all below
+    float *outputs, *finals;          // (tokens, heads, value_width), and states
     const float *gradient;            // of the outputs; null: outputs are computed, otherwise the gradients below
+    const float *of_finals;           // given like `gradient`; null: zeros
     Spread of_queries, of_keys, of_values;
-    float *of_decays, *of_strengths;
+    float *of_decays, *of_strengths, *of_initials;
     float scale, epsilon;  // queries are multiplied by `scale`, both have length 1 before unless `epsilon` is negative
 };
 }
@@ -137,15 +140,15 @@ public:
 
     // The outputs of rows behind one prompt, and of that if it is among them; or of one row without a prompt.
     void compute(const RecurrentRow *rows, long count, long head) {
-        prompt_state.clear(key_width);
         for (const RecurrentRow *row = rows; row < rows + count; row++) {
-            copy(prompt_state, state);
+            begin(*row, head);
             for (long at = 0; at < row->length; at += CHUNK) {
                 prepare(row->start + at, std::min<long>(CHUNK, row->length - at), head);
                 read_values(head);
                 write_into_state();
                 put_outputs(head);
             }
+            put_state(state, row->final, head, call.finals);
             if (!row->prompt_length) std::swap(state, prompt_state);
         }
     }
@@ -153,7 +156,7 @@ public:
     // The gradients of the same rows. Gradients of queries and keys are added to those of the heads before `head`
     // that share them.
     void add_gradients(const RecurrentRow *rows, long count, long head) {
-        prompt_state.clear(key_width), of_prompt_state.clear(key_width);
+        of_prompt_state.clear(key_width);
         const bool has_prompt = count > 1 && !rows->prompt_length;
         if (has_prompt) {
             collect_states(*rows, head, true);
@@ -161,21 +164,52 @@ public:
         }
         for (const RecurrentRow *row = rows + has_prompt; row < rows + count; row++) {
             collect_states(*row, head, false);
-            of_state.clear(key_width);
+            read_state(call.of_finals, row->final, head, of_state);
             add_row(*row, head);
-            for (long k = 0; k < key_width; k++)
-                for (long v = 0; v < value_width; v++) of_prompt_state.row(k)[v] += of_state.row(k)[v];
+            add(of_state, of_prompt_state);
         }
-        if (!has_prompt) return;
-        prompt_state.clear(key_width);
-        collect_states(*rows, head, false);
-        copy(of_prompt_state, of_state);
-        add_row(*rows, head);
+        if (has_prompt) {
+            collect_states(*rows, head, false);
+            read_state(call.of_finals, rows->final, head, of_state);
+            add(of_prompt_state, of_state);
+            add_row(*rows, head);
+            std::swap(of_state, of_prompt_state);
+        }
+        put_state(of_prompt_state, rows->initial, head, call.of_initials);
     }
 
 private:
     void copy(const Matrix &from, const Matrix &to) const {
         std::memcpy(to.data, from.data, key_width * from.stride * sizeof(float));
+    }
+
+    void add(const Matrix &from, const Matrix &to) const {
+        for (long k = 0; k < key_width; k++)
+            for (long v = 0; v < value_width; v++) to.row(k)[v] += from.row(k)[v];
+    }
+
+    long place_of_state(long number, long head) const {
+        return (number * call.heads + head) * key_width * value_width;
+    }
+
+    // Copies a head's state of that number to `to`; zeros if there is none.
+    void read_state(const float *states, long number, long head, const Matrix &to) const {
+        if (!states || number < 0) return to.clear(key_width);
+        const float *from = states + place_of_state(number, head);
+        for (long k = 0; k < key_width; k++) std::copy_n(from + k * value_width, value_width, to.row(k));
+    }
+
+    // Copies `from` to a head's state of that number, if that is wanted.
+    void put_state(const Matrix &from, long number, long head, float *states) const {
+        if (!states || number < 0) return;
+        float *to = states + place_of_state(number, head);
+        for (long k = 0; k < key_width; k++) std::copy_n(from.row(k), value_width, to + k * value_width);
+    }
+
+    // Puts the state before a row into `state`.
+    void begin(const RecurrentRow &row, long head) const {
+        if (row.prompt_length) return copy(prompt_state, state);
+        read_state(call.initials, row.initial, head, state);
     }
 
     // Reads keys, queries, decays and strengths of a chunk, and makes their products.
@@ -271,7 +305,7 @@ private:
     // The states before the chunks of a row, and what tokens write divided by their strength; with `to_end` also the
     // state behind the row, in `state`.
     void collect_states(const RecurrentRow &row, long head, bool to_end) {
-        copy(prompt_state, state);
+        begin(row, head);
         for (long chunk = 0; chunk < chunks(row.length); chunk++) {
             copy(state, states.from(chunk * key_width));
             prepare(row.start + chunk * CHUNK, std::min<long>(CHUNK, row.length - chunk * CHUNK), head);

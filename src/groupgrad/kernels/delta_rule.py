@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from groupgrad.kernels.attend import rows_by_prompt
+
 EPSILON = 1e-6
 """Added to the squared length of queries and keys that are divided by their length."""
 
@@ -26,11 +28,38 @@ class _DeltaRule(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "key_heads", "key_width", "value_width")),
         *((name, _Spread) for name in ("queries", "keys", "values")),
-        *((name, ctypes.c_void_p) for name in ("decays", "strengths", "outputs", "gradient")),
+        *((name, ctypes.c_void_p) for name in ("decays", "strengths", "initials", "outputs", "finals")),
+        *((name, ctypes.c_void_p) for name in ("gradient", "of_finals")),
         *((name, _Spread) for name in ("of_queries", "of_keys", "of_values")),
-        *((name, ctypes.c_void_p) for name in ("of_decays", "of_strengths")),
+        *((name, ctypes.c_void_p) for name in ("of_decays", "of_strengths", "of_initials")),
         *((name, ctypes.c_float) for name in ("scale", "epsilon")),
     )
+
+
+@dataclass(slots=True, frozen=True)
+class StateRows:
+    """Rows of flat tokens by their prompt, with the states that they take and leave; see `state_rows`."""
+
+    table: torch.Tensor
+    """(n, 6) int64, mirrors `RecurrentRow` of `delta_rule.cpp`."""
+    bounds: torch.Tensor
+    """(groups + 1,) int64 bounds of the rows that share a prompt, the prompt itself first."""
+    num_finals: int
+    """Number of rows whose final states are wanted."""
+
+
+def state_rows(spans: torch.Tensor, continuing: Sequence[int] = (), left: Sequence[int] = ()) -> StateRows:
+    """Rows of `spans` (n, 6) (see `span_table`), each of which begins with zeros or with its prompt's final state.
+
+    Those that start at the flat places `continuing` are behind no prompt, and begin with given states in this order.
+    The final states of those that start at `left` are wanted, in this order.
+    """
+    rows, bounds = rows_by_prompt(spans)
+    index = {start: row for row, start in enumerate(rows[:, 0].tolist())}
+    table = torch.cat([rows, rows.new_full((len(rows), 2), -1)], dim=1)
+    for column, starts in ((4, continuing), (5, left)):
+        table[[index[start] for start in starts], column] = torch.arange(len(starts))
+    return StateRows(table, bounds, len(left))
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,7 +81,7 @@ class _Setting:
     """The arguments of a call that have no gradient."""
 
     kernels: ctypes.CDLL
-    groups: tuple[torch.Tensor, torch.Tensor]
+    rows: StateRows
     norm: bool
     parts: tuple[_Part, ...]
     """Queries, keys and values in the only tensor that holds them; empty if they are three tensors."""
@@ -64,23 +93,25 @@ class _Setting:
 
 def gated_delta_rule(
     kernels: ctypes.CDLL,
-    groups: tuple[torch.Tensor, torch.Tensor],
+    rows: StateRows,
     vectors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     decay: torch.Tensor,
     strength: torch.Tensor,
     norm: bool,
-) -> torch.Tensor:
-    """(T, H, Dv) outputs of the gated delta rule (arXiv:2412.06464, section 3.3) of flat tokens, float32 on the CPU.
+    initial: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gated delta rule (arXiv:2412.06464, section 3.3) of flat tokens, float32 on the CPU.
 
-    `vectors` are query and key (T, Hk, Dk), where Hk divides H, and value (T, H, Dv), with any strides; query and key
-    are divided by their lengths before if `norm`, and the query by the root of its width. `decay` is a logarithm,
-    (T, H) like `strength`. `groups` are those of `attend.rows_by_prompt`. There are no second derivatives. MemoryError
-    if the states of a row do not fit.
+    Returns (T, H, Dv) outputs and the (m, H, Dk, Dv) final states that `rows` names. `vectors` are query and key
+    (T, Hk, Dk), where Hk divides H, and value (T, H, Dv), with any strides; query and key are divided by their lengths
+    before if `norm`, and the query by the root of its width. `decay` is a logarithm, (T, H) like `strength`. `initial`
+    are (k, H, Dk, Dv) states with which the continuing rows begin. There are no second derivatives. MemoryError if the
+    states of a row do not fit.
     """
     source, parts = _only_source(vectors)
-    setting = _Setting(kernels, groups, norm, parts)
+    setting = _Setting(kernels, rows, norm, parts)
     sources = vectors if source is None else (source,)
-    return _GatedDeltaRule.apply(setting, decay, strength, *sources)  # pyright: ignore[reportReturnType]
+    return _GatedDeltaRule.apply(setting, initial, decay, strength, *sources)  # pyright: ignore[reportReturnType]
 
 
 def _only_source(vectors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, tuple[_Part, ...]]:
@@ -111,36 +142,53 @@ def _only_source(vectors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, 
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, setting: _Setting, decay: torch.Tensor, strength: torch.Tensor, *sources: torch.Tensor
-    ) -> torch.Tensor:
-        decay, strength = decay.contiguous(), strength.contiguous()
-        vectors = setting.vectors(sources)
-        output = decay.new_empty(vectors[2].shape)
-        _run(setting, _call(vectors, decay, strength, setting.norm, outputs=output.data_ptr()))
-        ctx.save_for_backward(decay, strength, *sources)
+        ctx: Any,
+        setting: _Setting,
+        initial: torch.Tensor | None,
+        decay: torch.Tensor,
+        strength: torch.Tensor,
+        *sources: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = [None if x is None else x.contiguous() for x in (initial, decay, strength)]
+        _, key, value = vectors = setting.vectors(sources)
+        output = value.new_empty(value.shape)
+        finals = value.new_empty(setting.rows.num_finals, value.shape[1], key.shape[2], value.shape[2])
+        _run(setting, _call(setting, vectors, inputs, outputs=output.data_ptr(), finals=_address(finals)))
+        ctx.save_for_backward(*inputs, *sources)
+        ctx.set_materialize_grads(False)
         ctx.setting = setting
-        return output
+        return output, finals
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        decay, strength, *sources = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         setting: _Setting = ctx.setting
-        gradient = grads[0].contiguous()
-        found = [torch.empty_like(x) for x in (decay, strength, *sources)]
-        parts = map(_spread, setting.vectors(found[2:]))
+        initial, decay, strength, *sources = ctx.saved_tensors
+        inputs = initial, decay, strength
+        vectors = setting.vectors(sources)
+        gradient = vectors[2].new_zeros(vectors[2].shape) if grads[0] is None else grads[0].contiguous()
+        of_finals = None if grads[1] is None else grads[1].contiguous()
+        of_initial, of_decay, of_strength = of_inputs = [None if x is None else torch.empty_like(x) for x in inputs]
+        of_sources = [torch.empty_like(x) for x in sources]
+        parts = map(_spread, setting.vectors(of_sources))
         call = _call(
-            setting.vectors(sources),
-            decay,
-            strength,
-            setting.norm,
+            setting,
+            vectors,
+            inputs,
             gradient=gradient.data_ptr(),
+            of_finals=_address(of_finals),
             **dict(zip(("of_queries", "of_keys", "of_values"), parts)),
-            of_decays=found[0].data_ptr(),
-            of_strengths=found[1].data_ptr(),
+            of_decays=_address(of_decay),
+            of_strengths=_address(of_strength),
+            of_initials=_address(of_initial),
         )
         _run(setting, call)
-        return None, *found
+        return None, *of_inputs, *of_sources
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    """Of the tensor's numbers; None if there are none."""
+    return None if tensor is None else tensor.data_ptr() or None
 
 
 def _spread(values: torch.Tensor) -> _Spread:
@@ -148,9 +196,10 @@ def _spread(values: torch.Tensor) -> _Spread:
 
 
 def _call(
-    vectors: Sequence[torch.Tensor], decay: torch.Tensor, strength: torch.Tensor, norm: bool, **more: Any
+    setting: _Setting, vectors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor | None], **more: Any
 ) -> _DeltaRule:
     query, key, value = vectors
+    initial, decay, strength = inputs
     return _DeltaRule(
         heads=value.shape[1],
         key_heads=key.shape[1],
@@ -159,16 +208,17 @@ def _call(
         queries=_spread(query),
         keys=_spread(key),
         values=_spread(value),
-        decays=decay.data_ptr(),
-        strengths=strength.data_ptr(),
+        decays=_address(decay),
+        strengths=_address(strength),
+        initials=_address(initial),
         scale=query.shape[-1] ** -0.5,
-        epsilon=EPSILON if norm else -1.0,
+        epsilon=EPSILON if setting.norm else -1.0,
         **more,
     )
 
 
 def _run(setting: _Setting, call: _DeltaRule) -> None:
-    rows, bounds = setting.groups
+    rows, bounds = setting.rows.table, setting.rows.bounds
     failed = setting.kernels.groupgrad_delta_rule(
         ctypes.addressof(call), rows.data_ptr(), bounds.data_ptr(), len(bounds) - 1, torch.get_num_threads()
     )

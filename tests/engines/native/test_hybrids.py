@@ -13,8 +13,10 @@ from transformers import GenerationConfig
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native.engine import NativeEngine
 from groupgrad.engines.native.recurrent_states import SlotRecurrence
+from groupgrad.kernels import library, status
 from groupgrad.kernels.compile import SWITCH
 from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
+from groupgrad.modeling.scoring.recurrence import Recurrence
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]]
 OPTIONS = SamplingOptions(max_new_tokens=12)
@@ -65,7 +67,7 @@ def test_decode_steps_by_kernels_sample_as_those_of_torch(family: str, monkeypat
     plain = NativeEngine(model).sample(asked, OPTIONS)
     monkeypatch.delenv(SWITCH)
     scanned: list[bool] = []
-    for name in ("scan", "inputs_before"):
+    for name in ("initial_states", "inputs_before"):
         original = getattr(SlotRecurrence, name)
         watched = partial(_noting, original, scanned)
         monkeypatch.setattr(SlotRecurrence, name, lambda self, *args, f=watched: f(self, *args))
@@ -78,6 +80,37 @@ def test_decode_steps_by_kernels_sample_as_those_of_torch(family: str, monkeypat
 def _noting(function: Any, notes: list[bool], recurrence: Any, *args: Any) -> Any:
     notes.append(recurrence._is_in_place)
     return function(recurrence, *args)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
+def test_prompts_and_replies_by_kernels_sample_as_those_of_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy turns and replies behind a prompt of more than two chunks; log-probs are those of training."""
+    if library() is None:
+        pytest.skip(status())
+    model, results = make_hybrid(family), []
+    prompts = [[3 + (7 * number + place) % 40 for place in range(150 - 90 * number)] for number in range(2)]
+    reply = [4 + place % 40 for place in range(70)]
+    for switch in ("0", "1"):
+        monkeypatch.setenv(SWITCH, switch)
+        if switch == "1":
+            monkeypatch.setattr(Recurrence, "scan", None)
+        turns: list[tuple[list[int], list[int], list[float]]] = []
+        with NativeEngine(model).session(SamplingOptions(max_new_tokens=9, top_k=1)) as session:
+            tickets = [session.submit(Request(prompt, 1, 6, keep=True)) for prompt in prompts]
+            finished = _finish_all(session, tickets)
+            for prompt, ticket in zip(prompts, tickets):
+                first = finished[ticket]
+                turns.append((prompt, first.ids, list(first.logprobs or ())))
+                context = [*prompt, *first.ids, *reply]
+                second = _finish(session, session.submit(Request(context, 2, 8, continues=ticket)))
+                turns.append((context, second.ids, list(second.logprobs or ())))
+        results.append([ids for _, ids, _ in turns])
+    assert results[0] == results[1]
+    contexts, ids, logprobs = zip(*turns)  # of the kernels
+    batch = build_batch(list(contexts), list(range(len(contexts))), list(ids))
+    expected = score_tokens(model, batch, ForwardOptions(layout="shared")).logprobs.detach()
+    found = torch.tensor([value for values in logprobs for value in values])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FEW)
@@ -161,6 +194,13 @@ def _finish(session: Any, ticket: int) -> Sample:
         finished = dict(session.advance())
         if ticket in finished:
             return finished[ticket]
+
+
+def _finish_all(session: Any, tickets: list[int]) -> dict[int, Sample]:
+    finished: dict[int, Sample] = {}
+    while not finished.keys() >= set(tickets):
+        finished.update(session.advance())
+    return finished
 
 
 def _bytes_of(model: Any, num_rows: int, length: int = 52) -> int:

@@ -16,7 +16,7 @@ from tiny_hybrids import CONFIGS, make_hybrid
 from groupgrad.kernels import library, status
 from groupgrad.kernels.compile import SWITCH
 from groupgrad.modeling.scoring import recurrence as recurrence_module
-from groupgrad.modeling.scoring import recurrent_layers, recurrent_scans
+from groupgrad.modeling.scoring import recurrent_layers, recurrent_scans, stretches
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
@@ -179,22 +179,26 @@ def test_blocks_of_chunks_give_the_gradients_of_all_chunks_at_once(
         torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6 * scale, msg=name)
 
 
+@pytest.mark.parametrize("longest", [10**9, 100])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
 def test_the_compiled_delta_rule_gives_the_log_probs_and_gradients_of_pytorch(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With rows whole, and in stretches of at most 100 tokens."""
     if library() is None:
         pytest.skip(status())
     model, batch, results = make_hybrid(family), batch_of(3), []
+    monkeypatch.setattr(stretches, "tokens_per_pass", lambda width: longest)
+    monkeypatch.setattr(recurrent_layers, "STRETCH_TOKENS", longest)
     weights = torch.linspace(-1, 2, batch.num_tokens)
     for by_chunks in (False, True):
-        if by_chunks:
-            monkeypatch.setattr(recurrent_scans, "_compiled_rows", lambda *_: None)
-        else:
-            monkeypatch.setattr(Recurrence, "scan", None)
-        logprobs = score_tokens(model, batch, OPTIONS).logprobs
-        results.append({"logprobs": logprobs.detach(), **gradients(model, (weights * logprobs).sum())})
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            if by_chunks:
+                patch.setattr(recurrent_scans, "_compiled_rows", lambda *_: None)
+            else:
+                patch.setattr(Recurrence, "scan", None)
+            logprobs = score_tokens(model, batch, OPTIONS).logprobs
+            results.append({"logprobs": logprobs.detach(), **gradients(model, (weights * logprobs).sum())})
     compiled, chunked = results
     torch.testing.assert_close(compiled.pop("logprobs"), chunked.pop("logprobs"), rtol=0, atol=1e-5)
     scale = max(float(value.abs().max()) for value in chunked.values())

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from ragged_rows import assert_scored_as_one_pass_a_row, gradients
 from tiny_hybrids import CONFIGS, VOCABULARY, make_hybrid
 
+from groupgrad.kernels import library, status
 from groupgrad.modeling.scoring import recurrent_layers, stretches
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
-from groupgrad.modeling.scoring.recurrent_scans import causal_conv1d
+from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.modeling.scoring.recurrent_scans import causal_conv1d, gated_delta_rule
 from groupgrad.modeling.scoring.stretches import Carried, Stretch, cut
 
 
@@ -88,12 +90,8 @@ SEGMENTS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
-@given(SEGMENTS, st.integers(64, 300), st.integers(0, 2**16))
-def test_states_and_inputs_go_on_from_stretch_to_stretch(
-    lengths: list[tuple[int, list[int]]], most: int, seed: int
-) -> None:
-    """h <- a h + x, and a convolution over four inputs, in float64 against a loop over the tokens of each row."""
+def segments_of(lengths: list[tuple[int, list[int]]]) -> tuple[list[Segment], list[list[int]]]:
+    """Segments of prompts and their rows, and the flat places of each row with its prompt."""
     segments: list[Segment] = []
     rows: list[list[int]] = []
     start = 0
@@ -105,6 +103,17 @@ def test_states_and_inputs_go_on_from_stretch_to_stretch(
             segments.append(Segment(start, row, shared=shared))
             rows.append([*prompt, *range(start, start + row)])
             start += row
+    return segments, rows
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEGMENTS, st.integers(64, 300), st.integers(0, 2**16))
+def test_states_and_inputs_go_on_from_stretch_to_stretch(
+    lengths: list[tuple[int, list[int]]], most: int, seed: int
+) -> None:
+    """h <- a h + x, and a convolution over four inputs, in float64 against a loop over the tokens of each row."""
+    segments, rows = segments_of(lengths)
+    start = sum(segment.length for segment in segments)
     generator = torch.Generator().manual_seed(seed)
     decay, value = torch.rand(2, start, generator=generator, dtype=torch.float64)
     weight = torch.rand(1, 4, generator=generator, dtype=torch.float64)
@@ -136,3 +145,63 @@ def test_states_and_inputs_go_on_from_stretch_to_stretch(
             window = [*window[1:], float(value[place])]
             assert float(found[place]) == pytest.approx(state, rel=1e-9)
             assert float(convolved[place]) == pytest.approx(sum(w * x for w, x in zip(weight[0].tolist(), window)))
+
+
+FEW_SEGMENTS = st.lists(
+    st.tuples(st.integers(1, 150), st.lists(st.integers(0, 150), max_size=3)), min_size=1, max_size=2
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(FEW_SEGMENTS, st.integers(64, 200), st.integers(0, 2**16))
+def test_the_compiled_delta_rule_goes_on_from_stretch_to_stretch(
+    lengths: list[tuple[int, list[int]]], most: int, seed: int
+) -> None:
+    """The outputs of whole rows to the bit, and the gradients of a float64 loop over the tokens of each row."""
+    if library() is None:
+        pytest.skip(status())
+    segments = [segment for segment in segments_of(lengths)[0] if segment.length]
+    total, generator = sum(segment.length for segment in segments), torch.Generator().manual_seed(seed)
+    inputs = [
+        *torch.randn(3, 1, total, 2, 6, generator=generator),
+        -0.1 * torch.rand(1, total, 2, generator=generator),
+        torch.rand(1, total, 2, generator=generator),
+    ]
+    slopes = torch.randn(1, total, 2, 6, generator=generator)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    parts = cut(segments, most)
+    sizes = [part.num_tokens for part in parts]
+    carried: Carried = []
+    outputs: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recurrence, "scan", None)  # as PyTorch computes it
+        for part, *values in zip(parts, *(x.split(sizes, dim=1) for x in leaves)):
+            part.begin_layer(carried)
+            outputs.append(gated_delta_rule(part, *values, use_qk_l2norm_in_kernel=True)[0])
+        whole, _ = gated_delta_rule(Recurrence(segments), *inputs, use_qk_l2norm_in_kernel=True)
+    output = torch.cat(outputs, dim=1)
+    assert torch.equal(output, whole)
+    found = torch.autograd.grad((slopes * output).sum(), leaves)
+    wide = [x.double().requires_grad_() for x in inputs]
+    wanted = torch.autograd.grad((slopes * _by_tokens(segments, *wide)).sum(), wide)
+    for name, gradient, want in zip(("query", "key", "value", "decay", "strength"), found, wanted):
+        atol = 2e-6 * float(want.abs().max())
+        torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _by_tokens(
+    segments: list[Segment], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """(1, T, H, D) outputs of the gated delta rule, one token after the other."""
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    ends: dict[int, torch.Tensor] = {}
+    outputs = []
+    for segment in segments:
+        state = v.new_zeros(2, 6, 6) if segment.shared is None else ends[segment.shared.start]
+        for place in range(segment.start, segment.start + segment.length):
+            key = k[0, place, :, :, None]
+            state = g[0, place].exp()[:, None, None] * state
+            state = state + beta[0, place, :, None, None] * key @ (v[0, place, :, None] - key.mT @ state)
+            outputs.append((q[0, place, :, None] @ state).squeeze(1) * 6**-0.5)
+        ends[segment.start] = state
+    return torch.stack(outputs)[None]

@@ -11,7 +11,7 @@ import torch
 from groupgrad.engines.native.kv_cache import KVSlab, StateShape
 from groupgrad.kernels.recurrent import can_step
 from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.recurrence import Advance, Chunks, Recurrence, inputs_at
+from groupgrad.modeling.scoring.recurrence import Recurrence, Zeros, inputs_at
 
 
 class ProbeRecurrence(Recurrence):
@@ -26,10 +26,9 @@ class ProbeRecurrence(Recurrence):
         """Drops the states that an earlier pass recorded."""
         self.states = []
 
-    def scan(self, chunks: Chunks, zeros: Callable[[int], torch.Tensor], advance: Advance) -> torch.Tensor:
-        """The outputs of a layer, whose state is recorded."""
+    def initial_states(self, zeros: Zeros) -> None:
+        """Records the state of a layer, which begins with zeros."""
         self._record(zeros(1)[0])
-        return super().scan(chunks, zeros, advance)
 
     def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
         """Zeros, as the inputs before a convolution's; its state is recorded: the last `width` - 1 inputs of a row."""
@@ -59,6 +58,7 @@ class SlotRecurrence(Recurrence):
         ends = accumulate(lengths)
         super().__init__([Segment(end - length, length) for end, length in zip(ends, lengths)])
         self._slab, self._slots, self._sources = slab, slots, sources
+        self._continuing = self._left = list(range(len(slots)))
         # The rows of a decode step have the first slots, one after the other, and keep their own states.
         in_place = slots == list(range(len(slots)))
         is_decoded = in_place and [(s.slab, s.slots) for s in sources] == [(slab, slots)]
@@ -81,12 +81,14 @@ class SlotRecurrence(Recurrence):
         """The next layer is the first one."""
         self._num_computed = 0
 
-    def scan(self, chunks: Chunks, zeros: Callable[[int], torch.Tensor], advance: Advance) -> torch.Tensor:
-        """The outputs of a layer; its states are read and written."""
-        initial, write = self._next_states()
-        output, finals = chunks.scan(lambda order: initial[order], advance)
-        write(chunks.levels[-1].order, finals[-1])
-        return output
+    def initial_states(self, zeros: Zeros) -> torch.Tensor:
+        """(n, ...) states that the runs begin with in the next layer."""
+        initial, self._write = self._next_states()
+        return initial
+
+    def keep_states(self, finals: torch.Tensor) -> None:
+        """Writes the final states of the runs."""
+        self._write(torch.arange(len(finals), device=finals.device), finals)
 
     def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
         """(D, n * (width - 1)) inputs of a convolution that are stored for the runs; the last ones now replace them."""

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from groupgrad.kernels.attend import rows_by_prompt
+from groupgrad.kernels.delta_rule import StateRows, state_rows
 from groupgrad.modeling.scoring.blocks import Segment
 
 CHUNK_SIZES = (16, 32, 64)
@@ -31,6 +31,9 @@ new memory in each layer, so that a token of it would cost more."""
 Advance = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Initial states of the chunks of the next step -> (their outputs, their final states)."""
 
+Zeros = Callable[[int], torch.Tensor]
+"""Makes the states (n, ...) of n segments that begin anew."""
+
 Prepare = Callable[..., tuple[torch.Tensor, ...]]
 """Chunks (n, ...) of some inputs -> what the steps need of them, each (n, ...)."""
 
@@ -41,10 +44,10 @@ class _Level:
 
     counts: list[int]
     """Number of segments that still have a chunk, for each step."""
-    parents: torch.Tensor | None
-    """(n,) int64, the segment of the level before whose final state each begins with; None: all begin with zeros."""
-    order: torch.Tensor
-    """(n,) int64 numbers of the segments among those that have tokens."""
+    is_first: bool
+    """True if its segments are behind no prompt of these tokens."""
+    sources: torch.Tensor
+    """(n,) int64, the state that each begins with: of the initial ones, or of the final ones of the level before."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,6 +59,8 @@ class Chunks:
     inverse: torch.Tensor
     """(T,) int64, the place in the flattened chunks of each token."""
     levels: tuple[_Level, ...]
+    ends: torch.Tensor
+    """(m,) int64, the segments whose final states are wanted, in the order of the levels."""
 
     def split(self, flat: torch.Tensor) -> torch.Tensor:
         """(N, C, ...) chunks of (T, ...) values, with zeros for padding."""
@@ -89,17 +94,12 @@ class Chunks:
             room -= count * size
         return blocks
 
-    def scan(
-        self, initial: Callable[[torch.Tensor], torch.Tensor], advance: Advance
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(N, ...) outputs of `advance` over all chunks, and the final states of each level.
-
-        `initial` makes the states that segments, given by their numbers (n,), begin with.
-        """
+    def scan(self, initial: torch.Tensor, advance: Advance) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N, ...) outputs of `advance` over all chunks from the states `initial`, and (m, ...) wanted final states."""
         outputs: list[torch.Tensor] = []
         finals: list[torch.Tensor] = []
         for level in self.levels:
-            state = initial(level.order) if level.parents is None else finals[-1].index_select(0, level.parents)
+            state = (initial if level.is_first else finals[-1]).index_select(0, level.sources)
             ended: list[torch.Tensor] = []
             for count in level.counts:
                 if count < len(state):
@@ -108,7 +108,8 @@ class Chunks:
                 output, state = advance(state)
                 outputs.append(output)
             finals.append(torch.cat([state, *reversed(ended)]))
-        return torch.cat(outputs), finals
+        wanted = torch.cat(finals).index_select(0, self.ends) if len(self.ends) else initial[:0]
+        return torch.cat(outputs), wanted
 
 
 def inputs_at(values: torch.Tensor, before: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -126,6 +127,10 @@ class Recurrence:
         self._num_tokens = sum(segment.length for segment in self._segments)
         self._chunks: dict[tuple[int, torch.device], Chunks] = {}
         self._heads: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._continuing: list[int] = []
+        """Numbers of segments that begin with `initial_states`; the others begin with zeros, or behind their prompt."""
+        self._left: list[int] = []
+        """Numbers of segments of which `keep_states` gets the final states."""
 
     @property
     def segments(self) -> list[Segment]:
@@ -145,9 +150,25 @@ class Recurrence:
     def begin_pass(self) -> None:
         """Called before the model computes the tokens."""
 
-    def scan(self, chunks: Chunks, zeros: Callable[[int], torch.Tensor], advance: Advance) -> torch.Tensor:
-        """(N, ...) outputs of `advance` over all chunks of a layer. `zeros` makes states of a number of segments."""
-        return chunks.scan(lambda order: zeros(len(order)), advance)[0]
+    def scan(self, chunks: Chunks, zeros: Zeros, advance: Advance) -> torch.Tensor:
+        """(N, ...) outputs of `advance` over all chunks of a layer."""
+        initial = self.initial_states(zeros)
+        if initial is None:
+            initial = zeros(1)
+        elif len(self._continuing) < len(self._segments):
+            initial = torch.cat([initial, zeros(1)])
+        output, finals = chunks.scan(initial, advance)
+        self.keep_states(finals)
+        return output
+
+    def initial_states(self, zeros: Zeros) -> torch.Tensor | None:
+        """(k, ...) states with which the continuing segments begin in a layer's next scan; None if there are no such.
+
+        A scan calls this once before its first step, and `keep_states` once after its last one.
+        """
+
+    def keep_states(self, finals: torch.Tensor) -> None:
+        """Takes the (m, ...) final states that are wanted."""
 
     def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
         """(D, E) inputs that `heads` names beside the flat ones (D, T) of a convolution over `width` tokens."""
@@ -167,17 +188,13 @@ class Recurrence:
         return self._chunks[size, device]
 
     @cached_property
-    def row_groups(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The rows by prompt (see `rows_by_prompt`), for scans that begin with zeros or the prompt's final state.
-
-        None where states come from elsewhere, and `scan` has to be called.
-        """
-        if type(self).scan is not Recurrence.scan:
-            return None
+    def state_rows(self) -> StateRows:
+        """The segments as the compiled kernels take them."""
         none = Segment(0, 0)
         pairs = [(segment, segment.shared or none) for segment in self._segments]
         rows = [(s.start, s.length, 0, prompt.length, prompt.start, s.start) for s, prompt in pairs]
-        return rows_by_prompt(torch.tensor(rows, dtype=torch.int64).view(-1, 6))
+        places = [[self._segments[index].start for index in found] for found in (self._continuing, self._left)]
+        return state_rows(torch.tensor(rows, dtype=torch.int64).view(-1, 6), *places)
 
     def _cost(self, size: int) -> int:
         return sum(-(-segment.length // size) * size * (size + _STATE_WIDTH) for segment in self._segments)
@@ -189,7 +206,8 @@ class Recurrence:
         lengths: list[np.ndarray] = []
         levels: list[_Level] = []
         rank_of_start: dict[int, int] = {}
-        number = {segment.start: index for index, segment in enumerate(self._segments)}
+        place_of_start: dict[int, int] = {}
+        given = {self._segments[index].start: rank for rank, index in enumerate(self._continuing)}
         for level in (first, behind):
             if not level:
                 continue
@@ -200,17 +218,24 @@ class Recurrence:
             for step, count in enumerate(counts):
                 starts.append(start[:count] + step * size)
                 lengths.append(np.minimum(length[:count] - step * size, size))
-            parents = [rank_of_start[s.shared.start] for s in ordered if s.shared is not None]
-            order = torch.tensor([number[segment.start] for segment in ordered], device=device)
-            levels.append(_Level(counts, torch.tensor(parents, device=device) if parents else None, order))
+            sources = [
+                given.get(segment.start, len(given)) if segment.shared is None else rank_of_start[segment.shared.start]
+                for segment in ordered
+            ]
+            levels.append(_Level(counts, level is first, torch.tensor(sources, device=device)))
             rank_of_start = {segment.start: rank for rank, segment in enumerate(ordered)}
+            place_of_start.update({start: len(place_of_start) + rank for start, rank in rank_of_start.items()})
         offset = np.arange(size)
         begin, count = np.concatenate(starts)[:, None], np.concatenate(lengths)[:, None]
         places = np.where(offset < count, begin + offset, self._num_tokens)
         inverse = np.empty(self._num_tokens, dtype=np.int64)
         inverse[places[offset < count]] = np.flatnonzero(offset < count)
+        ends = [place_of_start[self._segments[index].start] for index in self._left]
         return Chunks(
-            torch.from_numpy(places.astype(np.int64)).to(device), torch.from_numpy(inverse).to(device), tuple(levels)
+            torch.from_numpy(places.astype(np.int64)).to(device),
+            torch.from_numpy(inverse).to(device),
+            tuple(levels),
+            torch.tensor(ends, dtype=torch.int64, device=device),
         )
 
     def heads(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch.nn import functional as F
@@ -82,10 +82,13 @@ def gated_delta_rule(
     step = _delta_step(recurrence, query, key, value, g[..., None], beta, use_qk_l2norm_in_kernel)
     if step is not None:
         return step, None
-    compiled = _compiled_rows(recurrence, query, key, value, g, beta)
-    if compiled is not None:
-        vectors = query[0], key[0], value[0]
-        return delta_rule.gated_delta_rule(*compiled, vectors, g[0], beta[0], use_qk_l2norm_in_kernel)[None], None
+    kernels = _compiled_rows(query, key, value, g, beta)
+    if kernels is not None:
+        vectors, norm = (query[0], key[0], value[0]), use_qk_l2norm_in_kernel
+        initial = recurrence.initial_states(partial(_zero_states, key, value))
+        outputs = delta_rule.gated_delta_rule(kernels, recurrence.state_rows, vectors, g[0], beta[0], norm, initial)
+        recurrence.keep_states(outputs[1])
+        return outputs[0][None], None
     chunks = recurrence.chunks(query.device)
     groups = value.shape[2] // key.shape[2]
 
@@ -252,18 +255,19 @@ def _delta_rule(
     """(1, T, H, Dv) outputs of a delta rule whose parts `prepare` makes of chunks of `inputs`: q, k, v, g and beta."""
     chunked = [_chunked(chunks, tensor) for tensor in inputs]
     steps = chunks.steps(prepare, *chunked)
-    heads, key_width, value_width = inputs[2].shape[2], inputs[1].shape[-1], inputs[2].shape[-1]
 
     def advance(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         written, read, inside, from_state, to_state, kept = next(steps)
         new = written - read @ state
         return from_state @ state + inside @ new, state * kept + to_state @ new
 
-    def zeros(num_rows: int) -> torch.Tensor:
-        return chunked[0].new_zeros(num_rows, heads, key_width, value_width)
-
-    output = recurrence.scan(chunks, zeros, advance)
+    output = recurrence.scan(chunks, partial(_zero_states, inputs[1], inputs[2]), advance)
     return chunks.join(output.transpose(1, 2))[None].to(dtype)
+
+
+def _zero_states(key: torch.Tensor, value: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """(n, H, Dk, Dv) states of a delta rule before the first token."""
+    return key.new_zeros(num_rows, value.shape[2], key.shape[-1], value.shape[-1], dtype=_state_dtype(key))
 
 
 def _step_kernels(recurrence: Recurrence, *tensors: torch.Tensor | None) -> ctypes.CDLL | None:
@@ -275,13 +279,9 @@ def _is_step(recurrence: Recurrence) -> bool:
     return recurrence.is_step and not torch.is_grad_enabled()
 
 
-def _compiled_rows(
-    recurrence: Recurrence, *tensors: torch.Tensor
-) -> tuple[ctypes.CDLL, tuple[torch.Tensor, torch.Tensor]] | None:
-    """The compiled kernels, and the rows as they take them; None where they cannot compute all tokens of the rows."""
-    kernels = library() if can_step(*tensors) else None
-    groups = None if kernels is None else recurrence.row_groups
-    return None if kernels is None or groups is None else (kernels, groups)
+def _compiled_rows(*tensors: torch.Tensor) -> ctypes.CDLL | None:
+    """The compiled kernels if they can compute all tokens of rows from these tensors."""
+    return library() if can_step(*tensors) else None
 
 
 def _delta_step(

@@ -8,13 +8,13 @@ large that the C library gives its memory back to the system and maps new pages 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Advance, Chunks, Recurrence, inputs_at
+from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Recurrence, Zeros, inputs_at
 from groupgrad.modeling.systems.oom_retry import tokens_per_pass
 
 STRETCH_TOKENS = 2048
@@ -53,7 +53,6 @@ class Stretch(Recurrence):
         self._continuing = [index for index, source in enumerate(self._sources) if source is not None]
         self._index_of = {piece.segment.start: index for index, piece in enumerate(pieces)}
         self._left = [index for index, number in enumerate(self._numbers) if number in wanted]
-        """Pieces whose ends later stretches begin with."""
         self._carried: Carried = []
         self._num_computed = 0
 
@@ -71,21 +70,16 @@ class Stretch(Recurrence):
         """Called before a layer computes the stretch. `carried` is empty for its first one, and is added to."""
         self._carried, self._num_computed = carried, 0
 
-    def scan(self, chunks: Chunks, zeros: Callable[[int], torch.Tensor], advance: Advance) -> torch.Tensor:
-        """(N, ...) outputs of `advance` over all chunks of a layer."""
+    def initial_states(self, zeros: Zeros) -> torch.Tensor | None:
+        """(k, ...) states that earlier stretches have left."""
         carried = self._next()
+        states = [carried[source] for source in self._sources if source is not None]
+        return torch.stack(states) if states else None
 
-        def initial(order: torch.Tensor) -> torch.Tensor:
-            sources = [self._sources[index] for index in order.tolist()]
-            if not any(source is not None for source in sources):
-                return zeros(len(sources))
-            return torch.stack([zeros(1)[0] if source is None else carried[source] for source in sources])
-
-        output, finals = chunks.scan(initial, advance)
-        for level, final in zip(chunks.levels, finals):
-            rank = {index: rank for rank, index in enumerate(level.order.tolist())}
-            carried.update({self._numbers[index]: final[rank[index]] for index in self._left if index in rank})
-        return output
+    def keep_states(self, finals: torch.Tensor) -> None:
+        """Takes the (m, ...) final states that later stretches begin with."""
+        carried = self._carried[self._num_computed - 1]
+        carried.update(zip((self._numbers[index] for index in self._left), finals.unbind()))
 
     def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
         """(D, 1 + n * (width - 1)) inputs of a convolution: zeros, and the last ones of the `n` segments that continue
