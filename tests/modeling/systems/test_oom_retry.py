@@ -243,5 +243,5 @@ def test_a_run_whose_batches_must_stay_whole_has_no_size_of_a_pass(make_machine)
 
 
 def test_only_models_whose_activations_are_small_take_larger_passes():
-    """At a hidden size of 256 and a vocabulary of 151,936, a pass of 4,096 tokens takes 100 MB more than two of 2,048."""
+    """At a hidden size of 256 and a vocabulary of 151,936 a pass of 4,096 tokens takes 100 MB more than of 2,048."""
     assert [tokens_per_pass(width) for width in (4096, 512, 256, 128, 64, 16)] == [2048, 2048, 2048, 4096, 8192, 16384]
