@@ -15,7 +15,7 @@ from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.recurrence import Recurrence
 
 LENGTHS = ((7, (3, 1, 90)), (1, (5, 2)), (0, (70,)), (2, (1,)))
-"""Tokens of a prompt, and of each row behind it."""
+"""The lengths of each prompt and of the rows behind it, in tokens."""
 Tensors = list[torch.Tensor]
 
 

@@ -115,7 +115,7 @@ def expected(
     norm: bool = True,
     states: States = ([], []),
 ) -> tuple[torch.Tensor, ...]:
-    """What `computed` returns, in float64."""
+    """The results of `computed`, in float64."""
     leaves = [x.double().requires_grad_() for x in inputs]
     given = {start: state for state in leaves[3:] for start, state in zip(states[0], state)}
     output, ends = by_tokens(groups, [*parts_of("apart", leaves[0], sizes), *leaves[1:3]], norm, given)

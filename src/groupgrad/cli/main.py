@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _printed(command: str, arguments: Sequence[str]) -> int:
-    """Runs a command that prints. A reader that wants no more, such as `head`, ends it without an error."""
+    """Runs a command that prints; it ends without an error when its reader, such as `head`, has read enough."""
     try:
         status = module_of(command).main(arguments)
         sys.stdout.flush()

@@ -187,7 +187,7 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
-    """Of the tensor's numbers; None if there are none."""
+    """The address of the tensor's numbers; None if it has none."""
     return None if tensor is None else tensor.data_ptr() or None
 
 

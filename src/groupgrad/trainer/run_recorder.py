@@ -95,7 +95,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         """Lines that wait for the thread that writes."""
         self._lines_lock = threading.Lock()
         self._digest: WeightsDigest | None = None
-        """Of the weights of a training; None where no rank has all of them."""
+        """The digest of a training's weights; None where no rank has all of them."""
         self._handler = _EventHandler(self)
         self._has_failed = False
         self._num_skipped = 0

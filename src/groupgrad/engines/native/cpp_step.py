@@ -115,7 +115,7 @@ class CompiledModel:
         self.kernels, self._rotary = kernels, inner.model.rotary_emb
         self._embedding = inner.model.embed_tokens.weight
         self._keep: list[Any] = [p.detach() for p in inner.parameters()]
-        """What lies at the addresses."""
+        """The objects that the addresses point into."""
         self._layers = (_Layer * len(layers))(*map(self._read_layer, layers))
         self._attention = [(to, layer.call.layer) for to, layer in zip(self._layers, layers) if layer.call is not None]
         self._recurrent = [to.recurrent for to, layer in zip(self._layers, layers) if layer.recurrent is not None]

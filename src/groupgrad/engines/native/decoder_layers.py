@@ -94,11 +94,11 @@ def is_norm(module: Any) -> bool:
 
 
 def norm_weight(norm: Any) -> torch.Tensor:
-    """What a norm multiplies its vectors by."""
+    """The factors, one for each number, by which a norm multiplies its vectors."""
     weight = norm.weight.detach()
     return 1.0 + weight if type(norm).__name__ in CENTRED_NORMS else weight
 
 
 def norm_epsilon(norm: Any) -> float:
-    """What a norm adds to the mean of squares."""
+    """The number that a norm adds to the mean of squares."""
     return norm.eps if type(norm).__name__ in CENTRED_NORMS else norm.variance_epsilon
