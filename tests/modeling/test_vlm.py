@@ -80,9 +80,9 @@ def test_path(name: str, layout: InputLayout, adapters: str, monkeypatch: pytest
     weights = torch.linspace(-1, 2, batch.num_tokens)
     actual, plain = (gradients(model, (weights * values).sum()) for values in (scores.logprobs, expected))
     if name == HYBRID and adapters == "full" and layout != "dense":
-        # The plain pass rounds the gradients of the decays by up to 2.2e-5 on some processors; float64 does not.
+        # The plain pass rounds the gradients of decays and convolutions by up to 2.2e-5; float64 does not.
         exact = float64_gradients(vlm, weights, monkeypatch)
-        plain |= {key: value for key, value in exact.items() if key.endswith(("A_log", "dt_bias"))}
+        plain |= {key: value for key, value in exact.items() if key.endswith(("A_log", "dt_bias", "conv1d.weight"))}
     assert_same_gradients(actual, plain)
     in_vision = [n for n, g in actual.items() if ("visual" in n or "vision" in n) and float(g.norm()) > 1e-4]
     assert bool(in_vision) == (adapters != "lora_text")
