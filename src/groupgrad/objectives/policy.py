@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from groupgrad.objectives.kl import kl_to_reference
 from groupgrad.objectives.masks import high_entropy_keep, off_policy_keep
 from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.mismatch import mismatch_ratio
-from groupgrad.objectives.options import LossType, PolicyOptions
+from groupgrad.objectives.options import PolicyOptions
 from groupgrad.objectives.ragged import PerRow, PerToken, spread, where_trained
 from groupgrad.objectives.ratios import policy_log_ratio, policy_ratio
 from groupgrad.objectives.reduce import REDUCTIONS, Reduction, even_share, token_mean_share
@@ -117,7 +117,7 @@ def _vespo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
     return TokenLoss(loss, {"vespo/phi_seq_mean": mean_where(phi, terms.batch.loss_tokens > 0)})
 
 
-LOSSES: dict[LossType, LossRecipe] = {
+LOSSES: Mapping[str, LossRecipe] = {
     "grpo": LossRecipe(_clipped, "sequence_mean"),
     "bnpo": LossRecipe(_clipped, "local_token_mean"),
     "dr_grpo": LossRecipe(_clipped, "constant"),
