@@ -1,8 +1,8 @@
 """Ends a run when the system asks for it: signals are received at any time and acted upon where nothing is lost.
 
 SIGTERM, SIGUSR1 and the first SIGINT ask for the end of the run. Work that only this rank takes part in, such as
-sampling and rewards, is left at once (`interruptible`); anything else is finished first. `dist.errors_on_all_ranks`
-surrounds the former and carries the request to all ranks.
+sampling and rewards, is left at once (`interruptible`); anything else is finished first (`finishing`), calls to servers
+within seconds. `dist.errors_on_all_ranks` surrounds the former and carries the request to all ranks.
 """
 
 from __future__ import annotations
@@ -71,6 +71,12 @@ class _Request:
         self.num_interruptible = 0
         self.leaves_work = True
         """Work is left at once; otherwise the end of the step is waited for."""
+        self.patience_s: float | None = None
+        """Seconds after which work that is being finished is left too; None: never."""
+        self.patience: threading.Timer | None = None
+        """Runs while such work is finished after a signal."""
+        self.is_reminder = False
+        """The next signal comes from `patience`, not from outside."""
 
 
 _request = _Request()
@@ -102,13 +108,37 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def finishing() -> Iterator[None]:
-    """Work that is finished even if a signal comes, such as a checkpoint."""
-    before, _request.leaves_work = _request.leaves_work, False
+def finishing(*, within_s: float | None = None) -> Iterator[None]:
+    """Work that is finished even if a signal comes, such as a checkpoint.
+
+    With `within_s`, interruptible parts of it are left with StopRequested if they take more seconds than that after the
+    signal, as a call to a server that hangs does. Where a signal leaves no work (`received_signals`), they never are.
+    """
+    before = _request.leaves_work, _request.patience_s
+    _request.patience_s = within_s if _request.leaves_work else None
+    _request.leaves_work = False
     try:
+        if _request.name is not None:
+            _be_patient(_request.name)
         yield
     finally:
-        _request.leaves_work = before
+        if _request.patience is not None:
+            _request.patience.cancel()
+            _request.patience = None
+        _request.leaves_work, _request.patience_s = before
+
+
+def _be_patient(name: str) -> None:
+    """Has the signal sent once more when the patience with the work under way has ended."""
+    if _request.patience_s is not None:
+        _request.patience = threading.Timer(_request.patience_s, _remind, [getattr(signal, name)])
+        _request.patience.daemon = True
+        _request.patience.start()
+
+
+def _remind(number: int) -> None:
+    _request.is_reminder = True
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 @contextmanager
@@ -136,6 +166,11 @@ def _receive(number: int, frame: FrameType | None) -> None:
         pass_on(number)
         return
     name = signal.Signals(number).name
+    if _request.is_reminder:
+        _request.is_reminder = False
+        if _request.patience is not None and _request.num_interruptible:
+            raise StopRequested(_request.name or name)
+        return
     is_first, _request.name = _request.name is None, _request.name or name
     _request.num_interrupts += name == "SIGINT"
     if is_first:
@@ -147,6 +182,8 @@ def _receive(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
     if is_first and _request.num_interruptible and _request.leaves_work:
         raise StopRequested(name)
+    if is_first:
+        _be_patient(name)
 
 
 def pass_on(number: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,31 +31,44 @@ class StopsAt(HttpTransport):
         super().send(address, weight_version, bucket, timeout_s=timeout_s)
 
 
-def main(model: str, run: Path, settings: dict[str, Any], stop_at: int) -> None:
-    """Train. With `stop_at` the push of that policy step never ends; otherwise batch 2 waits for a file `go`."""
+class Gate:
+    """Writes a file `reached` beside the run's folder, and waits there for a file `go`."""
+
+    def __init__(self, run: Path):
+        self._reached, self._go = run.with_name("reached"), run.with_name("go")
+
+    def wait(self) -> None:
+        self._reached.touch()
+        while not self._go.exists():
+            time.sleep(0.02)
+
+
+def main(model: str, run: Path, settings: dict[str, Any], stop_at: str) -> None:
+    """Train, and wait at a place: a policy step, whose push never ends; `ahead`, before the first rows that are sampled
+    ahead; or `reward`, after the rows of batch 2 are sampled."""
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     trainer: Any = make_trainer(policy, tokenizer, run, vllm_mode="server", **settings)
     client = trainer.engine.engine.members[0].client
     client.bucket_bytes = 40_000
-    if stop_at:
-        client.transport = StopsAt(stop_at, run.with_name("reached"))
-    else:
+    gate = Gate(run)
+    if stop_at == "ahead":
         trainer.watch.trainer = None  # its sampling would interfere with the thread that samples ahead
+        open_session = trainer.engine.session
 
-        def wait(number: int) -> None:
-            nonlocal rounds
-            rounds += 1
-            if rounds == 2:
-                run.with_name("reached").touch()
-                while not run.with_name("go").exists():
-                    time.sleep(0.02)
+        def session(options: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                gate.wait()
+            return open_session(options)
 
-        rounds = 0
-        trainer.watch.before = wait
+        trainer.engine.session = session
+    elif stop_at == "reward":
+        trainer.watch.before = lambda number: gate.wait() if number == 1 else None
+    else:
+        client.transport = StopsAt(int(stop_at), run.with_name("reached"))
     trainer.train()
 
 
 if __name__ == "__main__":
     # A shell starts background processes with interrupts ignored, and Python keeps that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4])
