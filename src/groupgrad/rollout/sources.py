@@ -116,11 +116,11 @@ class RolloutComponents:
 
 def build_rollout_components(
     prompt_maker: PromptMaker,
-    *,
     tools: Any = None,
     environment_factory: Any = None,
     rollout_func: Any = None,
     response_parser: Any = None,
+    *,
     max_tool_calling_iterations: int | None = None,
     reuse_environments: bool = True,
 ) -> RolloutComponents:

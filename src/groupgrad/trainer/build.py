@@ -63,6 +63,7 @@ from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.spelling import nearest
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.completions_upload import CompletionsUpload
+from groupgrad.telemetry.progress import bars_on_terminals_only
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import room_options
 from groupgrad.trainer.callbacks import EntropyController
@@ -87,6 +88,7 @@ class PolicyBundle:
     """Weight of the load-balancing loss of a mixture of experts; 0 for other models."""
 
 
+@bars_on_terminals_only()
 def build_policy(
     model: Any, config: GRPOConfig, processing_class: Any, quantization_config: Any, peft_config: Any
 ) -> PolicyBundle:
@@ -362,15 +364,6 @@ def build_rewards(
         config, len(rewards.names) - len(rollout_components.reward_names), len(rollout_components.reward_names)
     )
     return rewards
-
-
-def check_reward_models(rewards: RewardRunner, train_dataset: Any) -> None:
-    """ValueError if the prompts are conversations and a reward model has no chat template to write them with."""
-    first = next(iter(train_dataset), {})
-    # Rows without prompts are for environments, which begin with a conversation.
-    if not isinstance(first.get("prompt"), str):
-        for model in rewards.models:
-            model.check_conversations()
 
 
 def build_components(

@@ -122,7 +122,18 @@ def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_compo
     rollout_components.check_dataset(dataset, name, prompt_maker.max_context)
 
 
-def check_reward_arguments(rewards: RewardRunner, train: Any, evaluation: Any) -> None:
+def check_rewards(rewards: RewardRunner, train: Any, evaluation: Any, rollout_components: RolloutComponents) -> None:
+    """ValueError if reward functions or reward models cannot read the rows of the data sets."""
+    # Rows without prompts are for environments, which begin with a conversation.
+    if not isinstance(next(iter(train), {}).get("prompt"), str):
+        for model in rewards.models:
+            model.check_conversations()
+    # Rollout functions and environments may bring further arguments.
+    if rollout_components.function is None and rollout_components.environments is None:
+        _check_reward_arguments(rewards, train, evaluation)
+
+
+def _check_reward_arguments(rewards: RewardRunner, train: Any, evaluation: Any) -> None:
     """ValueError if a reward function requires an argument that a data set has no column for."""
     for name, dataset in {"train_dataset": train, **named_datasets(evaluation)}.items():
         columns = column_names(dataset)

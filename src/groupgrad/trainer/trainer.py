@@ -43,7 +43,7 @@ from groupgrad.objectives import (
 from groupgrad.rollout.requests import GenerationRequest, training_request
 from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
-from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_only
+from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import build, dataset_checks, room_options
 from groupgrad.trainer.best_metric import check_best_metric
@@ -148,8 +148,7 @@ class GRPOTrainer(TrainingRun):
         config = resolve_config(args, model, num_generations)
         reward_funcs = resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
         processing_class = resolve_processing_class(processing_class, tokenizer)
-        with bars_on_terminals_only():
-            policy = build.build_policy(model, config, processing_class, quantization_config, peft_config)
+        policy = build.build_policy(model, config, processing_class, quantization_config, peft_config)
         use_one_device(config, policy.model)
         check_optimizer(config, optimizers, policy.model)
         train_dataset, eval_dataset = dataset_checks.keep_columns(config, train_dataset, eval_dataset)
@@ -157,27 +156,17 @@ class GRPOTrainer(TrainingRun):
         if train_dataset is None:
             train_dataset = dataset_checks.rows_for_environment(environment_factory, self.plan, config)
         self.prompt_maker = build.build_prompt_maker(config, policy)
-        self.rollout_components = build_rollout_components(
-            self.prompt_maker,
-            tools=tools,
-            environment_factory=environment_factory,
-            rollout_func=rollout_func,
-            response_parser=response_parser,
-            max_tool_calling_iterations=config.max_tool_calling_iterations,
-            reuse_environments=config.reuse_environments,
+        settings = room_options.rollout_settings(config)
+        self.rollout_components = rollouts = build_rollout_components(
+            self.prompt_maker, tools, environment_factory, rollout_func, response_parser, **settings
         )
         with ExitStack() as on_error:
-            on_error.callback(self.rollout_components.close)
-            dataset_checks.check_datasets(
-                train_dataset, eval_dataset, self.plan, self.prompt_maker, self.rollout_components, config
-            )
-            self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, self.rollout_components)
-            build.check_reward_models(self.rewards, train_dataset)
+            on_error.callback(rollouts.close)
+            dataset_checks.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, rollouts, config)
+            self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, rollouts)
+            dataset_checks.check_rewards(self.rewards, train_dataset, eval_dataset, rollouts)
             is_open = bool(callbacks) or rollout_func is not None or type(self) is not GRPOTrainer
-            check_best_metric(config, eval_dataset, self.rewards, self.rollout_components, is_open=is_open)
-            # Rollout functions and environments may bring further arguments.
-            if self.rollout_components.function is None and self.rollout_components.environments is None:
-                dataset_checks.check_reward_arguments(self.rewards, train_dataset, eval_dataset)
+            check_best_metric(config, eval_dataset, self.rewards, rollouts, is_open=is_open)
             super().__init__(
                 model=policy.model,
                 args=config,
