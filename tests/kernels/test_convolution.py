@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from segments import make_segments
 from torch.nn import functional as F
 
 from groupgrad.kernels.convolution import convolution
@@ -19,29 +20,10 @@ LENGTHS = ((7, (3, 1, 90)), (1, (5, 2)), (0, (70,)), (2, (1,)))
 Tensors = list[torch.Tensor]
 
 
-def rows_of(lengths: tuple[tuple[int, tuple[int, ...]], ...] = LENGTHS) -> tuple[list[Segment], list[list[int]]]:
-    """Segments, and the flat places of each segment's tokens behind those of its prompt."""
-    segments: list[Segment] = []
-    rows: list[list[int]] = []
-    start = 0
-    for prompt, own in lengths:
-        shared = Segment(start, prompt) if prompt else None
-        before = list(range(start, start + prompt))
-        for segment in [shared] if shared else []:
-            segments.append(segment)
-            rows.append(before)
-        start += prompt
-        for length in own:
-            segments.append(Segment(start, length, shared=shared))
-            rows.append([*before, *range(start, start + length)])
-            start += length
-    return segments, rows
-
-
 def random_tensors(width: int, channels: int, *, has_bias: bool = True) -> Tensors:
     """Inputs (T, D), of which the kernel reads a part of a wider tensor, weights and bias."""
     torch.manual_seed(width)
-    num_tokens = sum(segment.length for segment in rows_of()[0])
+    num_tokens = sum(segment.length for segment in make_segments(LENGTHS)[0])
     inputs = torch.randn(num_tokens, channels + 5)[:, 2 : 2 + channels]
     return [inputs, torch.randn(channels, width), *([torch.randn(channels)] if has_bias else [])]
 
@@ -56,7 +38,7 @@ def computed(
 ) -> Tensors:
     """The outputs of `LENGTHS`, and the gradients of the tensors."""
     leaves = [x.detach().requires_grad_() for x in tensors]
-    recurrence = Recurrence(segments or rows_of()[0])
+    recurrence = Recurrence(segments or make_segments(LENGTHS)[0])
     heads = recurrence.heads(leaves[1].shape[1], torch.device("cpu"))
     before = recurrence.inputs_before(leaves[0].T, leaves[1].shape[1]).T
     bias = leaves[2] if len(leaves) == 3 else None
@@ -69,7 +51,7 @@ def expected(tensors: Tensors, *, gates: bool = True) -> Tensors:
     leaves = [x.detach().double().requires_grad_() for x in tensors]
     inputs, weight, *bias = leaves
     outputs: dict[int, torch.Tensor] = {}
-    for places in rows_of()[1]:
+    for places in make_segments(LENGTHS)[1]:
         window = [torch.zeros(len(weight), dtype=torch.float64)] * weight.shape[1]
         for place in places:
             window = [*window[1:], inputs[place]]
@@ -96,7 +78,7 @@ def test_outputs_and_gradients_are_those_of_the_tokens_in_turn(
 
 
 def test_segments_may_come_in_any_order(kernels: ctypes.CDLL) -> None:
-    tensors, segments = random_tensors(4, 16), rows_of()[0]
+    tensors, segments = random_tensors(4, 16), make_segments(LENGTHS)[0]
     prompts = [segment for segment in segments if segment.shared is None]
     others = [segment for segment in segments if segment.shared is not None]
     assert_same(computed(kernels, tensors, segments=[*others[::-1], *prompts]), expected(tensors))
@@ -130,7 +112,7 @@ def test_no_number_depends_on_threads_or_on_other_rows(kernels: ctypes.CDLL, thr
     together = computed(kernels, [inputs, weight, bias])
     assert all(map(torch.equal, together, alone))
     first = LENGTHS[:1]
-    segments, rows = rows_of(first)
+    segments, rows = make_segments(first)
     num_tokens = 1 + max(map(max, rows))
     heads = Recurrence(segments).heads(4, torch.device("cpu"))
     some = convolution(kernels, inputs[:num_tokens], torch.zeros(1, 200), heads, weight, bias, gates=True)

@@ -77,12 +77,10 @@ def slowed(server: Served) -> Iterator[None]:
 
 @torch.no_grad()
 def logprobs_across(models: list[Any], row: Request, sample: Sample) -> torch.Tensor:
-    """Returns the (tokens,) log-probs of a row whose tokens were sampled by each of `models` in turn.
+    """Returns the log-probs (tokens,) of a row whose tokens were sampled by each of `models` in turn.
 
-    The model at an index is that of the step with this number.
-
-    Keys and values stay those of the weights that computed them. The weights after a push compute those of the last
-    token before it, which is sampled without its own.
+    `models[n]` is the model of optimizer step n. A token's keys and values stay those of the weights that computed
+    them. The last token before a push has none yet: the new weights compute them.
     """
     ids, versions = sample.ids, sample.policy_versions or []
     cache: Any = None

@@ -25,9 +25,10 @@ OFFSET = 2
 
 
 def span_table(spans: torch.Tensor) -> torch.Tensor:
-    """(n, 10) int64 for `slot_spans`, in which a span may get another offset.
+    """Returns the table (n, 10) of integers that `slot_spans` reads; a span's offset may be changed in it.
 
-    `spans` (n, 6) are the first four numbers of the records (see `attend`), the prompt's slot and the sequence's own.
+    Each row of `spans` (n, 6) has the first four numbers of a record (see `attend`), then the slot of the prompt and
+    the slot of the sequence itself.
     """
     return spans[:, [0, 1, 2, 3, 0, 0, 4, 4, 5, 5]]
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_rows import assert_scored_as_one_pass_a_row, gradients
+from segments import make_segments
 from tiny_hybrids import CONFIGS, VOCABULARY, make_hybrid
 
 from groupgrad.kernels import library, status
@@ -90,29 +91,14 @@ SEGMENTS = st.lists(
 )
 
 
-def segments_of(lengths: list[tuple[int, list[int]]]) -> tuple[list[Segment], list[list[int]]]:
-    """Segments of prompts and their rows, and the flat places of each row with its prompt."""
-    segments: list[Segment] = []
-    rows: list[list[int]] = []
-    start = 0
-    for length, own in lengths:
-        shared, prompt = Segment(start, length), list(range(start, start + length))
-        segments.append(shared)
-        start += length
-        for row in own:
-            segments.append(Segment(start, row, shared=shared))
-            rows.append([*prompt, *range(start, start + row)])
-            start += row
-    return segments, rows
-
-
 @settings(max_examples=40, deadline=None)
 @given(SEGMENTS, st.integers(64, 300), st.integers(0, 2**16))
 def test_states_and_inputs_go_on_from_stretch_to_stretch(
     lengths: list[tuple[int, list[int]]], most: int, seed: int
 ) -> None:
     """h <- a h + x, and a convolution over four inputs, in float64 against a loop over the tokens of each row."""
-    segments, rows = segments_of(lengths)
+    segments, places = make_segments(lengths)
+    rows = [row for segment, row in zip(segments, places) if segment.shared is not None]
     start = sum(segment.length for segment in segments)
     generator = torch.Generator().manual_seed(seed)
     decay, value = torch.rand(2, start, generator=generator, dtype=torch.float64)
@@ -160,7 +146,7 @@ def test_the_compiled_delta_rule_goes_on_from_stretch_to_stretch(
     """The outputs of whole rows to the bit, and the gradients of a float64 loop over the tokens of each row."""
     if library() is None:
         pytest.skip(status())
-    segments = [segment for segment in segments_of(lengths)[0] if segment.length]
+    segments = [segment for segment in make_segments(lengths)[0] if segment.length]
     total, generator = sum(segment.length for segment in segments), torch.Generator().manual_seed(seed)
     inputs = [
         *torch.randn(3, 1, total, 2, 6, generator=generator),
