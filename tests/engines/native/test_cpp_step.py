@@ -225,6 +225,7 @@ def other_machines() -> list[str]:
 
 
 @needs_kernels
+@pytest.mark.slow
 @pytest.mark.parametrize("target", other_machines())
 def test_kernels_built_for_narrower_vectors_give_the_same(target: str, fresh: Path, monkeypatch):
     monkeypatch.setattr(build, "_TARGETS", (target,))
