@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
+from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine, policy_step_of
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
-from groupgrad.modeling.weights import drained_checkpoint_weights
+from groupgrad.engines.vllm.weight_sender import PolicyWeights, WeightSender
 from groupgrad.trainer import training_run as groupgrad_run
 from groupgrad.trainer import vllm_setup
 
@@ -60,13 +60,16 @@ class Copy(VLLMEngine):
         self.inner = NativeEngine(model, tokenizer=tokenizer)
 
     def _push(self, push: Push) -> str:
-        with torch.no_grad(), drained_checkpoint_weights(push.model) as weights:
-            own = dict(self.model.named_parameters())
-            for number, (name, tensor) in enumerate(weights):
-                if push.policy_step == self.fails_at and number == 3 and os.environ["RANK"] == "0":
-                    raise ConnectionError("the server is gone")
-                own[name].copy_(tensor)
+        WeightSender(client=self, source=PolicyWeights(push.model)).send_weights(push.weight_version)
         return push.weight_version
+
+    def send(self, shapes: Any, weights: Any, weight_version: str, **options: Any) -> None:
+        """As a `ServerClient` is called by a sender of weights."""
+        own = dict(self.model.named_parameters())
+        for number, (name, tensor) in enumerate(weights):
+            if policy_step_of(weight_version) == self.fails_at and number == 3 and os.environ["RANK"] == "0":
+                raise ConnectionError("the server is gone")
+            own[name].copy_(tensor)
 
     @contextmanager
     def session(self, options: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from real_vllm import OPTIONS, SETTINGS, SIZES, is_greedy, mean_difference, requ
 
 from groupgrad.engines.base import Request
 from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
-from groupgrad.engines.vllm.weight_sender import InProcess
+from groupgrad.engines.vllm.weight_sender import InProcess, WeightSender
 
 COLOCATE = ColocateOptions(
     max_num_seqs=16,
@@ -164,6 +164,14 @@ def test_a_push_that_leaves_weights_out_is_refused_and_nothing_sampled(engine: V
         engine.push(policy, 7)
     with pytest.raises(ValueError, match="no whole weights"):
         engine.sample(requests(), OPTIONS)
+
+
+def test_own_pushes_are_made_by_the_sender_that_vllms_factory_gives(engine: VLLMColocateEngine, policy: Any) -> None:
+    from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
+
+    engine.push(policy, 7)
+    assert isinstance(engine._sender, WeightSender) and isinstance(engine._sender, TrainerWeightTransferEngine)
+    assert mean_difference(policy, requests(), engine.sample(requests(), OPTIONS)) < 1e-5
 
 
 @pytest.mark.parametrize("by_reference", [False, True])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -68,21 +67,6 @@ def checkpoint_weights(
                 tensors = revert_weight_conversion(base, tensors)
         for name, tensor in tensors.items():
             yield name, tensor.detach()
-
-
-@contextmanager
-def drained_checkpoint_weights(model: nn.Module, *, merge: bool = True) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """`checkpoint_weights`, iterated to the end on exit if they are sharded, also on errors.
-
-    A rank that fails still takes part in the remaining collectives, so that no other rank waits for it.
-    """
-    weights = checkpoint_weights(model, merge=merge)
-    try:
-        yield weights
-    finally:
-        if is_sharded(model):
-            for _ in weights:
-                pass
 
 
 @dataclass(slots=True, frozen=True)

@@ -44,6 +44,9 @@ class SimulatedVLLM:
         self.change: Callable[[dict[str, Any]], None] = lambda output: None
         """Called with each output; may modify it."""
 
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        assert request == {"init_info": {}}, "nothing is sent ahead of weights that are read by reference"
+
     def start_weight_update(self) -> None:
         assert not self.is_active
         self.is_active = True

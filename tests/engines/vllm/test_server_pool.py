@@ -21,6 +21,7 @@ from groupgrad.engines.vllm.http import Address, call
 from groupgrad.engines.vllm.server_pool import VLLMServerPool, spread
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import WeightsLost
+from groupgrad.modeling.weights import checkpoint_weights
 
 OPTIONS = SamplingOptions(max_new_tokens=8, eos_ids=(1,))
 ROWS = [Request([5, 6 + number // 4], seed=100 + number, max_new_tokens=8) for number in range(24)]
@@ -280,18 +281,18 @@ def test_sharded_weights_are_gathered_once_for_each_server(
     servers: list[SimulatedServer], pool: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks take part in each pass, and do not know which servers rank 0 has lost."""
-    from groupgrad.engines.vllm import client
-    from groupgrad.modeling.weights import drained_checkpoint_weights
+    from groupgrad.engines.vllm import weight_sender
 
     passes: list[int] = []
 
-    def counted(*given: Any, **options: Any) -> Any:
-        passes.append(1)
-        return drained_checkpoint_weights(*given, **options)
+    def counted(policy: Any, *, shapes_only: bool = False, **options: Any) -> Iterator[Any]:
+        yield from checkpoint_weights(policy, shapes_only=shapes_only, **options)
+        if not shapes_only:
+            passes.append(1)
 
-    monkeypatch.setattr(server_pool, "is_sharded", lambda model: True)
-    for module in (client, server_pool):
-        monkeypatch.setattr(module, "drained_checkpoint_weights", counted)
+    for module in (weight_sender, server_pool):
+        monkeypatch.setattr(module, "is_sharded", lambda model: True)
+    monkeypatch.setattr(weight_sender, "checkpoint_weights", counted)
     servers[1].kill()
     pool.lose(pool.members[1], "it was killed")
     pool.push(model, 1)

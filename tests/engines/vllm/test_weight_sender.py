@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from simulated_server import Model, Receiver, SimulatedServer, Worker, pretend_vllm, pretend_weight_transfer, servers_of
 
+from groupgrad.engines.vllm import weight_sender
 from groupgrad.engines.vllm.client import ServerClient
 from groupgrad.engines.vllm.http import ServerRefused
 from groupgrad.engines.vllm.weight_receiver import REFUSED
-from groupgrad.engines.vllm.weight_sender import WeightSender
+from groupgrad.engines.vllm.weight_sender import FACTORY, PolicyWeights, WeightSender, sender_of
 from groupgrad.engines.vllm.wire import SHARED_MEMORY
+from groupgrad.modeling.weights import checkpoint_weights
 
 
 class Source:
@@ -66,6 +71,45 @@ def server(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedSer
     pretend_vllm(monkeypatch)
     for servers in servers_of(model, 1):
         yield servers[0]
+
+
+class TrainerEngine:
+    """In place of vLLM's `TrainerWeightTransferEngine`."""
+
+
+class Factory:
+    """In place of vLLM's two factories."""
+
+    registry: dict[str, tuple[str, str]]
+
+    @classmethod
+    def register_engine(cls, name: str, module: str, class_name: str) -> None:
+        cls.registry[name] = module, class_name
+
+    @classmethod
+    def trainer_init(cls, init_info: Any, *, client: Any, source: Any) -> Any:
+        module, name = cls.registry[init_info.backend]
+        return getattr(importlib.import_module(module), name).trainer_init(init_info, client=client, source=source)
+
+
+@pytest.fixture
+def factory(client: Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM's factory, as a process that has loaded it has it."""
+
+    @dataclass
+    class TrainerInitInfo:
+        rank: int
+        is_sender = True
+
+    base: Any = sys.modules["vllm.distributed.weight_transfer.base"]
+    base.TrainerInitInfo, base.TrainerWeightTransferEngine = TrainerInitInfo, TrainerEngine
+    base.WeightTransferEngine = type("WeightTransferEngine", (), {})
+    module: Any = ModuleType(FACTORY)
+    module.WeightTransferTrainerFactory = type("Trainers", (Factory,), {"registry": {}})
+    module.WeightTransferEngineFactory = type("Workers", (Factory,), {"registry": {}})
+    monkeypatch.setitem(sys.modules, FACTORY, module)
+    yield
+    sys.modules.pop("groupgrad.engines.vllm.transfer_engine", None)
 
 
 def sender(client: Any, source: Any, *, rank: int = 0, by_reference: bool = False) -> WeightSender:
@@ -148,3 +192,65 @@ def test_a_server_takes_the_weights_of_another_trainer_verified(server: Simulate
 def test_without_a_source_the_sender_says_what_it_needs(client: Client) -> None:
     with pytest.raises(ValueError, match=r"pass source=ModuleSource\(model\)"):
         sender(client, None)
+
+
+# --- Groupgrad's own pushes ---
+
+
+def test_the_own_sender_comes_from_vllms_factory_where_that_is_loaded(
+    factory: None, client: Client, model: Any
+) -> None:
+    own = sender_of(PolicyWeights(model), client, by_reference=True)
+    assert isinstance(own, WeightSender) and isinstance(own, TrainerEngine)
+    own.send_weights("3-a")
+    assert has(client.worker.receiver.model, Source(model.state_dict())) and client.versions == ["3-a"]
+
+
+def test_where_vllm_is_not_loaded_the_same_class_is_made_directly(client: Client, model: Any) -> None:
+    own = sender_of(PolicyWeights(model), client, by_reference=True)
+    assert type(own) is WeightSender
+    own.send_weights("3-a")
+    assert has(client.worker.receiver.model, Source(model.state_dict())) and client.versions == ["3-a"]
+    assert sender_of(PolicyWeights(model), client, own) is own, "it has met the workers"
+    assert sender_of(PolicyWeights(model, merge=False), client, own) is not own
+
+
+def test_pushes_to_a_server_are_made_by_a_sender_of_weights(
+    server: SimulatedServer, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[WeightSender, str]] = []
+    inner = WeightSender.send_weights
+
+    def counted(self: WeightSender, weight_version: str, **options: Any) -> None:
+        sent.append((self, weight_version))
+        inner(self, weight_version, **options)
+
+    monkeypatch.setattr(WeightSender, "send_weights", counted)
+    engine = server.engine_of()
+    versions = [engine.push(model, step) for step in range(2)]
+    assert [version for _, version in sent] == versions and sent[0][0] is sent[1][0]
+    assert has(server.engine.model, Source(model.state_dict()))
+
+
+def test_weights_that_all_ranks_read_are_read_although_the_workers_are_not_met(
+    client: Client, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def counted(policy: Any, *, shapes_only: bool = False, **options: Any) -> Iterator[Any]:
+        for name, tensor in checkpoint_weights(policy, shapes_only=shapes_only, **options):
+            read.extend([] if shapes_only else [name])
+            yield name, tensor
+
+    def unreachable(init_info: Any) -> None:
+        raise ConnectionError("the server is gone")
+
+    monkeypatch.setattr(weight_sender, "checkpoint_weights", counted)
+    monkeypatch.setattr(client, "init_weight_transfer_engine", unreachable)
+    with pytest.raises(ConnectionError):
+        sender_of(PolicyWeights(model), client)
+    assert read == [], "no rank waits for those of a model that is whole on each"
+    monkeypatch.setattr(weight_sender, "is_sharded", lambda policy: True)
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        sender_of(PolicyWeights(model), client)
+    assert read == [name for name, _ in checkpoint_weights(model)]

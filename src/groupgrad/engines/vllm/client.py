@@ -18,11 +18,12 @@ from groupgrad.engines.vllm.transfer_plugin import BACKEND, TRANSFER_CONFIG
 from groupgrad.engines.vllm.vllm_engine import Push
 from groupgrad.engines.vllm.vllm_params import refusal
 from groupgrad.engines.vllm.weight_group import GroupBroken
+from groupgrad.engines.vllm.weight_sender import PolicyWeights, WeightSender, sender_of
 from groupgrad.engines.vllm.weight_transport import GROUP_PORT, HttpTransport, choose_transport
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, PROTOCOL, model_sizes, pack, specs_of, specs_to_json, torch_dtype
 from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.scoring.forward import unwrap
-from groupgrad.modeling.weights import adapter_files, checkpoint_weights, drained_checkpoint_weights
+from groupgrad.modeling.weights import adapter_files
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class ServerClient:
         self.bucket_bytes, self.transport, self._group_port = bucket_bytes, transport, group_port
         self._chosen: tuple[str, HttpTransport] | None = None
         """The transport of the last push, and the server's start id that it was chosen for."""
+        self._sender: WeightSender | None = None
         self._served: tuple[nn.Module, int] | None = None
         """The policy, and its longest prompt and completion together (0: unknown), which the server has to fit."""
         self.info: dict[str, Any] = {}
@@ -130,23 +132,22 @@ class ServerClient:
             raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
 
     def _push_weights(self, model: nn.Module, weight_version: str, *, merge: bool, keeps_rows: bool = False) -> None:
-        with drained_checkpoint_weights(model, merge=merge) as weights:
-            shapes = checkpoint_weights(model, merge=merge, shapes_only=True)
-            self.send(shapes, weights, weight_version, device=next(model.parameters()).device, keeps_rows=keeps_rows)
+        self._sender = sender_of(PolicyWeights(model, merge), self, self._sender)
+        self._sender.send_weights(weight_version, keeps_rows=keeps_rows)
 
     def send(
         self,
-        shapes: Iterable[tuple[str, torch.Tensor]],
+        shapes: Iterable[tuple[str, Any]],
         weights: Iterable[tuple[str, torch.Tensor]],
         weight_version: str,
         *,
         device: torch.device,
         keeps_rows: bool = False,
     ) -> None:
-        """Send all weights of a model, which are on `device`, and have the server verify them.
+        """Make the phases of a push: meet the workers, start, update bucket by bucket, finish. `WeightSender` calls it.
 
-        `shapes` announces their names and shapes in the same order; meta tensors suffice. ServerRefused if what arrived
-        is not what was sent, or is not all weights.
+        `weights` are all of a model's, on `device`, and `shapes` announces them in their order. ServerRefused if what
+        arrived is not what was sent, or is not all weights.
         """
         self.info = self.look()  # the server may have been restarted, in another dtype
         specs = specs_of(shapes, torch_dtype(self.info["dtype"]))

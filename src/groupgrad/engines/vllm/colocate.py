@@ -35,10 +35,10 @@ from groupgrad.engines.vllm.vllm_params import (
     sampling_params,
     verify,
 )
-from groupgrad.engines.vllm.weight_sender import InProcess, send_in_phases
-from groupgrad.engines.vllm.wire import specs_of, torch_dtype
+from groupgrad.engines.vllm.weight_sender import InProcess, PolicyWeights, WeightSender, sender_of
+from groupgrad.engines.vllm.wire import torch_dtype
 from groupgrad.modeling.scoring.forward import unwrap
-from groupgrad.modeling.weights import adapter_files, checkpoint_weights, drained_checkpoint_weights
+from groupgrad.modeling.weights import adapter_files
 
 
 class VLLMColocateEngine(VLLMEngine):
@@ -66,6 +66,7 @@ class VLLMColocateEngine(VLLMEngine):
             self._llm = start(str(Path(self._folder.name) / "model"), options)
         self._engine = self._llm.llm_engine
         self.max_model_len, self.logprobs_mode = int(self._engine.model_config.max_model_len), options.logprobs_mode
+        self._sender: WeightSender | None = None
         self._asleep: set[str] = set()
         """Memory that vLLM has freed: `weights`, `kv_cache`."""
         self._has_base = False
@@ -110,10 +111,9 @@ class VLLMColocateEngine(VLLMEngine):
         return adapter_bytes(files, torch_dtype(self._options.dtype))
 
     def _load(self, model: nn.Module, *, merge: bool) -> None:
-        shapes = checkpoint_weights(model, merge=merge, shapes_only=True)
-        specs = specs_of(shapes, torch_dtype(self._options.dtype))
-        with torch.no_grad(), drained_checkpoint_weights(model, merge=merge) as weights:
-            send_in_phases(InProcess(self._llm), specs, weights, by_reference=True)
+        client = InProcess(self._llm, torch_dtype(self._options.dtype))
+        self._sender = sender_of(PolicyWeights(model, merge), client, self._sender, by_reference=True)
+        self._sender.send_weights()
 
     def _use_adapter(self, weight_version: str, contents: tuple[bytes, bytes] | None) -> None:
         previous, adapter, self._adapter = self._adapter, None, None

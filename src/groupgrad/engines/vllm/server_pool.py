@@ -17,16 +17,16 @@ from torch import nn
 from groupgrad import dist
 from groupgrad.concurrency.daemon_threads import DaemonThreads
 from groupgrad.engines.base import Sample, SamplingOptions, TicketSession
-from groupgrad.engines.vllm.client import ServerClient
+from groupgrad.engines.vllm.client import ServerClient, another_trainer
 from groupgrad.engines.vllm.http import GIVEN_UP, POLL_S, Address, ServerRefused, ServerTimeout
 from groupgrad.engines.vllm.server_rows import ServerRows, open_rows
 from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.engines.vllm.vllm_params import PROCESSED, sampling_fields
+from groupgrad.engines.vllm.weight_sender import PolicyWeights, read_along
 from groupgrad.engines.vllm.weight_transport import GROUP_PORT
 from groupgrad.engines.vllm.wire import AS_LOADED
 from groupgrad.errors import WeightsLost
 from groupgrad.modeling.systems.sharding import is_sharded
-from groupgrad.modeling.weights import drained_checkpoint_weights
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +178,7 @@ class VLLMServerPool(VLLMEngine):
                 except Exception as error:  # after the passes for the other servers
                     errors.append(error)
             else:
-                with drained_checkpoint_weights(push.model):
-                    pass
+                read_along(PolicyWeights(push.model))
         if errors:
             raise errors[0]
 
@@ -231,10 +230,7 @@ class VLLMServerPool(VLLMEngine):
             if info["complete"] and version == self._weight_version:
                 member.cause = None
             elif info["start_id"] == client.info.get("start_id") and self.pushes and version not in self._versions:
-                raise RuntimeError(
-                    f"the vLLM server {client.address} has the weights {version!r}, but this trainer pushed "
-                    f"{self._weight_version!r}: another trainer uses the same server; give each a server of its own"
-                )
+                raise another_trainer(client.address, version, self._weight_version)
             elif self._may_push and self._last_push is not None:
                 logger.warning("vLLM server %s has lost the weights; pushing %s", client.address, self._weight_version)
                 self._push_to([member], self._last_push)

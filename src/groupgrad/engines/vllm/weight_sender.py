@@ -1,20 +1,24 @@
 """Trainer side of groupgrad's backend for vLLM's weight transfer: sends weights in phases and has them verified.
 
-`transfer_engine` makes `WeightSender` the class that vLLM's `WeightTransferTrainerFactory` gives to any trainer. The
-colocate engine makes its pushes by `send_in_phases`; those to groupgrad's servers are made by `ServerClient.send`.
+Each push is made by a `WeightSender`: those of groupgrad's own trainer (`sender_of`) and those of others.
+`transfer_engine` makes it the class that vLLM's `WeightTransferTrainerFactory` gives.
 """
 
 from __future__ import annotations
 
+import sys
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
-from groupgrad.engines.vllm.client import ServerClient
+from groupgrad.engines.vllm.transfer_plugin import register
 from groupgrad.engines.vllm.wire import (
     BUCKET_BYTES,
     TensorSpec,
@@ -25,13 +29,49 @@ from groupgrad.engines.vllm.wire import (
     specs_to_json,
     torch_dtype,
 )
+from groupgrad.modeling.systems.sharding import is_sharded
+from groupgrad.modeling.weights import checkpoint_weights
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+FACTORY = "vllm.distributed.weight_transfer.factory"
+"""Module of vLLM's factory."""
+
+
+@dataclass(slots=True, frozen=True)
+class PolicyWeights:
+    """vLLM's `WeightSource` over the policy that trains; adapters are merged into copies, or without `merge` left out.
+
+    Iterating is a collective if the policy is sharded.
+    """
+
+    model: nn.Module
+    merge: bool = True
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.model.parameters()).device
+
+    @property
+    def is_collective(self) -> bool:
+        """True if all ranks have to read the weights to the end, also when one fails."""
+        return is_sharded(self.model)
+
+    def metadata(self) -> list[Any]:
+        """`name`, `dtype` and `shape` of each tensor, in order; nothing is gathered."""
+        shapes = checkpoint_weights(self.model, merge=self.merge, shapes_only=True)
+        return [SimpleNamespace(name=name, dtype=tensor.dtype, shape=tensor.shape) for name, tensor in shapes]
+
+    def __iter__(self) -> NamedTensors:
+        return checkpoint_weights(self.model, merge=self.merge)
 
 
 class InProcess:
-    """vLLM's `VLLMWeightSyncClient` for a `vllm.LLM` in this process."""
+    """vLLM's `VLLMWeightSyncClient` for a `vllm.LLM` in this process, which gets weights of this dtype."""
 
-    def __init__(self, llm: Any):
-        self._llm = llm
+    def __init__(self, llm: Any, dtype: torch.dtype | None = None):
+        self._llm, self.dtype = llm, dtype
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have the workers meet the trainer."""
@@ -54,8 +94,8 @@ class WeightSender:
     """vLLM's `TrainerWeightTransferEngine`, without its base class.
 
     `source` is vLLM's `WeightSource`; its names are those of a checkpoint. `client` is a `ServerClient` of a server
-    that `groupgrad vllm-serve` started, or any `VLLMWeightSyncClient` of vLLM's whose workers are in this process
-    (`by_reference`) or on this machine.
+    that `groupgrad vllm-serve` started, which has the phases of such a server (`send`), or any `VLLMWeightSyncClient`
+    of vLLM's whose workers are in this process (`by_reference`) or on this machine.
     """
 
     def __init__(self, *, client: Any, source: Any, is_sender: bool = True, by_reference: bool = False):
@@ -70,51 +110,86 @@ class WeightSender:
         """
         if source is None:
             raise ValueError("groupgrad's backend sends all weights of a model; pass source=ModuleSource(model)")
-        if init_info.is_sender and isinstance(client, ServerClient):
+        if init_info.is_sender and _is_server(client):
             client.look()
+        elif init_info.is_sender and init_info.by_reference:
+            client.init_weight_transfer_engine({})
         elif init_info.is_sender:
             with shared_file(b"seen") as name:
-                client.init_weight_transfer_engine({} if init_info.by_reference else {"shared": name})
+                client.init_weight_transfer_engine({"shared": name})
         return cls(client=client, source=source, is_sender=init_info.is_sender, by_reference=init_info.by_reference)
 
-    def send_weights(self, weight_version: str | None = None) -> None:
+    def send_weights(self, weight_version: str | None = None, *, keeps_rows: bool = False) -> None:
         """Push all weights, verified, as this version. Collective of the trainer's ranks if the source is.
 
-        None: a new version on a `ServerClient`'s server, elsewhere none is set. ServerRefused, or the worker's error,
-        if what arrived is not what was sent or is not all weights; ServerTimeout if an answer does not come in time.
+        None: a new version on a `ServerClient`'s server, elsewhere none is set. With `keeps_rows`, for such a server,
+        rows under way go on with these weights; otherwise the push waits for them. ServerRefused, or the worker's
+        error, if what arrived is not what was sent or is not all weights; ServerTimeout if an answer does not come in
+        time.
         """
-        metadata = [
-            (meta.name, torch.empty(tuple(meta.shape), dtype=meta.dtype, device="meta"))
-            for meta in self.source.metadata()
-        ]
         weights = iter(self.source)
         try:
+            metadata = self.source.metadata()
             if self.is_sender:
                 with torch.no_grad():
-                    self._send(metadata, _in_order(metadata, weights), weight_version)
+                    self._send(metadata, _in_order(metadata, weights), weight_version, keeps_rows)
         finally:
-            for _ in weights:  # reading them may be a collective
-                pass
+            if getattr(self.source, "is_collective", True):
+                for _ in weights:
+                    pass
 
-    def _send(self, metadata: Any, weights: Iterator[tuple[str, torch.Tensor]], weight_version: str | None) -> None:
-        if isinstance(self.client, ServerClient):
-            index = torch.cuda.current_device() if torch.cuda.is_available() else None
-            device = torch.device("cpu" if index is None else f"cuda:{index}")
-            self.client.send(metadata, weights, weight_version or uuid.uuid4().hex, device=device)
+    def _send(
+        self, metadata: Sequence[Any], weights: NamedTensors, weight_version: str | None, keeps_rows: bool
+    ) -> None:
+        shapes = [(meta.name, meta) for meta in metadata]
+        if _is_server(self.client):
+            device = getattr(self.source, "device", None) or _own_device()
+            self.client.send(shapes, weights, weight_version or uuid.uuid4().hex, device=device, keeps_rows=keeps_rows)
         else:
-            specs = specs_of(metadata)
+            specs = specs_of(shapes, getattr(self.client, "dtype", None))
             send_in_phases(self.client, specs, weights, by_reference=self._by_reference, weight_version=weight_version)
 
     def shutdown(self) -> None:
         """Leave the server; it keeps its weights."""
-        if isinstance(self.client, ServerClient):
+        if _is_server(self.client):
             self.client.close()
+
+
+def sender_of(
+    source: PolicyWeights, client: Any, before: WeightSender | None = None, *, by_reference: bool = False
+) -> WeightSender:
+    """A sender of groupgrad's own trainer, which has met the workers; `before` itself if its source is the same.
+
+    vLLM's factory makes it where that is loaded in this process, as it is beside colocated vLLM. Elsewhere to load it
+    would take seconds, and the same class is made directly. After an error the weights have been read to the end.
+    """
+    if before is not None and before.source == source:
+        return before
+    init: Any = SimpleNamespace(is_sender=True, by_reference=by_reference)
+    trainer_init: Any = WeightSender.trainer_init
+    if FACTORY in sys.modules:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        from groupgrad.engines.vllm.transfer_engine import SenderInit
+
+        register()
+        init, trainer_init = SenderInit(rank=0, by_reference=by_reference), WeightTransferTrainerFactory.trainer_init
+    try:
+        return trainer_init(init, client=client, source=source)
+    except BaseException:
+        read_along(source)
+        raise
+
+
+def read_along(source: PolicyWeights) -> None:
+    """Collective if the policy is sharded: read weights that another rank sends, or that cannot be sent."""
+    WeightSender(client=None, source=source, is_sender=False).send_weights()
 
 
 def send_in_phases(
     client: Any,
     specs: Sequence[TensorSpec],
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: NamedTensors,
     *,
     by_reference: bool = False,
     weight_version: str | None = None,
@@ -124,7 +199,6 @@ def send_in_phases(
     Workers read buckets in shared memory, or with `by_reference` the tensors themselves, of which those of another
     dtype than announced are copied. An exception ends the push.
     """
-    weights = iter(weights)
     client.start_weight_update()
     try:
         checksum = None
@@ -147,11 +221,17 @@ def send_in_phases(
         raise
 
 
-def _in_order(
-    metadata: Sequence[tuple[str, torch.Tensor]], weights: Iterator[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _own_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _is_server(client: Any) -> bool:
+    return hasattr(client, "send")
+
+
+def _in_order(metadata: Sequence[Any], weights: NamedTensors) -> NamedTensors:
     """The weights; RuntimeError for one under another name than was announced."""
-    names = iter([name for name, _ in metadata])
+    names = iter([meta.name for meta in metadata])
     for name, tensor in weights:
         expected = next(names, "no more weights")
         if name != expected:

@@ -94,11 +94,14 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def specs_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> list[TensorSpec]:
-    """Specs of named tensors (meta tensors suffice); floating-point ones are announced in `dtype` (None: their own)."""
+def specs_of(shapes: Iterable[tuple[str, Any]], dtype: torch.dtype | None = None) -> list[TensorSpec]:
+    """Specs of named tensors, or of all that has a `dtype` and a `shape`.
+
+    Floating-point ones are announced in `dtype` (None: their own).
+    """
     specs = []
-    for name, tensor in tensors:
-        announced = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    for name, tensor in shapes:
+        announced = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
         specs.append(TensorSpec(name, str(announced).removeprefix("torch."), tuple(tensor.shape)))
     return specs
 
