@@ -7,6 +7,10 @@ They need DeepSpeed, which is no part of the development environment: `pip insta
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +88,27 @@ def test_a_push_that_fails_on_one_rank_ends_both(out):
     first, second = (result(out, "zero", "failing", rank)["error"] for rank in range(2))
     assert first == "ConnectionError: the server is gone"
     assert second == "RankError: stopped because rank 0 failed with ConnectionError: the server is gone"
+
+
+LOAD = """
+import sys
+from groupgrad import GRPOConfig
+
+GRPOConfig(output_dir=sys.argv[1], use_cpu=True, deepspeed={"zero_optimization": {"stage": 2}})
+from deepspeed.accelerator import get_accelerator
+
+get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+"""
+"""Has DeepSpeed load its extension for sums over the processes of a CPU, as it does when they meet."""
+
+
+def test_the_lock_of_a_compilation_that_was_killed_is_an_error_that_names_it(tmp_path):
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (time.time() - 3600.0,) * 2)
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "run")]
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    process = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 1
+    assert f"RuntimeError: the file {lock} says that a process compiles an extension of torch there" in process.stderr

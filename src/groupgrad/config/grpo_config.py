@@ -17,10 +17,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from groupgrad import compat
 from groupgrad.config import legacy, rules
 from groupgrad.config.field_rules import DICTS, ENUMERATIONS, RANGES, wrong_kinds
-from groupgrad.config.launcher import fsdp_settings
+from groupgrad.config.launcher import fsdp_settings, uses_deepspeed
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.text_values import parse_texts
 from groupgrad.errors import ConfigError
+from groupgrad.modeling.systems.extension_lock import bound_waits
 from groupgrad.spelling import nearest
 
 
@@ -55,6 +56,8 @@ class GRPOConfig(GRPOSettings):
             raise ConfigError(texts)
         legacy.take_over(self)
         self._normalise()
+        if uses_deepspeed(self):
+            bound_waits()  # DeepSpeed compiles parts of itself, the first of them when processes meet
         checkpointing_by_need = self.gradient_checkpointing is None
         try:
             super().__post_init__()
