@@ -147,7 +147,34 @@ class WeightSender:
             self.client.send(shapes, weights, weight_version or uuid.uuid4().hex, device=device, keeps_rows=keeps_rows)
         else:
             specs = specs_of(shapes, getattr(self.client, "dtype", None))
-            send_in_phases(self.client, specs, weights, by_reference=self._by_reference, weight_version=weight_version)
+            self._send_in_phases(specs, weights, weight_version)
+
+    def _send_in_phases(self, specs: list[TensorSpec], weights: NamedTensors, weight_version: str | None) -> None:
+        """Make a whole push: start, a bucket for each update, one update that verifies them all, finish.
+
+        Workers read buckets in shared memory, or by reference the tensors themselves, of which those of another dtype
+        than announced are copied. An exception ends the push.
+        """
+        self.client.start_weight_update()
+        try:
+            checksum = None
+            if self._by_reference:
+                for first, end in bucket_ranges(specs, BUCKET_BYTES):
+                    announced = zip(specs[first:end], islice(weights, end - first), strict=True)
+                    tensors = [(name, tensor.to(torch_dtype(spec.dtype))) for spec, (name, tensor) in announced]
+                    self.client.update_weights({"tensors": tensors})
+            else:
+                for bucket in pack(specs, (tensor for _, tensor in weights)):
+                    own = specs_to_json(specs[bucket.first : bucket.first + bucket.count])
+                    with shared_file(bucket.data.numpy().data) as name:
+                        self.client.update_weights({"specs": own, "shared": name})
+                    checksum = bucket.checksum
+            self.client.update_weights({"checksum": checksum})
+            self.client.finish_weight_update(weight_version)
+        except BaseException:
+            with suppress(Exception):  # vLLM ends an update that is not finished at an error alone
+                self.client.update_weights({})
+            raise
 
     def shutdown(self) -> None:
         """Leave the server; it keeps its weights."""
@@ -184,41 +211,6 @@ def sender_of(
 def read_along(source: PolicyWeights) -> None:
     """Collective if the policy is sharded: read weights that another rank sends, or that cannot be sent."""
     WeightSender(client=None, source=source, is_sender=False).send_weights()
-
-
-def send_in_phases(
-    client: Any,
-    specs: Sequence[TensorSpec],
-    weights: NamedTensors,
-    *,
-    by_reference: bool = False,
-    weight_version: str | None = None,
-) -> None:
-    """Make a whole push: start, a bucket for each update, one update that verifies them all, finish.
-
-    Workers read buckets in shared memory, or with `by_reference` the tensors themselves, of which those of another
-    dtype than announced are copied. An exception ends the push.
-    """
-    client.start_weight_update()
-    try:
-        checksum = None
-        if by_reference:
-            for first, end in bucket_ranges(list(specs), BUCKET_BYTES):
-                announced = zip(specs[first:end], islice(weights, end - first), strict=True)
-                tensors = [(name, tensor.to(torch_dtype(spec.dtype))) for spec, (name, tensor) in announced]
-                client.update_weights({"tensors": tensors})
-        else:
-            for bucket in pack(list(specs), (tensor for _, tensor in weights)):
-                own = specs_to_json(specs[bucket.first : bucket.first + bucket.count])
-                with shared_file(bucket.data.numpy().data) as name:
-                    client.update_weights({"specs": own, "shared": name})
-                checksum = bucket.checksum
-        client.update_weights({"checksum": checksum})
-        client.finish_weight_update(weight_version)
-    except BaseException:
-        with suppress(Exception):  # vLLM ends an update that is not finished at an error alone
-            client.update_weights({})
-        raise
 
 
 def _own_device() -> torch.device:

@@ -95,10 +95,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def specs_of(shapes: Iterable[tuple[str, Any]], dtype: torch.dtype | None = None) -> list[TensorSpec]:
-    """Specs of named tensors, or of all that has a `dtype` and a `shape`.
-
-    Floating-point ones are announced in `dtype` (None: their own).
-    """
+    """Specs of named tensors or of their metadata; floating-point ones are announced in `dtype` (None: their own)."""
     specs = []
     for name, tensor in shapes:
         announced = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
