@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.cpp_step import CompiledStep
-from groupgrad.kernels.layers import gated, linear, norm
+from groupgrad.kernels.layers import gated, gated_linear, linear, norm
 
 HALF_UNIT = 2.0**-24
 """Maximum relative error of rounding a number to float32 once."""
@@ -273,6 +273,24 @@ def test_gates_take_inputs_of_any_strides(kernels: ctypes.CDLL):
     expected = gated(kernels, gate, up.T.contiguous())
     assert torch.equal(gated(kernels, gate, up.T), expected)
     assert torch.equal(gated(kernels, gate.T.contiguous().T, up.T), expected)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_product_of_gates_keeps_no_result_of_them(has_bias: bool, kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    inputs = [2 * torch.randn(3, 5, 37), torch.randn(3, 5, 37), torch.randn(29, 37)]
+    inputs += [torch.randn(29)] if has_bias else []
+    apart = lambda gate, up, *rest: linear(kernels, gated(kernels, gate, up), *rest)  # noqa: E731
+    together = lambda *x: gated_linear(kernels, *x)  # noqa: E731
+    assert torch.equal(together(*inputs), apart(*inputs))
+    grad_output = torch.randn(3, 5, 29)
+    for found, expected in zip(gradients(together, inputs, grad_output), gradients(apart, inputs, grad_output)):
+        assert torch.equal(found, expected)
+    kept: list[int] = []
+    leaves = [x.requires_grad_() for x in inputs]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+        gated_linear(kernels, *leaves)
+    assert kept == [x.data_ptr() for x in leaves[:3]]
 
 
 @pytest.mark.parametrize("place", [0, 15, 16, 20])

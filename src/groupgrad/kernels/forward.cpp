@@ -106,16 +106,18 @@ void groupgrad_gate(const float *gates, const float *ups, float *output, int64_t
         gate_values(gates + start, ups + start, std::min(PART, count - start), output + start);
 }
 
-// Gradients of silu(gates) * ups with respect to both.
+// Gradients of silu(gates) * ups with respect to both. `output`, unless null, gets silu(gates) * ups once more; it may
+// be `gradient`.
 void groupgrad_gate_gradient(const float *gradient, const float *gates, const float *ups, float *of_gates,
-                             float *of_ups, int64_t count, int threads) {
+                             float *of_ups, float *output, int64_t count, int threads) {
 #pragma omp parallel for num_threads(threads) if (count > SMALL_PART)
     for (int64_t i = 0; i < count; i += LANES) {
         const long left = count - i;
         const Vec gate = load_some(gates + i, left), grad = load_some(gradient + i, left);
-        const Vec share = 1.0f / (1.0f + exponential(-gate)), up = load_some(ups + i, left);
+        const Vec one_more = 1.0f + exponential(-gate), share = 1.0f / one_more, up = load_some(ups + i, left);
         store_some(of_gates + i, grad * up * share * (1.0f + gate * (1.0f - share)), left);
         store_some(of_ups + i, grad * gate * share, left);
+        if (output) store_some(output + i, gate / one_more * up, left);
     }
 }
 

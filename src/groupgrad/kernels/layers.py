@@ -69,6 +69,15 @@ def gated(kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor) -> torch.T
     return _Gated.apply(kernels, gate, up)  # pyright: ignore[reportReturnType]
 
 
+def gated_linear(
+    kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear` of `gated`, whose output is not kept for the backward pass but computed again."""
+    if _needs_gradient(gate, up) and _needs_gradient(weight):
+        return _GatedLinear.apply(kernels, gate, up, weight, bias)  # pyright: ignore[reportReturnType]
+    return linear(kernels, gated(kernels, gate, up), weight, bias)
+
+
 def rotated(kernels: ctypes.CDLL, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     """(1, H, T, D) vectors x as x * cosines + (-x[D/2:], x[:D/2]) * sines, of (1, T, D) each, rounded as torch does."""
     return _Rotated.apply(kernels, input, cosines, sines)  # pyright: ignore[reportReturnType]
@@ -169,11 +178,42 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        grad, grad_gate, grad_up = grads[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
-        pointers = [x.data_ptr() for x in (grad, gate, up, grad_gate, grad_up)]
-        ctx.kernels.groupgrad_gate_gradient(*pointers, gate.numel(), torch.get_num_threads())
-        return None, grad_gate, grad_up
+        return None, *_gate_gradients(ctx.kernels, grads[0].contiguous(), *ctx.saved_tensors)
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: ctypes.CDLL,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        gate, up, ctx.kernels = gate.contiguous(), up.contiguous(), kernels
+        ctx.save_for_backward(gate, up, weight)
+        return product(kernels, _times_silu(kernels, gate, up), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        flat = grads[0].reshape(-1, grads[0].shape[-1])
+        inner = flat.mm(weight)
+        of_gate, of_up = _gate_gradients(ctx.kernels, inner, gate, up, inner)
+        of_bias = flat.sum(0) if ctx.needs_input_grad[4] else None
+        return None, of_gate, of_up, flat.t().mm(inner), of_bias
+
+
+def _gate_gradients(
+    kernels: ctypes.CDLL, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, output: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `gated` with respect to both inputs. `output`, if given, gets its result; it may be `grad`."""
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    pointers = [None if x is None else x.data_ptr() for x in (grad, gate, up, of_gate, of_up, output)]
+    kernels.groupgrad_gate_gradient(*pointers, gate.numel(), torch.get_num_threads())
+    return of_gate, of_up
 
 
 class _Rotated(torch.autograd.Function):

@@ -116,6 +116,10 @@ class _Replaced:
     def __init__(self, module: Any, compute: _Compute, stays: bool):
         self._module, self._compute, self._stays = module, compute, stays
 
+    def computes(self, compute: _Compute) -> bool:
+        """True if `compute` is what replaces the method."""
+        return self._compute is compute
+
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         module, output = self._module, None
         if len(named) < 2 and _is_ordinary_pass(self._stays):
@@ -235,6 +239,14 @@ def _mlp_parts(module: Any) -> tuple[Any, Any, Any, Any]:
     return module.gate_proj, module.up_proj, module.down_proj, module.act_fn
 
 
+def _is_linear(module: Any) -> bool:
+    """True for a linear layer that `_linear` computes, without hooks."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    replaced = module.__dict__.get("forward")
+    is_own = isinstance(replaced, _Replaced) and replaced.computes(_linear) and not any(hooks)
+    return is_own and _is_plain(module.weight) and (module.bias is None or _is_plain(module.bias))
+
+
 def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     library = kernels.library()
     gate_of, up_of, down_of, activation = _mlp_parts(module)
@@ -246,8 +258,12 @@ def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     outputs = []
     for part in parts:
         gate, up = gate_of(part), up_of(part)
-        is_known = _is_plain(gate) and _is_plain(up) and gate.shape == up.shape
-        outputs.append(down_of(layers.gated(library, gate, up) if is_known else activation(gate) * up))
+        if not (_is_plain(gate) and _is_plain(up) and gate.shape == up.shape):
+            outputs.append(down_of(activation(gate) * up))
+        elif _is_linear(down_of) and down_of.weight.shape[1:] == gate.shape[-1:]:
+            outputs.append(layers.gated_linear(library, gate, up, down_of.weight, down_of.bias))
+        else:
+            outputs.append(down_of(layers.gated(library, gate, up)))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
 
 
