@@ -143,10 +143,9 @@ def test_caps_and_sinks(window: int | None, kernels: ctypes.CDLL):
         assert not torch.allclose(found, plain, atol=1e-3)
 
 
-def test_sequences_longer_than_a_tile_of_scores(kernels: ctypes.CDLL):
+def test_sequences_of_many_blocks_of_scores(kernels: ctypes.CDLL):
     torch.manual_seed(0)
     heads = Heads(1, 2, 8)
-    # 70 000 keys leave room for one token a tile, 9 000 for three.
     for sizes, prompt in (([(0, 2, 3)], 70_000), ([(0, 1, 7), (-1, 3000, 5)], 9000)):
         spans, num_tokens = make_spans(heads, sizes, [prompt])
         query = heads.queries(num_tokens)

@@ -8,10 +8,9 @@
 
 #include "gemm.h"
 
-constexpr long MAX_QUERIES = REGISTERS == 32 ? 8 : 4;  // rows whose sums are in registers together
-constexpr long MAX_KEYS = 192;                         // outputs computed between two stores
-constexpr long SCORE_TILE = MAX_KEYS * MAX_QUERIES + LANES;
-constexpr long MIXED_KEYS = 3 * MAX_PANEL;             // keys whose values stay in the caches for all queries
+constexpr long MAX_QUERIES = LANES == 8 ? 2 : REGISTERS == 32 ? 8 : 4;  // rows whose sums are in registers together
+constexpr long MAX_KEYS = LANES == 8 ? 72 : 192;                        // keys that stay in the L1 cache for all rows
+constexpr long MIXED_KEYS = 3 * MAX_PANEL;                              // keys whose values stay there for all queries
 
 extern "C" {
 
@@ -23,8 +22,10 @@ struct SoftmaxTotals {
 
 namespace {
 
-// Outputs whose sums are in registers together, for so many rows.
-constexpr int keys_at_once(long rows) { return std::min<int>(8, MAX_SUMS / static_cast<int>(rows)); }
+// Outputs whose sums are in registers together, for so many rows. Two rows of half vectors make a whole one.
+constexpr int keys_at_once(long rows) {
+    return rows == 2 && LANES == 8 ? 4 : std::min<int>(8, MAX_SUMS / static_cast<int>(rows));
+}
 
 // Rows in blocks of at most MAX_QUERIES, as even as possible. A block interleaves its rows: LANES numbers of the first
 // row, LANES of the second, and so on, then the next LANES of the first. The end of each row is padded with zeros.
@@ -74,10 +75,30 @@ inline void store_totals(const Vec *all, float *to) {
 #endif
 }
 
-// tile[n * M + m] = row m of a packed block times row n of `keys` (n, width). Overwrites up to LANES - 1 numbers behind
-// the tile.
+// scores[m * stride + n] = the sum of the lanes of sums[n * M + m].
 template <int M, int N>
-inline void dots(const float *block, const float *keys, long width, float *tile, const Prefetch &prefetch) {
+inline void put_totals(const Vec *sums, float *scores, long stride) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+    if constexpr (M == 1 && N == LANES) return store(scores, totals(sums));
+    if constexpr (M == 2 && N == 4) {
+        const auto both = [&](int n) { return fold4(sums[n * M], sums[n * M + M - 1]); };
+        const Vec found = fold1(fold2(both(0), both(1)), fold2(both(2), both(3)));
+        std::memcpy(scores, &found, sizeof(Half));
+        std::memcpy(scores + stride, reinterpret_cast<const float *>(&found) + 4, sizeof(Half));
+        return;
+    }
+#endif
+    float tile[with_rest(M * N)];
+    store_totals<M * N>(sums, tile);
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) scores[m * stride + n] = tile[n * M + m];
+}
+
+// scores[m * stride + n] = row m of a packed block times row n of `keys` (n, width).
+template <int M, int N>
+inline void dots(
+    const float *block, const float *keys, long width, float *scores, long stride, const Prefetch &prefetch
+) {
     Vec sums[with_rest(M * N)] = {};
     const long whole = width / LANES, each = prefetch.each;
     const char *line = prefetch.at;
@@ -105,33 +126,29 @@ inline void dots(const float *block, const float *keys, long width, float *tile,
             for (int m = 0; m < M; m++) sums[n * M + m] += load(block + (whole * M + m) * LANES) * key;
         }
     }
-    store_totals<M * N>(sums, tile);
+    put_totals<M, N>(sums, scores, stride);
 }
 
-// scores[m * stride + n] = row m of a packed block times row n of `keys` (count, width), by way of `tile`.
+// The same for `count` keys.
 template <int M>
 void some_dots(
-    const float *block, const float *keys, long count, long width, float *tile, float *scores, long stride,
-    Prefetch &prefetch
+    const float *block, const float *keys, long count, long width, float *scores, long stride, Prefetch &prefetch
 ) {
     constexpr int N = keys_at_once(M);
     const long steps = width / LANES;
     long n = 0;
     for (; n + N <= count; n += N, prefetch.advance(steps))
-        dots<M, N>(block, keys + n * width, width, tile + n * M, prefetch);
+        dots<M, N>(block, keys + n * width, width, scores + n, stride, prefetch);
     if (N > 4)
         for (; n + 4 <= count; n += 4, prefetch.advance(steps))
-            dots<M, 4>(block, keys + n * width, width, tile + n * M, prefetch);
-    for (; n < count; n++, prefetch.advance(steps)) dots<M, 1>(block, keys + n * width, width, tile + n * M, prefetch);
-    for (long m = 0; m < M; m++)
-        for (n = 0; n < count; n++) scores[m * stride + n] = tile[n * M + m];
+            dots<M, 4>(block, keys + n * width, width, scores + n, stride, prefetch);
+    for (; n < count; n++, prefetch.advance(steps))
+        dots<M, 1>(block, keys + n * width, width, scores + n, stride, prefetch);
 }
 
 // scores[q * stride + p] for `count` keys p (count, width) and the queries q of a packed block.
-void score(
-    const Packed &queries, const float *keys, long count, float *tile, float *scores, long stride, Prefetch prefetch
-) {
-    using Some = void (*)(const float *, const float *, long, long, float *, float *, long, Prefetch &);
+void score(const Packed &queries, const float *keys, long count, float *scores, long stride, Prefetch prefetch) {
+    using Some = void (*)(const float *, const float *, long, long, float *, long, Prefetch &);
     constexpr Some some_rows[] = {some_dots<1>, some_dots<2>, some_dots<3>, some_dots<4>,
                                   some_dots<5>, some_dots<6>, some_dots<7>, some_dots<8>};
     prefetch.spread(queries.inner_steps(count));
@@ -141,7 +158,7 @@ void score(
             const long first = queries.first(index), rows = queries.first(index + 1) - first;
             const float *from = keys + start * queries.width;
             float *to = scores + first * stride + start;
-            some_rows[rows - 1](queries.block(index), from, some, queries.width, tile, to, stride, prefetch);
+            some_rows[rows - 1](queries.block(index), from, some, queries.width, to, stride, prefetch);
         }
     }
 }
@@ -162,29 +179,42 @@ void score_together(
 
 // ------------------------------------------------------------------------------------------------ weights and values
 
-// Softmax in place. The exponential of a sink, unless null, is added to the sum.
-SoftmaxTotals softmax(float *scores, long count, const float *sink = nullptr) {
-    float peak = sink ? *sink : scores[0], total = 0.0f;
-#pragma omp simd reduction(max : peak)
-    for (long i = 0; i < count; i++) peak = std::max(peak, scores[i]);
-    long i = 0;
-    Vec sums = {};
-    for (; i + LANES <= count; i += LANES) {
-        const Vec value = exponential(load(scores + i) - peak);
-        store(scores + i, value);
-        sums += value;
+// The softmax of a query, whose scores come block by block: what the scores before have added up to, lane by lane.
+struct RunningSoftmax {
+    Vec sums;  // of exp(score - peak)
+    float peak;
+
+    // The exponential of a sink, unless null, is added to the sum.
+    void start(const float *sink) {
+        sums = Vec{};
+        peak = sink ? *sink : -INFINITY;
+        if (sink) sums[0] = 1.0f;
     }
-    if (i < count) {
-        Vec value = exponential(load_part(scores + i, count - i) - peak);
-        std::memcpy(scores + i, &value, (count - i) * sizeof(float));
-        for (long j = i; j < count; j++) total += scores[j];
+
+    // Replaces `count` scores (whole vectors; not all -INFINITY) by exp(score - peak). Returns the factor of what has
+    // been added up with the former peak.
+    float add(float *scores, long count) {
+        Vec most = splat(peak);
+        for (long i = 0; i < count; i += LANES) {
+            const Vec score = load(scores + i);
+            most = score > most ? score : most;
+        }
+        float highest = most[0];
+        for (int lane = 1; lane < LANES; lane++) highest = std::max(highest, most[lane]);
+        const float factor = highest > peak ? exponential(splat(peak - highest))[0] : 1.0f;
+        Vec more = {};
+        peak = highest;
+        for (long i = 0; i < count; i += LANES) {
+            const Vec value = exponential(load(scores + i) - peak);
+            store(scores + i, value);
+            more += value;
+        }
+        sums = sums * factor + more;
+        return factor;
     }
-    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
-    if (sink) total += exponential(splat(*sink - peak))[0];
-    const float factor = 1.0f / total;
-    for (long j = 0; j < count; j++) scores[j] *= factor;
-    return {peak, factor};
-}
+
+    SoftmaxTotals end() const { return {peak, 1.0f / total(sums)}; }
+};
 
 // cap * tanh(score / cap) in place.
 void cap_scores(float *scores, long count, float cap) {
@@ -206,9 +236,7 @@ void cap_scores(float *scores, long count, float cap) {
 // the weights are stored the other way round: weights[p * stride + q].
 template <bool Across, int Q, int V>
 inline void mix_columns(const float *weights, long stride, const float *values, long count, long width, float *output) {
-    Vec sums[Q][V];
-    for (int q = 0; q < Q; q++)
-        for (int v = 0; v < V; v++) sums[q][v] = load(output + q * width + v * LANES);
+    Vec sums[Q][V] = {};
     for (long p = 0; p < count; p++) {
         Vec value[V];
 #pragma GCC unroll 4
@@ -225,7 +253,10 @@ inline void mix_columns(const float *weights, long stride, const float *values, 
             }
     }
     for (int q = 0; q < Q; q++)
-        for (int v = 0; v < V; v++) store(output + q * width + v * LANES, sums[q][v]);
+        for (int v = 0; v < V; v++) {
+            float *to = output + q * width + v * LANES;
+            store(to, load(to) + sums[q][v]);
+        }
 }
 
 template <bool Across, int Q>
@@ -237,15 +268,17 @@ void mix_some(const float *weights, long stride, const float *values, long count
     for (; d + LANES <= width; d += LANES)
         mix_columns<Across, Q, 1>(weights, stride, values + d, count, width, output + d);
     for (; d < width; d++)
-        for (int q = 0; q < Q; q++)
-            for (long p = 0; p < count; p++) {
-                float &to = output[q * width + d];
-                to = fused(weights[Across ? p * stride + q : q * stride + p], values[p * width + d], to);
-            }
+        for (int q = 0; q < Q; q++) {
+            float sum = 0.0f;
+            for (long p = 0; p < count; p++)
+                sum = fused(weights[Across ? p * stride + q : q * stride + p], values[p * width + d], sum);
+            output[q * width + d] += sum;
+        }
 }
 
 // output (queries, width) += weights (queries, stride) times values (count, width). With `Across` weights are
-// (count, stride), and their transpose is multiplied. Each output is summed value by value, in order.
+// (count, stride), and their transpose is multiplied. Each output is summed value by value, in order, over MIXED_KEYS
+// values, whose sum is added to the others.
 template <bool Across = false>
 void mix(long queries, const float *weights, long stride, const float *values, long count, long width, float *output) {
     const long step = Across ? 1 : stride, next = Across ? stride : 1;

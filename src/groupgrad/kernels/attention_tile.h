@@ -29,9 +29,10 @@ struct Attention {
 namespace {
 
 constexpr long MAX_QUERIES_OF_TILE = 64;
-constexpr long TILE_SCORES = 1 << 16;  // of a tile of queries, unless a single token has more
-
-long num_keys(const Span &span) { return span.prompt_length + span.offset + span.length; }
+// Scores of a query that are computed together. A softmax goes on from block to block, and its sums round in blocks that
+// begin at the first token of the prompt and at the first one behind it, whatever is computed with a query.
+constexpr long BLOCK_KEYS = MIXED_KEYS;
+static_assert(BLOCK_KEYS % LANES == 0);
 
 // Tokens whose attention is computed together.
 struct TokenGroup {
@@ -47,9 +48,10 @@ struct TokenGroup {
 class AttentionTile {
     const Attention &call;
     const TokenGroup &group;
-    const long head, tokens = group.tokens, prompt = group.spans->prompt_length;
-    long begin, stride;  // the first key visible to any token; scores per query
-    float *tile, *queries, *packed, *scores;
+    const long head, width = call.head_width, tokens = group.tokens, prompt = group.spans->prompt_length;
+    long begin;  // the first key visible to any token
+    float *tile, *queries, *packed, *scores, *mixed;
+    RunningSoftmax *softmaxes;
 
     long repeat() const { return call.heads / call.kv_heads; }
     long num_queries() const { return tokens * repeat(); }
@@ -58,72 +60,72 @@ class AttentionTile {
         return call.window ? std::max<long>(0, prompt + num_own(token) - call.window) : 0;
     }
     long own_begin() const { return std::max(0L, begin - prompt); }
-    long prompt_begin() const { return std::min(begin, prompt); }
 
     // True if each token has keys of its own, as in a decode step. Reading them takes most of the time.
     bool is_apart() const { return tokens == group.count; }
-    const float *own_keys(const Span &span) const {
-        return span.own_keys + head * span.own_stride + own_begin() * call.head_width;
+
+    // Keys of one block, those from `start` to `end` of the prompt or behind it. `origin` is where the block's sums
+    // begin, whether or not its first keys are visible; `before` is the number of keys before the first of its part.
+    struct KeyBlock {
+        long origin, start, end, before;
+        const float *keys, *values;  // from `start` on
+
+        long count() const { return end - start; }
+    };
+
+    // Calls `body(block)` for the blocks of a prompt, or of the tokens behind it, from key `start` to `end`.
+    template <class Body>
+    void each_block(long start, long end, long before, const float *keys, const float *values, Body body) const {
+        while (start < end) {
+            const long origin = start / BLOCK_KEYS * BLOCK_KEYS, next = std::min(end, origin + BLOCK_KEYS);
+            body(KeyBlock{origin, start, next, before, keys + start * width, values + start * width});
+            start = next;
+        }
     }
 
-    // Calls `body(start, end, span, keys)` for tokens that read the same own keys, with the number of these keys.
     template <class Body>
-    void each_span(Body body) const {
-        if (group.count == 1) return body(0L, tokens, *group.spans, num_own(tokens - 1));
-        for (long i = 0; i < tokens; i++) body(i, i + 1, group.spans[i], num_own(i));
+    void each_own_block(const Span &span, long end, Body body) const {
+        const long at = head * span.own_stride;
+        each_block(own_begin(), end, prompt, span.own_keys + at, span.own_values + at, body);
     }
 
 public:
-    static constexpr long ROOM = std::max(TILE, SCORE_TILE);
-
-    // Maximum number of tokens of a tile with up to so many keys.
-    static long most_tokens(const Attention &call, long keys) {
-        const long repeat = call.heads / call.kv_heads;
-        // An empty span may have no keys.
-        return std::max(1L, std::min(MAX_QUERIES_OF_TILE, TILE_SCORES / std::max(1L, keys)) / repeat);
+    // Maximum number of tokens of a tile.
+    static long most_tokens(const Attention &call) {
+        return std::max<long>(1, MAX_QUERIES_OF_TILE / (call.heads / call.kv_heads));
     }
 
-    static long scratch_size(const Attention &call, long tokens, long keys) {
+    static long scratch_size(const Attention &call, long tokens) {
         const long queries = in_grains(tokens * (call.heads / call.kv_heads));
-        return ROOM + queries * (2 * padded(call.head_width) + keys) + 4 * LANES;
+        const long softmax = sizeof(RunningSoftmax) / sizeof(float);
+        return TILE + queries * (2 * call.head_width + padded(call.head_width) + BLOCK_KEYS + softmax) + 8 * LANES;
     }
 
+    // `scratch` lies at the beginning of a vector.
     AttentionTile(const Attention &call, const TokenGroup &group, long head, float *scratch)
-        : call(call), group(group), head(head), begin(first_key(0)), stride(0) {
-        for (long i = 0; i < tokens; i++) {
-            begin = std::min(begin, first_key(i));
-            stride = std::max(stride, prompt + num_own(i));
-        }
-        const long some = in_grains(num_queries()) * padded(call.head_width);
-        tile = scratch, queries = tile + ROOM, packed = queries + some, scores = packed + some;
+        : call(call), group(group), head(head), begin(first_key(0)) {
+        for (long i = 0; i < tokens; i++) begin = std::min(begin, first_key(i));
+        const auto take = [&](long floats) { return (scratch += padded(floats)) - padded(floats); };
+        const long some = in_grains(num_queries());
+        tile = take(TILE), scores = take(some * BLOCK_KEYS);
+        softmaxes = reinterpret_cast<RunningSoftmax *>(take(some * (sizeof(RunningSoftmax) / sizeof(float))));
+        packed = take(some * padded(width)), queries = take(some * width), mixed = take(some * width);
     }
 
     void attend() const {
-        const long width = call.head_width;
         place_queries();
-        score_prompt();
-        score_own();
-        for (long i = 0; i < tokens; i++)
-            for (long j = 0; j < repeat(); j++) {
-                const long query = head * repeat() + j;
-                const float *sink = call.sinks ? call.sinks + query : nullptr;
-                const SoftmaxTotals found = weigh(scores + (i * repeat() + j) * stride, i, sink);
-                if (call.totals) call.totals[(group.span(i).query + group.place(i)) * call.heads + query] = found;
-            }
-        float *mixed = queries;  // the memory of the queries is free now
         std::fill(mixed, mixed + num_queries() * width, 0.0f);
-        const float *values = group.spans->prompt_values + head * group.spans->prompt_stride + prompt_begin() * width;
-        mix(num_queries(), scores + prompt_begin(), stride, values, prompt - prompt_begin(), width, mixed);
-        each_span([&](long start, long end, const Span &span, long keys) {
-            const float *own = span.own_values + head * span.own_stride + own_begin() * width;
-            const float *weights = scores + start * repeat() * stride + prompt + own_begin();
-            mix((end - start) * repeat(), weights, stride, own, keys - own_begin(), width,
-                mixed + start * repeat() * width);
-        });
-        for (long i = 0; i < tokens; i++) {
-            const long query = group.span(i).query + group.place(i);
-            float *to = call.output + (query * call.heads + head * repeat()) * width;
-            std::memcpy(to, mixed + i * repeat() * width, repeat() * width * sizeof(float));
+        for (long q = 0; q < num_queries(); q++)
+            softmaxes[q].start(call.sinks ? call.sinks + head * repeat() + q % repeat() : nullptr);
+        add_prompt();
+        add_own();
+        for (long q = 0; q < num_queries(); q++) {
+            const SoftmaxTotals found = softmaxes[q].end();
+            const long token = group.span(q / repeat()).query + group.place(q / repeat());
+            const long query = token * call.heads + head * repeat() + q % repeat();
+            if (call.totals) call.totals[query] = found;
+            float *to = call.output + query * width;
+            for (long d = 0; d < width; d++) to[d] = mixed[q * width + d] * found.factor;
         }
     }
 
@@ -133,51 +135,88 @@ private:
             const long query = group.span(q / repeat()).query + group.place(q / repeat());
             const float *from = call.queries + (head * repeat() + q % repeat()) * call.head_stride +
                                 query * call.token_stride;
-            for (long d = 0; d < call.head_width; d++) queries[q * call.head_width + d] = from[d] * call.scale;
+            for (long d = 0; d < width; d++) queries[q * width + d] = from[d] * call.scale;
         }
     }
 
-    void score_prompt() const {
-        const long width = call.head_width;
+    void add_prompt() const {
         const Columns together{packed, num_queries(), width};
         for (long q = 0; q < num_queries(); q += GRAIN) {
             const float *some[GRAIN];
             for (long i = 0; i < GRAIN; i++) some[i] = q + i < num_queries() ? queries + (q + i) * width : nullptr;
             together.put(q, some, 0, width);
         }
-        const long at = head * group.spans->prompt_stride + prompt_begin() * width;
-        Prefetch prefetch;
-        if (is_apart()) {
-            prefetch.add(own_keys(group.span(0)), num_own(0) * width);
-            prefetch.add(group.spans->prompt_values + at, (prompt - prompt_begin()) * width);
-        }
-        score_together(together, group.spans->prompt_keys + at, prompt - prompt_begin(), tile, scores + prompt_begin(),
-                       stride, prefetch);
-    }
-
-    void score_own() const {
-        const long width = call.head_width;
-        each_span([&](long start, long end, const Span &span, long num_keys) {
-            const Packed mine{packed, (end - start) * repeat(), width};
-            for (long q = 0; q < mine.rows; q++) mine.put(q, queries + (start * repeat() + q) * width);
-            float *to = scores + start * repeat() * stride + prompt + own_begin();
+        const Span &first = *group.spans;
+        const long at = head * first.prompt_stride;
+        const auto add = [&](const KeyBlock &block) {
             Prefetch prefetch;
             if (is_apart()) {
-                prefetch.add(span.own_values + head * span.own_stride, num_keys * width);
-                if (end < tokens) prefetch.add(own_keys(group.span(end)), num_own(end) * width);
+                prefetch.add(block.values, block.count() * width);
+                if (block.end == prompt) add_keys(prefetch, first, num_own(0));
             }
-            score(mine, own_keys(span), num_keys - own_begin(), tile, to, stride, prefetch);
-        });
+            score_together(together, block.keys, block.count(), tile, scores + (block.start - block.origin), BLOCK_KEYS,
+                           prefetch);
+            mix_block(block, 0, tokens);
+        };
+        each_block(std::min(begin, prompt), prompt, 0, first.prompt_keys + at, first.prompt_values + at, add);
     }
 
-    // The weights of a token's query over all keys from `begin` on; 0 for masked keys.
-    SoftmaxTotals weigh(float *of_query, long token, const float *sink) const {
-        const long from = first_key(token), end = prompt + num_own(token);
-        std::fill(of_query + begin, of_query + from, 0.0f);
+    void add_own() const {
+        // One span is read by all tokens; of several each has a token.
+        const long step = group.count == 1 ? tokens : 1;
+        for (long start = 0; start < tokens; start += step) {
+            const Span &span = group.span(start);
+            const long num_keys = num_own(start + step - 1);
+            const Packed mine{packed, step * repeat(), width};
+            for (long q = 0; q < mine.rows; q++) mine.put(q, queries + (start * repeat() + q) * width);
+            each_own_block(span, num_keys, [&](const KeyBlock &block) {
+                Prefetch prefetch;
+                if (is_apart()) {
+                    prefetch.add(block.values, block.count() * width);
+                    const bool is_last = block.end == num_keys;
+                    if (!is_last)
+                        prefetch.add(block.keys + block.count() * width,
+                                     std::min(BLOCK_KEYS, num_keys - block.end) * width);
+                    else if (start + step < tokens)
+                        add_keys(prefetch, group.span(start + step), num_own(start + step));
+                }
+                float *to = scores + start * repeat() * BLOCK_KEYS + (block.start - block.origin);
+                score(mine, block.keys, block.count(), to, BLOCK_KEYS, prefetch);
+                mix_block(block, start, start + step);
+            });
+        }
+    }
+
+    // Asks for the first keys of a span.
+    void add_keys(Prefetch &prefetch, const Span &span, long num_keys) const {
+        const long count = std::min(BLOCK_KEYS, num_keys - own_begin());
+        prefetch.add(span.own_keys + head * span.own_stride + own_begin() * width, count * width);
+    }
+
+    // Turns the scores of tokens `start` to `end` with the keys of a block into weights, and adds the weighted values.
+    void mix_block(const KeyBlock &block, long start, long end) const {
+        const long count = block.end - block.origin;
+        for (long i = start; i < end; i++) {
+            const long behind = block.before + block.origin;  // the block's place in the row
+            const long from = std::max(block.start - block.origin, first_key(i) - behind);
+            const long visible = std::min(count, prompt + num_own(i) - behind);
+            for (long q = i * repeat(); q < (i + 1) * repeat(); q++) weigh(q, from, visible, count);
+        }
+        const float *weights = scores + start * repeat() * BLOCK_KEYS + (block.start - block.origin);
+        mix((end - start) * repeat(), weights, BLOCK_KEYS, block.values, block.count(), width,
+            mixed + start * repeat() * width);
+    }
+
+    // The weights of a query for `count` keys, of which it sees those from `from` to `end`.
+    void weigh(long q, long from, long end, long count) const {
+        float *of_query = scores + q * BLOCK_KEYS;
+        if (from >= end) return std::fill(of_query, of_query + count, 0.0f);
         if (call.softcap != 0.0f) cap_scores(of_query + from, end - from, call.softcap);
-        const SoftmaxTotals found = softmax(of_query + from, end - from, sink);
-        std::fill(of_query + end, of_query + stride, 0.0f);
-        return found;
+        std::fill(of_query, of_query + from, -INFINITY);
+        std::fill(of_query + end, of_query + padded(count), -INFINITY);
+        const float factor = softmaxes[q].add(of_query, padded(count));
+        if (factor != 1.0f)
+            for (long d = 0; d < width; d++) mixed[q * width + d] *= factor;
     }
 };
 

@@ -127,8 +127,8 @@ struct Scratch {
     float *tile, *other;
 
     static long size(const Attention &attention, const Rows &rows) {
-        const long tokens = most_rows(attention.heads / attention.kv_heads), keys = rows.prompt_places + rows.own_places;
-        return std::max(2 * TILE, AttentionTile::scratch_size(attention, tokens, keys));
+        const long tokens = most_rows(attention.heads / attention.kv_heads);
+        return std::max(2 * TILE, AttentionTile::scratch_size(attention, tokens));
     }
 
     explicit Scratch(float *memory) : tile(memory), other(memory + TILE) {}

@@ -17,14 +17,13 @@ long chunk_rows(long rows, long width) {
 
 // Number of spans, from the first of `spans` on, that are computed together: one token each, behind the same prompt.
 long num_joined(const Attention &call, const Span *spans, int64_t count) {
-    long keys = 0, number = 0;
-    for (; number < count; number++) {
+    const long most = std::min<long>(count, AttentionTile::most_tokens(call));
+    long number = 0;
+    for (; number < most; number++) {
         const Span &next = spans[number];
         if (next.length != 1 || !next.prompt_length || next.prompt_keys != spans->prompt_keys ||
             next.prompt_length != spans->prompt_length)
             break;
-        keys = std::max(keys, num_keys(next));
-        if (number + 1 > AttentionTile::most_tokens(call, keys)) break;
     }
     return std::max(1L, number);
 }
@@ -138,16 +137,14 @@ void groupgrad_rotate(const float *input, const float *cosines, const float *sin
 int groupgrad_attend(const Attention *call, const Span *spans, int64_t count, int threads) {
     const std::unique_ptr<Tiles[]> tiles(new (std::nothrow) Tiles[count]);
     if (!tiles) return 1;
-    long all = 0, each = 0, number = 0;
+    const long most = AttentionTile::most_tokens(*call), each = Memory::whole(AttentionTile::scratch_size(*call, most));
+    long all = 0, number = 0;
     for (int64_t i = 0; i < count; i += tiles[number++].num_joined) {
         const long together = num_joined(*call, spans + i, count - i);
-        long keys = 0;
-        for (long j = 0; j < together; j++) keys = std::max(keys, num_keys(spans[i + j]));
-        const long tokens = together > 1 ? together : AttentionTile::most_tokens(*call, keys);
+        const long tokens = together > 1 ? together : most;
         const long tiles_of = together > 1 ? 1 : (spans[i].length + tokens - 1) / tokens;
         tiles[number] = {spans + i, together, tokens, tiles_of, all};
         all += tiles_of * call->kv_heads;
-        each = std::max(each, Memory::whole(AttentionTile::scratch_size(*call, tokens, keys)));
     }
     Memory memory(threads * each);
     if (!memory.is_there()) return 1;
