@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ import uvicorn
 from synthetic_run import HOSTILE, write_run
 
 from groupgrad.cli.main import main
+from groupgrad.cli.run_paths import RunPaths
+from groupgrad.cli.sweep_on_page import CommandLinePanel
 from groupgrad.cli.view import _listen
-from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.server import make_app
+from groupgrad.sweep.store import Store, Turn
 from groupgrad.telemetry.run_files import LineFile
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
@@ -70,14 +72,16 @@ def wait_until(page: Any, condition: str, *, timeout_s: float = 20.0) -> None:
 
 
 @contextmanager
-def served(*folders: Path) -> Iterator[str]:
-    """The address of a server of these runs."""
+def served(*folders: Path, sweeps: Sequence[Any] = ()) -> Iterator[str]:
+    """The address of a server of these runs, those that come later too, and of sweeps."""
     listener = _listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(make_app([RunFolder(folder) for folder in folders]), log_level="error"))
+    paths = RunPaths(list(map(str, folders)))
+    app = make_app(paths.runs, sweeps, token="right" if sweeps else None)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/" + ("?token=right" if sweeps else "")
     finally:
         server.should_exit = True
         thread.join(10)
@@ -128,6 +132,81 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         assert page.evaluate("window.hacked") is None
 
 
+class Panel(CommandLinePanel):
+    """A sweep whose commands are noted, and refused or queued."""
+
+    def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
+        if "beta=-1" in settings:
+            raise ValueError("beta=-1 is negative")
+        self._store.queue(kind, arm, dict(setting.split("=") for setting in settings), from_weights)
+        return f"{kind}: queued"
+
+
+def make_sweep_folder(folder: Path) -> tuple[Store, Panel]:
+    """A sweep of two arms, the first of which has made steps and has a run."""
+    store = Store(folder, create=True)
+    store.add_arms([("01-beta=0", 0, {"beta": 0.0}), ("02-beta=0.1", 0, {"beta": 0.1})])
+    store.end_turn(1, Turn(0, 5, train_s=5.0, switch_s=0.1), 20, {})
+    write_run(folder / "arms" / "01-beta=0", steps=5, rows=8, tokens=8)
+    return store, Panel(folder)
+
+
+def test_arms_of_a_sweep_are_given_commands_by_keyboard(tmp_path, open_page):
+    store, panel = make_sweep_folder(tmp_path / "rates")
+    with served(tmp_path / "rates", sweeps=[panel]) as address:
+        page = open_page(address)
+        assert "token" not in page.url
+        page.click("text=Sweep")
+        page.wait_for_selector(".sweep tbody tr")
+        assert page.locator(".sweep tbody tr").count() == 2 and "5/20" in page.inner_text(".sweep")
+        page.focus("button[aria-label='stop arm 2']")
+        page.keyboard.press("Enter")
+        wait_until(page, "document.querySelector('.said').innerText === 'stop: queued'")
+        page.focus("button[aria-label='clone arm 1']")
+        page.keyboard.press("Enter")
+        page.fill("#changes", "beta=-1")
+        page.keyboard.press("Tab")
+        page.keyboard.press("Space")
+        page.keyboard.press("Enter")
+        wait_until(page, "document.querySelector('.said.bad')?.innerText === 'beta=-1 is negative'")
+        assert page.evaluate("document.activeElement.ariaLabel") == "clone arm 1"
+        page.click("button[aria-label='clone arm 1']")
+        page.fill("#changes", "beta=0.2\nlearning_rate=1e-5")
+        page.check("#from-weights")
+        page.click("dialog button[type=submit]")
+        wait_until(page, "document.querySelector('.said').innerText === 'clone: queued'")
+        page.click("button[aria-label='delete arm 1']")
+        page.click("dialog >> text=Cancel")
+        assert [(given.kind, given.arm) for given in store.queued()] == [("stop", 2), ("clone", 1)]
+        assert store.queued()[1].changes == {"beta": "0.2", "learning_rate": "1e-5"} and store.queued()[1].from_weights
+        assert "beta=0.2" in page.inner_text(".sweep .events")
+
+        store.set_state(2, "stopped", "stopped by a command")  # while the page is open
+        write_run(tmp_path / "rates" / "arms" / "02-beta=0.1", steps=3, rows=8, tokens=8)
+        page.wait_for_selector("button[aria-label='resume arm 2']")
+        page.click("a:text('02-beta=0.1')")
+        page.wait_for_selector(".item .chip")
+        assert page.inner_text(".count").startswith("24 rollouts")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_and_goes_on_is_followed(tmp_path, open_page):
+    folder = write_run(tmp_path / "first", steps=4, rows=8, tokens=8, ended=False)
+    events, metrics = LineFile(folder / "events.jsonl"), LineFile(folder / "metrics.jsonl")
+    events.append({"time": time.time(), "step": 4, "event": "stopped", "text": "the run was stopped"})
+    with served(folder) as address:
+        page = open_page(address)
+        assert "the run was stopped" in page.inner_text(".notes")
+        events.append({"time": time.time(), "step": 4, "event": "resumed", "host": "elsewhere", "pid": 1})
+        metrics.append({"step": 5, "loss": 0.0, "reward": 7.5})
+        wait_until(page, "document.querySelector('.tiles').innerText.includes('7.5')")
+        assert page.inner_text("#top .state") == "running" and "the run was stopped" not in page.inner_text(".notes")
+        metrics.append({"step": 6, "loss": 0.0, "reward": 8.5})
+        wait_until(page, "document.querySelector('.tiles').innerText.includes('8.5')")
+        events.append({"time": time.time(), "step": 6, "event": "ended"})
+        wait_until(page, "document.querySelector('#top .state').innerText === 'ended'")
+
+
 @pytest.mark.slow
 def test_runs_are_compared_and_a_report_shows_the_same(tmp_path, open_page):
     first = write_run(tmp_path / "first", steps=60, rows=16, tokens=20, hostile=True)
@@ -156,17 +235,24 @@ def test_runs_are_compared_and_a_report_shows_the_same(tmp_path, open_page):
 def test_it_fits_and_can_be_read(tmp_path, open_page, size, scheme):
     """Nothing sticks out sideways, and text has a contrast of at least 4.5 to its background."""
     folder = write_run(tmp_path / "first", steps=50, rows=16, tokens=20)
-    with served(folder) as address:
-        page = open_page(address, width=size[0], height=size[1], scheme=scheme)
-        for where in ("#/", "#/rollouts?step=5&group=0&row=5"):
-            page.goto(address + where)
-            page.wait_for_selector(".chart, .tokens")
-            assert page.evaluate("document.documentElement.scrollWidth") <= size[0], where
-            assert page.evaluate(CONTRASTS) >= 4.5, where
-            shots = os.environ.get("GROUPGRAD_SCREENSHOTS")
-            if shots:
-                name = f"{'overview' if where == '#/' else 'rollouts'}-{size[0]}-{scheme}.png"
-                page.screenshot(path=str(Path(shots) / name))
+    store, panel = make_sweep_folder(tmp_path / "rates")
+    store.set_state(2, "failed", "RuntimeError: a device is missing")
+    for name, sweeps, places in (
+        (folder, [], ("#/", "#/rollouts?step=5&group=0&row=5")),
+        (tmp_path / "rates", [panel], ("#/sweep",)),
+    ):
+        with served(name, sweeps=sweeps) as address:
+            page = open_page(address, width=size[0], height=size[1], scheme=scheme)
+            for where in places:
+                page.goto(page.url.partition("#")[0] + where)
+                page.wait_for_selector(".chart, .tokens, .sweep")
+                assert page.evaluate("document.documentElement.scrollWidth") <= size[0], where
+                assert page.evaluate(CONTRASTS) >= 4.5, where
+                shots = os.environ.get("GROUPGRAD_SCREENSHOTS")
+                if shots:
+                    shown = {"#/": "overview", "#/sweep": "sweep"}.get(where, "rollouts")
+                    page.screenshot(path=str(Path(shots) / f"{shown}-{size[0]}-{scheme}.png"))
+            page.close()  # which would ask the next server
 
 
 def seconds_to_open(open_page: Callable[..., Any], address: str, until: str) -> float:

@@ -164,3 +164,35 @@ def test_the_example_file_names_arms_that_work(monkeypatch, capsys):
     monkeypatch.chdir(Path(__file__).parents[2])
     assert cli.main(["sweep", "examples/sweep.yaml", "--dry-run"]) == 0
     assert capsys.readouterr().out.count("learning_rate=") == 8
+
+
+def test_a_sweep_of_a_script_takes_clones_from_the_command_line(make_sweep, tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    sweep = make_sweep({"peft_config.r": [2, 4]}, peft_config=peft.LoraConfig(target_modules="all-linear"))
+    folder = str(tmp_path / "sweep")
+    assert cli.main(["sweep", "clone", folder, "1", "--set", "learning_rate=5e-3", "--set", "peft_config.r=8"]) == 0
+    assert "queued; no process trains this sweep now, its script takes it when run" in capsys.readouterr().out
+    assert cli.main(["sweep", "clone", folder, "1", "--set", "peft_config.rank=8"]) == 2
+    assert "peft_config.rank=8 changes no field" in capsys.readouterr().err
+    assert cli.main(["sweep", "clone", folder, "1", "--set", "beta=-1"]) == 2
+    assert sweep._sweeper.apply_commands() == {}
+    assert [arm.changes for arm in Store(folder).arms()][2:] == [{"peft_config.r": 8, "learning_rate": 5e-3}]
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("output_dir=elsewhere", "the sweep resumes and places its arms itself"),
+        ("output-dir=elsewhere", "the sweep resumes and places its arms itself"),
+        ("beta=[0.1", "--set beta=[0.1: '[0.1' is not YAML"),
+        ("beta", "it has no value"),
+    ],
+)
+def test_a_setting_of_a_clone_that_cannot_be_is_named(tmp_path, capsys, setting, text):
+    store = Store(tmp_path, create=True)
+    store.set_fact("plan", {"kind": "command line", "base": {}, "vary": {}})
+    store.set_fact("base", {})
+    store.add_arms([("01-a", 0, {"beta": 0.1})])
+    assert cli.main(["sweep", "clone", str(tmp_path), "1", "--set", setting]) == 2
+    assert text in capsys.readouterr().err
+    assert store.queued() == []

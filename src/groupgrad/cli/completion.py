@@ -12,6 +12,7 @@ from groupgrad.cli.command_parser import CommandParser
 _HELP = """\
 bash: groupgrad completion bash > ~/.local/share/bash-completion/completions/groupgrad
 zsh:  groupgrad completion zsh > _groupgrad, in a folder of $fpath
+fish: groupgrad completion fish > ~/.config/fish/completions/groupgrad.fish
 tcsh: groupgrad completion tcsh > ~/.groupgrad.csh, and `source ~/.groupgrad.csh` in ~/.tcshrc
 """
 

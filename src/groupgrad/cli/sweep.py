@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -187,6 +188,8 @@ def _act(arguments: argparse.Namespace) -> int:
         print(f"{arguments.what} of {arm.name}: done{f', the new arm is {message}' if message else ''}")
         if arguments.what in ("resume", "clone"):
             print("no process trains this sweep now; start it with `groupgrad sweep FILE`")
+    elif not is_command_line and _is_idle(store):
+        print(f"{arguments.what} of {arm.name}: queued; no process trains this sweep now, its script takes it when run")
     else:
         print(f"{arguments.what} of {arm.name}: queued; the sweep takes it after the present step")
     return 0
@@ -196,27 +199,47 @@ def _changes(settings: Sequence[str]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
+        key = key.replace("-", "_")
         if not equals or not key:
             raise ValueError(f"--set {setting}: it has no value; write it as KEY=VALUE")
         if key.split(".")[0] in _FORBIDDEN:
             raise ValueError(f"--set {setting}: the sweep resumes and places its arms itself")
-        changes[key.replace("-", "_")] = number(yaml.safe_load(text))
+        try:
+            changes[key] = number(yaml.safe_load(text))
+        except yaml.YAMLError:
+            raise ValueError(
+                f"--set {setting}: {text!r} is not YAML; put a text with such characters in quotes"
+            ) from None
     return changes
+
+
+def _is_idle(store: Store) -> bool:
+    """True if no process trains the sweep."""
+    from groupgrad.trainer.run_lock import locked
+
+    try:
+        with locked(store.folder):
+            return True
+    except OutputDirInUse:
+        return False
 
 
 def _check(store: Store, settings: dict[str, Any], is_command_line: bool) -> None:
     """ValueError for settings that no run can have."""
     from groupgrad.cli.sweep_arms import CommandLineArms
     from groupgrad.config import GRPOConfig
-    from groupgrad.sweep.factory import ScriptArms
+    from groupgrad.sweep.factory import ADAPTER_FIELDS, ScriptArms
 
     if is_command_line:
         CommandLineArms().check(settings)
         return
+    adapter = store.fact(ADAPTER_FIELDS)
+    if adapter is None:
+        settings.pop("peft_config", None)  # of a sweep that has not noted its fields: its own process checks them
     vary = store.fact("plan")["vary"]
     labelled = {name: dict.fromkeys(given) for name, given in vary.items() if isinstance(given, list)}
     labelled = {name: given for name, given in labelled.items() if name not in GRPOConfig.__dataclass_fields__}
-    ScriptArms({}, labelled).check(settings)
+    ScriptArms({"peft_config": SimpleNamespace(**dict.fromkeys(adapter or ()))}, labelled).check(settings)
 
 
 def _take_at_once(store: Store, own: int) -> bool:

@@ -6,15 +6,16 @@ import argparse
 import importlib.util
 import secrets
 import socket
+import sqlite3
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from groupgrad.cli.command_parser import CommandParser, refuse
+from groupgrad.cli.run_paths import RunPaths
+from groupgrad.cli.sweep_on_page import CommandLinePanel
 from groupgrad.cockpit import LOCAL_HOSTS
-from groupgrad.cockpit.reading import NoRun, RunFolder
-from groupgrad.sweep.store import FILE as SWEEP_FILE
+from groupgrad.cockpit.reading import NoRun
 
 INSTALL = "the page needs Starlette and uvicorn; install them with `pip install 'starlette>=0.40' 'uvicorn>=0.30'`"
 
@@ -23,7 +24,8 @@ def main(argv: Sequence[str]) -> int:
     """Serves the page of runs until it is interrupted. Returns 1 if a package is missing, 2 for no run."""
     arguments = parser().parse_args(argv)
     try:
-        runs = _runs(arguments.runs)
+        paths = RunPaths(arguments.runs)
+        sweeps = _panels(paths.sweeps)
         if arguments.export is not None:
             for flag, given in (("--host", arguments.host), ("--port", arguments.port), ("--token", arguments.token)):
                 if given is not None:
@@ -33,15 +35,15 @@ def main(argv: Sequence[str]) -> int:
                 raise NoRun(f"--export {str(arguments.export)!r}: there is no folder {str(folder)!r}; make it first")
             from groupgrad.cockpit.static_report import write_report
 
-            write_report(runs, arguments.export)
-            print(f"{arguments.export} holds {', '.join(run.name for run in runs)}; it needs no server")
+            write_report(paths.runs(), arguments.export, sweeps)
+            print(f"{arguments.export} holds {_names(paths)}; it needs no server")
             return 0
     except (ValueError, OSError) as error:
         return refuse("view", error)
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         print(f"groupgrad view: error: {INSTALL}", file=sys.stderr)
         return 1
-    return _serve(runs, arguments.host or "127.0.0.1", arguments.port or 0, arguments.token)
+    return _serve(paths, sweeps, arguments.host or "127.0.0.1", arguments.port or 0, arguments.token)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,57 +58,37 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", help="address to serve at (default 127.0.0.1); another one needs a token")
     parser.add_argument("--port", type=_port, help="port (default: any that is free, from 8765 on)")
-    parser.add_argument("--token", help="token of the address (default: a random one unless served at 127.0.0.1)")
+    parser.add_argument("--token", help="token of the address (default: a random one for a sweep or another --host)")
     parser.add_argument("--export", metavar="FILE", type=Path, help="write a report that needs no server, and end")
     return parser
 
 
 def _port(text: str) -> int:
-    if not 0 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port; give 1 to 65535, or 0 for any that is free")
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 1 to 65535, or 0 for any that is free")
     return int(text)
 
 
-def _runs(paths: Sequence[str]) -> list[RunFolder]:
-    """The runs at paths, or in the folders there. NoRun if there are none; equal names are told apart by paths."""
-    found: list[RunFolder] = []
-    for path in paths:
+def _panels(folders: Sequence[Path]) -> list[CommandLinePanel]:
+    """The sweeps that can be read; a line on stderr for each other one."""
+    found: list[CommandLinePanel] = []
+    for folder in folders:
         try:
-            found.append(RunFolder(path))
-        except NoRun:
-            inside = [run for folder in _folders(Path(path)) for run in _run_or_arms(folder)]
-            if not inside:
-                raise
-            found += inside
-    names = [run.name for run in found]
-    for run in found:
-        if names.count(run.name) > 1:
-            run.name = str(run.path)
+            panel = CommandLinePanel(folder)
+            panel.table()
+            found.append(panel)
+        except (ValueError, OSError, sqlite3.Error) as error:
+            print(f"groupgrad view: the sweep in {folder} cannot be read, its runs are shown: {error}", file=sys.stderr)
     return found
 
 
-def _folders(path: Path) -> list[Path]:
-    """The folders in a folder of runs or of a sweep, by name."""
-    folder = path / "arms" if (path / SWEEP_FILE).is_file() else path
-    return sorted(child for child in folder.iterdir() if child.is_dir()) if folder.is_dir() else []
-
-
-def _run_or_arms(folder: Path) -> list[RunFolder]:
-    """The run of a folder, or the arms of the sweep there; nothing for another folder."""
-    found: list[RunFolder] = []
-    for place in _folders(folder) if (folder / SWEEP_FILE).is_file() else [folder]:
-        with suppress(NoRun):
-            found.append(RunFolder(place))
-    return found
-
-
-def _serve(runs: Sequence[RunFolder], host: str, port: int, token: str | None) -> int:
+def _serve(paths: RunPaths, sweeps: Sequence[CommandLinePanel], host: str, port: int, token: str | None) -> int:
     import uvicorn
 
     from groupgrad.cockpit.server import make_app
 
     is_local = host in LOCAL_HOSTS
-    if token is None and not is_local:
+    if token is None and (sweeps or not is_local):
         token = secrets.token_urlsafe(24)
     is_any = host in ("0.0.0.0", "::", "")
     hosts = () if is_any else (*LOCAL_HOSTS, host)
@@ -122,10 +104,15 @@ def _serve(runs: Sequence[RunFolder], host: str, port: int, token: str | None) -
         return 1
     shown = socket.gethostname() if is_any else f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listener.getsockname()[1]}/" + ("" if token is None else f"?token={token}")
-    print(f"{', '.join(run.name for run in runs)} at {address} (Ctrl-C ends it)", flush=True)
-    config = uvicorn.Config(make_app(runs, hosts=hosts, token=token), log_level="warning", access_log=False)
+    print(f"{_names(paths)} at {address} (Ctrl-C ends it)", flush=True)
+    app = make_app(paths.runs, sweeps, hosts=hosts, token=token)
+    config = uvicorn.Config(app, log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+def _names(paths: RunPaths) -> str:
+    return ", ".join([run.name for run in paths.runs()] or [path.name for path in paths.sweeps])
 
 
 def _listen(host: str, port: int) -> socket.socket:

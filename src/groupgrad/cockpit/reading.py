@@ -76,6 +76,13 @@ class RunFolder:
         """
         return read_lines_from(self.path / run_files.METRICS, position)
 
+    def metrics_size(self) -> int:
+        """Bytes of the metrics; 0 before the first log event."""
+        try:
+            return (self.path / run_files.METRICS).stat().st_size
+        except OSError:
+            return 0
+
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of the metrics; what has been read before is not read again."""
         position, known = self._metrics

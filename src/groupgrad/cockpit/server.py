@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp
 from groupgrad.cockpit import LOCAL_HOSTS, STATIC, views
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.row_selection import Selection
+from groupgrad.cockpit.sweep_panel import SweepPanel, read_command
 from groupgrad.telemetry.rollout_table import TRAINING
 from groupgrad.telemetry.run_files import finite
 
@@ -62,19 +64,24 @@ class Guard(BaseHTTPMiddleware):
     def _refusal(self, request: Request) -> Response | None:
         try:
             host = urlsplit(f"//{request.headers.get('host', '')}").hostname
+            origin = urlsplit(request.headers.get("origin", "")).netloc
         except ValueError:  # no host has that name
             return PlainTextResponse("this address is not served here", status_code=421)
         if self._hosts and host not in self._hosts:
             return PlainTextResponse("this address is not served here", status_code=421)
+        is_own = "origin" not in request.headers or origin == request.headers["host"]
+        if request.method not in ("GET", "HEAD") and not is_own:  # of another site, or of another port of this machine
+            return PlainTextResponse("commands are taken from this page alone", status_code=403)
         if self._token is None:
             return None
+        cookie = f"{COOKIE}_{request.url.port or 80}"  # browsers send cookies to all ports of a host
         given = request.query_params.get("token")
         if given is not None and self._is_right(given):
             answer = RedirectResponse(request.url.path, status_code=303)
-            answer.set_cookie(COOKIE, given, httponly=True, samesite="strict")
+            answer.set_cookie(cookie, given, httponly=True, samesite="strict")
             return answer
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._is_right(request.cookies.get(COOKIE, "")) or self._is_right(bearer):
+        if self._is_right(request.cookies.get(cookie, "")) or self._is_right(bearer):
             return None
         return PlainTextResponse("open the address with ?token=... that `groupgrad view` has printed", status_code=401)
 
@@ -83,11 +90,21 @@ class Guard(BaseHTTPMiddleware):
         return hmac.compare_digest(given.encode(), self._token.encode())
 
 
-def make_app(runs: Sequence[RunFolder], *, hosts: Sequence[str] = LOCAL_HOSTS, token: str | None = None) -> Starlette:
-    """The application that serves the page of `runs`.
+def make_app(
+    find_runs: Callable[[], Sequence[RunFolder]],
+    sweeps: Sequence[SweepPanel] = (),
+    *,
+    hosts: Sequence[str] = LOCAL_HOSTS,
+    token: str | None = None,
+) -> Starlette:
+    """The application that serves the page of some runs and sweeps.
 
-    `hosts` are the names that requests may use, without ports; empty for any. With a `token` every request needs it.
+    `find_runs` is asked again for runs that have begun since, which it adds at the end. `hosts` are the names that
+    requests may use, without ports; empty for any. With a `token` every request needs it; without one no command for a
+    sweep is taken, since any user of the machine could give it.
     """
+    runs = list(find_runs())
+    finding = threading.Lock()
 
     def of_run(answer: Callable[[RunFolder, Request], Any]) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
@@ -107,9 +124,26 @@ def make_app(runs: Sequence[RunFolder], *, hosts: Sequence[str] = LOCAL_HOSTS, t
         return PlainTextResponse("no image", status_code=404) if path is None else FileResponse(path)
 
     def all_runs(request: Request) -> Response:
-        return _json([{"name": run.name, "path": str(run.path), "state": run.state()} for run in runs])
+        with finding:
+            runs.extend(find_runs()[len(runs) :])
+        return _json([views.heading(run) for run in runs])
 
-    threading.Thread(target=_read_all, args=(runs,), name="groupgrad-index", daemon=True).start()
+    async def command(request: Request) -> Response:
+        number = request.path_params["sweep"]
+        if number >= len(sweeps):
+            return PlainTextResponse("there is no such sweep", status_code=404)
+        if token is None:
+            return PlainTextResponse("start `groupgrad view` with --token to give commands", status_code=403)
+        try:
+            given = read_command(request.headers.get("content-type", ""), await request.body())
+        except ValueError as error:
+            return PlainTextResponse(str(error), status_code=400)
+        try:
+            return _json({"text": await run_in_threadpool(given.give_to, sweeps[number]), "refused": False})
+        except ValueError as error:
+            return _json({"text": str(error), "refused": True})
+
+    threading.Thread(target=_read_all, args=(tuple(runs),), name="groupgrad-index", daemon=True).start()
     routes = [
         Route("/", lambda request: _static("index.html")),
         Route("/static/{name}", lambda request: _static(request.path_params["name"])),
@@ -122,6 +156,8 @@ def make_app(runs: Sequence[RunFolder], *, hosts: Sequence[str] = LOCAL_HOSTS, t
         Route("/api/runs/{run:int}/rollouts", of_run(_rollouts)),
         Route("/api/runs/{run:int}/group", of_run(_group)),
         Route("/api/runs/{run:int}/images/{name}", image),
+        Route("/api/sweeps", lambda request: _json([sweep.table() for sweep in sweeps])),
+        Route("/api/sweeps/{sweep:int}/commands", command, methods=["POST"]),
     ]
     return Starlette(routes=routes, middleware=[Middleware(Guard, hosts=hosts, token=token)])  # pyright: ignore
 

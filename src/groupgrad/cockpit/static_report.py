@@ -11,20 +11,22 @@ from pathlib import Path
 
 from groupgrad.cockpit import STATIC, views
 from groupgrad.cockpit.reading import RunFolder
+from groupgrad.cockpit.sweep_panel import SweepPanel
 from groupgrad.telemetry.run_files import finite
 
-MODULES = ("dom.js", "source.js", "charts.js", "virtual.js", "tokens.js", "overview.js", "rollouts.js", "app.js")
+_NAMES = ("dom", "source", "charts", "virtual", "tokens", "overview", "rollouts", "sweep", "app")
+MODULES = tuple(f"{name}.js" for name in _NAMES)
 """The page's modules, each after those that it imports."""
 
 
-def write_report(runs: Sequence[RunFolder], path: Path) -> None:
-    """Writes the report of `runs`. Its policy lets the file run its own scripts and load nothing."""
+def write_report(runs: Sequence[RunFolder], path: Path, sweeps: Sequence[SweepPanel] = ()) -> None:
+    """Writes the report of runs and sweeps. Its policy lets the file run its own scripts and load nothing."""
     scripts = [(STATIC / "uPlot.iife.min.js").read_text(encoding="utf-8"), _joined_modules()]
     styles = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "app.css"))
     hashes = " ".join(_hash(script) for script in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src {_hash(styles)}; img-src data:; base-uri 'none'"
     # In a script element only `</` and `<!--` mean something: JSON may write `<` otherwise.
-    data = json.dumps(finite(views.report(runs)), ensure_ascii=True).replace("<", "\\u003c")
+    data = json.dumps(finite(views.report(runs, sweeps)), ensure_ascii=True).replace("<", "\\u003c")
     page = f"""<!doctype html>
 <html lang="en">
 <head>

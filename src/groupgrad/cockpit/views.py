@@ -9,6 +9,7 @@ from typing import Any
 from groupgrad.cockpit.advice import advice
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.row_selection import Selection
+from groupgrad.cockpit.sweep_panel import SweepPanel
 
 MAX_POINTS = 4000
 """Log events of a run that the page gets; of a longer run every second, third, ... one."""
@@ -17,6 +18,12 @@ FILES_AT_ONCE = 32
 """Files of rollouts that one answer waits for."""
 REPORT_GROUPS = 40
 """Groups of rollouts of each run in a static report."""
+
+
+def heading(run: RunFolder) -> dict[str, Any]:
+    """Name and state of a run, and the size of its metrics, which grows with each log event."""
+    state = run.state() if run.path.is_dir() else "deleted"
+    return {"name": run.name, "path": str(run.path), "state": state, "size": run.metrics_size()}
 
 
 def summary(run: RunFolder) -> dict[str, Any]:
@@ -58,8 +65,9 @@ def rollouts(
     return {"total": total, "rows": rows, "complete": complete, "facets": run.facets()}
 
 
-def report(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """All that a static report holds: metrics, settings, and some groups of rollouts over the whole run."""
+def report(runs: Sequence[RunFolder], sweeps: Sequence[SweepPanel] = ()) -> dict[str, Any]:
+    """All that a static report holds: metrics, settings, some groups of rollouts over the whole run, and the arms of
+    sweeps."""
     parts = []
     for run in runs:
         run.refresh()
@@ -71,7 +79,7 @@ def report(runs: Sequence[RunFolder]) -> dict[str, Any]:
             groups = sorted({row["group"] for row in of_step})
             rows += [row for row in of_step if row["group"] == groups[place % len(groups)]]
         parts.append({**summary(run), "metrics": metrics(run)["lines"], "rollouts": rows, "facets": run.facets()})
-    return {"runs": parts}
+    return {"runs": parts, "sweeps": [sweep.table() for sweep in sweeps]}
 
 
 def _spread(steps: Sequence[int], count: int) -> list[int]:

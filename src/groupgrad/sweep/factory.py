@@ -12,6 +12,9 @@ from groupgrad.spelling import nearest
 from groupgrad.sweep.sharing import RewardCache, cached_functions
 from groupgrad.trainer import GRPOTrainer
 
+ADAPTER_FIELDS = "adapter_fields"
+"""Key of a sweep's store with the names of the fields of `peft_config`, by which commands check a clone."""
+
 
 class ArmFactory(Protocol):
     """Checks the settings of an arm, and makes its trainer."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupgrad.sweep.factory import ScriptArms
+from groupgrad.sweep.factory import ADAPTER_FIELDS, ScriptArms
 from groupgrad.sweep.plan import read_plan
 from groupgrad.sweep.report import Result, results
 from groupgrad.sweep.runner import Sweeper
@@ -88,6 +88,8 @@ class Sweep:
         factory = ScriptArms(trainer_arguments, labelled, plan.cache_rewards)
         self._sweeper = Sweeper(plan, output_dir, factory)
         self._sweeper.prepare({**content, "base": {name: str(value) for name, value in (args or {}).items()}})
+        adapter = trainer_arguments.get("peft_config")
+        self._sweeper.store.set_fact(ADAPTER_FIELDS, sorted(vars(adapter)) if adapter is not None else [])
 
     def run(self) -> list[Result]:
         """Trains until no arm has steps to make; the arms, the best one first."""

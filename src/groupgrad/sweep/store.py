@@ -111,6 +111,20 @@ class Decision(NamedTuple):
     """The fields of the best arm's lead (`compare.Difference`); None for the best arm."""
 
 
+class GivenCommand(NamedTuple):
+    """A command that was given, and what has become of it."""
+
+    kind: str
+    arm: str
+    """Name of the arm."""
+    changes: dict[str, Any]
+    from_weights: bool
+    state: str
+    """`queued`, `done` or `refused`."""
+    message: str
+    """Why it was refused, or the name of the clone."""
+
+
 class Store:
     """The file of a sweep. Several processes may use it at once."""
 
@@ -245,6 +259,12 @@ class Store:
             "SELECT id, kind, arm, changes, from_weights FROM commands WHERE state = 'queued' ORDER BY id"
         )
         return [Command(row[0], row[1], row[2], json.loads(row[3]), bool(row[4])) for row in rows]
+
+    def commands(self, count: int) -> list[GivenCommand]:
+        """The last commands, the newest first."""
+        query = "SELECT c.kind, a.name, c.changes, c.from_weights, c.state, c.message FROM commands c"
+        rows = self._rows(f"{query} JOIN arms a ON a.id = c.arm ORDER BY c.id DESC LIMIT ?", count)
+        return [GivenCommand(row[0], row[1], json.loads(row[2]), bool(row[3]), row[4], row[5]) for row in rows]
 
     def take(
         self,

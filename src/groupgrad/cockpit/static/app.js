@@ -4,15 +4,18 @@ import { el, fill, runColor } from "./dom.js";
 import { overview } from "./overview.js";
 import { rolloutsPage } from "./rollouts.js";
 import { makeSource } from "./source.js";
+import { sweepPage } from "./sweep.js";
 
 const POLL_MS = 3000;
 
 const source = makeSource();
-const state = { runs: [], smoothing: 0, shade: "logprobs" };
+const state = { runs: [], sweeps: [], smoothing: 0, shade: "logprobs" };
 const main = document.getElementById("main");
 const top_ = document.getElementById("top");
 let page = null;
 let shown = "";
+let heading = "";
+let isPolling = false;
 
 async function readMetrics(run) {
   const answer = await source.metrics(run.index, run.next);
@@ -25,7 +28,8 @@ async function readMetrics(run) {
 
 function address() {
   const [path, query = ""] = location.hash.replace(/^#/, "").split("?");
-  return { name: path === "/rollouts" ? "rollouts" : "overview", query: Object.fromEntries(new URLSearchParams(query)) };
+  const known = [state.runs.length && "/rollouts", state.sweeps.length && "/sweep"];
+  return { name: known.includes(path) ? path.slice(1) : "overview", query: Object.fromEntries(new URLSearchParams(query)) };
 }
 
 function go(query, { replace = false } = {}) {
@@ -39,17 +43,28 @@ function go(query, { replace = false } = {}) {
 }
 
 function drawTop(name) {
+  const runsNow = state.runs.filter((run) => run.summary.state !== "deleted");
+  const text = JSON.stringify([name, runsNow.map((run) => [run.name, run.summary.state, run.shown])]);
+  if (text === heading) return; // so that the focus stays where it is
+  heading = text;
   const tab = (to, text) => el("a", { href: to, "aria-current": name === text.toLowerCase() ? "page" : null }, text);
-  const runs = state.runs.map((run) => {
+  const runs = runsNow.map((run) => {
     const box = el("input", { type: "checkbox", onchange: () => {
-      run.shown = box.checked || state.runs.filter((other) => other.shown).length === 1;
+      run.shown = box.checked || runsNow.filter((other) => other.shown).length === 1;
       box.checked = run.shown;
       page?.update();
     } });
     box.checked = run.shown;
-    return el("label", { class: "run", title: run.summary.path }, state.runs.length > 1 && box, swatch(runColor(run.index)), run.name, el("small", { class: `state ${run.summary.state}` }, run.summary.state));
+    return el("label", { class: "run", title: run.summary.path }, runsNow.length > 1 && box, swatch(runColor(run.index)), run.name, el("small", { class: `state ${run.summary.state}` }, run.summary.state));
   });
-  fill(top_, el("strong", { class: "brand" }, "groupgrad"), el("nav", { "aria-label": "Pages" }, tab("#/", "Overview"), tab("#/rollouts", "Rollouts")), el("div", { class: "runs" }, runs));
+  const tabs = [tab("#/", "Overview"), tab("#/rollouts", "Rollouts"), state.sweeps.length > 0 && tab("#/sweep", "Sweep")];
+  fill(top_, el("strong", { class: "brand" }, "groupgrad"), el("nav", { "aria-label": "Pages" }, tabs), el("div", { class: "runs" }, runs));
+}
+
+function makePage(name, query) {
+  if (name === "sweep") return sweepPage(state, { source });
+  if (name === "rollouts") return rolloutsPage(state, query, { source, go });
+  return overview(state, { openStep: (run, step) => go({ run, first_step: step, last_step: step }) });
 }
 
 function show() {
@@ -58,44 +73,63 @@ function show() {
   if (name === "rollouts" && shown === "rollouts" && page.retarget(query)) return;
   page?.dispose();
   shown = name;
-  page = name === "rollouts"
-    ? rolloutsPage(state, query, { source, go })
-    : overview(state, { openStep: (run, step) => go({ run, first_step: step, last_step: step }) });
+  page = makePage(name, query);
   fill(main, page.node);
   document.title = `groupgrad · ${state.runs.map((run) => run.name).join(", ")}`;
 }
 
-async function poll() {
-  let isNew = false;
-  for (const run of state.runs.filter((one) => one.summary.state === "running")) {
-    try {
-      const more = await readMetrics(run);
-      if (more) {
-        run.summary = await source.summary(run.index);
-        isNew = true;
-      }
-      document.body.classList.remove("offline");
-    } catch {
-      document.body.classList.add("offline");
-    }
+/** A run of an answer of the server; its metrics and summary are read by `readRun`. */
+function newRun({ name, path, state: now }, index) {
+  const summary = { name, path, state: now, config: {}, events: [], advice: [] };
+  return { index, name, summary, shown: true, lines: [], next: "0", columns: columnsOf([]), size: null };
+}
+
+async function readRun(run, { name, state: now, size }) {
+  if (now !== "deleted") {
+    await Promise.all([readMetrics(run), source.summary(run.index).then((found) => { run.summary = found; })]);
   }
-  if (isNew && !document.hidden) {
-    drawTop(address().name);
-    page.update();
+  Object.assign(run, { name, size, shown: run.shown && now !== "deleted" });
+  run.summary.state = now;
+}
+
+/** Reads what has changed: runs that have begun, that have new metrics, or whose state is another one. */
+async function poll() {
+  if (isPolling) return;
+  isPolling = true;
+  try {
+    let isNew = false;
+    for (const [index, found] of (await source.runs()).entries()) {
+      state.runs[index] ??= newRun(found, index);
+      const run = state.runs[index];
+      if (run.size === found.size && run.summary.state === found.state && run.name === found.name) continue;
+      await readRun(run, found);
+      isNew = true;
+    }
+    await page.poll?.();
+    document.body.classList.remove("offline");
+    if (isNew && !document.hidden) {
+      drawTop(address().name);
+      page.update();
+    }
+  } catch {
+    document.body.classList.add("offline");
+  } finally {
+    isPolling = false;
   }
 }
 
 async function start() {
+  isPolling = true; // until all runs have been read
   try {
-    const runs = await source.runs();
-    state.runs = await Promise.all(runs.map(async ({ name, path, state: now }, index) => {
-      const summary = { name, path, state: now, config: {}, events: [], advice: [] };
-      const run = { index, name, summary, shown: true, lines: [], next: "0", columns: columnsOf([]) };
-      const whole = Promise.all([readMetrics(run), source.summary(index).then((found) => { run.summary = found; })]);
-      if (address().name === "overview") await whole;
-      else whole.then(() => shown === "overview" && page.update());  // the list of rollouts does without
-      return run;
-    }));
+    const [runs, sweeps] = await Promise.all([source.runs(), source.sweeps()]);
+    state.sweeps = sweeps;
+    state.runs = runs.map(newRun);
+    const whole = Promise.all(state.runs.map((run, index) => readRun(run, runs[index])));
+    if (address().name === "overview") await whole;
+    whole.catch(() => null).then(() => {
+      isPolling = false;
+      if (shown === "overview") page.update(); // the list of rollouts does without
+    });
   } catch (error) {
     fill(main, el("p", { class: "bad" }, `The runs cannot be read: ${error.message}`));
     return;

@@ -76,10 +76,15 @@ function tilesOf(run) {
     tile("a step", duration(perStep), `${short(latest(run, "tokens_per_second"))} tokens/s`));
 }
 
+/** True for a failure or a stop that the run has not gone on from. */
+function isEnd(event, run) {
+  return ["failed", "stopped"].includes(event.event) && event.event === run.summary.state;
+}
+
 /** Warnings of all runs; those that several runs share are one. */
 function notesOf(runs) {
   const mark = (run) => swatch(runColor(run.index));
-  const bad = runs.flatMap((run) => run.summary.events.filter((event) => ["failed", "stopped", "error"].includes(event.event)).slice(-1)
+  const bad = runs.flatMap((run) => run.summary.events.filter((event) => event.event === "error" || isEnd(event, run)).slice(-1)
     .map((event) => el("article", { class: "note bad" }, el("p", {}, mark(run), el("b", {}, `${run.name}: ${event.event} at step ${event.step}`)), el("p", {}, event.text ?? ""))));
   const shared = new Map();
   for (const run of runs) {

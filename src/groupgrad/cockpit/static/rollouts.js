@@ -8,6 +8,7 @@ const FILTERS = ["text", "first_step", "last_step", "reward", "min_reward", "max
 /** The page. `query` are the parts of the address; `go(query)` changes them. Returns `{node, update, dispose}`. */
 export function rolloutsPage(state, query, { source, go }) {
   const run = Number(query.run ?? 0);
+  const present = state.runs.filter((one) => one.summary.state !== "deleted");
   const count = el("p", { class: "count", role: "status" });
   const detail = el("section", { class: "detail", "aria-label": "Group" });
   const form = el("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() });
@@ -94,7 +95,7 @@ export function rolloutsPage(state, query, { source, go }) {
     const select = el("select", { id: "shade", onchange: () => { state.shade = select.value; drawDetail(); } }, shades.map(([value, text]) => el("option", { value }, text)));
     select.value = by;
     const cards = rows.map((row) => card(row, by, scale, (text) => fill(readout, text)));
-    const others = state.runs.filter((other) => other.index !== run);
+    const others = present.filter((other) => other.index !== run);
     fill(detail,
       el("header", {},
         el("h2", {}, `Step ${query.step}, group ${query.group}${query.of ? `, ${phaseName(query.of)}` : ""}`),
@@ -149,7 +150,7 @@ export function rolloutsPage(state, query, { source, go }) {
   }
 
   const node = el("div", { class: "rollouts" },
-    state.runs.length > 1 && el("nav", { class: "pills", "aria-label": "Run" }, state.runs.map((other) => el("a", { href: `#/rollouts?run=${other.index}`, "aria-current": other.index === run ? "true" : null }, other.name))),
+    present.length > 1 && el("nav", { class: "pills", "aria-label": "Run" }, present.map((other) => el("a", { href: `#/rollouts?run=${other.index}`, "aria-current": other.index === run ? "true" : null }, other.name))),
     form, el("div", { class: "columns" }, el("div", { class: "left" }, count, list.node), detail));
   drawFilters({ finish_reasons: [], tools: [], rewards: [], seconds: [], phases: [], shares: [], steps: [] });
   drawDetail();

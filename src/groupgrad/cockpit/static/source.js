@@ -17,10 +17,18 @@ class ServerSource {
   }
 
   runs() { return this.#get("runs"); }
+  sweeps() { return this.#get("sweeps"); }
   summary(run) { return this.#get(`runs/${run}/summary`); }
   metrics(run, start) { return this.#get(`runs/${run}/metrics`, { start }); }
   rollouts(run, query) { return this.#get(`runs/${run}/rollouts`, query); }
   group(run, step, group, phase) { return this.#get(`runs/${run}/group`, { step, group, phase }); }
+  async command(sweep, command) {
+    const answer = await fetch(`/api/sweeps/${sweep}/commands`, {
+      method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(command),
+    });
+    if (!answer.ok) throw new Error(await answer.text());
+    return answer.json();
+  }
   image(run, name) { return `/api/runs/${run}/images/${encodeURIComponent(name)}`; }
 }
 
@@ -30,6 +38,7 @@ class ReportSource {
   constructor(report) { this.report = report; }
 
   async runs() { return this.report.runs; }
+  async sweeps() { return this.report.sweeps ?? []; }
   async summary(run) { return this.report.runs[run]; }
   async metrics(run) { return { lines: this.report.runs[run].metrics, next: "0", reset: true }; }
   async group(run, step, group, phase = "train") {

@@ -1,0 +1,83 @@
+"""A sweep as the page of `groupgrad view` shows it, and the commands that the page gives."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from groupgrad.sweep.report import cost, results
+from groupgrad.sweep.store import Store
+
+TIMEOUT_S = 300
+"""Longest time of a command, most of which is the import of torch."""
+MAX_COMMANDS = 20
+"""Commands that the page lists."""
+
+
+class CommandLinePanel:
+    """The arms of a sweep in a folder. A command is the one of `groupgrad sweep`, in a process of its own: it follows
+    the same rules, and the page's process imports neither torch nor reward functions.
+
+    ValueError or sqlite3.Error if the folder holds no sweep that can be read.
+    """
+
+    def __init__(self, folder: Path):
+        self.path, self.name, self._store = folder, folder.resolve().name, Store(folder)
+        self._known: tuple[Any, dict[str, Any]] | None = None
+
+    def table(self) -> dict[str, Any]:
+        """The arms, the best one first, what the sweep has cost, and the last commands."""
+        written = [path.stat() for path in self._store.folder.glob(f"{self._store.path.name}*")]
+        version = [(status.st_mtime_ns, status.st_size) for status in written]
+        if self._known is None or self._known[0] != version:
+            self._known = version, self._table()
+        return self._known[1]
+
+    def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
+        """Gives a command; what it says. ValueError, with the reason, if it is refused."""
+        flags = [f"--set={setting}" for setting in settings] + (["--from-weights"] if from_weights else [])
+        command = [sys.executable, "-m", "groupgrad", "sweep", kind, str(self.path.absolute()), str(arm), *flags]
+        try:
+            done = subprocess.run(
+                command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"the command has not ended within {TIMEOUT_S} s and was given up") from None
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if not line.startswith("(GROUPGRAD_TRACEBACK")]
+            found = [line for line in lines if line.startswith("groupgrad sweep: error: ")]
+            message = "\n".join(lines[lines.index(found[0]) :] if found else lines[-3:])
+            raise ValueError(message.removeprefix("groupgrad sweep: error: ") or f"exit code {done.returncode}")
+        return done.stdout.strip()
+
+    def _table(self) -> dict[str, Any]:
+        store, total = self._store, cost(self._store)
+        arms = {arm.name: arm for arm in store.arms()}
+        rows = []
+        for row in results(store):
+            behind = row.behind.text if row.behind is not None and row.behind.num > 1 else ""
+            state = row.state if row.rung is None else f"{row.state} at rung {row.rung}"
+            rows.append(
+                {
+                    "id": arms[row.name].id,
+                    "parent": arms[row.name].parent,
+                    "name": row.name,
+                    "state": row.state,
+                    "shown_state": state,
+                    "step": row.step,
+                    "max_steps": row.max_steps,
+                    "reward": row.reward if math.isfinite(row.reward) else None,
+                    "compared": list(row.compared) if row.step else None,
+                    "behind": behind,
+                    "reason": row.reason,
+                    "path": str(store.folder / "arms" / row.name),
+                }
+            )
+        commands = [command._asdict() for command in store.commands(MAX_COMMANDS)]
+        numbers = {"steps": total.steps, "all_steps": total.all_steps, "switch_share": total.switch_share}
+        base = {"name": self.name, "path": str(self.path), "metric": store.fact("metric") or "reward"}
+        return {**base, **numbers, "arms": rows, "commands": commands}

@@ -1,0 +1,119 @@
+// The page of sweeps: the arms, the best one first, and the commands that can be given to each.
+import { swatch } from "./charts.js";
+import { el, fill, runColor, short } from "./dom.js";
+
+const CAN = {
+  stop: (arm) => arm.state === "waiting",
+  resume: (arm) => ["stopped", "dropped", "failed"].includes(arm.state),
+  clone: () => true,
+  delete: () => true,
+};
+
+/** The page of all sweeps. Returns `{node, update, poll, dispose}`; `poll` reads them again. */
+export function sweepPage(state, { source }) {
+  const node = el("div", { class: "sweeps" });
+  const said = el("p", { class: "said", role: "status", "aria-live": "polite" });
+  const dialog = el("dialog", { class: "card" });
+  const body = el("div");
+  let drawn = "";
+  node.append(said, body, dialog);
+
+  function draw() {
+    const text = JSON.stringify([state.sweeps, state.runs.map((run) => run.summary.path)]);
+    if (text === drawn) return;
+    drawn = text;
+    const focused = document.activeElement?.dataset?.key;
+    fill(body, state.sweeps.map((sweep, place) => sweepCard(state, sweep, source.live ? (kind, arm) => ask(place, kind, arm) : null)));
+    if (focused) body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  async function poll() {
+    state.sweeps = await source.sweeps();
+    draw();
+  }
+
+  async function give(place, kind, arm, more = {}) {
+    fill(said, `${kind} of ${arm.name} ...`);
+    said.className = "said";
+    try {
+      const { text, refused } = await source.command(place, { kind, arm: arm.id, ...more });
+      fill(said, text);
+      said.classList.toggle("bad", refused);
+    } catch (error) {
+      fill(said, error.message);
+      said.classList.add("bad");
+    }
+    await poll();
+  }
+
+  function ask(place, kind, arm) {
+    if (kind === "clone") askForClone(place, arm);
+    else if (kind === "delete") askOnce(`Delete ${arm.name}, with its checkpoints and rollouts?`, "Delete", () => give(place, kind, arm));
+    else give(place, kind, arm);
+  }
+
+  function askOnce(text, button, then) {
+    openDialog(el("p", {}, text), button, then);
+  }
+
+  function askForClone(place, arm) {
+    const changes = el("textarea", { id: "changes", rows: 4, cols: 44, placeholder: "learning_rate=2e-6", spellcheck: "false" });
+    const weights = el("input", { type: "checkbox", id: "from-weights" });
+    openDialog([
+      el("h2", {}, `Clone ${arm.name}`),
+      el("label", { for: "changes" }, "What the clone changes: KEY=VALUE, one a line"), changes,
+      el("label", { class: "check", for: "from-weights" }, weights, "begin with the weights of its last turn"),
+    ], "Clone", () => {
+      const set = changes.value.split("\n").map((line) => line.trim()).filter(Boolean);
+      return give(place, "clone", arm, { set, from_weights: weights.checked });
+    });
+  }
+
+  function openDialog(content, button, then) {
+    const form = el("form", { method: "dialog", onsubmit: (event) => {
+      event.preventDefault();
+      dialog.close();
+      then();
+    } }, content, el("p", { class: "buttons" }, el("button", { type: "submit" }, button), el("button", { type: "button", onclick: () => dialog.close() }, "Cancel")));
+    fill(dialog, form);
+    dialog.showModal();
+  }
+
+  draw();
+  return { node, update: draw, poll, dispose: () => dialog.close() };
+}
+
+function sweepCard(state, sweep, ask) {
+  const share = sweep.all_steps ? sweep.steps / sweep.all_steps : 0;
+  const heads = ["", "arm", "state", "steps", sweep.metric, "behind the best by", ask && ""].filter((head) => head !== null);
+  return el("section", { class: "card sweep" },
+    el("h2", {}, `Sweep ${sweep.name}`),
+    el("p", { class: "quiet" }, `${short(sweep.steps)} steps, ${Math.round(100 * share)} % of training all arms to their end; switching took ${short(100 * sweep.switch_share, 1)} % of the time`),
+    el("div", { class: "scroll" }, el("table", {},
+      el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+      el("tbody", {}, sweep.arms.map((arm) => armRow(state, sweep, arm, ask))))),
+    sweep.commands.length > 0 && el("details", { open: sweep.commands[0].state !== "done" }, el("summary", {}, "Commands"),
+      el("ul", { class: "events" }, sweep.commands.map(commandItem))));
+}
+
+function armRow(state, sweep, arm, ask) {
+  const run = state.runs.find((other) => other.summary.path === arm.path);
+  const name = run ? el("a", { href: `#/rollouts?run=${run.index}`, "data-key": `${sweep.path} ${arm.id}` }, arm.name) : arm.name;
+  const buttons = ask && Object.keys(CAN).filter((kind) => CAN[kind](arm)).map((kind) =>
+    el("button", { type: "button", "data-key": `${sweep.path} ${arm.id} ${kind}`, "aria-label": `${kind} arm ${arm.id}`, onclick: () => ask(kind, arm) }, kind));
+  return el("tr", {},
+    el("td", {}, arm.id),
+    el("th", { scope: "row" }, run && swatch(runColor(run.index)), name, arm.parent && el("small", {}, ` of ${arm.parent}`)),
+    el("td", {}, arm.shown_state, arm.state === "failed" && el("p", { class: "bad" }, arm.reason)),
+    el("td", {}, `${arm.step}/${arm.max_steps ?? "?"}`),
+    el("td", { title: arm.compared ? `mean of steps ${arm.compared.join(" to ")}` : "" }, short(arm.reward)),
+    el("td", {}, arm.behind),
+    ask && el("td", { class: "buttons" }, buttons));
+}
+
+function commandItem(command) {
+  const changes = Object.entries(command.changes).map(([name, value]) => `${name}=${value}`).join(" ");
+  return el("li", { class: `event ${command.state === "refused" ? "bad" : ""}` },
+    el("span", { class: "quiet" }, command.state), el("b", {}, command.kind),
+    el("span", {}, [command.arm, changes, command.from_weights && "from its weights", command.message].filter(Boolean).join(" · ")));
+}

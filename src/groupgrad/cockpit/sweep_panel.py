@@ -1,0 +1,58 @@
+"""What the page needs of a sweep, and the commands that it sends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+KINDS = ("stop", "resume", "clone", "delete")
+
+
+class SweepPanel(Protocol):
+    """A sweep whose arms the page lists and gives commands to."""
+
+    def table(self) -> dict[str, Any]:
+        """Its arms, what it has cost and the last commands, as plain types for JSON."""
+        ...
+
+    def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
+        """Gives a command; what it says. ValueError, with the reason, if it is refused."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class PageCommand:
+    """A command from the page."""
+
+    kind: str
+    arm: int
+    settings: tuple[str, ...] = ()
+    """`KEY=VALUE` of each change of a clone."""
+    from_weights: bool = False
+
+    def give_to(self, sweep: SweepPanel) -> str:
+        """Gives the command to a sweep; what it says. ValueError, with the reason, if it is refused."""
+        return sweep.act(self.kind, self.arm, self.settings, from_weights=self.from_weights)
+
+
+def read_command(content_type: str, body: bytes) -> PageCommand:
+    """The command of a request. ValueError for another content than JSON, which pages of other sites could send without
+    being asked, and for what is no command."""
+    if content_type.partition(";")[0].strip() != "application/json":
+        raise ValueError(f"a command is JSON, and this is {content_type or 'nothing'}; send application/json")
+    try:
+        given = json.loads(body)
+    except ValueError:
+        raise ValueError("a command is JSON, and this is none") from None
+    if not isinstance(given, dict) or given.get("kind") not in KINDS:
+        raise ValueError(f"a command has one of the kinds {', '.join(KINDS)}")
+    arm, settings, from_weights = given.get("arm"), given.get("set", []), given.get("from_weights", False)
+    if not isinstance(arm, int) or isinstance(arm, bool) or arm < 1:
+        raise ValueError(f"arm={arm!r} is no number of an arm")
+    if not isinstance(settings, list) or not all(isinstance(setting, str) for setting in settings):
+        raise ValueError(f"set={settings!r} is not a list of KEY=VALUE")
+    if not isinstance(from_weights, bool):
+        raise ValueError(f"from_weights={from_weights!r} is neither true nor false")
+    return PageCommand(given["kind"], arm, tuple(settings), from_weights)

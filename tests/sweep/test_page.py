@@ -1,0 +1,64 @@
+"""The page of a sweep in front of a real one: its table, and commands that it gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from groupgrad.cli import main as cli
+from groupgrad.cli.sweep_on_page import CommandLinePanel
+from groupgrad.sweep.store import Store
+
+
+def test_the_page_lists_the_arms_as_the_command_line_does(make_sweep, tmp_path, capsys):
+    make_sweep({"learning_rate": [1e-4, 1e-2, 3e-2]}, halving={"first": 0.34}).run()
+    table = CommandLinePanel(tmp_path / "sweep").table()
+    assert cli.main(["sweep", "status", str(tmp_path / "sweep")]) == 0
+    shown = capsys.readouterr().out
+    assert [arm["name"] for arm in table["arms"]] == re.findall(r"\d\d-learning_rate=\S+", shown)
+    for arm in table["arms"]:
+        (line,) = [line for line in shown.splitlines() if f" {arm['name']} " in line]
+        assert f"{arm['shown_state']}  " in line and f" {arm['step']}/{arm['max_steps']} " in line
+        assert f"{arm['reward']:.3f}" in line and arm["behind"] in line
+    assert table["steps"] == sum(turn.last_step - turn.first_step for turn in Store(tmp_path / "sweep").turns())
+    report = tmp_path / "report.html"
+    assert cli.main(["view", str(tmp_path / "sweep"), "--export", str(report)]) == 0
+    data = json.loads(re.findall(r'id="report">(.*?)</script>', report.read_text(), re.DOTALL)[0])
+    assert data["sweeps"] == [json.loads(json.dumps(table))]
+
+
+def test_the_table_follows_the_sweep(tmp_path):
+    store = Store(tmp_path, create=True)
+    panel = CommandLinePanel(tmp_path)
+    assert panel.table()["arms"] == []
+    store.add_arms([("01-a", 0, {"beta": 0.1})])
+    (arm,) = panel.table()["arms"]
+    assert (arm["state"], arm["reward"], arm["compared"]) == ("waiting", None, None)
+    store.queue("clone", 1, {"beta": 0.2}, from_weights=True)
+    store.take(store.queued()[0], refused=True, message="it has no weights")
+    (command,) = panel.table()["commands"]
+    assert (command["arm"], command["state"], command["message"]) == ("01-a", "refused", "it has no weights")
+
+
+@pytest.mark.slow
+def test_commands_of_the_page_follow_the_rules_of_the_command_line(sweep_file, monkeypatch):
+    source = str(Path(__file__).parents[2] / "src")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]))
+    assert cli.main(["sweep", sweep_file]) == 0
+    panel = CommandLinePanel(Path("out"))
+    with pytest.raises(ValueError, match=r"^beta=-1"):
+        panel.act("clone", 1, ["beta=-1"], from_weights=False)
+    with pytest.raises(ValueError, match="only an arm that is waiting can be stopped"):
+        panel.act("stop", 1, [], from_weights=False)
+    with pytest.raises(ValueError, match="has no value"):
+        panel.act("clone", 1, ["--help"], from_weights=False)
+    said = panel.act("clone", 1, ["learning_rate=5e-3"], from_weights=True)
+    assert "done, the new arm is 03-learning_rate=0.005-from=01" in said
+    assert panel.act("delete", 2, [], from_weights=False).startswith("delete of 02-")
+    assert [arm["id"] for arm in panel.table()["arms"]] == [1, 3]
+    assert cli.main(["sweep", sweep_file]) == 0
+    assert {arm.state for arm in Store("out").arms()} == {"done"}
