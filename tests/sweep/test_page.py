@@ -44,6 +44,26 @@ def test_the_table_follows_the_sweep(tmp_path):
     assert (command["arm"], command["state"], command["message"]) == ("01-a", "refused", "it has no weights")
 
 
+def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):
+    from groupgrad.trainer.run_lock import locked
+
+    def refuse(*args: object, **keywords: object) -> None:
+        raise AssertionError("no process is needed")
+
+    store = Store(tmp_path, create=True)
+    store.add_arms([("01-a", 0, {"beta": 0.1})])
+    panel = CommandLinePanel(tmp_path)
+    with locked(tmp_path):
+        monkeypatch.setattr("groupgrad.cli.sweep_on_page.subprocess.run", refuse)
+        said = panel.act("stop", 1, [], from_weights=False)
+        assert said == "stop of 01-a: queued; the sweep takes it after the present step"
+        with pytest.raises(ValueError, match="'7' is no arm of the sweep"):
+            panel.act("delete", 7, [], from_weights=False)
+    assert [(command.kind, command.arm) for command in store.queued()] == [("stop", 1)]
+    with pytest.raises(AssertionError, match="no process is needed"):  # nothing trains the sweep any more
+        panel.act("resume", 1, [], from_weights=False)
+
+
 @pytest.mark.slow
 def test_commands_of_the_page_follow_the_rules_of_the_command_line(sweep_file, monkeypatch):
     source = str(Path(__file__).parents[2] / "src")

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from groupgrad.sweep.report import cost, results
 from groupgrad.sweep.store import Store
 
 TIMEOUT_S = 300
-"""Longest time of a command, most of which is the import of torch."""
+"""Longest time of a command that needs a process, most of which is the import of torch."""
 MAX_COMMANDS = 20
 """Commands that the page lists."""
+LOCK_OWNER = ".groupgrad.lock.json"
+"""File in which `trainer.run_lock` names the process that trains the sweep."""
 
 
 class CommandLinePanel:
-    """The arms of a sweep in a folder. A command is the one of `groupgrad sweep`, in a process of its own: it follows
-    the same rules, and the page's process imports neither torch nor reward functions.
+    """The arms of a sweep in a folder. A clone is made by `groupgrad sweep clone` in a process of its own: it follows
+    the same rules, and the page's process imports neither torch nor reward functions. Other commands are queued at
+    once while the sweep is trained.
 
     ValueError or sqlite3.Error if the folder holds no sweep that can be read.
     """
@@ -39,6 +46,10 @@ class CommandLinePanel:
 
     def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
         """Gives a command; what it says. ValueError, with the reason, if it is refused."""
+        if kind != "clone" and _is_trained(self.path):  # which needs no check of settings
+            name = self._store.find(str(arm)).name
+            self._store.queue(kind, arm)
+            return f"{kind} of {name}: queued; the sweep takes it after the present step"
         flags = [f"--set={setting}" for setting in settings] + (["--from-weights"] if from_weights else [])
         command = [sys.executable, "-m", "groupgrad", "sweep", kind, str(self.path.absolute()), str(arm), *flags]
         try:
@@ -81,3 +92,12 @@ class CommandLinePanel:
         numbers = {"steps": total.steps, "all_steps": total.all_steps, "switch_share": total.switch_share}
         base = {"name": self.name, "path": str(self.path), "metric": store.fact("metric") or "reward"}
         return {**base, **numbers, "arms": rows, "commands": commands}
+
+
+def _is_trained(folder: Path) -> bool:
+    """True if a process of this machine trains the sweep; the import of the lock itself would take seconds."""
+    try:
+        owner = json.loads((folder / LOCK_OWNER).read_text(encoding="utf-8"))
+        return owner["host"] == socket.gethostname() and psutil.pid_exists(int(owner["pid"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
