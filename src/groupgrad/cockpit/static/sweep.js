@@ -13,14 +13,14 @@ const CAN = {
 export function sweepPage(state, { source }) {
   const node = el("div", { class: "sweeps" });
   const said = el("p", { class: "said", role: "status", "aria-live": "polite" });
-  const dialog = el("dialog", { class: "card" });
+  const dialog = el("dialog", { class: "card", onclose: () => draw() });
   const body = el("div");
   let drawn = "";
   node.append(said, body, dialog);
 
   function draw() {
     const text = JSON.stringify([state.sweeps, state.runs.map((run) => run.summary.path)]);
-    if (text === drawn) return;
+    if (text === drawn || dialog.open) return; // closing it gives the focus back to the button that has opened it
     drawn = text;
     const focused = document.activeElement?.dataset?.key;
     fill(body, state.sweeps.map((sweep, place) => sweepCard(state, sweep, source.live ? (kind, arm) => ask(place, kind, arm) : null)));
