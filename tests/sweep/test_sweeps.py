@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from groupgrad.cockpit.reading import RunFolder
 from groupgrad.sweep.arm_turns import FIRST_TURN
 from groupgrad.sweep.sharing import RewardCache, SharedWeights
 from groupgrad.sweep.store import Store, Turn
@@ -39,6 +40,20 @@ def test_turns_are_few_and_of_about_equal_length(make_sweep, tmp_path):
     assert sweeper.turns.turn_end(store.arms()[0], 100) == 14
     store.set_state(2, "stopped")
     assert sweeper.turns.turn_end(store.arms()[0], 100) == 40  # alone, it takes turns that are five times as long
+
+
+def test_an_arm_between_its_turns_is_paused_for_who_looks_at_it(make_sweep, tools, tmp_path):
+    states: list[dict[str, str]] = []
+
+    def reward(completion_ids: Any, **columns: Any) -> list[float]:
+        states.append({path.name: RunFolder(path).state() for path in (tmp_path / "sweep/arms").iterdir()})
+        return tools.letters_reward(completion_ids)
+
+    results = make_sweep({"learning_rate": [1e-2, 3e-2]}, turn_steps=1, reward_funcs=[reward]).run()
+    arms = [result.name for result in results]
+    assert {"paused", "running"} in [set(now.values()) for now in states]
+    assert all(set(now.values()) <= {"paused", "running", "ended"} for now in states)
+    assert [RunFolder(tmp_path / "sweep/arms" / arm).state() for arm in arms] == ["ended", "ended"]
 
 
 def test_a_command_ends_the_turn_after_the_present_step(make_sweep, tools, tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ class RunFolder:
         return self._metrics[1]
 
     def state(self) -> str:
-        """`running`, `killed`, `ended`, `stopped` or `failed`, by the events since the last start.
+        """`running`, `killed`, `ended`, `paused`, `stopped` or `failed`, by the events since the last start.
 
         A run of this machine whose process is gone was killed.
         """
@@ -102,7 +102,7 @@ class RunFolder:
         for event in self.events():
             if event.get("event") in ("started", "resumed"):
                 state, start = "running", event
-            elif event.get("event") in ("ended", "stopped", "failed"):
+            elif event.get("event") in ("ended", "paused", "stopped", "failed"):
                 state = event["event"]
         is_here = start.get("host") == socket.gethostname() and isinstance(start.get("pid"), int)
         return "killed" if state == "running" and is_here and not _is_alive(start) else state

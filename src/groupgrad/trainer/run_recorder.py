@@ -33,7 +33,7 @@ from groupgrad.modeling.scoring.head_hook import StatesTap
 from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.modeling.weights_digest import WeightsDigest
 from groupgrad.rollout.collector import Experience
-from groupgrad.stopping import Stopped
+from groupgrad.stopping import Paused, Stopped
 from groupgrad.telemetry import run_files
 from groupgrad.telemetry.render import plain_value
 from groupgrad.telemetry.rollout_files import RolloutFiles
@@ -142,7 +142,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         if error is None:
             self.event("ended")
         elif isinstance(error, (Stopped, KeyboardInterrupt)):
-            self.event("stopped", text=str(error) or type(error).__name__)
+            self.event("paused" if isinstance(error, Paused) else "stopped", text=str(error) or type(error).__name__)
         else:
             self.event("failed", text=f"{type(error).__name__}: {error}")
 
