@@ -12,6 +12,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from synthetic_run import HOSTILE, write_run
 
@@ -162,6 +164,25 @@ def test_numbers_that_call_for_a_change_are_put_in_words():
     assert advice([{"loss": 0.0, "frac_reward_zero_std": 0.73}])[0]["text"].startswith(
         "73 % of groups have no variance"
     )
+
+
+ADVISED = (
+    *("reward", "frac_reward_zero_std", "completions/clipped_ratio", "entropy", "clip_ratio/region_mean", "grad_norm"),
+    *("nonfinite_steps", "sampling/sampling_logp_difference/mean", "time/rewards", "step_time"),
+    "tools/failure_frequency",
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(ADVISED), st.floats() | st.just(0.0)), max_size=60))
+def test_no_numbers_keep_a_run_from_being_shown(lines):
+    assert all(found["text"].endswith(".") for found in advice([{"loss": 0.0, **line} for line in lines]))
+
+
+def test_steps_without_a_gradient_are_no_measure_of_spikes():
+    norms = [*[0.0] * 40, *[1.0] * 20]
+    assert advice([{"loss": 0.0, "grad_norm": norm} for norm in norms]) == []
+    (found,) = advice([{"loss": 0.0, "grad_norm": norm} for norm in [*norms, 60.0]])
+    assert "60 times its median" in found["text"]
 
 
 def test_the_chart_library_has_its_licence():

@@ -86,7 +86,8 @@ def _entropy(numbers: Numbers) -> Advice | None:
 
 
 def _spikes(numbers: Numbers) -> Advice | None:
-    norms = numbers.values("grad_norm")[-5 * WINDOW :]
+    # Steps without a gradient, of groups without variance, say nothing of what is usual.
+    norms = [norm for norm in numbers.values("grad_norm")[-5 * WINDOW :] if norm > 0]
     if len(norms) < WINDOW or max(norms) < 20 * statistics.median(norms):
         return None
     return Advice(
