@@ -235,6 +235,18 @@ def test_runs_are_compared_and_a_report_shows_the_same(tmp_path, open_page):
 
 
 @pytest.mark.slow
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path, open_page):
+    first, second = (write_run(tmp_path / name, steps=8, rows=8, tokens=10) for name in ("first", "second"))
+    with served(first, second) as address:
+        page = open_page(address)
+        page.route("**/api/runs/1/summary*", lambda route: route.fulfill(status=200, body="no JSON"))
+        page.reload()
+        page.wait_for_selector("canvas")
+        assert "This run cannot be read: " in page.inner_text("main")
+        assert "step 8 of 8" in page.inner_text(".tiles")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
 def test_it_fits_and_can_be_read(tmp_path, open_page, size, scheme):

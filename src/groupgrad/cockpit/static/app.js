@@ -92,6 +92,15 @@ async function readRun(run, { name, state: now, size }) {
   run.summary.state = now;
 }
 
+/** Reads a run; one that cannot be read says why and does not hide the others. */
+async function tryToRead(run, found) {
+  try {
+    await readRun(run, found);
+  } catch (error) {
+    run.summary.events = [{ event: "error", step: 0, text: `This run cannot be read: ${error.message}` }];
+  }
+}
+
 /** Reads what has changed: runs that have begun, that have new metrics, or whose state is another one. */
 async function poll() {
   if (isPolling) return;
@@ -102,7 +111,7 @@ async function poll() {
       state.runs[index] ??= newRun(found, index);
       const run = state.runs[index];
       if (run.size === found.size && run.summary.state === found.state && run.name === found.name) continue;
-      await readRun(run, found);
+      await tryToRead(run, found);
       isNew = true;
     }
     await page.poll?.();
@@ -124,9 +133,9 @@ async function start() {
     const [runs, sweeps] = await Promise.all([source.runs(), source.sweeps()]);
     state.sweeps = sweeps;
     state.runs = runs.map(newRun);
-    const whole = Promise.all(state.runs.map((run, index) => readRun(run, runs[index])));
+    const whole = Promise.all(state.runs.map((run, index) => tryToRead(run, runs[index])));
     if (address().name === "overview") await whole;
-    whole.catch(() => null).then(() => {
+    whole.then(() => {
       isPolling = false;
       if (shown === "overview") page.update(); // the list of rollouts does without
     });
