@@ -21,6 +21,12 @@ def test_interruptible_work_is_left_at_once() -> None:
         time.sleep(20)
 
 
+@pytest.mark.fault(
+    "a signal comes while weights are pushed to a vLLM server that hangs",
+    "the push is left ten seconds after the signal, and the last whole step is saved; where ranks hold parts of the "
+    "model (ZeRO-3, FSDP) the push is waited for, `vllm_server_timeout` at most",
+    "the step in progress",
+)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_work_that_hangs_is_left_within_its_seconds(name: str) -> None:
     with received_signals():

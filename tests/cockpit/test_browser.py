@@ -184,7 +184,7 @@ def test_arms_of_a_sweep_are_given_commands_by_keyboard(tmp_path, open_page):
         page.click("dialog >> text=Cancel")
         assert [(given.kind, given.arm) for given in store.queued()] == [("stop", 2), ("clone", 1)]
         assert store.queued()[1].changes == {"beta": "0.2", "learning_rate": "1e-5"} and store.queued()[1].from_weights
-        assert "beta=0.2" in page.inner_text(".sweep .events")
+        wait_until(page, "document.querySelector('.sweep .events').innerText.includes('beta=0.2')")
 
         store.set_state(2, "stopped", "stopped by a command")  # while the page is open
         write_run(tmp_path / "rates" / "arms" / "02-beta=0.1", steps=3, rows=8, tokens=8)

@@ -31,7 +31,9 @@ def test_activations_are_those_that_training_keeps(make_model):
     two, four = (activation_bytes_per_token(make_model(num_hidden_layers=n).train(), ForwardOptions()) for n in (2, 4))
     hidden, inner, query, key = 32, 48, 4 * 8, 2 * 8
     norms = (hidden + 1) + (query + 4) + (key + 2) + (hidden + 1)  # inputs, and a factor for each vector
-    linears = hidden + query + hidden + inner  # inputs of queries to values, of the output, of gate and up, of down
+    linears = (
+        hidden + query + hidden
+    )  # inputs of queries to values, of the output, of gate and up; that of down is made anew
     attention = query + key + key + 2 * 4  # and two numbers a query head; its output is the input of a linear layer
     assert (four - two) / 2 == 4 * (norms + linears + attention + 2 * inner)
 
