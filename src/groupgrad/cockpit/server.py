@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -128,6 +128,28 @@ def make_app(
             runs.extend(find_runs()[len(runs) :])
         return _json([views.heading(run) for run in runs])
 
+    threading.Thread(target=_read_all, args=(tuple(runs),), name="groupgrad-index", daemon=True).start()
+    routes = [
+        Route("/", lambda request: _static("index.html")),
+        Route("/static/{name}", lambda request: _static(request.path_params["name"])),
+        Route("/api/runs", all_runs),
+        Route("/api/runs/{run:int}/summary", of_run(lambda run, request: views.summary(run))),
+        Route(
+            "/api/runs/{run:int}/metrics",
+            of_run(lambda run, request: views.metrics(run, request.query_params.get("start", "0"))),
+        ),
+        Route("/api/runs/{run:int}/rollouts", of_run(_rollouts)),
+        Route("/api/runs/{run:int}/group", of_run(_group)),
+        Route("/api/runs/{run:int}/images/{name}", image),
+        Route("/api/sweeps", lambda request: _json([sweep.table() for sweep in sweeps])),
+        Route("/api/sweeps/{sweep:int}/commands", _commands(sweeps, token), methods=["POST"]),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Guard, hosts=hosts, token=token)])  # pyright: ignore
+
+
+def _commands(sweeps: Sequence[SweepPanel], token: str | None) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """The endpoint that gives commands to sweeps."""
+
     async def command(request: Request) -> Response:
         number = request.path_params["sweep"]
         if number >= len(sweeps):
@@ -143,23 +165,7 @@ def make_app(
         except ValueError as error:
             return _json({"text": str(error), "refused": True})
 
-    threading.Thread(target=_read_all, args=(tuple(runs),), name="groupgrad-index", daemon=True).start()
-    routes = [
-        Route("/", lambda request: _static("index.html")),
-        Route("/static/{name}", lambda request: _static(request.path_params["name"])),
-        Route("/api/runs", all_runs),
-        Route("/api/runs/{run:int}/summary", of_run(lambda run, request: views.summary(run))),
-        Route(
-            "/api/runs/{run:int}/metrics",
-            of_run(lambda run, request: views.metrics(run, request.query_params.get("start", "0"))),
-        ),
-        Route("/api/runs/{run:int}/rollouts", of_run(_rollouts)),
-        Route("/api/runs/{run:int}/group", of_run(_group)),
-        Route("/api/runs/{run:int}/images/{name}", image),
-        Route("/api/sweeps", lambda request: _json([sweep.table() for sweep in sweeps])),
-        Route("/api/sweeps/{sweep:int}/commands", command, methods=["POST"]),
-    ]
-    return Starlette(routes=routes, middleware=[Middleware(Guard, hosts=hosts, token=token)])  # pyright: ignore
+    return command
 
 
 def _read_all(runs: Sequence[RunFolder]) -> None:
