@@ -1,4 +1,4 @@
-"""What a signal does to work that is left at once, work that is finished, and work that is finished within seconds."""
+"""A signal ends some work at once, lets other work finish, and gives a third kind a limited time."""
 
 from __future__ import annotations
 

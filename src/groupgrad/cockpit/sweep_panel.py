@@ -1,4 +1,4 @@
-"""What the page needs of a sweep, and the commands that it sends."""
+"""The interface through which the page shows a sweep, and the commands that the page sends to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SweepPanel(Protocol):
         ...
 
     def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
-        """Gives a command; what it says. ValueError, with the reason, if it is refused."""
+        """Gives a command and returns the message for the user. ValueError, with the reason, if it is refused."""
         ...
 
 
@@ -33,13 +33,13 @@ class PageCommand:
     from_weights: bool = False
 
     def give_to(self, sweep: SweepPanel) -> str:
-        """Gives the command to a sweep; what it says. ValueError, with the reason, if it is refused."""
+        """Gives the command to a sweep and returns the message for the user. ValueError if it is refused."""
         return sweep.act(self.kind, self.arm, self.settings, from_weights=self.from_weights)
 
 
 def read_command(content_type: str, body: bytes) -> PageCommand:
-    """The command of a request. ValueError for another content than JSON, which pages of other sites could send without
-    being asked, and for what is no command."""
+    """Reads the command from a request. ValueError if it is no command, or if its content type is not JSON: pages of
+    other sites can send other types without the browser asking this server first."""
     if content_type.partition(";")[0].strip() != "application/json":
         raise ValueError(f"a command is JSON, and this is {content_type or 'nothing'}; send application/json")
     try:

@@ -63,7 +63,7 @@ def test_a_lock_that_no_process_holds_is_an_error_that_names_it(lock: Path, capl
 
 
 def test_a_lock_in_a_folder_that_still_changes_is_waited_for(lock: Path) -> None:
-    """Another machine, whose processes nobody sees here, may be the one that compiles."""
+    """The compiling process may run on another machine, where this one cannot see it."""
     (lock.parent / "object.o").touch()
     waiting = threading.Thread(target=FileBaton(str(lock)).wait, daemon=True)
     waiting.start()

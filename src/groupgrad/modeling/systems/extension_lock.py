@@ -1,4 +1,4 @@
-"""Waits for extensions of torch, such as DeepSpeed's, that another process compiles.
+"""Bounds the wait for an extension of torch, such as DeepSpeed's, while another process compiles it.
 
 torch has the process that compiles an extension keep a file `lock` open beside it, and others wait until that file is
 gone. A process that is killed meanwhile leaves the file, and torch would wait for it without end and without a word.
@@ -41,7 +41,7 @@ def _wait(self: FileBaton) -> None:
     while (last_change := _last_change(path)) is not None:
         holder, now = _holder(path), time.monotonic()
         if holder is None:
-            activity.sign_of_life()  # this wait ends by itself
+            activity.sign_of_life()  # the error below ends this wait, so the watchdog need not
         else:
             unheld_since = now
         quiet_s = time.time() - last_change
