@@ -15,7 +15,8 @@ from filelock import FileLock
 from transformers import TrainerCallback
 
 from groupgrad.errors import OutputDirInUse
-from groupgrad.trainer.run_lock import LOCK, OWNER, locked
+from groupgrad.telemetry.run_files import LOCK_OWNER
+from groupgrad.trainer.run_lock import LOCK, locked
 
 HOLD = """
 import json, os, socket, sys, time
@@ -33,7 +34,7 @@ with FileLock(os.path.join(folder, lock)):
 @pytest.fixture
 def other_run(tmp_path: Path) -> Any:
     """A process that holds the lock of the run's folder."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), LOCK, OWNER]
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), LOCK, LOCK_OWNER]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     yield process
@@ -56,7 +57,7 @@ def test_a_second_trainer_is_refused_by_name_until_the_first_has_ended(make_trai
     other_run.wait()
     trainer.train()  # what the killed process has left does not count
     assert trainer.state.global_step == 1
-    assert not (Path(trainer.args.output_dir) / OWNER).exists()
+    assert not (Path(trainer.args.output_dir) / LOCK_OWNER).exists()
 
 
 def test_the_lock_names_this_process_while_it_trains(make_trainer):
@@ -64,7 +65,7 @@ def test_the_lock_names_this_process_while_it_trains(make_trainer):
 
     class Read(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(json.loads((Path(args.output_dir) / OWNER).read_text()))
+            seen.append(json.loads((Path(args.output_dir) / LOCK_OWNER).read_text()))
 
     make_trainer(max_steps=1, trainer={"callbacks": [Read()]}).train()
     assert (seen[0]["pid"], seen[0]["host"]) == (os.getpid(), socket.gethostname())
@@ -81,10 +82,10 @@ def test_a_lock_that_a_child_of_an_ended_process_holds_is_taken_over(tmp_path, c
     ended.wait()
     owner = {"host": socket.gethostname(), "pid": ended.pid, "started": "2026-01-01"}
     with held:
-        (tmp_path / OWNER).write_text(json.dumps(owner))
+        (tmp_path / LOCK_OWNER).write_text(json.dumps(owner))
         with locked(tmp_path):
             pass
         assert "has ended, so this run takes it over" in caplog.text
-        (tmp_path / OWNER).write_text(json.dumps({**owner, "host": "elsewhere"}))
+        (tmp_path / LOCK_OWNER).write_text(json.dumps({**owner, "host": "elsewhere"}))
         with pytest.raises(OutputDirInUse, match="on elsewhere began at 2026"), locked(tmp_path):
             pass

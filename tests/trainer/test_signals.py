@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from groupgrad.errors import RewardError
 from groupgrad.stopping import Stopped
-from groupgrad.trainer.run_lock import OWNER
+from groupgrad.telemetry.run_files import LOCK_OWNER
 
 LOGGED = {
     "steps_per_generation": 2,
@@ -199,8 +199,8 @@ def test_a_stopped_trial_of_a_search_is_saved_in_its_own_folder(make_trainer, to
     locked: list[bool] = []
 
     def in_second_trial() -> None:
-        locked.append((tmp_path / "run" / "run-0" / OWNER).exists())
-        if (tmp_path / "run" / "run-1" / OWNER).exists():
+        locked.append((tmp_path / "run" / "run-0" / LOCK_OWNER).exists())
+        if (tmp_path / "run" / "run-1" / LOCK_OWNER).exists():
             send("SIGTERM")
 
     trainer = make_trainer(

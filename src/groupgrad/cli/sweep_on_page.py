@@ -15,13 +15,12 @@ import psutil
 
 from groupgrad.sweep.report import cost, results
 from groupgrad.sweep.store import Store
+from groupgrad.telemetry import run_files
 
 TIMEOUT_S = 300
 """Longest time of a command that needs a process, most of which is the import of torch."""
 MAX_COMMANDS = 20
 """Commands that the page lists."""
-LOCK_OWNER = ".groupgrad.lock.json"
-"""File in which `trainer.run_lock` names the process that trains the sweep."""
 
 
 class CommandLinePanel:
@@ -45,7 +44,7 @@ class CommandLinePanel:
         return self._known[1]
 
     def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
-        """Gives a command; what it says. ValueError, with the reason, if it is refused."""
+        """Gives a command and returns the message for the user. ValueError, with the reason, if it is refused."""
         if kind != "clone" and _is_trained(self.path):  # which needs no check of settings
             name = self._store.find(str(arm)).name
             self._store.queue(kind, arm)
@@ -97,7 +96,7 @@ class CommandLinePanel:
 def _is_trained(folder: Path) -> bool:
     """True if a process of this machine trains the sweep; the import of the lock itself would take seconds."""
     try:
-        owner = json.loads((folder / LOCK_OWNER).read_text(encoding="utf-8"))
+        owner = json.loads((folder / run_files.LOCK_OWNER).read_text(encoding="utf-8"))
         return owner["host"] == socket.gethostname() and psutil.pid_exists(int(owner["pid"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -22,6 +22,8 @@ EVAL_ROLLOUTS = "eval_rollouts"
 """Folder of the same files for evaluations, in a folder for each prefix of metrics."""
 IMAGES = "rollout_images"
 """Folder of the images of rollouts, by hash."""
+LOCK_OWNER = ".groupgrad.lock.json"
+"""File with host, process and start time of the run or sweep that trains in the folder."""
 PREVIOUS = "previous_run"
 """Folder that receives the files of an earlier run when a new one starts in the same folder."""
 

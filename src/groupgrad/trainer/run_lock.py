@@ -16,14 +16,12 @@ import psutil
 from filelock import FileLock, Timeout
 
 from groupgrad.errors import OutputDirInUse
+from groupgrad.telemetry.run_files import LOCK_OWNER
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".groupgrad.lock"
 """File in `output_dir` that is locked while a run trains; the system unlocks it when the process ends."""
-
-OWNER = ".groupgrad.lock.json"
-"""File beside it with host, process and start time of the run that has the lock."""
 
 
 @contextmanager
@@ -50,7 +48,7 @@ def locked(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         if lock.is_locked:
             with suppress(OSError):
-                (folder / OWNER).unlink(missing_ok=True)
+                (folder / LOCK_OWNER).unlink(missing_ok=True)
             lock.release()
 
 
@@ -61,14 +59,14 @@ def _write_owner(folder: Path) -> None:
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
     }
     try:
-        (folder / OWNER).write_text(json.dumps(owner) + "\n")
+        (folder / LOCK_OWNER).write_text(json.dumps(owner) + "\n")
     except OSError as error:
-        logger.warning("%s cannot be written: %s", folder / OWNER, error)
+        logger.warning("%s cannot be written: %s", folder / LOCK_OWNER, error)
 
 
 def _owner(folder: Path) -> dict[str, Any] | None:
     try:
-        owner = json.loads((folder / OWNER).read_text())
+        owner = json.loads((folder / LOCK_OWNER).read_text())
     except (OSError, ValueError):
         return None
     return owner if isinstance(owner, dict) and {"host", "pid", "started"} <= set(owner) else None
