@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from groupgrad.cli.launch import PROFILES, launch_command
+from groupgrad.cli.main import main
 
 CONFIG = {
     "reward_funcs": ["own_rewards.first_token"],
@@ -94,10 +95,20 @@ def test_a_process_of_a_launcher_launches_nothing_itself(monkeypatch):
         launch_command(["--num-processes", "2"])
 
 
+def test_what_starts_the_processes_does_not_import_the_trainer():
+    """Its seconds would come before those in which each process imports it."""
+    ask = "import os, sys; os.execv = lambda *_: print('transformers' in sys.modules) or 0"
+    start = "from groupgrad.cli.main import main; sys.exit(main(['train', '--num-processes', '2']))"
+    command = [sys.executable, "-c", f"{ask}; {start}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "False\n"
+
+
 @pytest.mark.parametrize(
     "profile", [pytest.param((), id="torch"), pytest.param(("--accelerate-config", "fsdp2"), marks=pytest.mark.slow)]
 )
-def test_two_processes_train_what_one_trains(model_dir, tmp_path, profile):
+def test_two_processes_train_what_one_trains(model_dir, tmp_path, monkeypatch, profile):
+    flags = ["--num-processes", "2", *profile]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"what {i}"}) + "\n" for i in range(8)))
     (tmp_path / "run.yaml").write_text(
         yaml.safe_dump({**CONFIG, "model_name_or_path": str(model_dir), "dataset_name": "rows.jsonl"})
@@ -105,24 +116,21 @@ def test_two_processes_train_what_one_trains(model_dir, tmp_path, profile):
     (tmp_path / "own_rewards.py").write_text(
         "def first_token(completion_ids, **columns):\n    return [float(ids[0] % 7) for ids in completion_ids]\n"
     )
-    weights = [all_weights(model_dir)]
-    for name, flags in (
-        ("one", ["--per_device_train_batch_size", "8"]),
-        ("two", ["--per_device_train_batch_size", "4", "--num-processes", "2", *profile]),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "groupgrad", "train", "--config", "run.yaml", "--output_dir", name, *flags],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        weights.append(all_weights(tmp_path / name))
+    run = ["train", "--config", "run.yaml", "--output_dir"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main([*run, "one", "--per_device_train_batch_size", "8"]) == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "groupgrad", *run, "two", "--per_device_train_batch_size", "4", *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "two" / "events.jsonl").read_text().splitlines()[0])["processes"] == 2
-    before, one, two = weights
+    before, one, two = (all_weights(folder) for folder in (model_dir, tmp_path / "one", tmp_path / "two"))
     assert float((one - before).norm() / one.norm()) > 1e-3
     assert float((one - two).norm() / one.norm()) < 1e-5
 

@@ -1,4 +1,7 @@
-"""Starts `groupgrad train` on several processes, by torch's launcher or accelerate's."""
+"""Starts `groupgrad train` on several processes, by torch's launcher or accelerate's.
+
+The process that starts them imports neither transformers nor the trainer, and torch only to count GPUs.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
+from groupgrad.cli.command_parser import refuse
 from groupgrad.spelling import nearest
 
 PROFILES: dict[str, Path] = {path.stem: path for path in sorted((Path(__file__).parent / "profiles").glob("*.yaml"))}
@@ -31,6 +33,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"start them by `accelerate launch` with a profile ({', '.join(PROFILES)}) or a configuration file",
     )
+
+
+def start_processes(argv: Sequence[str]) -> int | None:
+    """Lets a launcher take the place of this process if flags in `argv` ask for one.
+
+    Returns None if they do not, and 2 after a sentence that says what to change if they cannot be followed.
+    """
+    try:
+        command = launch_command(argv)
+    except ValueError as error:
+        return refuse("train", error)
+    return None if command is None else os.execv(command[0], command)
 
 
 def launch_command(argv: Sequence[str]) -> list[str] | None:
@@ -64,6 +78,8 @@ def launch_command(argv: Sequence[str]) -> list[str] | None:
 
 
 def _count(text: str, *, is_local: bool = True) -> int:
+    import torch
+
     if text == "all":
         count = torch.cuda.device_count()
         if not count:

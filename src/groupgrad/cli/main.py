@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from groupgrad._version import __version__
 from groupgrad.cli.command_parser import EXIT_CODES, codes_in_words
+from groupgrad.cli.launch import start_processes
 from groupgrad.spelling import nearest
 
 
@@ -88,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {similar!r}?" if similar else ""
         print(f"groupgrad: error: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr, end="")
         return 2
+    if name == "train" and (status := start_processes(rest)) is not None:
+        return status
     return _printed(name, rest) if name in PRINTING else module_of(name).main(rest)
 
 

@@ -20,7 +20,6 @@ from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.cli.command_parser import refuse
 from groupgrad.cli.dataset import load_splits
 from groupgrad.cli.dry_run import describe
-from groupgrad.cli.launch import launch_command
 from groupgrad.cli.parsing import Parsed, parse, train_parser
 from groupgrad.config import GRPOConfig
 from groupgrad.config.field_rules import DTYPES, changed
@@ -57,16 +56,9 @@ _FOUR_BIT_FLAGS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quan
 def main(argv: Sequence[str]) -> int:
     """Trains as the command line says, or describes the run with `--dry-run`.
 
-    With `--num-processes` or `--accelerate-config` a launcher takes the place of this process. Returns 0, or 2 after a
-    sentence that says what to change if the run cannot begin, or `EXIT_CHECKPOINT_NOT_SAVED` if its last checkpoint
-    could not be written. Other errors are raised.
+    Returns 0, or 2 after a sentence that says what to change if the run cannot begin, or `EXIT_CHECKPOINT_NOT_SAVED` if
+    its last checkpoint could not be written. Other errors are raised.
     """
-    try:
-        command = launch_command(argv)
-    except ValueError as error:
-        return refuse("train", error)
-    if command is not None:
-        os.execv(command[0], command)
     parsed = parse(argv)
     output_dir = Path(parsed.config.output_dir or "")
     is_new = not output_dir.exists()
