@@ -165,6 +165,33 @@ def test_the_command_plans_from_a_configuration_alone(tmp_path: Path, make_model
     assert "Nothing fits." in capsys.readouterr().out
 
 
+def test_a_server_that_samples_and_more_devices_are_named_where_they_make_a_way_fit(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """A model in shards has to fit whole where the native engine samples."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
+    plan = ["plan", "--model", str(tmp_path), "--completion", "64", "--device", "1.55GB"]
+
+    def told(*flags: str) -> tuple[int, str]:
+        return main([*plan, *flags]), capsys.readouterr().out
+
+    code, alone = told("--devices", "16")
+    assert (code, "Nothing fits." in alone) == (1, True)
+    code, served = told("--devices", "16", "--vllm-server")
+    found = re.search(r"Recommended: (.*?), per_device", served)
+    assert code == 0 and found is not None
+    assert f"If a vLLM server on other devices samples (--vllm-server), {found[1]} fits." in alone
+    assert "a vLLM server on other devices samples" not in served
+
+    code, alone = told("--devices", "2", "--vllm-server")
+    number = re.search(r"On (\d+) such devices \(--devices \1\), (.*) fits\.", alone)
+    assert code == 1 and number is not None
+    assert told("--devices", number[1], "--vllm-server")[0] == 0
+    assert told("--devices", str(int(number[1]) // 2), "--vllm-server")[0] == 1
+
+
 @pytest.mark.parametrize(
     ("lengths", "mend"),
     [

@@ -126,11 +126,12 @@ def _context_remark(shape: Any, sizes: Any) -> str | None:
 def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
     from groupgrad.planning.fitting import smallest_device, vllm_utilization
 
+    remedies = _remedies(shape, sizes, device, is_needed=best is None)
     if best is None:
         least = smallest_device(shape, sizes)
         return (
             f"Nothing fits. With micro-batches of one row and checkpointing the least demanding way needs devices of "
-            f"{_gib(least)}; otherwise lower --completion ({sizes.completion}) or --rows ({sizes.rows})."
+            f"{_gib(least)}; otherwise lower --completion ({sizes.completion}) or --rows ({sizes.rows}).{remedies}"
         )
     share = vllm_utilization(shape, best.sizes, device)
     vllm = (
@@ -144,7 +145,21 @@ def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
     ]
     if sizes.context_parallel_size > 1:
         settings.append(f"context_parallel_size={sizes.context_parallel_size}")
-    return f"Recommended: {best.name}, {', '.join(settings)}. {vllm if sizes.on_gpu and sizes.samples else ''}".rstrip()
+    beside = f" {vllm}" if sizes.on_gpu and sizes.samples else ""
+    return f"Recommended: {best.name}, {', '.join(settings)}.{beside}{remedies}"
+
+
+def _remedies(shape: Any, sizes: Any, device: int, *, is_needed: bool) -> str:
+    """Sentences about a vLLM server, and about more devices where they are needed, that make a way fit."""
+    from groupgrad.planning.fitting import with_more_devices, with_server
+
+    texts = []
+    if sizes.samples and (served := with_server(shape, sizes, device)) is not None:
+        texts.append(f" If a vLLM server on other devices samples (--vllm-server), {served.name} fits.")
+    if is_needed and (wider := with_more_devices(shape, sizes, device)) is not None:
+        number = wider.sizes.devices
+        texts.append(f" On {number} such devices (--devices {number}), {wider.name} fits.")
+    return "".join(texts)
 
 
 def _bytes(text: str) -> int:

@@ -11,6 +11,9 @@ from groupgrad.planning.shapes import ModelShape
 USABLE = 0.92
 """Share of a device that is planned for; the allocator's gaps take the rest."""
 
+MOST_DEVICES = 1024
+"""Devices up to which a plan looks for a number that would do."""
+
 _VLLM_OVERHEAD = int(1.5 * 2**30)
 
 
@@ -53,6 +56,26 @@ def smallest_device(shape: ModelShape, sizes: RunSizes) -> int:
     """Returns the bytes of a device on which the least demanding of the ways fits."""
     least = min(predict(shape, replace(way, micro_batch=1, checkpointing=True)).peak for _, way in _ways(sizes))
     return int(least / USABLE)
+
+
+def with_server(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> Choice | None:
+    """Returns the first way that fits only if a vLLM server on other devices samples; None if there is none.
+
+    A model in shards is sampled from by the native engine as a whole copy, which a server does without.
+    """
+    here = recommended(choices(shape, sizes, device_bytes))
+    there = recommended(choices(shape, replace(sizes, samples=False), device_bytes))
+    return None if there is None or (here is not None and here.name == there.name) else there
+
+
+def with_more_devices(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> Choice | None:
+    """Returns the first way that fits on 2, 4, 8, ... times as many devices, `MOST_DEVICES` at most; None without."""
+    devices = 2 * sizes.devices
+    while devices <= MOST_DEVICES:
+        if (found := recommended(choices(shape, replace(sizes, devices=devices), device_bytes))) is not None:
+            return found
+        devices *= 2
+    return None
 
 
 def _ways(sizes: RunSizes) -> Iterator[tuple[str, RunSizes]]:
