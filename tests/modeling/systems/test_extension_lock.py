@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import pytest
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from groupgrad import GRPOConfig
+from groupgrad import GRPOConfig, activity
+from groupgrad.activity import Hung
 from groupgrad.modeling.systems import extension_lock
+from groupgrad.trainer.watchdog import Watchdog
 
 HOLD = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT); print('open', flush=True); time.sleep(60)"
 
@@ -26,14 +30,16 @@ HOLD = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT); print('open', fl
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A lock that was taken ten minutes ago, beside a source; waits are bounded, and short."""
-    monkeypatch.setattr(FileBaton, "wait", FileBaton.wait)  # restored afterwards
+    for name in ("wait", "try_acquire", "release"):
+        monkeypatch.setattr(FileBaton, name, getattr(FileBaton, name))  # restored afterwards
     for name, seconds in {"POLL_S": 0.02, "NOTE_S": 0.1, "CONFIRM_S": 0.3}.items():
         monkeypatch.setattr(extension_lock, name, seconds)
     extension_lock.bound_waits()
     (tmp_path / "source.cpp").touch()
     (tmp_path / "lock").touch()
+    then = time.time() - 600.0
     for path in tmp_path.iterdir():
-        os.utime(path, (time.time() - 600.0,) * 2)
+        os.utime(path, (then, then))
     return tmp_path / "lock"
 
 
@@ -86,6 +92,64 @@ def test_a_lock_that_a_process_holds_is_waited_for_and_the_process_named(lock: P
         waiting.join(5.0)
         holder.kill()
     assert not waiting.is_alive()
+
+
+BURN = "import time; end = time.time() + {s}\nwhile time.time() < end: pass"
+COMPILE = """
+import os, subprocess, sys
+os.open(sys.argv[1], os.O_CREAT)
+print("open", flush=True)
+subprocess.run([sys.executable, "-c", sys.argv[2]])
+os.unlink(sys.argv[1])
+"""
+IDLE = "import time; time.sleep(30)"
+
+
+@contextmanager
+def compiling(lock: Path, work: str) -> Iterator[int]:
+    """Id of a process that has the lock and a child that does this work, as a compiler would."""
+    command = [sys.executable, "-c", COMPILE, str(lock), work]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == b"open\n"
+            yield holder.pid
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(holder.pid, signal.SIGKILL)
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    with Watchdog(folder, lambda: 0, 2.0), activity.doing("the training loop"):
+        yield
+
+
+def test_the_watchdog_waits_for_a_compiler_that_computes(lock: Path, tmp_path: Path) -> None:
+    with compiling(lock, BURN.format(s=5)), watched(tmp_path):
+        FileBaton(str(lock)).wait()
+    assert not lock.exists()
+
+
+def test_the_watchdog_names_the_lock_of_a_compiler_that_hangs(lock: Path, tmp_path: Path) -> None:
+    with compiling(lock, IDLE) as holder, watched(tmp_path), pytest.raises(Hung) as error:
+        FileBaton(str(lock)).wait()
+    story = rf"waiting for an extension of torch has run .*{re.escape(str(lock))}, process {holder} compiles it"
+    assert re.search(story, str(error.value))
+
+
+@pytest.mark.parametrize(("work", "is_hung"), [(BURN.format(s=5), False), (IDLE, True)])
+def test_the_watchdog_waits_for_compilers_of_this_process(lock: Path, tmp_path: Path, work: str, is_hung: bool) -> None:
+    lock.unlink()
+    baton = FileBaton(str(lock))
+    with watched(tmp_path):
+        assert baton.try_acquire() and not FileBaton(str(lock)).try_acquire()
+        expected = pytest.raises(Hung, match="compiling an extension of torch has run") if is_hung else nullcontext()
+        try:
+            with expected:
+                subprocess.run([sys.executable, "-c", work], check=True)
+        finally:
+            baton.release()
+    assert not lock.exists() and activity.present()[0] is None
 
 
 def test_a_configuration_with_deepspeed_bounds_the_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
