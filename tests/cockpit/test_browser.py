@@ -103,6 +103,9 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         LineFile(folder / "metrics.jsonl").append({"step": 9, "loss": 0.0, "reward": 7.5})  # while it is shown
         wait_until(page, "document.querySelector('.tiles').innerText.includes('7.5')")
 
+        LineFile(folder / "weights.jsonl").append({"step": 10, "digest": "0" * 16})  # a step between two log events
+        wait_until(page, "document.querySelector('.tiles').innerText.includes('step 10 of 8')")
+
         page.click("text=Rollouts")
         page.wait_for_selector(".item .chip")
         assert page.inner_text(".count").startswith("136 rollouts")

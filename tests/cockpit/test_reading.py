@@ -16,6 +16,7 @@ from synthetic_run import HOSTILE, write_run
 from groupgrad.cli.main import main
 from groupgrad.cockpit.reading import NoRun, RunFolder
 from groupgrad.cockpit.row_selection import Selection
+from groupgrad.telemetry.run_files import LineFile, steps_made
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,27 @@ def test_a_run_that_is_being_written_is_read_as_far_as_it_is_whole(tmp_path):
     assert run.metrics_from(f"{10**6}-00000000") is None
     with pytest.raises(NoRun, match="output_dir of a run"):
         RunFolder(tmp_path)
+
+
+def test_the_steps_of_a_run_are_counted_between_log_events(tmp_path):
+    """With `logging_steps=50` a run of 12 steps has no metrics yet."""
+    folder = write_run(tmp_path / "first", steps=12, rows=8, tokens=8, ended=False)
+    (folder / "metrics.jsonl").unlink()
+    events, weights = LineFile(folder / "events.jsonl"), LineFile(folder / "weights.jsonl")
+    assert steps_made(folder) == RunFolder(folder).steps_made() == 12  # the step of the last file of rollouts
+    weights.append({"step": 13, "digest": "0" * 16})
+    with weights.path.open("a") as file:
+        file.write('{"step": 14, "dig')  # a line that is being written
+    assert steps_made(folder) == 13
+    for path in (folder / "rollouts").iterdir():
+        path.unlink()
+    weights.path.unlink()
+    assert steps_made(folder) == 2  # the last event's
+    events.append({"time": 1.7e9, "step": 15, "event": "paused"})
+    assert steps_made(folder) == 15
+    events.append({"time": 1.7e9, "step": 5, "event": "resumed", "host": "elsewhere", "pid": 1})
+    assert steps_made(folder) == 5  # the steps after the checkpoint are no longer part of the run
+    assert steps_made(tmp_path / "none") == 0
 
 
 def test_images_are_found_by_name_alone(run, folder):

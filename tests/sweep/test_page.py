@@ -12,6 +12,7 @@ import pytest
 from groupgrad.cli import main as cli
 from groupgrad.cli.sweep_on_page import CommandLinePanel
 from groupgrad.sweep.store import Store
+from groupgrad.telemetry.run_files import LineFile
 
 
 def test_the_page_lists_the_arms_as_the_command_line_does(make_sweep, tmp_path, capsys):
@@ -42,6 +43,29 @@ def test_the_table_follows_the_sweep(tmp_path):
     store.take(store.queued()[0], refused=True, message="it has no weights")
     (command,) = panel.table()["commands"]
     assert (command["arm"], command["state"], command["message"]) == ("01-a", "refused", "it has no weights")
+
+
+def test_an_arm_in_its_turn_has_the_steps_of_its_run(tmp_path, capsys):
+    """A turn is written into the sweep's file when it ends; its steps are shown while it lasts."""
+    from groupgrad.trainer.run_lock import locked
+
+    store = Store(tmp_path, create=True)
+    store.add_arms([("01-a", 0, {"beta": 0.1})])
+    panel = CommandLinePanel(tmp_path)
+    weights = LineFile(tmp_path / "arms" / "01-a" / "weights.jsonl")
+    weights.path.parent.mkdir(parents=True)
+
+    def shown() -> tuple[int, str]:
+        assert cli.main(["sweep", "status", str(tmp_path)]) == 0
+        (number,) = re.findall(r" (\d+)/\? ", capsys.readouterr().out)
+        return panel.table()["arms"][0]["step"], number
+
+    assert shown() == (0, "0")
+    with locked(tmp_path):
+        for step in (3, 4):
+            weights.append({"step": step, "digest": "0" * 16})
+            assert shown() == (step, str(step))
+    assert shown() == (0, "0")  # a killed sweep goes on from the arm's last checkpoint
 
 
 def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):

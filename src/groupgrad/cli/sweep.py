@@ -265,16 +265,17 @@ def _take_at_once(store: Store, own: int) -> bool:
 
 def status_text(store: Store) -> str:
     """Returns the arms as a table, the best one first, with what the sweep has cost."""
-    from groupgrad.sweep.report import cost, results
+    from groupgrad.sweep.report import cost, results, steps_so_far
 
     metric, rows = store.fact("metric") or "reward", results(store)
-    ids = {arm.name: arm.id for arm in store.arms()}
+    ids, made = {arm.name: arm.id for arm in store.arms()}, steps_so_far(store)
     width = max([len(row.name) for row in rows] + [4])
     head = f"{'':>3}  {'arm':<{width}}  {'state':<17} {'steps':>11}  {'compared':>11}  {metric:>8}  behind the best by"
     lines = [head]
     for row in rows:
         state = row.state if row.rung is None else f"{row.state} at rung {row.rung}"
-        steps, compared = f"{row.step}/{row.max_steps or '?'}", "-".join(map(str, row.compared)) if row.step else ""
+        steps = f"{made.get(row.name, row.step)}/{row.max_steps or '?'}"
+        compared = "-".join(map(str, row.compared)) if row.step else ""
         behind = row.behind.text if row.behind is not None and row.behind.num > 1 else ""
         reason = f"  {row.reason.splitlines()[0][:120]}" if row.state == "failed" else ""
         lines.append(

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from groupgrad.sweep.report import cost, results
-from groupgrad.sweep.store import Store
-from groupgrad.telemetry import run_files
+from groupgrad.sweep.report import cost, is_trained, results, steps_so_far
+from groupgrad.sweep.store import ARMS, Store
 
 TIMEOUT_S = 300
 """Longest time of a command that needs a process, most of which is the import of torch."""
@@ -38,14 +33,15 @@ class CommandLinePanel:
     def table(self) -> dict[str, Any]:
         """The arms, the best one first, what the sweep has cost, and the last commands."""
         written = [path.stat() for path in self._store.folder.glob(f"{self._store.path.name}*")]
-        version = [(status.st_mtime_ns, status.st_size) for status in written]
+        steps = steps_so_far(self._store)
+        version = steps, [(status.st_mtime_ns, status.st_size) for status in written]
         if self._known is None or self._known[0] != version:
-            self._known = version, self._table()
+            self._known = version, self._table(steps)
         return self._known[1]
 
     def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
         """Gives a command and returns the message for the user. ValueError, with the reason, if it is refused."""
-        if kind != "clone" and _is_trained(self.path):  # which needs no check of settings
+        if kind != "clone" and is_trained(self.path):  # which needs no check of settings
             name = self._store.find(str(arm)).name
             self._store.queue(kind, arm)
             return f"{kind} of {name}: queued; the sweep takes it after the present step"
@@ -64,7 +60,7 @@ class CommandLinePanel:
             raise ValueError(message.removeprefix("groupgrad sweep: error: ") or f"exit code {done.returncode}")
         return done.stdout.strip()
 
-    def _table(self) -> dict[str, Any]:
+    def _table(self, steps: Mapping[str, int]) -> dict[str, Any]:
         store, total = self._store, cost(self._store)
         arms = {arm.name: arm for arm in store.arms()}
         rows = []
@@ -78,25 +74,16 @@ class CommandLinePanel:
                     "name": row.name,
                     "state": row.state,
                     "shown_state": state,
-                    "step": row.step,
+                    "step": steps.get(row.name, row.step),
                     "max_steps": row.max_steps,
                     "reward": row.reward if math.isfinite(row.reward) else None,
                     "compared": list(row.compared) if row.step else None,
                     "behind": behind,
                     "reason": row.reason,
-                    "path": str(store.folder / "arms" / row.name),
+                    "path": str(store.folder / ARMS / row.name),
                 }
             )
         commands = [command._asdict() for command in store.commands(MAX_COMMANDS)]
         numbers = {"steps": total.steps, "all_steps": total.all_steps, "switch_share": total.switch_share}
         base = {"name": self.name, "path": str(self.path), "metric": store.fact("metric") or "reward"}
         return {**base, **numbers, "arms": rows, "commands": commands}
-
-
-def _is_trained(folder: Path) -> bool:
-    """True if a process of this machine trains the sweep; the import of the lock itself would take seconds."""
-    try:
-        owner = json.loads((folder / run_files.LOCK_OWNER).read_text(encoding="utf-8"))
-        return owner["host"] == socket.gethostname() and psutil.pid_exists(int(owner["pid"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

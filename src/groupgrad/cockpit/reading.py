@@ -83,6 +83,10 @@ class RunFolder:
         except OSError:
             return 0
 
+    def steps_made(self) -> int:
+        """Optimizer steps that the run has made, also between two log events."""
+        return run_files.steps_made(self.path)
+
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of the metrics; what has been read before is not read again."""
         position, known = self._metrics

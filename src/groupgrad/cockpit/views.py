@@ -21,18 +21,20 @@ REPORT_GROUPS = 40
 
 
 def heading(run: RunFolder) -> dict[str, Any]:
-    """Name and state of a run, and the size of its metrics, which grows with each log event."""
+    """Name, state and steps of a run, and the size of its metrics, which grows with each log event."""
     state = run.state() if run.path.is_dir() else "deleted"
-    return {"name": run.name, "path": str(run.path), "state": state, "size": run.metrics_size()}
+    numbers = {"step": run.steps_made(), "size": run.metrics_size()}
+    return {"name": run.name, "path": str(run.path), "state": state, **numbers}
 
 
 def summary(run: RunFolder) -> dict[str, Any]:
-    """Name, state, settings, events and warnings of a run."""
+    """Name, state, steps, settings, events and warnings of a run."""
     config = run.config()
     return {
         "name": run.name,
         "path": str(run.path),
         "state": run.state(),
+        "step": run.steps_made(),
         "config": config,
         "max_steps": config.get("max_steps"),
         "events": run.events()[-MAX_EVENTS:],

@@ -24,7 +24,7 @@ from groupgrad.sweep.factory import ArmFactory
 from groupgrad.sweep.plan import SweepPlan, merged
 from groupgrad.sweep.report import cost
 from groupgrad.sweep.sharing import SharedWeights
-from groupgrad.sweep.store import DONE, FAILED, WAITING, Arm, Store
+from groupgrad.sweep.store import ARMS, DONE, FAILED, WAITING, Arm, Store
 
 FIRST_TURN = 5
 """Steps of a turn before its cost is known."""
@@ -43,7 +43,7 @@ ERROR_FILE = "error.txt"
 
 def arm_folder(store: Store, arm: Arm) -> Path:
     """The folder of an arm's run."""
-    return store.folder / "arms" / arm.name
+    return store.folder / ARMS / arm.name
 
 
 def arm_settings(plan: SweepPlan, store: Store, factory: ArmFactory, arm: Arm) -> dict[str, Any]:

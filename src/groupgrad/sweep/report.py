@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
+
 from groupgrad.sweep import compare
-from groupgrad.sweep.store import DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Store
+from groupgrad.sweep.store import ARMS, DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Store
+from groupgrad.telemetry.run_files import LOCK_OWNER, steps_made
 
 LAST_SHARE = 0.1
 """Share of an arm's run whose last steps are averaged."""
@@ -91,6 +97,25 @@ def cost(store: Store) -> Cost:
         train_s=sum(turn.train_s for turn in turns),
         switch_s=sum(turn.switch_s for turn in turns),
     )
+
+
+def steps_so_far(store: Store) -> dict[str, int]:
+    """Steps of each arm, by its name, with those of a turn that lasts, which the store has when it ends."""
+    steps = {arm.name: arm.step for arm in store.arms()}
+    if is_trained(store.folder):  # a killed sweep goes on from the arms' checkpoints
+        for arm in store.arms():
+            if arm.state == WAITING:
+                steps[arm.name] = max(arm.step, steps_made(store.folder / ARMS / arm.name))
+    return steps
+
+
+def is_trained(folder: Path) -> bool:
+    """True if a process of this machine trains the sweep; the import of the lock itself would take seconds."""
+    try:
+        owner = json.loads((folder / LOCK_OWNER).read_text(encoding="utf-8"))
+        return owner["host"] == socket.gethostname() and psutil.pid_exists(int(owner["pid"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _window(arm: Arm) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FILE = "sweep.sqlite"
+ARMS = "arms"
+"""Folder of the arms' runs within that of the sweep."""
 FORMAT = 2
 
 WAITING, STOPPED, DROPPED, DONE, FAILED, DELETED = "waiting", "stopped", "dropped", "done", "failed", "deleted"

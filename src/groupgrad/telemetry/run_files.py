@@ -27,6 +27,8 @@ LOCK_OWNER = ".groupgrad.lock.json"
 PREVIOUS = "previous_run"
 """Folder that receives the files of an earlier run when a new one starts in the same folder."""
 
+_TAIL_BYTES = 2**17
+"""Bytes at the end of a file in which its last line is looked for."""
 _ROLLOUT_FILE = re.compile(r"step_(\d+)\.(\d+)\.parquet")
 
 
@@ -153,6 +155,31 @@ class LineFile:
 def _is_later(record: Mapping[str, Any], step: int) -> bool:
     own = record.get("step", 0)
     return isinstance(own, (int, float)) and own > step
+
+
+def steps_made(folder: Path) -> int:
+    """Optimizer steps that the run in a folder has made, also between two log events; 0 if there is no run.
+
+    Each step adds a digest of the weights; where no process has all weights, the rollouts and the last event tell it.
+    """
+    try:
+        files = [parse_rollout_file(entry.name) for entry in os.scandir(folder / ROLLOUTS)]
+    except OSError:
+        files = []
+    last = [_last_line(folder / name).get("step") for name in (WEIGHTS, METRICS, EVENTS)]
+    counts = [step for step in last if isinstance(step, int)]
+    return max([*counts, *(place[0] for place in files if place is not None)], default=0)
+
+
+def _last_line(path: Path) -> dict[str, Any]:
+    """The last whole record of a file of JSON lines; empty if there is none in the last `_TAIL_BYTES`."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return {}
+    return next((record for line in reversed(lines) if (record := parse_line(line)) is not None), {})
 
 
 def set_aside(folder: Path) -> bool:

@@ -80,16 +80,16 @@ function show() {
 
 /** A run of an answer of the server; its metrics and summary are read by `readRun`. */
 function newRun({ name, path, state: now }, index) {
-  const summary = { name, path, state: now, config: {}, events: [], advice: [] };
+  const summary = { name, path, state: now, step: 0, config: {}, events: [], advice: [] };
   return { index, name, summary, shown: true, lines: [], next: "0", columns: columnsOf([]), size: null };
 }
 
-async function readRun(run, { name, state: now, size }) {
+async function readRun(run, { name, state: now, size, step }) {
   if (now !== "deleted") {
     await Promise.all([readMetrics(run), source.summary(run.index).then((found) => { run.summary = found; })]);
   }
   Object.assign(run, { name, size, shown: run.shown && now !== "deleted" });
-  run.summary.state = now;
+  Object.assign(run.summary, { state: now, step });
 }
 
 /** Reads a run; one that cannot be read says why and does not hide the others. */
@@ -101,16 +101,21 @@ async function tryToRead(run, found) {
   }
 }
 
-/** Reads what has changed: runs that have begun, that have new metrics, or whose state is another one. */
+/** Reads what has changed: runs that have begun or made steps, that have new metrics, or whose state is another one. */
 async function poll() {
   if (isPolling) return;
   isPolling = true;
   try {
     let isNew = false;
+    let hasStepped = false;
     for (const [index, found] of (await source.runs()).entries()) {
       state.runs[index] ??= newRun(found, index);
       const run = state.runs[index];
-      if (run.size === found.size && run.summary.state === found.state && run.name === found.name) continue;
+      if (run.size === found.size && run.summary.state === found.state && run.name === found.name) {
+        hasStepped ||= run.summary.step !== found.step;
+        run.summary.step = found.step;
+        continue;
+      }
       await tryToRead(run, found);
       isNew = true;
     }
@@ -119,6 +124,8 @@ async function poll() {
     if (isNew && !document.hidden) {
       drawTop(address().name);
       page.update();
+    } else if (hasStepped) {
+      page.updateTiles?.();
     }
   } catch {
     document.body.classList.add("offline");

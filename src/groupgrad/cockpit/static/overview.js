@@ -4,7 +4,7 @@ import { duration, el, fill, runColor, short } from "./dom.js";
 
 const PHASES = ["sampling", "weights", "rewards", "scoring", "training"];
 
-/** The page of the runs that are shown. Returns `{node, update, dispose}`; `update` draws anew after new metrics. */
+/** The page of the runs that are shown. Returns `{node, update, updateTiles, dispose}`; `update` draws anew after new metrics. */
 export function overview(state, { openStep }) {
   const node = el("div", { class: "overview" });
   const tiles = el("section", { class: "tiles", "aria-label": "Latest numbers" });
@@ -39,16 +39,20 @@ export function overview(state, { openStep }) {
     drawn = [...made, ...rare];
   }
 
+  function updateTiles() {
+    fill(tiles, state.runs.filter((run) => run.shown).map(tilesOf));
+  }
+
   function update() {
     const runs = state.runs.filter((run) => run.shown);
-    fill(tiles, runs.map(tilesOf));
+    updateTiles();
     fill(notes, notesOf(runs));
     draw();
     fill(rest, timeCard(runs), runs.length > 1 ? differences(runs) : settingsCard(runs[0]), ...runs.map(eventsCard));
   }
 
   update();
-  return { node, update, dispose };
+  return { node, update, updateTiles, dispose };
 }
 
 function latest(run, name) {
@@ -56,8 +60,7 @@ function latest(run, name) {
 }
 
 function tilesOf(run) {
-  const { step } = run.columns;
-  const steps = step.length ? step[step.length - 1] : 0;
+  const steps = Math.max(run.columns.step.at(-1) ?? 0, run.summary.step ?? 0); // log events are fewer than steps
   const total = run.summary.max_steps;
   const share = latest(run, "frac_reward_zero_std");
   const tile = (name, value, extra) => el("div", { class: "tile" }, el("small", {}, name), el("b", {}, value), extra && el("small", {}, extra));
