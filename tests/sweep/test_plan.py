@@ -110,3 +110,11 @@ def test_what_cannot_work_is_refused_with_what_to_set(content, text):
     with pytest.raises(ValueError) as error:
         plan(**content)
     assert text in str(error.value)
+
+
+def test_a_missing_optuna_is_said_before_any_arm_is_trained(monkeypatch):
+    """Arms that are listed are trained before Optuna is asked for the first one."""
+    monkeypatch.setattr("groupgrad.compat.is_available", lambda name: name != "optuna")
+    content = {"vary": {"beta": [0.0, 0.1]}, "arms": [{"beta": 0.2}], "sample": {"optuna": 2}}
+    with pytest.raises(ImportError, match="sample: optuna needs 'optuna', which is not installed; run `pip install"):
+        read_plan(content, {})

@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from groupgrad import compat
 from groupgrad.spelling import nearest
 from groupgrad.sweep.choices import Choices, number, read_choices
 from groupgrad.sweep.store import Arm
@@ -126,7 +127,7 @@ class SweepPlan:
 
 def read_plan(content: Mapping[str, Any], base: Mapping[str, Any]) -> SweepPlan:
     """The plan that a mapping of `KEYS` describes, with `base` in the place of what `base` names. ValueError, with what
-    to set, if it cannot work."""
+    to set, if it cannot work; ImportError if it needs Optuna, which is missing."""
     _known("the sweep", content, KEYS)
     vary = content.get("vary") or {}
     if not isinstance(vary, Mapping):
@@ -180,6 +181,8 @@ def _read_sample(given: Any, has_choices: bool) -> Sample:
         raise ValueError(f"sample: {kind}={num!r} is no number of arms; set it to how many are to be trained")
     if not has_choices:
         raise ValueError(f"sample is {kind}, but vary is empty; name the fields to vary")
+    if kind == "optuna":
+        compat.require("optuna", "sample: optuna")
     seed, parallel = given.get("seed", 0), given.get("parallel", 4)
     if not isinstance(seed, int) or not isinstance(parallel, int) or parallel < 1:
         raise ValueError(f"sample: seed={seed!r} and parallel={parallel!r}; both are whole numbers, parallel from 1 on")

@@ -6,7 +6,6 @@ import json
 import math
 from typing import Any
 
-from groupgrad import compat
 from groupgrad.sweep import compare
 from groupgrad.sweep.choices import Choices, Range, rounded
 from groupgrad.sweep.plan import SweepPlan
@@ -20,7 +19,6 @@ def ask_trials(plan: SweepPlan, store: Store) -> list[dict[str, Any]]:
     """
     if plan.sample.kind != "optuna":
         return []
-    compat.require("optuna", "sample: optuna")
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
