@@ -1,7 +1,7 @@
 # Two images from one file:
 #   docker build --target cpu -t groupgrad:cpu .
 #   docker build --target cuda -t groupgrad:cuda .
-# Extras: --build-arg EXTRAS=math,peft,vlm. The compiler builds the CPU kernels on first use, and Triton's on a GPU.
+# Extras: --build-arg EXTRAS=math,peft,view,vlm. The compiler builds the CPU kernels on first use, and Triton's on a GPU.
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS base
@@ -15,8 +15,10 @@ WORKDIR /opt/groupgrad
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 
 FROM base AS cpu
-ARG EXTRAS=math,peft
-RUN pip install --constraint constraints.txt --index-url https://download.pytorch.org/whl/cpu torch
+ARG EXTRAS=math,peft,view
+# An extra index, since that of the CPU's wheels lacks most releases of other packages; 2.13.0+cpu is above 2.13.0.
+ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+RUN pip install --constraint constraints.txt torch
 COPY src src
 RUN pip install --constraint constraints.txt ".[${EXTRAS}]" \
     && useradd --create-home --uid 1000 trainer
@@ -27,7 +29,7 @@ CMD ["--help"]
 
 # PyTorch's wheels on the package index bring CUDA along; the host needs a driver and NVIDIA's container toolkit.
 FROM base AS cuda
-ARG EXTRAS=math,peft,quant,deepspeed
+ARG EXTRAS=math,peft,quant,deepspeed,view
 RUN pip install --constraint constraints.txt torch
 COPY src src
 RUN pip install --constraint constraints.txt ".[${EXTRAS}]" \

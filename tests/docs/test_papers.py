@@ -55,3 +55,12 @@ def test_the_images_install_extras_that_exist_from_files_that_are_sent(project: 
     copied = [name for line in re.findall(r"COPY (.+)", text) for name in line.split()[:-1]]
     assert set(copied) == set(sent)
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_index_of_the_cpus_wheels_is_one_beside_the_package_index() -> None:
+    """It has few releases of other packages, and `constraints.txt` pins them. An extra such as `vlm` needs it, too:
+    torchvision of the package index is compiled for CUDA."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    cpu = text.split("FROM base AS cpu")[1].split("FROM ")[0]
+    assert "ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu\n" in cpu.split("RUN ")[0]
+    assert "--index-url" not in text and "PIP_INDEX_URL" not in text
