@@ -3,7 +3,7 @@
 `python bench/sweep.py` trains all arms of each seed to their end, and then sweeps them again with successive halving in
 a folder of its own. Both sweeps go on where they were interrupted, so several processes may each take some `--seeds`;
 one call with all of them then prints the table. `--memory` compares the memory of 8 LoRA arms with that of one,
-`--profile` shows what a switch does, `--switching` what switches cost in processor time on any machine.
+`--profile` shows what a switch does, `--switching` what switches cost, against the same arms trained without turns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ from groupgrad.demo.task import (
     make_tokenizer,
     warm_up,
 )
-from groupgrad.sweep import arm_run
 from groupgrad.sweep.factory import ScriptArms
 from groupgrad.sweep.plan import read_plan
 from groupgrad.sweep.report import cost, results
@@ -82,7 +82,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("runs/bench-sweep"))
     parser.add_argument("--memory", action="store_true", help="measure memory instead")
     parser.add_argument("--profile", action="store_true", help="profile the switches of a sweep of 8 arms instead")
-    parser.add_argument("--switching", action="store_true", help="measure switches in processor time instead")
+    parser.add_argument("--switching", action="store_true", help="measure what switches cost instead")
+    parser.add_argument("--repeats", type=int, default=1, help="sweeps that `--switching` measures")
     parser.add_argument("--memory_of", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -163,22 +164,51 @@ def profile(options: argparse.Namespace) -> int:
 
 
 def switching(options: argparse.Namespace) -> int:
-    """Prints what the turns of a sweep with halving take in processor time."""
-    arm_run.clock = time.process_time
-    with tempfile.TemporaryDirectory() as folder:
-        sweeper = make_demo_sweep(options, Path(folder), options.seeds[0], halving=True)
-        sweeper.run()
-        turns, spent = sweeper.store.turns(), cost(sweeper.store)
-    print(
-        f"{len(turns)} turns of {spent.steps} steps: training {spent.train_s:.1f} s, switching {spent.switch_s:.2f} s, "
-        f"{spent.switch_share:.1%}"
-    )
+    """Prints what turns cost: a sweep with halving against the same steps of the same arms, each arm trained at once.
+
+    The two alternate, `--repeats` times, so that other work of the machine falls on both.
+    """
+    base_model(options)
+    in_turns, at_once, inside, turns = [], [], [], []
+    for _ in range(options.repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            sweeper = make_demo_sweep(options, Path(folder) / "turns", options.seeds[0], halving=True)
+            in_turns.append(seconds_of(sweeper.run))
+            turns, steps = sweeper.store.turns(), {arm.id: arm.step for arm in sweeper.store.arms()}
+            inside.append(cost(sweeper.store))
+            alone = make_demo_sweep(options, Path(folder) / "alone", options.seeds[0], halving=True)
+            at_once.append(seconds_of(lambda alone=alone, steps=steps: train_at_once(alone, steps)))
+    spent = inside[-1]
+    print(f"{len(turns)} turns of {spent.steps} steps, {options.repeats} time(s):")
+    print("| | in turns | each arm at once | switching costs |\n|---|---|---|---|")
+    for name, place in (("wall time", 0), ("processor time", 1)):
+        many, one = (sum(found[place] for found in runs) for runs in (in_turns, at_once))
+        print(f"| {name} | {many:.1f} s | {one:.1f} s | {many / one - 1:.1%} |")
+    train_s, switch_s = sum(one.train_s for one in inside), sum(one.switch_s for one in inside)
+    share = switch_s / (train_s + switch_s)
+    seconds = f"{switch_s:.2f} s of {train_s + switch_s:.1f} s of wall time, {share:.1%}"
+    print(f"counted by the sweeps, with the starts of first turns, which an arm alone has too: {seconds}")
     for name, chosen in (
         ("first", [t for t in turns if not t.first_step]),
         ("later", [t for t in turns if t.first_step]),
     ):
         print(f"{name} turns: {sum(turn.switch_s for turn in chosen) / len(chosen):.3f} s for each of {len(chosen)}")
     return 0
+
+
+def train_at_once(sweeper: Sweeper, steps: dict[int, int]) -> None:
+    """Trains each arm without a turn of another one between, as far as `steps` says, one after the other."""
+    for arm in sweeper.store.arms():
+        turn = sweeper.turns.run_of(arm).turn(0, lambda _, last=steps[arm.id]: last)[0]
+        assert turn.last_step == steps[arm.id], f"{arm.name} was stopped at {turn.last_step}"
+        sweeper.turns.drop(arm.id)
+
+
+def seconds_of(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of wall time and of processor time."""
+    wall, processor = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - processor
 
 
 def settings(steps: int, rows: int, **more: Any) -> dict[str, Any]:

@@ -20,9 +20,6 @@ from groupgrad.stopping import Paused, Stopped
 from groupgrad.sweep.compare import COMBINED
 from groupgrad.sweep.store import PromptRewards, Turn
 
-clock: Callable[[], float] = time.perf_counter
-"""Measures turns, in seconds; `bench/sweep.py --switching` sets it to processor time."""
-
 
 class ArmRun(TrainerCallback):
     """The trainer of an arm. Each turn resumes the run from its checkpoint and ends with the next one.
@@ -50,7 +47,7 @@ class ArmRun(TrainerCallback):
     def turn(self, step: int, until: Callable[[int], int]) -> tuple[Turn, int, dict[int, PromptRewards]]:
         """Trains from `step` to the step that `until` gives for the run's length; the turn, the run's length, and the
         rewards of the turn's steps. The model is saved after the last step of all."""
-        trainer, started = self.trainer, clock()
+        trainer, started = self.trainer, time.perf_counter()
         self._rewards, self._first_began, trainer.pause_at = {}, None, until
         resume_from = str(self.folder / f"checkpoint-{step}") if step else None
         with existing_objects_skipped():  # each training begins with a garbage collection
@@ -65,7 +62,7 @@ class ArmRun(TrainerCallback):
                 if not (self.folder / f"checkpoint-{last_step}").is_dir():
                     last_step = step  # nothing later could be saved
         train_s = 0.0 if self._first_began is None else self._last_ended - self._first_began
-        switch_s = max(0.0, clock() - started - train_s)
+        switch_s = max(0.0, time.perf_counter() - started - train_s)
         rewards = {step: found for step, found in self._rewards.items() if step <= last_step}
         return Turn(step, last_step, train_s, switch_s), trainer.state.max_steps, rewards
 
@@ -83,11 +80,11 @@ class ArmRun(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Notes the first step's time."""
         if self._first_began is None:
-            self._first_began = clock()
+            self._first_began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Notes the time of the last step so far."""
-        self._last_ended = clock()
+        self._last_ended = time.perf_counter()
 
     def _note_rewards(self, experience: Experience) -> None:
         """Keeps the mean reward of each group of a generation batch."""
