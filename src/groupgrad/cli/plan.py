@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from groupgrad.byte_sizes import parse_bytes
 from groupgrad.cli.command_parser import CommandParser, refuse
 
 _PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scratch", "keys_values", "peak")
@@ -163,8 +164,6 @@ def _remedies(shape: Any, sizes: Any, device: int, *, is_needed: bool) -> str:
 
 
 def _bytes(text: str) -> int:
-    from groupgrad.config.field_rules import parse_bytes
-
     size = parse_bytes(text)
     if size is None or text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no size; write it as 80GB or 24GiB")

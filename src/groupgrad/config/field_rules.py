@@ -9,7 +9,6 @@ import dataclasses
 import math
 import numbers
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -313,17 +312,3 @@ def failure_action(value: object) -> FailureAction:
     if not math.isfinite(number):
         raise ValueError(value)
     return number
-
-
-def parse_bytes(value: object) -> int | None:
-    """Reads an amount of memory such as 4096, '512MiB', '4 GB' or '1.5e9' as bytes; None if it is not one of at least
-    a byte."""
-    match = re.fullmatch(r"\s*([0-9.eE+]+)\s*([kmgt]?)(i?)b?\s*", str(value), re.IGNORECASE)
-    if match is None or isinstance(value, bool):
-        return None
-    number, prefix, binary = match.groups()
-    try:
-        size = float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " ")
-    except ValueError:
-        return None
-    return int(size) if 1 <= size < math.inf else None

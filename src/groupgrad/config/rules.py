@@ -13,8 +13,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
+from groupgrad.byte_sizes import parse_bytes
 from groupgrad.config import conditions, nested_values
-from groupgrad.config.field_rules import DTYPES, field_problems, is_number, parse_bytes
+from groupgrad.config.field_rules import DTYPES, field_problems, is_number
 from groupgrad.config.fsdp_rules import FSDP_RULES
 from groupgrad.config.launcher import zero_stage
 from groupgrad.config.rule import Rule

@@ -13,7 +13,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.config.field_rules import CHOICES, failure_action, parse_bytes
+from groupgrad.byte_sizes import parse_bytes
+from groupgrad.config.field_rules import CHOICES, failure_action
 from groupgrad.config.legacy import LegacyArguments
 from groupgrad.rewards.supervision import FailureAction
 
