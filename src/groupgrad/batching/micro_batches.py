@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
+import torch
+
 from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.packing import RowCost, pack, row_costs, split, split_to_size, total_cost
@@ -65,9 +67,12 @@ class MicroBatch:
     @property
     def num_forward_tokens(self) -> int:
         """Prompt and completion tokens, each row with its own copy of the prompt."""
-        batch = self.step_rows.batch
-        lengths = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
-        return int(lengths[self.rows].sum())
+        return int(self._row_tokens().sum())
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens of the longest row, those of its prompt included; 0 without rows."""
+        return max(self._row_tokens().tolist(), default=0)
 
     @cached_property
     def batch(self) -> Batch:
@@ -97,6 +102,12 @@ class MicroBatch:
         if total_cost(costs) <= limit:
             return [self]
         return self._parts(self._rows_of(split_to_size(costs, limit)))
+
+    def _row_tokens(self) -> torch.Tensor:
+        """(n,) prompt and completion tokens of each row."""
+        batch = self.step_rows.batch
+        lengths = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
+        return lengths[self.rows]
 
     def _costs(self) -> list[RowCost]:
         return [self.step_rows.costs[row] for row in self.rows]

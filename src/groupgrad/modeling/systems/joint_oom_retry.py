@@ -61,7 +61,8 @@ class JointMemoryGuard(MemoryGuard):
         self._collectives.begin_pass()
         loss, failure = None, None
         try:
-            loss = _pass(part, forward, backward)
+            with self._memory_of(part):
+                loss = _pass(part, forward, backward)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

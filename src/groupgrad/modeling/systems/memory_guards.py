@@ -16,6 +16,10 @@ from groupgrad.modeling.systems.oom_retry import MemoryGuard, tokens_per_pass
 from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.modeling.systems.zero3_passes import Zero3PassCollectives
 
+LONG_ROW = 4096
+"""Tokens of a row from which training on a CPU gives the memory of large tensors back at once. Shorter rows take little
+memory, and their passes would take longer."""
+
 
 def memory_guard(
     model: nn.Module,
@@ -52,10 +56,12 @@ def memory_guard(
         config: Any = getattr(pretrained(model), "config", None)
         width = None if config is None else getattr(config.get_text_config(), "hidden_size", None)
         max_tokens = tokens_per_pass() if width is None else tokens_per_pass(width)
+    long_row = LONG_ROW if args.device.type == "cpu" else None
+    options: dict[str, Any] = {"max_tokens": max_tokens, "prepare": prepare, "long_row": long_row}
     if collectives is not None and obstacle is None:
-        return JointMemoryGuard(clear, collectives, max_tokens=max_tokens, prepare=prepare)
+        return JointMemoryGuard(clear, collectives, **options)
     num_ranks = args.context_parallel_size
-    return MemoryGuard(clear, obstacle=obstacle, max_tokens=max_tokens, prepare=prepare, num_ranks=num_ranks)
+    return MemoryGuard(clear, obstacle=obstacle, num_ranks=num_ranks, **options)
 
 
 def obstacle_to_cutting(args: Any) -> str | None:

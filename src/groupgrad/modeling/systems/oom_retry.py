@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from groupgrad.batch import Batch
 from groupgrad.batching.micro_batches import MicroBatch
+from groupgrad.modeling.systems.heap import large_tensors_mapped
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
 from groupgrad.objectives import FORWARD_AND_BACKWARD, PolicyLoss
 
@@ -56,8 +58,10 @@ class MemoryGuard:
         max_tokens: int | None = None,
         prepare: Callable[[Batch], None] | None = None,
         num_ranks: int = 1,
+        long_row: int | None = None,
     ):
         self._clear, self._obstacle, self._prepare, self._num_ranks = clear, obstacle, prepare, num_ranks
+        self._long_row = long_row
         self._max_cost = None if max_tokens is None or obstacle is not None else 3 * max_tokens * num_ranks
         self._limit: int | None = None
         self._done: list[MicroBatch] = []
@@ -102,10 +106,11 @@ class MemoryGuard:
         gradients_are_whole, result = True, None
         self._prepare_for(part)
         try:
-            result = forward(part)
-            if part.passes == FORWARD_AND_BACKWARD:
-                gradients_are_whole = False
-                backward(result.loss, is_last)
+            with self._memory_of(part):
+                result = forward(part)
+                if part.passes == FORWARD_AND_BACKWARD:
+                    gradients_are_whole = False
+                    backward(result.loss, is_last)
             return PolicyLoss(result.loss.detach(), result.metrics), True
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -119,6 +124,12 @@ class MemoryGuard:
     def _prepare_for(self, part: MicroBatch) -> None:
         if self._prepare is not None and part.passes == FORWARD_AND_BACKWARD:
             self._prepare(part.batch)
+
+    def _memory_of(self, part: MicroBatch) -> AbstractContextManager[None]:
+        """The context of a part's passes."""
+        if self._long_row is None or part.passes != FORWARD_AND_BACKWARD:
+            return nullcontext()
+        return large_tensors_mapped() if part.max_row_tokens >= self._long_row else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """The learned size."""

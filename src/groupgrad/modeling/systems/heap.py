@@ -1,0 +1,57 @@
+"""Gives the memory of large CPU tensors back to the system as soon as they are freed.
+
+PyTorch takes the memory of CPU tensors from the C library. glibc takes tensors of up to 32 MB from one heap, whose free
+memory it gives back only behind the last block in use. A pass over a long row frees its tensors around others that live
+on, so the next pass finds gaps of other sizes, and the process grows by almost as much again. A block in a mapping of
+its own goes back at once. The system then clears new pages for each tensor. Attention takes most of the time of long
+rows and hides that; short rows would pay for it (see "Long rows" in `bench/NOTES.md`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of `mallopt` in glibc's `malloc.h`."""
+_MEGABYTE = 2**20
+_LARGE = 4 * _MEGABYTE
+"""Bytes from which a block gets a mapping of its own inside `large_tensors_mapped`."""
+_MOST_LARGE = 32 * _MEGABYTE
+"""The limit to which glibc itself raises that size, after a mapped block as large has been freed."""
+
+
+@contextmanager
+def large_tensors_mapped() -> Iterator[None]:
+    """Inside, each tensor of 4 MB or more gets a mapping of its own, and gaps in the heap are given back first.
+
+    Afterwards blocks below 32 MB come from the heap again. The setting holds for all threads and changes no number. It
+    does nothing without glibc, or where the environment sets glibc's allocator.
+    """
+    library = _glibc()
+    if library is None:
+        yield
+        return
+    library.malloc_trim(0)
+    library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        # Setting one of them ends glibc's own adjustment, which would have arrived at these.
+        library.mallopt(_M_MMAP_THRESHOLD, _MOST_LARGE)
+        library.mallopt(_M_TRIM_THRESHOLD, 2 * _MOST_LARGE)
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    """The C library of this process; None if it is not glibc or the environment sets its allocator."""
+    if "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ):
+        return None
+    try:
+        library = ctypes.CDLL(None)
+        return library if library.gnu_get_libc_version and library.mallopt and library.malloc_trim else None
+    except (OSError, TypeError, AttributeError):  # no such library, or another C library
+        return None
