@@ -3,8 +3,9 @@
     python bench/long_rows.py [--lengths 1024 4096 8192] [--rows 4] [--rounds 3] [--part both|sampling|training]
 
 The model has 14 million parameters, the group four rows behind a prompt of 64 tokens. A training pass takes one row, as
-the trainer cuts such a group. Floors are those of `floor.py`; attention counts at the rate of large products. Each
-length runs in a process of its own, whose peak memory above the model's is printed.
+the trainer cuts such a group, and rows of 4,096 tokens give large tensors back at once, as in the trainer. Floors are
+those of `floor.py`; attention counts at the rate of large products. Each length runs in a process of its own, whose
+peak memory above the model's is printed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 if __name__ == "__main__":  # before torch comes; whoever only imports this keeps his environment
     os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -29,6 +31,8 @@ from workloads import GroupWork, ModelShape
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native.engine import NativeEngine
 from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
+from groupgrad.modeling.systems.heap import large_tensors_mapped
+from groupgrad.modeling.systems.memory_guards import LONG_ROW
 
 SHAPE = ModelShape(
     vocab_size=8192,
@@ -72,8 +76,10 @@ def measure(length: int, num_rows: int, rounds: int, part: str) -> None:
     def train() -> None:
         model.train().zero_grad()
         for ids in rows:
-            scores = score_tokens(model, build_batch([prompt], [0], [ids]), ForwardOptions(layout="shared"))
-            (scores.logprobs * torch.linspace(-1, 1, length)).sum().backward()
+            with large_tensors_mapped() if PROMPT + length >= LONG_ROW else nullcontext():
+                scores = score_tokens(model, build_batch([prompt], [0], [ids]), ForwardOptions(layout="shared"))
+                (scores.logprobs * torch.linspace(-1, 1, length)).sum().backward()
+                del scores
 
     floors = {"training": (train, training_floor), "sampling": (sample, sampling_floor)}
     for name, (function, floor_of) in floors.items():
