@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from two_ranks import run_on
 
 
 class ForkedRanks:
@@ -120,6 +122,43 @@ def on_ranks(
         failed = [rank for rank in range(num_ranks) if codes[rank] != 0]
         assert not failed, "\n".join(f"rank {rank} ({codes[rank]}): {ranks.log(rank)[-3000:]}" for rank in failed)
     return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def script_on_ranks(num_ranks: int, script: Path, *arguments: object, timeout_s: float) -> None:
+    """Runs `script` on CPU ranks as `two_ranks.run_on` does; AssertionError with the output of a rank that fails.
+
+    The output of the ranks is beside the folder that is the first argument. Where this process has started CUDA, which
+    a fork cannot use, `run_on` runs the script.
+    """
+    if torch.cuda.is_initialized():
+        return run_on(num_ranks, script, *arguments, timeout_s=timeout_s)
+
+    def act(rank: int) -> None:
+        os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        sys.argv = [str(script), *map(str, arguments)]
+        _forget_modules_of(script.parent)
+        runpy.run_path(str(script), run_name="__main__")
+
+    out = Path(str(arguments[0]))
+    logs = out.with_name(f"{out.name}.logs")
+    logs.mkdir(exist_ok=True)
+    end = time.monotonic() + timeout_s
+    with forked_ranks(act, logs, num_ranks) as ranks:
+        codes = ranks.wait(0.0)
+        while None in codes and not any(codes) and time.monotonic() < end:
+            codes = ranks.wait(0.1)
+        ended = ranks.wait(2.0 if any(codes) else 0.0)  # the others of one that has failed
+        assert not any(ended) and None not in ended, "\n".join(
+            f"rank {rank} ({code}): {ranks.log(rank)[-3000:]}" for rank, code in enumerate(ended)
+        )
+    return None
+
+
+def _forget_modules_of(folder: Path) -> None:
+    """Lets modules of this folder be imported again, which may read the rank while they are."""
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "").parent == folder:
+            del sys.modules[name]
 
 
 def wait_for(path: Path, seconds: float = 60.0) -> None:

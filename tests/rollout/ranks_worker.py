@@ -1,9 +1,8 @@
-"""One rank: a generation batch and an evaluation, written as JSON. Arguments: rank, number of ranks, folder."""
+"""One rank: a generation batch and an evaluation, written as JSON."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,3 @@ def evaluation(model: Any, maker: ExperienceCollector) -> dict[str, float | None
         metrics = evaluate(EvalBatch(number, rows), phase="eval", step=0, trainer_state=None)[1]
         parts += dist.all_gather_objects(metrics)
     return {key: metric.read() for key, metric in merge_all(parts).items()}
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

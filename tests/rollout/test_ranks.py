@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import on_ranks
 from made_once import made_once
+
+WORKER = Path(__file__).with_name("ranks_worker.py")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
     """Results of a run with one process and of a run with two, by rank and world size."""
+    spec = importlib.util.spec_from_file_location("ranks_worker", WORKER)
+    assert spec is not None and spec.loader is not None
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
 
     def make(folder: Path) -> None:
         make_model().save_pretrained(folder / "model")
         make_tokenizer().save_pretrained(folder / "model")
-        worker = str(Path(__file__).with_name("ranks_worker.py"))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        processes = [
-            subprocess.Popen([sys.executable, worker, str(rank), str(size), str(folder)], env=environment)
-            for size in (1, 2)
-            for rank in range(size)
-        ]
-        try:
-            assert [process.wait(timeout=200) for process in processes] == [0, 0, 0]
-        finally:
-            for process in processes:
-                process.kill()
+        for size in (1, 2):
+            on_ranks(lambda rank: worker.main(rank, size, folder), folder, size, timeout_s=200, connect=False)  # noqa: B023
 
     folder = made_once(tmp_path_factory, "rollout-ranks", make)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("0of1", "0of2", "1of2")}

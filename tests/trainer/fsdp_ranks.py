@@ -1,4 +1,4 @@
-"""The runs that `test_fsdp.py` makes under FSDP on several processes (`torch.distributed.run ... fsdp_ranks.py OUT`).
+"""The runs that `test_fsdp.py` makes under FSDP on several processes (arguments: OUT FROM CASES).
 
 Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
 """

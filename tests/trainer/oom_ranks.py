@@ -1,4 +1,4 @@
-"""Two processes of `test_processes_memory.py` (`torch.distributed.run ... oom_ranks.py OUT`): runs whose memory
+"""Two processes of `test_processes_memory.py` (argument: OUT): runs whose memory
 runs out on one rank or both, and runs that must be equal to them.
 
 Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.

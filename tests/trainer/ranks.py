@@ -1,4 +1,4 @@
-"""The runs that `test_processes.py` makes on one process and on two (`torch.distributed.run ... ranks.py OUT`).
+"""The runs that `test_processes.py` makes on one process and on two (argument: OUT).
 
 Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
 """

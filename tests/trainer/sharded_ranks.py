@@ -1,4 +1,4 @@
-"""The runs that `test_sharded.py` makes on two processes which share a model (`torch.distributed.run ... OUT KIND`).
+"""The runs that `test_sharded.py` makes on two processes which share a model (arguments: OUT KIND CASES).
 
 KIND is `fsdp2` or `zero3`. Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
 """

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import script_on_ranks
 from made_once import made_once
 from transformers import AutoModelForCausalLM
-from two_ranks import run_on
 
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.errors import CheckpointError
@@ -64,7 +64,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(num_ranks: int, out: Path, cases: list[str], checkpoint: Path | str = "from-start") -> Path:
     """Runs the cases, from `checkpoint` on if it is one, and returns `out`."""
     out.mkdir(exist_ok=True)
-    run_on(num_ranks, SCRIPT, out, checkpoint, *cases, timeout_s=500)
+    script_on_ranks(num_ranks, SCRIPT, out, checkpoint, *cases, timeout_s=500)
     return out
 
 

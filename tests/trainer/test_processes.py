@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from forked_ranks import script_on_ranks
 from made_once import made_once
-from two_ranks import run_on_two
 
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.errors import CheckpointError
@@ -45,13 +45,13 @@ LOSSES = ["luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy"]
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the results of two processes."""
-    return made_once(tmp_path_factory, "processes", lambda out: run_on_two(SCRIPT, out, timeout_s=240))
+    return made_once(tmp_path_factory, "processes", lambda out: script_on_ranks(2, SCRIPT, out, timeout_s=240))
 
 
 @pytest.fixture(scope="module")
 def two_with_losses(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of the slow cases."""
-    return made_once(tmp_path_factory, "losses", lambda out: run_on_two(SCRIPT, out, "losses", timeout_s=240))
+    return made_once(tmp_path_factory, "losses", lambda out: script_on_ranks(2, SCRIPT, out, "losses", timeout_s=240))
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_a_full_disk_on_one_rank_costs_one_checkpoint(two):
 )
 def test_a_checkpoint_of_one_process_is_resumed_on_two(ranks, tools, tmp_path):
     alone = ranks.run("resumed", tmp_path / "one")
-    run_on_two(SCRIPT, tmp_path, tmp_path / "one" / "run" / "resumed" / "checkpoint-2", timeout_s=240)
+    script_on_ranks(2, SCRIPT, tmp_path, tmp_path / "one" / "run" / "resumed" / "checkpoint-2", timeout_s=240)
     for result in results(tmp_path, "continued"):
         assert tools.relative(result["weights"], alone["weights"]) < 1e-5
         assert result["log"][0]["loss"] == pytest.approx(alone["log"][0]["loss"], rel=1e-4)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import script_on_ranks
 from made_once import made_once
-from two_ranks import run_on_two
 
 SCRIPT = Path(__file__).with_name("oom_ranks.py")
 CASES = {
@@ -29,7 +29,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the results of two processes."""
-    return made_once(tmp_path_factory, "oom", lambda out: run_on_two(SCRIPT, out, timeout_s=240))
+    return made_once(tmp_path_factory, "oom", lambda out: script_on_ranks(2, SCRIPT, out, timeout_s=240))
 
 
 def results(out: Path, case: str) -> list[Any]:
