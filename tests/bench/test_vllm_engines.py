@@ -77,7 +77,7 @@ def test_a_slow_front_delays_generate_alone_and_changes_nothing():
     from groupgrad.engines.vllm.http import Address, ServerRefused, call
 
     behind = HTTPServer(("127.0.0.1", 0), Echo)
-    threading.Thread(target=behind.serve_forever, daemon=True).start()
+    threading.Thread(target=behind.serve_forever, args=(0.01,), daemon=True).start()
     front = SlowFront(behind.server_address[1])
     front.delay = lambda: 0.3
     try:

@@ -142,7 +142,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, make_model: Any, make_token
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(hub))
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     folder = tmp_path_factory.mktemp("hub")
     make_model().save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")

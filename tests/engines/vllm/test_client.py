@@ -77,7 +77,7 @@ class Scripted:
                 pass
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def engine(self, **options: Any) -> VLLMServerPool:
         address = Address.of(port=self.server.server_port)
@@ -476,7 +476,7 @@ def test_an_answer_that_breaks_off_is_a_server_that_went_away(
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         with pytest.raises(error):
             call(Address.of(port=server.server_port), "info", timeout_s=0.5)
