@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_hybrids import GATED_NORM_EPS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -203,6 +204,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **SIZES,
             "layer_types": ["linear_attention", "full_attention"],
+            "rms_norm_eps": GATED_NORM_EPS,
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
             "linear_num_key_heads": 2,

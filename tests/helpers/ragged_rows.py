@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from tiny_hybrids import VOCABULARY
 from torch import nn
@@ -37,36 +36,10 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
-class InFloat64:
-    """Calls a float32 model in float64, also where its layers convert to float32; its parameters get the gradients."""
-
-    def __init__(self, model: nn.Module):
-        self._model = model
-
-    def __call__(self, **inputs: Any) -> Any:
-        named = (*self._model.named_parameters(), *self._model.named_buffers())
-        wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in named}
-        to, to_float = torch.Tensor.to, torch.Tensor.float
-
-        def stay(tensor: torch.Tensor, *target: Any, **options: Any) -> torch.Tensor:
-            if tensor.dtype == torch.float64:
-                target = tuple(torch.float64 if value is torch.float32 else value for value in target)
-                options = {k: torch.float64 if value is torch.float32 else value for k, value in options.items()}
-            return to(tensor, *target, **options)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "to", stay)
-            patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x))
-            return torch.func.functional_call(self._model, wide, (), inputs)
-
-
-def assert_scored_as_one_pass_a_row(
-    model: nn.Module, batch: Any, row_logits: Callable[..., torch.Tensor], *, in_float64: bool = False
-) -> None:
-    """The shared layout gives the log-probs and gradients of a plain forward pass for each row (`row_logits`), made in
-    float64 where the rounding of a plain float32 pass alone takes more than the bound."""
+def assert_scored_as_one_pass_a_row(model: nn.Module, batch: Any, row_logits: Callable[..., torch.Tensor]) -> None:
+    """The shared layout gives the log-probs and gradients of a plain forward pass for each row (`row_logits`)."""
     weights = torch.linspace(-1, 2, batch.num_tokens)
-    logits = row_logits(InFloat64(model) if in_float64 else model, batch).float().log_softmax(-1)
+    logits = row_logits(model, batch).float().log_softmax(-1)
     expected = logits.gather(-1, batch.completion_ids[:, None]).squeeze(-1)
     assert float(expected.detach().std()) > 0.1
     scores = score_tokens(model, batch, ForwardOptions(layout="shared"))

@@ -294,10 +294,12 @@ def _qwen3_vl(processor: Any, sizes: dict[str, int]) -> Any:
 
 def _qwen3_5(processor: Any, sizes: dict[str, int]) -> Any:
     vision = {**_QWEN_VISION, "num_position_embeddings": 64}
-    linear = {f"linear_{kind}": 8 for kind in ("key_head_dim", "value_head_dim")}
+    linear: dict[str, Any] = {f"linear_{kind}": 8 for kind in ("key_head_dim", "value_head_dim")}
     linear |= {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
     rope = {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
     layers = ["linear_attention", "full_attention"]
+    # As `GATED_NORM_EPS` of the small hybrids; larger, since each gradient is compared by its own norm.
+    linear["rms_norm_eps"] = 0.1
     text = _text(processor, sizes, head_dim=8, rope_parameters=rope, layer_types=layers, **linear)
     config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **_qwen_ids(processor))
     return transformers.Qwen3_5ForConditionalGeneration(config)

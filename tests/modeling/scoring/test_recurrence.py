@@ -29,7 +29,7 @@ OPTIONS = ForwardOptions(layout="shared")
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_log_probs_and_gradients_are_those_of_one_pass_a_row(family: str, row_logits: Any) -> None:
-    assert_scored_as_one_pass_a_row(make_hybrid(family), batch_of(1), row_logits, in_float64=family == "qwen3_5")
+    assert_scored_as_one_pass_a_row(make_hybrid(family), batch_of(1), row_logits)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
