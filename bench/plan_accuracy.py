@@ -28,6 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
     "deep and narrow": {"layers": 20, "hidden": 256},
     "Adafactor": {"optimizer": "adafactor", "hidden": 768},
     "Adafactor, wide vocabulary": {"optimizer": "adafactor", "vocab": 32768, "completion": 96},
+    "Qwen3.5": {"family": "qwen3_5"},
+    "Qwen3.5, LoRA, long rows": {"family": "qwen3_5", "adapter": "lora", "completion": 512, "group": 4},
+    "Nemotron-H": {"family": "nemotron_h"},
+    "LFM2": {"family": "lfm2", "hidden": 768},
 }
 """Name -> what differs from `BASE`."""
 
@@ -44,26 +48,48 @@ BASE: dict[str, Any] = {
     "half": False,
     "weight_bytes": 4,
     "optimizer": "adamw",
+    "family": "qwen3",
 }
 
 
 def make_config(case: dict[str, Any]) -> Any:
-    """The configuration of a case's model."""
-    from transformers import Qwen3Config
+    """The configuration of a case's model. Of a hybrid every fourth layer has attention."""
+    import transformers
 
-    return Qwen3Config(
-        vocab_size=case["vocab"],
-        hidden_size=case["hidden"],
-        intermediate_size=3 * case["hidden"],
-        num_hidden_layers=case["layers"],
-        num_attention_heads=case["hidden"] // 64,
-        num_key_value_heads=case["hidden"] // 128,
-        head_dim=64,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
+    hidden, layers = case["hidden"], case["layers"]
+    sizes: dict[str, Any] = {
+        "vocab_size": case["vocab"],
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+
+    def kinds(recurrent: str, attention: str = "full_attention") -> list[str]:
+        return [attention if place % 4 == 3 else recurrent for place in range(layers)]
+
+    if case["family"] == "qwen3_5":
+        name = "Qwen3_5TextConfig"
+        sizes |= {"linear_num_value_heads": hidden // 64, "linear_num_key_heads": hidden // 128}
+        sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "layer_types": kinds("linear_attention")}
+    elif case["family"] == "nemotron_h":
+        name = "NemotronHConfig"
+        del sizes["num_hidden_layers"]
+        sizes |= {"mamba_num_heads": hidden // 32, "mamba_head_dim": 64, "ssm_state_size": 64, "n_groups": 2}
+        sizes |= {"layer_types": kinds("mamba", "attention")}
+    elif case["family"] == "lfm2":
+        name = "Lfm2Config"
+        del sizes["head_dim"]
+        sizes |= {"layer_types": kinds("conv")}
+    else:
+        name = "Qwen3Config"
+    return getattr(transformers, name)(**sizes)
 
 
 def predicted(case: dict[str, Any]) -> int:
@@ -105,7 +131,8 @@ def measured(case: dict[str, Any]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
+            # Almost never the mean of a group, since a row without an advantage is not trained.
+            reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 1009) for ids in completion_ids],
             args=GRPOConfig(
                 folder,
                 max_steps=2,

@@ -80,6 +80,7 @@ class Memory:
     update: int
     """Temporary tensors of the optimizer's update."""
     keys_values: int
+    """Keys, values and recurrent states of the rows that are sampled at a time, and of their prompts."""
     context: int
     """Bytes that the device's library takes for itself."""
     accumulates: bool
@@ -128,7 +129,7 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
     passes = pass_sizes(sizes, shape.hidden)
     tokens = max(passes)
     one_layer = int(shape.layer_bytes * tokens)
-    activations = int((shape.layer_bytes * shape.layers + shape.other_bytes) * tokens)
+    activations = int((shape.all_layers_bytes + shape.other_bytes) * tokens)
     if sizes.checkpointing:
         kept = shape.hidden * (2 if sizes.half else 4)
         activations = int((kept * shape.layers + shape.other_bytes) * tokens) + one_layer
@@ -207,7 +208,7 @@ def _ring(shape: ModelShape, sizes: RunSizes, tokens: int) -> int:
     """Bytes of a layer's keys and values that go around the devices of a row: those in use, and the next."""
     if sizes.context_parallel_size == 1:
         return 0
-    return 2 * tokens * (shape.kv_values // shape.layers) * (2 if sizes.half else 4)
+    return 2 * tokens * shape.layer_kv_values * (2 if sizes.half else 4)
 
 
 def _weights(shape: ModelShape, sizes: RunSizes) -> int:
@@ -223,4 +224,5 @@ def _weights(shape: ModelShape, sizes: RunSizes) -> int:
 def _keys_values(shape: ModelShape, sizes: RunSizes) -> int:
     prompts = -(-sizes.rows // sizes.group)
     tokens = sizes.rows * sizes.completion + prompts * sizes.prompt
-    return tokens * shape.kv_values * (2 if sizes.half else sizes.weight_bytes)
+    states = (sizes.rows + prompts) * shape.state_bytes
+    return tokens * shape.kv_values * (2 if sizes.half else sizes.weight_bytes) + states

@@ -58,12 +58,13 @@ def _cgroup_free_bytes() -> int:
     return 1 << 62
 
 
-def activation_bytes_per_token(model: nn.Module, options: ForwardOptions) -> float:
-    """Bytes that a forward pass of `model` saves for the backward pass per token, measured on random tokens.
+def activation_bytes_per_token(model: nn.Module, options: ForwardOptions, batch: Batch | None = None) -> float:
+    """Bytes that a forward pass of `model` saves for the backward pass per token, measured on a few random tokens.
 
-    Tensors that do not grow with the tokens (weights, copies of them in another precision) do not count.
+    With `batch` on two copies of that: states of recurrent layers count per row and weigh less in long rows. Tensors
+    that do not grow with the tokens (weights, copies of them in another precision) do not count.
     """
-    small = random_batch(model)
+    small = random_batch(model) if batch is None else batch
     large = Batch.concat([small, reversed_prompts(small)])
     saved = [_saved_bytes(model, batch, options) for batch in (small, large)]
     return (saved[1] - saved[0]) / (_num_tokens(large) - _num_tokens(small))
