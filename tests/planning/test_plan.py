@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from tiny_hybrids import CONFIGS, make_hybrid
+from transformers import Qwen3Config
 
 from groupgrad.cli.main import main
-from groupgrad.modeling.scoring.forward import ForwardOptions
+from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.logits import last_logits
+from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
+from groupgrad.planning import shapes
 from groupgrad.planning.fitting import choices, recommended, smallest_device
 from groupgrad.planning.memory import RunSizes, pass_sizes, predict
 from groupgrad.planning.shapes import model_shape
@@ -27,6 +34,41 @@ def test_counts_are_those_of_the_model(make_model: Any) -> None:
     assert shape.kv_values == 2 * 2 * 8 * 2  # keys and values, heads, head size, layers
     one, two = (activation_bytes_per_token(make_model(num_hidden_layers=n).train(), ForwardOptions()) for n in (1, 2))
     assert shape.layer_bytes == pytest.approx(two - one, rel=0.01)
+    assert shape.all_layers_bytes == 2 * shape.layer_bytes and shape.state_bytes == 0
+
+
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "jamba"])
+def test_a_hybrid_is_the_sum_of_its_kinds_of_layers(family: str) -> None:
+    """Keys, values and states are those that the native engine stores, and activations those of a pass of the model."""
+    config, model = CONFIGS[family](), make_hybrid(family).train()
+    shape, probe, token = model_shape(family, config, half=False), ProbePlan(), torch.zeros(1, dtype=torch.int64)
+    assert shape.parameters == model.num_parameters()
+    with torch.no_grad():
+        last_logits(model.eval(), token, token, probe, token)
+    assert shape.kv_values == sum(x.num_heads * (x.key_dim + x.value_dim) for x in probe.layers.values())
+    assert shape.state_bytes == sum(state.num_bytes for state in probe.states) > 0
+    batch = build_batch([[3, 4, 5] * 10], [0, 0, 0], [[6] * 128] * 3)
+    saved = activation_bytes_per_token(model.train(), ForwardOptions(), batch)
+    assert shape.all_layers_bytes + shape.other_bytes == pytest.approx(saved, rel=0.08)
+    memory = predict(shape, SIZES)
+    assert memory.keys_values == (8 * 100 + 2 * 10) * shape.kv_values * 4 + (8 + 2) * shape.state_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "nemotron_h"])
+def test_wide_models_are_measured_on_narrower_copies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of half the widths gives the numbers of the model itself within the share of what is not divided."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    if family == "qwen3":
+        config: Any = Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16, num_hidden_layers=3)
+    else:
+        config = CONFIGS[family]()
+        for name, value in {**sizes, "num_key_value_heads": 2}.items():
+            setattr(config, name, value)
+    whole = model_shape(family, config, half=False)
+    monkeypatch.setattr(shapes, "_SMALL_HIDDEN", 32)
+    narrow = model_shape(family, config, half=False)
+    assert (narrow.kv_values, narrow.state_bytes) == (whole.kv_values, whole.state_bytes)
+    assert narrow.all_layers_bytes == pytest.approx(whole.all_layers_bytes, rel=0.1)
 
 
 def test_parts_by_hand(make_model: Any) -> None:
@@ -165,6 +207,48 @@ def test_the_command_plans_from_a_configuration_alone(tmp_path: Path, make_model
     assert "Nothing fits." in capsys.readouterr().out
 
 
+def test_the_file_of_a_run_gives_the_model_and_its_sizes(tmp_path: Path, make_model: Any, capsys: Any) -> None:
+    make_model(vocab_size=500_000).config.save_pretrained(tmp_path / "model")
+    model, file = str(tmp_path / "model"), tmp_path / "run.yaml"
+    settings = {
+        "model_name_or_path": model,
+        "max_completion_length": 64,
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 1024,
+        "num_generations": 4,
+        "beta": 0.04,
+        "optim": "adamw_torch_fused",
+        "use_cpu": True,
+        "learning_rate": 1e-5,
+    }
+    file.write_text(yaml.safe_dump(settings))
+
+    def shown(*flags: str) -> str:
+        assert main(["plan", "--device", "4GB", *flags]) == 0
+        return capsys.readouterr().out
+
+    flags = ["--completion", "64", "--micro-batch", "4", "--rows", "4096", "--num-generations", "4", "--beta", "0.04"]
+    same = shown("--model", model, *flags, "--cpu")
+    assert shown("--config", str(file)) == same
+    assert shown("--config", str(file), "--beta", "0") != same
+    file.write_text(yaml.safe_dump({**settings, "use_vllm": True, "vllm_mode": "server"}))
+    assert shown("--config", str(file)) == shown("--model", model, *flags, "--cpu", "--vllm-server") != same
+    for content, text in (
+        ("optim: lion_8bit", "optim='lion_8bit' cannot be planned for; give --optim adamw"),
+        ("use_cpu: perhaps", "use_cpu='perhaps' is neither true nor false"),
+        ("- 3", "it is not a mapping of settings to values"),
+        ("beta: 0.1", "the following arguments are required: --model"),
+        ("max_completion_length: many", "many is no count; give 1 or more"),
+    ):
+        file.write_text(content)
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--device", "1GB", "--config", str(file)])
+        assert ended.value.code == 2
+        assert text in capsys.readouterr().err
+    file.write_text(yaml.safe_dump({**settings, "optim": "lion_8bit"}))
+    assert shown("--config", str(file), "--optim", "adamw") == same
+
+
 def test_a_server_that_samples_and_more_devices_are_named_where_they_make_a_way_fit(
     tmp_path: Path, capsys: Any
 ) -> None:
@@ -213,7 +297,9 @@ def test_lengths_beyond_the_context_are_told_with_both_numbers(
 
 
 def test_mistakes_end_with_a_sentence(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "recurrent_gemma", "num_hidden_layers": 2}))
+    hybrid = tmp_path / "hybrid"
+    CONFIGS["qwen3_5"]().save_pretrained(hybrid)
     for argv, text in (
         (["--model", str(tmp_path / "nowhere"), "--device", "8GB"], "there is no such folder; give a folder with"),
         (["--model", "some/model", "--device", "8GB"], "and HF_HUB_OFFLINE forbids to download it; give a folder"),
@@ -223,6 +309,10 @@ def test_mistakes_end_with_a_sentence(tmp_path: Path, capsys: Any) -> None:
         (
             ["--model", str(tmp_path), "--device", "8GB", "--devices", "3", "--context-parallel-size", "2"],
             "--context-parallel-size 2 devices train each row together, and --devices 3 is no multiple of it",
+        ),
+        (
+            ["--model", str(hybrid), "--device", "8GB", "--devices", "2", "--context-parallel-size", "2"],
+            "has recurrent layers, whose states pass from token to token",
         ),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -6,15 +6,40 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import yaml
+
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.cli.command_parser import CommandParser, refuse
+
+_FIELDS = {
+    "model_name_or_path": "model",
+    "max_completion_length": "completion",
+    "num_generations": "num_generations",
+    "per_device_train_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "accumulation",
+    "context_parallel_size": "context_parallel_size",
+    "lora_r": "lora_r",
+    "dtype": "dtype",
+    "optim": "optim",
+    "beta": "beta",
+    "gradient_checkpointing": "gradient_checkpointing",
+    "gradient_dtype": "gradient_dtype",
+    "use_cpu": "cpu",
+}
+"""Keys of the YAML file of `groupgrad train` -> the options of this command that they set."""
+
+_OPTIMIZERS = {
+    **{f"adamw_torch{kind}": "adamw" for kind in ("", "_fused")},
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+}
+"""Optimizers of transformers -> those of this command of the same size."""
 
 _PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scratch", "keys_values", "peak")
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
-    options = parser().parse_args(argv)
+    options = _parsed(argv)
     from groupgrad.planning.fitting import choices, recommended
     from groupgrad.planning.memory import RunSizes
     from groupgrad.planning.shapes import model_shape, read_config
@@ -47,6 +72,11 @@ def main(argv: Sequence[str]) -> int:
                 f"--devices {options.devices} is no multiple of it; give a multiple"
             )
         shape = model_shape(options.model, read_config(options.model), half=half)
+        if shape.state_bytes and options.context_parallel_size > 1:
+            raise ValueError(
+                f"{options.model} has recurrent layers, whose states pass from token to token, so devices cannot train "
+                f"a row together; leave --context-parallel-size {options.context_parallel_size} out"
+            )
     except ValueError as error:
         return refuse("plan", error)
     found = choices(shape, sizes, options.device)
@@ -64,8 +94,12 @@ def parser() -> argparse.ArgumentParser:
         "plan",
         description="Predict the memory of a run from a model's configuration, offline, and say which ways to run fit. "
         "Each way is shown with the largest micro-batch that fits, halved from --micro-batch on.",
-        examples="groupgrad plan --model Qwen/Qwen2.5-7B-Instruct --device 80GB --devices 8 --completion 8192\n"
+        examples="groupgrad plan --config run.yaml --device 24GB\n"
+        "groupgrad plan --model Qwen/Qwen2.5-7B-Instruct --device 80GB --devices 8 --completion 8192\n"
         "groupgrad plan --model ./config.json --device 24GB --completion 1024 --dtype bfloat16",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of `groupgrad train`, whose model and sizes are taken; flags win"
     )
     parser.add_argument(
         "--model", required=True, help="folder with a config.json, a config.json, or a name in the cache"
@@ -98,6 +132,55 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--vllm-server", action="store_true", help="a vLLM server on other devices samples")
     parser.add_argument("--cpu", action="store_true", help="plan for training on a CPU")
     return parser
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line, with a YAML file's values as defaults. Exits with status 2 for a bad file."""
+    flags = parser()
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--config")
+    path = before.parse_known_args(argv)[0].config
+    if path is not None:
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = yaml.safe_load(file) or {}
+            if not isinstance(content, dict):
+                raise ValueError("it is not a mapping of settings to values")
+            given = {word.partition("=")[0].replace("_", "-") for word in argv}
+            _take(flags, content, given)
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            flags.error(f"--config {path}: {' '.join(str(error).split())}")
+    return flags.parse_args(argv)
+
+
+def _take(flags: argparse.ArgumentParser, content: dict[str, Any], given: set[str]) -> None:
+    """Makes a file's settings the defaults of the options that they mean, but for those that are `given` as flags.
+
+    ValueError for a value that the option cannot have.
+    """
+    actions = {action.dest: action for action in flags._actions}
+    for key, value in content.items():
+        option = _FIELDS.get(str(key).replace("-", "_"))
+        if option is None or value is None:
+            continue
+        action = actions[option]
+        if not given.isdisjoint(action.option_strings):
+            continue
+        if isinstance(action.const, bool):  # a switch
+            if not isinstance(value, bool):
+                raise ValueError(f"{key}={value!r} is neither true nor false")
+            action.default = value
+            continue
+        text = _OPTIMIZERS.get(str(value), str(value)) if option == "optim" else str(value).removeprefix("torch.")
+        if action.choices is not None and text not in action.choices:
+            known = ", ".join(str(choice) for choice in action.choices)
+            raise ValueError(f"{key}={value!r} cannot be planned for; give --{option.replace('_', '-')} {known}")
+        action.default, action.required = text, False  # text is converted as on the command line
+    samples = content.get("steps_per_generation") or content.get("gradient_accumulation_steps")
+    if samples is not None:
+        actions["rows"].default = str(int(samples) * int(actions["micro_batch"].default))
+    if content.get("use_vllm") and content.get("vllm_mode") == "server":
+        actions["vllm_server"].default = True
 
 
 def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
