@@ -134,8 +134,12 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
 
         `resume_from_checkpoint` is a path, True for the newest whole checkpoint in `output_dir`, or "auto" for the same
         or else a new start; None takes the configuration's. CheckpointError if it is damaged, before anything is
-        sampled; CheckpointNotSaved, after the last step, if the last checkpoint could not be written.
+        sampled; CheckpointNotSaved, after the last step, if the last checkpoint could not be written. RuntimeError
+        where gradients are switched off.
         """
+        if not torch.is_grad_enabled():
+            block = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+            raise RuntimeError(f"train() was called inside {block}, where no gradient exists; call it outside of that")
         self._invalidate_vllm()
         self.gradient_sums.clear()
         dist.limit_waiting(self.args.ddp_timeout)
