@@ -44,7 +44,7 @@ def test_flags_and_a_file_take_effect(tmp_path: Path, run_flags: list[str], caps
 
 @pytest.fixture(scope="module")
 def imports() -> bytes:
-    """What libraries say on stderr when they are imported, as bitsandbytes does on some CPUs."""
+    """The lines that libraries print on stderr when they are imported, as bitsandbytes does on some CPUs."""
     command = [sys.executable, "-c", "import groupgrad.cli.parsing"]
     return subprocess.run(command, stderr=subprocess.PIPE, check=True).stderr
 

@@ -61,7 +61,7 @@ def output_of(
 def rounded_amounts(
     inputs: list[torch.Tensor], rows: list[Row], call: AttentionCall, grad: torch.Tensor
 ) -> list[torch.Tensor]:
-    """What float32 rounds in the gradients of queries, keys and values: their sums, with the sign of all terms removed.
+    """Sums of the absolute values of all terms in the gradients of queries, keys and values: float32 rounds those.
 
     A score rounds by its own terms, and so, relatively, does a weight. With a window of one key the sums are zero.
     """

@@ -73,7 +73,7 @@ class ModelShape:
 
 @dataclass(slots=True, frozen=True)
 class _Costs:
-    """What a copy takes, or a layer."""
+    """Memory that a small copy takes, or one of its layers."""
 
     saved: float
     """Bytes of activations per token."""
