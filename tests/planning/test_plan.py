@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from tiny_hybrids import CONFIGS, make_hybrid
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from groupgrad.cli.main import main
 from groupgrad.engines.native.attention_plans import ProbePlan
@@ -37,7 +37,7 @@ def test_counts_are_those_of_the_model(make_model: Any) -> None:
     assert shape.all_layers_bytes == 2 * shape.layer_bytes and shape.state_bytes == 0
 
 
-@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "jamba"])
+@pytest.mark.parametrize("family", CONFIGS)
 def test_a_hybrid_is_the_sum_of_its_kinds_of_layers(family: str) -> None:
     """Keys, values and states are those that the native engine stores, and activations those of a pass of the model."""
     config, model = CONFIGS[family](), make_hybrid(family).train()
@@ -52,6 +52,20 @@ def test_a_hybrid_is_the_sum_of_its_kinds_of_layers(family: str) -> None:
     assert shape.all_layers_bytes + shape.other_bytes == pytest.approx(saved, rel=0.08)
     memory = predict(shape, SIZES)
     assert memory.keys_values == (8 * 100 + 2 * 10) * shape.kv_values * 4 + (8 + 2) * shape.state_bytes
+
+
+def test_dense_layers_before_experts_are_layers_of_their_own(make_model: Any) -> None:
+    """The first two of six layers are dense and save less than those with experts."""
+    sizes = {**make_model().config.to_dict(), "num_hidden_layers": 6, "moe_intermediate_size": 64, "num_experts": 8}
+    for name in ("model_type", "layer_types", "architectures"):
+        sizes.pop(name, None)
+    config = Qwen3MoeConfig(**sizes, num_experts_per_tok=2, mlp_only_layers=[0, 1])
+    shape = model_shape("mixed", config, half=False)
+    batch = build_batch([[3, 4, 5] * 10], [0, 0, 0], [[6] * 64] * 3)
+    model = AutoModelForCausalLM.from_config(config).train()
+    saved = activation_bytes_per_token(model, ForwardOptions(), batch)
+    assert shape.all_layers_bytes + shape.other_bytes == pytest.approx(saved, rel=0.08)
+    assert 6 * shape.layer_bytes > 1.1 * shape.all_layers_bytes
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "nemotron_h"])
@@ -227,26 +241,59 @@ def test_the_file_of_a_run_gives_the_model_and_its_sizes(tmp_path: Path, make_mo
         assert main(["plan", "--device", "4GB", *flags]) == 0
         return capsys.readouterr().out
 
-    flags = ["--completion", "64", "--micro-batch", "4", "--rows", "4096", "--num-generations", "4", "--beta", "0.04"]
+    flags = [
+        "--accumulation",
+        "1",
+        "--completion",
+        "64",
+        "--micro-batch",
+        "4",
+        "--rows",
+        "4096",
+        "--num-generations",
+        "4",
+        "--beta",
+        "0.04",
+    ]
     same = shown("--model", model, *flags, "--cpu")
     assert shown("--config", str(file)) == same
     assert shown("--config", str(file), "--beta", "0") != same
     file.write_text(yaml.safe_dump({**settings, "use_vllm": True, "vllm_mode": "server"}))
     assert shown("--config", str(file)) == shown("--model", model, *flags, "--cpu", "--vllm-server") != same
+    assert shown("--config", str(file), "--no-vllm-server") == same
+    file.write_text(yaml.safe_dump({**settings, "steps_per_generation": None, "generation-batch-size": 4096}))
+    assert shown("--config", str(file)) == same
+    file.write_text(yaml.safe_dump(settings))
+    whole = shown("--model", model, *flags, "--micro-batch", "1", "--rows", "1024", "--cpu")
+    assert shown("--config", str(file), "--micro-batch", "1") == whole != same
+    file.write_text(yaml.safe_dump({**settings, "use_peft": True, "use_cpu": False, "bf16": False}))
+    adapters = shown("--config", str(file))
+    assert "Recommended: LoRA, " in adapters and "full" not in adapters
+    file.write_text(yaml.safe_dump({**settings, "optim": "lion_8bit"}))
+    assert shown("--config", str(file), "--optim", "adamw") == same
+
+
+def test_a_file_that_cannot_be_planned_for_is_told_why(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "run.yaml"
     for content, text in (
-        ("optim: lion_8bit", "optim='lion_8bit' cannot be planned for; give --optim adamw"),
-        ("use_cpu: perhaps", "use_cpu='perhaps' is neither true nor false"),
-        ("- 3", "it is not a mapping of settings to values"),
-        ("beta: 0.1", "the following arguments are required: --model"),
-        ("max_completion_length: many", "many is no count; give 1 or more"),
+        ("optim: lion_8bit", "optim='lion_8bit' cannot be planned for; give --optim with one of adamw"),
+        ("dtype: auto", "dtype='auto' cannot be planned for; give --dtype with one of float32, bfloat16"),
+        ("use_cpu: perhaps", "use_cpu='perhaps'"),
+        ("max_completion_lenght: 9", "unknown key 'max_completion_lenght'; did you mean max_completion_length?"),
+        ("num_generations: 0", "0 is no count; give --num-generations with 1 or more"),
+        ("steps_per_generation: [1]", "steps_per_generation=[1] is not a whole number"),
+        ("- 3", "holds a list, not keys with values"),
+        ("beta: 0.1", "has no model_name_or_path; add it, or give --model"),
     ):
         file.write_text(content)
         with pytest.raises(SystemExit) as ended:
             main(["plan", "--device", "1GB", "--config", str(file)])
         assert ended.value.code == 2
         assert text in capsys.readouterr().err
-    file.write_text(yaml.safe_dump({**settings, "optim": "lion_8bit"}))
-    assert shown("--config", str(file), "--optim", "adamw") == same
+    for words, text in ((["--config"], "expected one argument"), (["--config", "nowhere.yaml"], "No such file")):
+        with pytest.raises(SystemExit):
+            main(["plan", "--device", "1GB", *words])
+        assert text in capsys.readouterr().err
 
 
 def test_a_server_that_samples_and_more_devices_are_named_where_they_make_a_way_fit(

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.modeling.load import max_context
 from groupgrad.modeling.model_names import missing_because
+from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
 
@@ -25,16 +27,23 @@ _PROMPT, _COMPLETION = 32, 64
 """Tokens of the prompt and of each completion on which activations of hybrids are measured."""
 
 _HEADS = (
-    *("num_attention_heads", "num_key_value_heads", "num_heads", "mamba_num_heads", "mamba_n_heads"),
+    *("num_attention_heads", "num_heads", "mamba_num_heads", "mamba_n_heads"),
     *("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"),
 )
+"""Fields with numbers of heads, which narrow copies divide; the sizes of a head stay."""
+
+_GROUPS = ("num_key_value_heads", "n_groups", "mamba_n_groups")
+"""Fields with numbers of groups of heads, which narrow copies divide where they can."""
+
 _WIDTHS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "mamba_d_ssm"),
 )
-_GROUPS = ("n_groups", "mamba_n_groups")
-"""Fields that a copy has divided by a factor, beside the hidden size: numbers of heads, whose own sizes stay, widths,
-which are rounded up, and groups of heads where they can be divided."""
+"""Fields with other widths, which narrow copies divide and round up."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k")
+"""Fields with the experts of a layer, and with those of a token. Copies have few, since a token computes no others."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,6 +80,10 @@ class ModelShape:
     """Bytes of activations per token outside of the layers."""
 
 
+_Kind = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of a layer's parameters."""
+
+
 @dataclass(slots=True, frozen=True)
 class _Costs:
     """Memory that a small copy takes, or one of its layers."""
@@ -94,31 +107,38 @@ def read_config(name: str) -> Any:
         raise ValueError(f"--model {name}: {why}; {wanted}")
     try:
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {name}: {str(error).splitlines()[0].rstrip('.')}; {wanted}") from error
+    except Exception as error:  # configurations check themselves in many ways
+        raise ValueError(f"--model {name}: {_first_line(error).rstrip('.')}; {wanted}") from error
 
 
 def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
     """Counts a model on the meta device, and measures the activations, keys, values and states of small copies of it.
 
-    Kinds of layers are those that the configuration lists in `layer_types`. With `half` the activations are those of
-    autocast in bfloat16. ValueError for an architecture whose layers cannot be chosen by its configuration.
+    With `half` the activations are those of autocast in bfloat16. ValueError, with the reason, for an architecture that
+    transformers has no causal language model of, or whose layers cannot be measured one by one.
     """
+    try:
+        return _shape(name, config, half=half)
+    except Exception as error:  # model files fail in many ways on configurations that they do not expect
+        raise ValueError(
+            f"{name}: models of type {config.model_type!r} have layers of a kind that is not predicted yet, or this "
+            f"configuration does not make one ({type(error).__name__}: {_first_line(error)})"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    line = (str(error).splitlines() or [""])[0]
+    return line if len(line) <= 200 else f"{line[:200]} ..."
+
+
+def _shape(name: str, config: Any, *, half: bool) -> ModelShape:
+    text = config.get_text_config()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
-    text = config.get_text_config()
     layers = _decoder_layers(model, text.num_hidden_layers)
-    if layers is None:
-        raise ValueError(f"{name}: {type(model).__name__} has layers of a kind that is not predicted yet")
-    linear = [part for part in layers.modules() if isinstance(part, torch.nn.Linear)]
-    kinds = list(getattr(text, "layer_types", None) or [""] * len(layers))
-    try:
-        costs, other = _costs(text, kinds, half=half)
-    except (AttributeError, IndexError, ValueError) as error:
-        raise ValueError(
-            f"{name}: {type(model).__name__} has layers of a kind that is not predicted yet (no small copy can be "
-            f"measured: {error})"
-        ) from error
+    linear = [part for part in layers.modules() if isinstance(part, (torch.nn.Linear, Conv1D))]
+    kinds = [_kind(layer) for layer in layers]
+    costs, other = _costs(text, kinds, half=half)
     of_layers = [costs[kind] for kind in kinds]
     return ModelShape(
         name=name,
@@ -128,7 +148,7 @@ def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
         head_parameters=head.weight.numel() if (head := model.get_output_embeddings()) is not None else 0,
         largest_parameter=max(p.numel() for p in model.parameters()),
         linear_parameters=sum(part.weight.numel() for part in linear),
-        adapter_inputs=sum(part.in_features + part.out_features for part in linear),
+        adapter_inputs=sum(sum(part.weight.shape) for part in linear),
         hidden=text.hidden_size,
         kv_values=sum(layer.kv_values for layer in of_layers),
         layer_kv_values=max(layer.kv_values for layer in of_layers),
@@ -140,21 +160,29 @@ def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
     )
 
 
-def _decoder_layers(model: Any, count: int) -> torch.nn.ModuleList | None:
-    """The `count` layers of the text decoder; None if they do not lie in one list."""
+def _decoder_layers(model: Any, count: int) -> torch.nn.ModuleList:
+    """The `count` layers of the text decoder. ValueError if they do not lie in one list."""
     lists = (m for m in (model.get_decoder() or model).modules() if isinstance(m, torch.nn.ModuleList))
-    return next((found for found in lists if len(found) == count), None)
+    found = next((found for found in lists if len(found) == count), None)
+    if not found:
+        raise ValueError(f"there is no list of {count} layers in {type(model).__name__}")
+    return found
 
 
-def _costs(text: Any, kinds: list[str], *, half: bool) -> tuple[dict[str, _Costs], float]:
+def _kind(layer: torch.nn.Module) -> _Kind:
+    """Layers with the same parameters are of one kind, such as those with attention, a state, or experts."""
+    return tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+
+
+def _costs(text: Any, kinds: list[_Kind], *, half: bool) -> tuple[dict[_Kind, _Costs], float]:
     """The costs of a layer of each kind, and the bytes of activations per token outside of the layers.
 
-    A layer costs what a copy with one more of its kind takes more than the copy with one of each kind. No copy lacks a
-    kind, since a hybrid without recurrent layers is computed in another way.
+    The cost of a kind is the difference of two copies: one with a layer of each kind, and one with a further layer of
+    that kind. No copy lacks a kind, since a hybrid without recurrent layers is computed in another way.
     """
-    factor, each = _factor(text), list(dict.fromkeys(kinds))
+    factor, each = _factor(text), [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     base = _measured(text, each, factor, half=half)
-    costs = {kind: _measured(text, [*each, kind], factor, half=half).less(base) for kind in each}
+    costs = {kinds[place]: _measured(text, [*each, place], factor, half=half).less(base) for place in each}
     return costs, max(0.0, base.saved - sum(layer.saved for layer in costs.values()))
 
 
@@ -172,47 +200,83 @@ def _factor(text: Any) -> int:
     return factor
 
 
-def _narrow_sizes(text: Any, factor: int) -> dict[str, int]:
-    """The fields of a copy that is narrower by `factor`. Widths stay multiples of 8, as products of experts need."""
-    sizes = {field: size // factor for field, size in _sizes(text, ("hidden_size", *_HEADS)).items()}
-    sizes |= {field: -(-size // (8 * factor)) * 8 for field, size in _sizes(text, _WIDTHS).items()}
-    return sizes | {field: size // factor for field, size in _sizes(text, _GROUPS).items() if size % factor == 0}
-
-
-def _measured(text: Any, kinds: list[str], factor: int, *, half: bool) -> _Costs:
-    """The costs of a copy with layers of these kinds, scaled to the model's sizes."""
-    small = _copy_of(text, kinds, factor)
-    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
-        if len(_decoder_layers(model, len(kinds)) or ()) != len(kinds):
-            raise ValueError(f"its configuration does not make {len(kinds)} layers")
+def _measured(text: Any, places: list[int], factor: int, *, half: bool) -> _Costs:
+    """The costs of a copy with the layers at these places, scaled to the model's sizes."""
+    precision = torch.autocast("cpu", torch.bfloat16) if half else nullcontext()
+    with precision:
+        model = _copy_with(_small_config(text, factor), places)
         probe, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
-        with torch.no_grad():
-            last_logits(model.eval(), token, token, probe, token)
+        if plannable(model) is None:
+            with torch.no_grad():
+                last_logits(model.eval(), token, token, probe, token)
+        elif getattr(model, "_is_stateful", False):
+            raise ValueError(f"{type(model).__name__} carries a state: {plannable(model)}")
         # Short rows do for layers without a state.
         batch = build_batch([list(range(_PROMPT))], [0, 0], [[0] * _COMPLETION] * 2) if probe.states else None
         saved = activation_bytes_per_token(model.train(), ForwardOptions(), batch)
-    values = sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in probe.layers.values())
-    states = sum(state.num_bytes for state in probe.states)
-    return _Costs(saved * factor, values * factor, states * factor)
+    heads = getattr(text, "num_attention_heads", 0)
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    if plannable(model) is None:
+        values = sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in probe.layers.values())
+        values *= factor if groups % factor == 0 else 1
+    else:
+        values = len(places) * 2 * groups * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return _Costs(saved * factor, values, sum(state.num_bytes for state in probe.states) * factor)
 
 
-def _copy_of(text: Any, kinds: list[str], factor: int) -> Any:
-    """The configuration of a copy with a small vocabulary, whose layers are of these kinds and narrower by `factor`."""
+def _small_config(text: Any, factor: int) -> Any:
+    """The configuration of a copy that is narrower by `factor`, with a small vocabulary and few experts."""
     small = copy.deepcopy(text)
-    if getattr(small, "num_attention_heads", None) and not getattr(small, "head_dim", None):
-        small.head_dim = text.hidden_size // text.num_attention_heads
     if factor > 1:
-        for field, size in _narrow_sizes(text, factor).items():
+        if getattr(small, "num_attention_heads", None) and not getattr(small, "head_dim", None):
+            small.head_dim = text.hidden_size // text.num_attention_heads
+        sizes = {field: size // factor for field, size in _sizes(text, ("hidden_size", *_HEADS)).items()}
+        # Products of experts need multiples of 8.
+        sizes |= {field: -(-size // (8 * factor)) * 8 for field, size in _sizes(text, _WIDTHS).items()}
+        sizes |= {field: size // factor for field, size in _sizes(text, _GROUPS).items() if size % factor == 0}
+        for field, size in sizes.items():
             setattr(small, field, size)
-    if getattr(small, "layer_types", None) != kinds:
-        if hasattr(small, "attn_layer_indices"):  # Bamba derives the kinds of its layers from this list
-            small.attn_layer_indices = [place for place, kind in enumerate(kinds) if kind == "full_attention"]
-        elif any(kinds) and len(set(text.layer_types)) > 1:
-            small.layer_types = list(kinds)
-    if small.num_hidden_layers != len(kinds):
-        small.num_hidden_layers = len(kinds)
+    if (chosen := max(_sizes(text, _CHOSEN_EXPERTS).values(), default=0)) > 0:
+        for field, size in _sizes(text, _EXPERTS).items():
+            setattr(small, field, min(size, 2 * chosen))
+        for field in _sizes(text, ("n_group", "topk_group")):
+            setattr(small, field, 1)
     small.vocab_size = _SMALL_VOCAB
     for field in ("pad_token_id", "eos_token_id", "bos_token_id"):
         setattr(small, field, None)
     return small
+
+
+def _copy_with(config: Any, places: list[int]) -> Any:
+    """A float32 model of zeros that has only the layers at these places. A place that is named again is copied."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    layers = _decoder_layers(model, config.num_hidden_layers)
+    chosen = [copy.deepcopy(layers[place]) for place in places]
+    for number, layer in enumerate(chosen):
+        for module in layer.modules():
+            for field in ("layer_idx", "layer_id"):
+                if hasattr(module, field):
+                    setattr(module, field, number)
+    del layers[:]
+    layers.extend(chosen)
+    for inner in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():
+        _choose_layers(inner, places)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    return model
+
+
+def _choose_layers(config: Any, places: list[int]) -> None:
+    """Leaves only these layers in a configuration, also where it derives their kinds from other fields."""
+    kinds = {field: getattr(config, field, None) for field in ("layer_types", "layers_block_type")}
+    values = {field: [found[place] for place in places] for field, found in kinds.items() if isinstance(found, list)}
+    derived = {}
+    for field, value in {**values, "num_hidden_layers": len(places)}.items():
+        try:
+            setattr(config, field, value)
+        except AttributeError:
+            derived[field] = value
+    config.__class__ = type(type(config).__name__, (type(config),), derived)

@@ -59,10 +59,10 @@ def _cgroup_free_bytes() -> int:
 
 
 def activation_bytes_per_token(model: nn.Module, options: ForwardOptions, batch: Batch | None = None) -> float:
-    """Bytes that a forward pass of `model` saves for the backward pass per token, measured on a few random tokens.
+    """Bytes that a forward pass of `model` saves for the backward pass per token, measured on random tokens or `batch`.
 
-    With `batch` on two copies of that: states of recurrent layers count per row and weigh less in long rows. Tensors
-    that do not grow with the tokens (weights, copies of them in another precision) do not count.
+    States of recurrent layers are saved once a row, so longer rows save less per token. Tensors that do not grow with
+    the tokens (weights, copies of them in another precision) do not count.
     """
     small = random_batch(model) if batch is None else batch
     large = Batch.concat([small, reversed_prompts(small)])
