@@ -289,6 +289,21 @@ class TrainParser(FieldParser):
             help="set a field, or a key of a field that is a mapping (a.b=VALUE); VALUE is read as YAML; repeatable",
         )
 
+    def take_run(self, content: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        """`take_file` for a run, whose keys are fields. Returns their converted values.
+
+        Exits with status 2, and the key that may have been meant, for another one.
+        """
+        for key, value in self.take_file(content, path).items():
+            hint = _did_you_mean(key.replace("-", "_"), self.fields())
+            if isinstance(value, dict) and any(str(name) in self.fields() for name in value):
+                hint = (
+                    f"; fields are not nested: write {', '.join(map(str, value))} at the left margin, without {key!r}"
+                )
+            self.error(f"{path}: unknown key {key!r}{hint}")
+        fields, names = self.fields(), (str(key).replace("-", "_") for key in content)
+        return {name: fields[name].default for name in names if name in fields}
+
 
 def train_parser() -> TrainParser:
     """Returns the parser of `groupgrad train`."""
@@ -319,13 +334,7 @@ def parse(
     known, unknown = parser.parse_known_args(argv)
     if known.config is not None:
         content = parser.load_yaml(known.config) if content is None else content
-        for key, value in parser.take_file(content, known.config).items():
-            hint = _did_you_mean(key.replace("-", "_"), parser.fields())
-            if isinstance(value, dict) and any(str(name) in parser.fields() for name in value):
-                hint = (
-                    f"; fields are not nested: write {', '.join(map(str, value))} at the left margin, without {key!r}"
-                )
-            parser.error(f"{known.config}: unknown key {key!r}{hint}")
+        parser.take_run(content, known.config)
     parser.take_settings(known.set or [], argv)
     if unknown:
         argument = unknown[0].split("=")[0]

@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.cli.command_parser import CommandParser, refuse
 
@@ -29,8 +27,9 @@ _FIELDS = {
 """Keys of the YAML file of `groupgrad train` -> the options of this command that they set."""
 
 _OPTIMIZERS = {
-    **{f"adamw_torch{kind}": "adamw" for kind in ("", "_fused")},
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
 }
 """Optimizers of transformers -> those of this command of the same size."""
 
@@ -44,18 +43,16 @@ def main(argv: Sequence[str]) -> int:
     from groupgrad.planning.memory import RunSizes
     from groupgrad.planning.shapes import model_shape, read_config
 
-    on_gpu = not options.cpu
-    half = on_gpu or options.dtype == "bfloat16"
     sizes = RunSizes(
         prompt=options.prompt,
         completion=options.completion,
         group=options.num_generations,
-        rows=options.rows or options.micro_batch,
+        rows=options.rows,
         micro_batch=options.micro_batch,
         lora_rank=options.lora_r,
         optimizer=options.optim,
         weight_bytes=2 if options.dtype == "bfloat16" else 4,
-        half=half,
+        half=options.half,
         checkpointing=options.gradient_checkpointing,
         reference=options.beta > 0,
         accumulates=options.accumulation > 1,
@@ -63,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         samples=not options.vllm_server,
         devices=options.devices,
         context_parallel_size=options.context_parallel_size,
-        on_gpu=on_gpu,
+        on_gpu=not options.cpu,
     )
     try:
         if options.devices % options.context_parallel_size:
@@ -71,15 +68,15 @@ def main(argv: Sequence[str]) -> int:
                 f"--context-parallel-size {options.context_parallel_size} devices train each row together, and "
                 f"--devices {options.devices} is no multiple of it; give a multiple"
             )
-        shape = model_shape(options.model, read_config(options.model), half=half)
+        shape = model_shape(options.model, read_config(options.model), half=options.half)
         if shape.state_bytes and options.context_parallel_size > 1:
             raise ValueError(
                 f"{options.model} has recurrent layers, whose states pass from token to token, so devices cannot train "
-                f"a row together; leave --context-parallel-size {options.context_parallel_size} out"
+                f"a row together; set --context-parallel-size (now {options.context_parallel_size}) to 1"
             )
     except ValueError as error:
         return refuse("plan", error)
-    found = choices(shape, sizes, options.device)
+    found = [way for way in choices(shape, sizes, options.device) if way.name.startswith(options.way)]
     print(_table(shape, sizes, options.device, found))
     if (remark := _context_remark(shape, sizes)) is not None:
         print(remark)
@@ -90,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of this command."""
+    switch = argparse.BooleanOptionalAction
     parser = CommandParser(
         "plan",
         description="Predict the memory of a run from a model's configuration, offline, and say which ways to run fit. "
@@ -122,65 +120,86 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
     parser.add_argument("--optim", choices=["adamw", "adamw_8bit", "adafactor", "sgd"], default="adamw")
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL term; above 0 keeps a reference")
-    parser.add_argument("--gradient-checkpointing", action="store_true", help="use it even where it is not needed")
+    parser.add_argument(
+        "--gradient-checkpointing", action=switch, default=False, help="use it even where it is not needed"
+    )
     parser.add_argument(
         "--gradient-dtype",
         choices=["float32", "weights"],
         default="float32",
         help="type in which gradients of bfloat16 weights are summed (default float32)",
     )
-    parser.add_argument("--vllm-server", action="store_true", help="a vLLM server on other devices samples")
-    parser.add_argument("--cpu", action="store_true", help="plan for training on a CPU")
+    parser.add_argument("--vllm-server", action=switch, default=False, help="a vLLM server on other devices samples")
+    parser.add_argument("--cpu", action=switch, default=False, help="plan for training on a CPU")
     return parser
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     """The options of a command line, with a YAML file's values as defaults. Exits with status 2 for a bad file."""
     flags = parser()
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before = CommandParser("plan", description="", examples="", add_help=False)
     before.add_argument("--config")
     path = before.parse_known_args(argv)[0].config
-    if path is not None:
-        try:
-            with open(path, encoding="utf-8") as file:
-                content = yaml.safe_load(file) or {}
-            if not isinstance(content, dict):
-                raise ValueError("it is not a mapping of settings to values")
-            given = {word.partition("=")[0].replace("_", "-") for word in argv}
-            _take(flags, content, given)
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            flags.error(f"--config {path}: {' '.join(str(error).split())}")
-    return flags.parse_args(argv)
+    if path is None:
+        return _completed(flags.parse_args(argv), {})
+    from groupgrad.cli.parsing import TrainParser
 
-
-def _take(flags: argparse.ArgumentParser, content: dict[str, Any], given: set[str]) -> None:
-    """Makes a file's settings the defaults of the options that they mean, but for those that are `given` as flags.
-
-    ValueError for a value that the option cannot have.
-    """
+    run = TrainParser(prog="groupgrad plan", usage="", description="", epilog="")
+    settings = run.take_run(run.load_yaml(path), path)
+    given = {word.partition("=")[0].replace("_", "-") for word in argv}
     actions = {action.dest: action for action in flags._actions}
-    for key, value in content.items():
-        option = _FIELDS.get(str(key).replace("-", "_"))
-        if option is None or value is None:
-            continue
-        action = actions[option]
-        if not given.isdisjoint(action.option_strings):
-            continue
-        if isinstance(action.const, bool):  # a switch
-            if not isinstance(value, bool):
-                raise ValueError(f"{key}={value!r} is neither true nor false")
-            action.default = value
-            continue
-        text = _OPTIMIZERS.get(str(value), str(value)) if option == "optim" else str(value).removeprefix("torch.")
-        if action.choices is not None and text not in action.choices:
-            known = ", ".join(str(choice) for choice in action.choices)
-            raise ValueError(f"{key}={value!r} cannot be planned for; give --{option.replace('_', '-')} {known}")
-        action.default, action.required = text, False  # text is converted as on the command line
-    samples = content.get("steps_per_generation") or content.get("gradient_accumulation_steps")
-    if samples is not None:
-        actions["rows"].default = str(int(samples) * int(actions["micro_batch"].default))
-    if content.get("use_vllm") and content.get("vllm_mode") == "server":
-        actions["vllm_server"].default = True
+    try:
+        for name, value in _options_of(settings).items():
+            action = actions[name]
+            if given.isdisjoint(action.option_strings):
+                action.default, action.required = _checked(action, name, value), False
+    except ValueError as error:
+        flags.error(f"{path}: {error}")
+    if actions["model"].required and given.isdisjoint(actions["model"].option_strings):
+        flags.error(f"{path} has no model_name_or_path; add it, or give --model")
+    return _completed(flags.parse_args(argv), settings)
+
+
+def _options_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """The options of this command that the settings of a run stand for."""
+    found = {option: settings[name] for name, option in _FIELDS.items() if settings.get(name) is not None}
+    loading = settings.get("model_init_kwargs") or {}
+    dtype = loading.get("dtype") or loading.get("torch_dtype") if isinstance(loading, dict) else None
+    if dtype is not None:
+        found["dtype"] = dtype
+    if "dtype" in found:
+        found["dtype"] = str(found["dtype"]).removeprefix("torch.")
+    if "optim" in found:
+        found["optim"] = _OPTIMIZERS.get(str(found["optim"]), str(found["optim"]))
+    found["vllm_server"] = bool(settings.get("use_vllm")) and settings.get("vllm_mode") == "server"
+    return {"accumulation": 1, **found}
+
+
+def _checked(action: argparse.Action, name: str, value: Any) -> Any:
+    """A value for an option. ValueError if the option cannot have it."""
+    flag = f"--{name.replace('_', '-')}"
+    if action.choices is not None and value not in action.choices:
+        known = ", ".join(str(choice) for choice in action.choices)
+        raise ValueError(f"{name}={value!r} cannot be planned for; give {flag} with one of {known}")
+    if action.type is _count and int(value) < 1:
+        raise ValueError(f"{value} is no count; give {flag} with 1 or more")
+    return value
+
+
+def _completed(options: argparse.Namespace, settings: dict[str, Any]) -> argparse.Namespace:
+    """The options with `rows`, `half` and `way`, which follow from others and from the settings of a run."""
+    if options.rows is None:
+        rows = options.micro_batch
+        if settings.get("generation_batch_size"):
+            rows = -(-settings["generation_batch_size"] // options.devices)
+        elif settings:
+            rows *= settings.get("steps_per_generation") or options.accumulation
+        options.rows = rows
+    bf16 = settings.get("bf16")
+    by_autocast = settings.get("fp16") or (not options.cpu if bf16 is None else bf16)
+    options.half = options.dtype == "bfloat16" or bool(by_autocast)
+    options.way = "4-bit" if settings.get("load_in_4bit") else "LoRA" if settings.get("use_peft") else ""
+    return options
 
 
 def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
