@@ -139,9 +139,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         """
         if not torch.is_grad_enabled():
             block = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
-            raise RuntimeError(
-                f"train() was called with gradients switched off, as in {block}; call it outside"
-            )
+            raise RuntimeError(f"train() was called with gradients switched off, as in {block}; call it outside")
         self._invalidate_vllm()
         self.gradient_sums.clear()
         dist.limit_waiting(self.args.ddp_timeout)
