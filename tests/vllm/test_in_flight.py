@@ -119,11 +119,12 @@ def test_tokens_before_and_after_a_push_are_of_the_weights_that_they_name(server
     engine.connect(policy, num_tokens=128, options=OPTIONS)
     served, models = VLLMPolicy(engine, policy), [copy.deepcopy(policy)]
     served.refresh(0)
-    # Twenty rows, of which vLLM samples sixteen at a time.
-    rows = [Request([4 + i // 2, 20, 30], seed=1000 + i, max_new_tokens=6 * (i + 1)) for i in range(20)]
+    # Twenty rows, of which vLLM samples sixteen at a time: short ones, whose ends call for pushes, then long ones.
+    lengths = [6, 12, 18, 24, *[120] * 12, *[30] * 4]
+    rows = [Request([4 + i // 2, 20, 30], seed=1000 + i, max_new_tokens=lengths[i]) for i in range(20)]
     with slowed(server):
         sampling = Sampling(served, rows)
-        for step, num_ended in ((1, 2), (2, 4)):
+        for step, num_ended in ((1, 1), (2, 2)):
             until(lambda num_ended=num_ended: len(sampling.samples) >= num_ended or sampling.error is not None)
             vary(policy, step)
             models.append(copy.deepcopy(policy))
