@@ -198,6 +198,9 @@ def test_the_choice_fits_and_a_smaller_device_changes_it(make_model: Any) -> Non
     assert recommended(choices(shape, SIZES, int(least * 0.999))) is None
     tight = recommended(choices(shape, SIZES, int(least * 1.001)))
     assert tight is not None and tight.sizes.micro_batch == 1 < roomy.sizes.micro_batch
+    adapters = replace(SIZES, way="LoRA")
+    assert [choice.name for choice in choices(shape, adapters, 10**9)] == ["LoRA"]
+    assert smallest_device(shape, replace(SIZES, way="full")) > smallest_device(shape, adapters) >= least
 
 
 def test_the_command_plans_from_a_configuration_alone(tmp_path: Path, make_model: Any, capsys: Any) -> None:

@@ -61,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
         devices=options.devices,
         context_parallel_size=options.context_parallel_size,
         on_gpu=not options.cpu,
+        way=options.way,
     )
     try:
         if options.devices % options.context_parallel_size:
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
             )
     except ValueError as error:
         return refuse("plan", error)
-    found = [way for way in choices(shape, sizes, options.device) if way.name.startswith(options.way)]
+    found = choices(shape, sizes, options.device)
     print(_table(shape, sizes, options.device, found))
     if (remark := _context_remark(shape, sizes)) is not None:
         print(remark)

@@ -78,7 +78,11 @@ def with_more_devices(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> 
     return None
 
 
-def _ways(sizes: RunSizes) -> Iterator[tuple[str, RunSizes]]:
+def _ways(sizes: RunSizes) -> list[tuple[str, RunSizes]]:
+    return [(name, way) for name, way in _all_ways(sizes) if name.startswith(sizes.way)]
+
+
+def _all_ways(sizes: RunSizes) -> Iterator[tuple[str, RunSizes]]:
     shards = sizes.devices > 1 and sizes.context_parallel_size == 1
     yield "full", replace(sizes, adapter="full", sharding="ddp")
     if shards:

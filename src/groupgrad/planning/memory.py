@@ -60,6 +60,8 @@ class RunSizes:
     context_parallel_size: int = 1
     """Devices that train each row together, every one with a part of its tokens."""
     on_gpu: bool = True
+    way: str = ""
+    """The ways to run that are asked for, by the beginning of their names, such as "LoRA"; empty for all."""
 
 
 @dataclass(slots=True, frozen=True)
