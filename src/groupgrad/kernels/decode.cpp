@@ -1,5 +1,6 @@
 // The decode step of pre-norm decoders (RMS norms, rotary embeddings, gated layers) in float32: one token for each of n
-// rows. Weights, keys, values and states are read in place. A layer has attention or the gated delta rule.
+// rows. Weights, keys, values and states are read in place. A layer has a mixer, which is attention, the gated delta
+// rule, Mamba-2 or a short convolution, and an MLP; it may lack one of the two.
 //
 // With few rows a step is bound by reading the weights once; with many, by multiplications. One kernel serves both (see
 // `gemm.h`). All threads run a step together and take its panels one by one.
@@ -13,20 +14,33 @@
 
 extern "C" {
 
-// A layer of the gated delta rule, whose projections are behind each other in a row of `Step::projected`.
+// The gated delta rule or Mamba-2. Its projections are behind each other in a row of `Step::projected`. Those that are
+// convolved are queries, keys and values of the delta rule, or values, keys and queries of Mamba-2 (x, B and C there).
 struct Recurrent {
-    Linear inputs, gates, strengths, decays, output;  // `inputs`: queries, keys and values before their convolution
+    Linear inputs, gates, strengths, decays, output;  // `inputs` are convolved; Mamba-2 has no strengths
     const float *convolution, *convolution_bias;      // (channels, taps), (channels) or null
     const float *decay_rates, *decay_bias;            // (value_heads)
-    const float *norm;                                // (value_width)
+    const float *skips;                               // (value_heads), of Mamba-2 alone (D there)
+    const float *norm;                                // (value_width), or of Mamba-2 (values)
     float *last_inputs;                               // (slots, channels, taps - 1)
     float *states;                                    // (slots, value_heads, key_width, value_width)
+    int64_t norm_groups;                              // of Mamba-2: groups of a row's values with a norm each
+    float shortest, longest;                          // bounds of Mamba-2's time steps
+};
+
+// A short convolution of values between two gates. Its projections are the gates of its inputs, those of its outputs, and
+// the values.
+struct Convolution {
+    Linear inputs, output;
+    const float *convolution, *convolution_bias;  // (convolved, taps), (convolved) or null
+    float *last_inputs;                           // (slots, convolved, taps - 1)
 };
 
 struct Layer {
-    const float *attention_norm, *query_norm, *key_norm, *gated_norm;  // the norms of heads may be null
-    const Recurrent *recurrent;                                        // null: the layer has attention
-    Linear query, key, value, output, gate, up, down;
+    const float *attention_norm, *query_norm, *key_norm, *mlp_norm;  // null where the layer lacks it
+    const Recurrent *recurrent;
+    const Convolution *convolution;  // both null: the mixer is attention
+    Linear query, key, value, output, gate, up, down;                // no gate: an MLP of the squared ReLU
     float *own_keys, *own_values;                   // (slots, kv_heads, own_places, head_width)
     const float *prompt_keys, *prompt_values;       // (prompts, kv_heads, prompt_places, head_width)
     int64_t window;                                 // keys that a query sees, its own included; 0: all
@@ -37,22 +51,22 @@ struct Model {
     int64_t num_layers, hidden, inner, heads, kv_heads, head_width, vocabulary;
     int64_t rotary_width;  // numbers of a head that rotate, its first ones
     int64_t query_stride;  // between the queries of two heads: head_width, or twice that if gates lie between them
-    int64_t value_heads, key_heads, key_width, value_width, taps;  // of the gated delta rule
+    int64_t value_heads, key_heads, key_width, value_width, taps, convolved;  // of recurrent layers
     const Layer *layers;
     const float *embedding, *norm;
     Linear head;
     const float *cosines, *sines;  // (positions, rotary_width)
     float epsilon, length_epsilon;
 
-    // Widths of a row: outputs of attention's projections, of the gated delta rule, of its convolution, of all of its
-    // projections, and of the wider kind of layer.
+    // Widths of a row: outputs of attention's projections, of a recurrence, of its convolution, of all of its
+    // projections at most, and of the wider kind of layer.
     long queries() const { return heads * query_stride; }
     long keys() const { return kv_heads * head_width; }
     long values() const { return value_heads * value_width; }
     long channels() const { return 2 * key_heads * key_width + values(); }
     long recurrent() const { return channels() + values() + 2 * value_heads; }
-    long projected() const { return std::max(queries() + 2 * keys(), recurrent()); }
-    long mixed() const { return std::max(heads * head_width, values()); }
+    long projected() const { return std::max({queries() + 2 * keys(), recurrent(), 3 * convolved}); }
+    long mixed() const { return std::max({heads * head_width, values(), convolved}); }
 };
 
 struct Rows {
@@ -239,43 +253,119 @@ struct Step {
         gate_values(gates + head * width, output, width, output);
     }
 
-    // A layer of the gated delta rule (see `gated_delta_rule` in `recurrent_scans.py`).
-    void recur_all(Worker &worker, const Recurrent &layer, const Scratch &scratch) const {
-        constexpr long PART = 512;  // channels of a row that are convolved together
-        const long across = model.projected(), channels = model.channels(), values = model.values();
-        float *gates = projected + channels, *strengths = gates + values;
-        linear(worker, input, layer.inputs, scratch.tile, projected, across);
-        linear(worker, input, layer.gates, scratch.tile, gates, across);
-        linear(worker, input, layer.strengths, scratch.tile, strengths, across);
-        linear(worker, input, layer.decays, scratch.tile, strengths + model.value_heads, across);
-#pragma omp barrier
-        const long parts = (channels + PART - 1) / PART, taps = model.taps;
+    // One head of a row in Mamba-2, likewise, without its gate and norm.
+    void step_mamba_head(const Recurrent &layer, long row, long head) const {
+        const long key_width = model.key_width, width = model.value_width, task = row * model.value_heads + head;
+        const float *from = projected + row * model.projected(), *value = from + head * width;
+        const float *key = from + model.values() + head / (model.value_heads / model.key_heads) * key_width;
+        const float *query = key + model.key_heads * key_width;
+        const float step_input = from[model.channels() + model.values() + head] + layer.decay_bias[head];
+        const float step = std::min(std::max(softplus(step_input), layer.shortest), layer.longest);
+        const float decay = std::exp(layer.decay_rates[head] * step);
+        float *output = mixed + task * width, *state = layer.states + task * key_width * width;
+        for (long i = 0; i < width; i++) output[i] = value[i] * step;  // what the state takes in
+        Head{state, query, key, output, &decay, nullptr, output, key_width, width, 1, 1.0f, 1.0f}.step();
+        for (long i = 0; i < width; i++) output[i] += value[i] * layer.skips[head];
+    }
+
+    // The gates and norms of Mamba-2: a group of a row's values is gated, then normalised.
+    void normalise_groups(const Recurrent &layer) const {
+        const long groups = layer.norm_groups, width = model.values() / groups;
+#pragma omp for
+        for (long task = 0; task < rows.count * groups; task++) {
+            const long row = task / groups, first = task % groups * width;
+            float *values = mixed + row * model.values() + first;
+            gate_values(projected + row * model.projected() + model.channels() + first, values, width, values);
+            normalise(values, layer.norm + first, width, model.epsilon, values);
+        }
+    }
+
+    // Called by all threads: calls `body(row, first, count)` for some channels of a row that are convolved together.
+    template <class Body>
+    void each_part(long channels, Body body) const {
+        constexpr long PART = 512;
+        const long parts = (channels + PART - 1) / PART;
 #pragma omp for
         for (long task = 0; task < rows.count * parts; task++) {
-            const long row = task / parts, first = task % parts * PART, count = std::min(PART, channels - first);
-            float *at = projected + row * across + first;
-            float *last = layer.last_inputs + (row * channels + first) * (taps - 1);
-            const float *bias = layer.convolution_bias ? layer.convolution_bias + first : nullptr;
-            convolve(last, at, 1, layer.convolution + first * taps, bias, count, taps, at);
-            silu(at, count);
+            const long first = task % parts * PART;
+            body(task / parts, first, std::min(PART, channels - first));
         }
+    }
+
+    // Convolves `count` of a row's channels in place.
+    template <class Layer>
+    void convolve_part(const Layer &layer, long channels, long row, long first, long count, float *values) const {
+        float *last = layer.last_inputs + (row * channels + first) * (model.taps - 1);
+        const float *bias = layer.convolution_bias ? layer.convolution_bias + first : nullptr;
+        convolve(last, values, 1, layer.convolution + first * model.taps, bias, count, model.taps, values);
+    }
+
+    // A short convolution between two gates.
+    void convolve_all(Worker &worker, const Convolution &layer, const Scratch &scratch) const {
+        const long across = model.projected(), channels = model.convolved;
+        linear(worker, input, layer.inputs, scratch.tile, projected, across);
+#pragma omp barrier
+        each_part(channels, [&](long row, long first, long count) {
+            const float *before = projected + row * across + first, *behind = before + channels;
+            float *values = projected + row * across + 2 * channels + first, *output = mixed + row * channels + first;
+            for (long i = 0; i < count; i++) values[i] *= before[i];
+            convolve_part(layer, channels, row, first, count, values);
+            for (long i = 0; i < count; i++) output[i] = behind[i] * values[i];
+        });
+        add_mixed(worker, channels, layer.output, scratch);
+    }
+
+    // A layer of the gated delta rule or Mamba-2 (see `gated_delta_rule` and `mamba2_scan` in `recurrent_scans.py`).
+    void recur_all(Worker &worker, const Recurrent &layer, const Scratch &scratch) const {
+        const long across = model.projected(), channels = model.channels(), values = model.values();
+        const bool is_delta = layer.strengths.weight != nullptr;
+        float *gates = projected + channels, *strengths = gates + values;
+        float *decays = is_delta ? strengths + model.value_heads : strengths;
+        linear(worker, input, layer.inputs, scratch.tile, projected, across);
+        linear(worker, input, layer.gates, scratch.tile, gates, across);
+        if (is_delta) linear(worker, input, layer.strengths, scratch.tile, strengths, across);
+        linear(worker, input, layer.decays, scratch.tile, decays, across);
+#pragma omp barrier
+        each_part(channels, [&](long row, long first, long count) {
+            float *at = projected + row * across + first;
+            convolve_part(layer, channels, row, first, count, at);
+            silu(at, count);
+        });
 #pragma omp for
-        for (long task = 0; task < rows.count * model.value_heads; task++)
-            step_head(layer, task / model.value_heads, task % model.value_heads);
+        for (long task = 0; task < rows.count * model.value_heads; task++) {
+            const long row = task / model.value_heads, head = task % model.value_heads;
+            is_delta ? step_head(layer, row, head) : step_mamba_head(layer, row, head);
+        }
+        if (!is_delta) normalise_groups(layer);
         add_mixed(worker, values, layer.output, scratch);
     }
 
-    // inner = silu(gate) * up. Both products run panel by panel, so that only their result is stored.
-    void gate(Worker &worker, const Layer &layer, const Scratch &scratch) const {
+    // hidden += what the layer's mixer makes of `input`.
+    void mix(Worker &worker, const Layer &layer, const Scratch &scratch) const {
+        if (layer.recurrent)
+            recur_all(worker, *layer.recurrent, scratch);
+        else if (layer.convolution)
+            convolve_all(worker, *layer.convolution, scratch);
+        else
+            attend_all(worker, layer, scratch);
+    }
+
+    // inner = silu(gate) * up, or the squared ReLU of up. Products run panel by panel, so that only this is stored.
+    void activate(Worker &worker, const Layer &layer, const Scratch &scratch) const {
         const long width = model.hidden;
         worker.go(input, [&](long start, long count, Prefetch &prefetch) {
             input.each_block([&](const Columns::Block &block) {
-                multiply(block, layer.gate.weight + start * width, count, width, scratch.tile, prefetch);
-                multiply(block, layer.up.weight + start * width, count, width, scratch.other, prefetch);
-                add_bias(layer.gate.bias ? layer.gate.bias + start : nullptr, count, block.rows, scratch.tile);
-                add_bias(layer.up.bias ? layer.up.bias + start : nullptr, count, block.rows, scratch.other);
+                const auto compute = [&](const Linear &linear, float *tile) {
+                    multiply(block, linear.weight + start * width, count, width, tile, prefetch);
+                    add_bias(linear.bias ? linear.bias + start : nullptr, count, block.rows, tile);
+                };
                 float *to = inner.data + block.first * inner.width + start * block.rows;
-                gate_values(scratch.tile, scratch.other, count * block.rows, to);
+                if (layer.gate.weight) compute(layer.gate, scratch.tile);
+                compute(layer.up, scratch.other);
+                if (layer.gate.weight)
+                    gate_values(scratch.tile, scratch.other, count * block.rows, to);
+                else
+                    square_positive(scratch.other, count * block.rows, to);
             });
         });
 #pragma omp barrier
@@ -295,16 +385,22 @@ struct Step {
                 const Recurrent &recurrent = *layer.recurrent;
                 add(recurrent.inputs, model.channels(), hidden);
                 add(recurrent.gates, model.values(), hidden);
-                add(recurrent.strengths, model.value_heads, hidden);
+                if (recurrent.strengths.weight) add(recurrent.strengths, model.value_heads, hidden);
                 add(recurrent.decays, model.value_heads, hidden);
                 add(recurrent.output, hidden, model.values());
-            } else {
+            } else if (layer.convolution) {
+                add(layer.convolution->inputs, 3 * model.convolved, hidden);
+                add(layer.convolution->output, hidden, model.convolved);
+            } else if (layer.attention_norm) {
                 add(layer.query, model.queries(), hidden);
                 add(layer.key, model.keys(), hidden);
                 add(layer.value, model.keys(), hidden);
                 add(layer.output, hidden, model.heads * model.head_width);
             }
-            plan.add(layer.gate.weight, layer.up.weight, model.inner, hidden, threads);
+            if (!layer.mlp_norm) continue;
+            const bool is_gated = layer.gate.weight != nullptr;
+            const float *first = is_gated ? layer.gate.weight : layer.up.weight;
+            plan.add(first, is_gated ? layer.up.weight : nullptr, model.inner, hidden, threads);
             add(layer.down, hidden, model.inner);
         }
         plan.add(model.head.weight, nullptr, model.vocabulary, hidden, threads);
@@ -316,12 +412,16 @@ struct Step {
         put_side_by_side(hidden, [&](long row) { return model.embedding + tokens[row] * model.hidden; });
         for (long index = 0; index < model.num_layers; index++) {
             const Layer &layer = model.layers[index];
-            normalise_all(hidden, layer.attention_norm, model.epsilon, input);
-            layer.recurrent ? recur_all(worker, *layer.recurrent, scratch) : attend_all(worker, layer, scratch);
-            normalise_all(hidden, layer.gated_norm, model.epsilon, input);
-            gate(worker, layer, scratch);
-            add_linear(worker, inner, layer.down, scratch.tile, hidden);
+            if (layer.attention_norm) {
+                normalise_all(hidden, layer.attention_norm, model.epsilon, input);
+                mix(worker, layer, scratch);
+            }
+            if (layer.mlp_norm) {
+                normalise_all(hidden, layer.mlp_norm, model.epsilon, input);
+                activate(worker, layer, scratch);
+                add_linear(worker, inner, layer.down, scratch.tile, hidden);
 #pragma omp barrier
+            }
         }
         normalise_all(hidden, model.norm, model.epsilon, input);
         linear(worker, input, model.head, scratch.tile, logits, model.vocabulary);

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "gemm.h"
@@ -89,6 +90,14 @@ void gate_values(const float *gates, const float *ups, long count, float *to) {
         const Vec gate = load_some(gates + i, count - i);
         const Vec value = gate / (1.0f + exponential(-gate)) * load_some(ups + i, count - i);
         store_some(to + i, value, count - i);
+    }
+}
+
+// to = max(values, 0)^2, of `count` numbers.
+void square_positive(const float *values, long count, float *to) {
+    for (long i = 0; i < count; i++) {
+        const float positive = std::max(values[i], 0.0f);
+        to[i] = positive * positive;
     }
 }
 

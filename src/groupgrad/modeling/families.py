@@ -30,9 +30,12 @@ class Family:
     """Computes (1 + weight) * (x / sqrt(mean(x^2) + eps))."""
     gated_norm: str = ""
     """Computes weight * (x / sqrt(mean(x^2) + variance_epsilon)) * silu(gate) of x and a gate."""
+    grouped_norm: str = ""
+    """Computes weight * (x / sqrt(mean(x^2) + variance_epsilon)) in groups of x * silu(gate), of x and a gate."""
     hybrid_lm: str = ""
-    """Pre-norm decoder whose layers have the gated delta rule, or attention with gates that lie beside the queries;
-    norms are centred, and rotary embeddings may turn a part of a head."""
+    """Pre-norm decoder of RMS norms whose layers have a mixer, an MLP, or one after the other. A mixer is the gated delta
+    rule, Mamba-2, a short convolution, or attention, whose gates may lie beside the queries and whose rotary embeddings
+    may turn a part of a head; an MLP is gated or a squared ReLU."""
     hybrid_decoder: str = ""
     """The same decoder inside a VLM, as above."""
     logit_effects: dict[str, LogitEffect] = field(default_factory=dict)
@@ -59,7 +62,16 @@ FAMILIES = (
     ),
     Family("qwen3_5_moe", mlp="Qwen3_5MoeMLP", centred_norm="Qwen3_5MoeRMSNorm", gated_norm="Qwen3_5MoeRMSNormGated"),
     Family("olmo_hybrid", norm="OlmoHybridRMSNorm", mlp="OlmoHybridMLP", gated_norm="OlmoHybridRMSNormGated"),
-    Family("lfm2", norm="Lfm2RMSNorm", mlp="Lfm2MLP"),
+    Family(
+        "nemotron_h",
+        hybrid_lm="NemotronHForCausalLM",
+        norm="NemotronHRMSNorm",
+        grouped_norm="NemotronHRMSNormGated",
+    ),
+    Family(
+        "bamba", hybrid_lm="BambaForCausalLM", norm="BambaRMSNorm", mlp="BambaMLP", grouped_norm="BambaRMSNormGated"
+    ),
+    Family("lfm2", hybrid_lm="Lfm2ForCausalLM", norm="Lfm2RMSNorm", mlp="Lfm2MLP"),
     Family("lfm2_moe", norm="Lfm2MoeRMSNorm", mlp="Lfm2MoeMLP"),
     Family("gemma2", logit_effects={"final_logit_softcapping": "cap"}),
     Family("gemma3", logit_effects={"final_logit_softcapping": "cap"}, bidirectional_images=True),
@@ -83,6 +95,7 @@ NORMS = frozenset(family.norm for family in FAMILIES if family.norm)
 MLPS = frozenset(family.mlp for family in FAMILIES if family.mlp)
 CENTRED_NORMS = frozenset(family.centred_norm for family in FAMILIES if family.centred_norm)
 GATED_NORMS = frozenset(family.gated_norm for family in FAMILIES if family.gated_norm)
+GROUPED_NORMS = frozenset(family.grouped_norm for family in FAMILIES if family.grouped_norm)
 
 POSITION_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings whose angles depend on the position alone, not on the sequence length."""

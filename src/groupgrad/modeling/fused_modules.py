@@ -101,7 +101,21 @@ def is_replaced(module: nn.Module) -> bool:
 
 def is_silu(activation: Any) -> bool:
     """True for a module without hooks that computes x * sigmoid(x)."""
-    return type(activation).__name__ in ("SiLU", "SiLUActivation") and not (
+    return type(activation).__name__ in ("SiLU", "SiLUActivation") and _is_untouched(activation)
+
+
+def is_squared_relu(activation: Any) -> bool:
+    """True for a module without hooks that computes max(x, 0)^2."""
+    return type(activation).__name__ == "ReLUSquaredActivation" and _is_untouched(activation)
+
+
+def activation_of(mlp: Any) -> Any:
+    """The activation of an MLP of a known family; LFM2's has no module for it."""
+    return getattr(mlp, "act_fn", _SILU)
+
+
+def _is_untouched(activation: Any) -> bool:
+    return not (
         activation._forward_hooks
         or activation._forward_pre_hooks
         or activation._backward_hooks
@@ -176,7 +190,7 @@ def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool) -> _Co
         if is_dense or not has_kernels or not _is_plain_parameter(module.weight):
             return None
         return _centred_norm if kind.__name__ in CENTRED_NORMS else _gated_norm
-    return _gated if has_kernels and kind.__name__ in MLPS and is_silu(_mlp_parts(module)[3]) else None
+    return _gated if has_kernels and kind.__name__ in MLPS and is_silu(activation_of(module)) else None
 
 
 def _is_plain_parameter(weight: Any) -> bool:
@@ -232,11 +246,11 @@ def _norm(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     return layers.norm(kernels.library(), input, weight, module.variance_epsilon)
 
 
-def _mlp_parts(module: Any) -> tuple[Any, Any, Any, Any]:
-    """The projections gate, up and down of a gated MLP, and its activation."""
+def _projections(module: Any) -> tuple[Any, Any, Any]:
+    """The projections gate, up and down of a gated MLP."""
     if hasattr(module, "w1"):  # of LFM2
-        return module.w1, module.w3, module.w2, _SILU
-    return module.gate_proj, module.up_proj, module.down_proj, module.act_fn
+        return module.w1, module.w3, module.w2
+    return module.gate_proj, module.up_proj, module.down_proj
 
 
 def _is_linear(module: Any) -> bool:
@@ -249,7 +263,7 @@ def _is_linear(module: Any) -> bool:
 
 def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     library = kernels.library()
-    gate_of, up_of, down_of, activation = _mlp_parts(module)
+    (gate_of, up_of, down_of), activation = _projections(module), activation_of(module)
     if library is None or not _is_plain_input(input) or not is_silu(activation):
         return None
     # Tensors of the inner width stay small at any length of a row; see `stretches`. A gradient needs all of them.

@@ -1,4 +1,4 @@
-"""The compiled decode step of models whose layers have the gated delta rule or attention."""
+"""The compiled decode step of models that have recurrent layers beside attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, BambaConfig, Lfm2Config, NemotronHConfig, Qwen3_5TextConfig
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import engine as native
@@ -48,12 +48,56 @@ CHANGES: dict[str, dict[str, Any]] = {
     "five taps": {"linear_conv_kernel_dim": 5},
 }
 
+OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "nemotron_h": (
+        NemotronHConfig,
+        {
+            "layer_types": ["mamba", "mlp", "attention", "mamba", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 20,
+            "ssm_state_size": 12,
+            "n_groups": 2,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "bamba": (
+        BambaConfig,
+        {
+            "attn_layer_indices": [2],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 12,
+            "mamba_d_state": 20,
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "lfm2": (
+        Lfm2Config,
+        {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8, "conv_bias": True},
+    ),
+}
+"""Configuration class and settings; as above no width is a multiple of a vector's."""
+_OF_DELTA = [name for name in SIZES if name.startswith("linear_") or name in ("layer_types", "num_hidden_layers")]
+
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
 
 
 def make(**changes: Any) -> Any:
+    return _random(Qwen3_5TextConfig(**{**SIZES, **changes}))
+
+
+def make_other(name: str) -> Any:
+    config, own = OTHERS[name]
+    sizes = {key: value for key, value in SIZES.items() if key not in _OF_DELTA}
+    number = {"num_hidden_layers": len(own.get("layer_types", range(4)))}
+    return _random(config(**{**sizes, **number, **own}))
+
+
+def _random(config: Any) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**SIZES, **changes}))
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -91,9 +135,9 @@ def by_modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     return sample
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [*CHANGES, *OTHERS])
 def test_compiled_steps_give_the_texts_of_the_models_own(name: str, by_modules: Any, monkeypatch, caplog) -> None:
-    model, counts = make(**CHANGES[name]), {"steps": 0}
+    model, counts = make_other(name) if name in OTHERS else make(**CHANGES[name]), {"steps": 0}
 
     def watch(method: str) -> None:
         original = getattr(CompiledStep, method)
@@ -116,8 +160,10 @@ def test_compiled_steps_give_the_texts_of_the_models_own(name: str, by_modules: 
     assert_same(samples, by_modules(model, requests()))
 
 
-def test_a_row_has_the_same_bits_whatever_is_sampled_beside_it() -> None:
-    model, before = make(**CHANGES["whole vectors"]), torch.get_num_threads()
+@pytest.mark.parametrize("name", ["qwen3_5", *OTHERS])
+def test_a_row_has_the_same_bits_whatever_is_sampled_beside_it(name: str) -> None:
+    model = make_other(name) if name in OTHERS else make(**CHANGES["whole vectors"])
+    before = torch.get_num_threads()
     asked = [Request([5, 6, 7, 8, 9], i, 8 + 5 * (i % 7)) for i in range(21)]
     together = NativeEngine(model).sample(asked, OPTIONS)
     try:
@@ -139,9 +185,10 @@ def test_a_compiled_step_that_differs_leaves_the_states_as_they_were(by_modules:
     assert "the model's own is used" in caplog.text
 
 
-def test_rows_that_are_continued_have_the_states_behind_their_last_token(by_modules: Any) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", *OTHERS])
+def test_rows_that_are_continued_have_the_states_behind_their_last_token(name: str, by_modules: Any) -> None:
     """Several steps run in one call, and a row may end in the first of them."""
-    model, asked, reply = make(), requests(keep=True), [7, 8]
+    model, asked, reply = make_other(name) if name in OTHERS else make(), requests(keep=True), [7, 8]
     engine = NativeEngine(model)
     engine.sample(requests(), OPTIONS)  # the direct form is checked, so that steps run by several
     with engine.session(OPTIONS) as session:
@@ -187,3 +234,18 @@ def test_models_that_it_does_not_fit() -> None:
     assert direct_form(model) is None
     assert direct_form(make().double()) is None
     assert direct_form(make(layer_types=["linear_attention"] * 4)) is None
+    model = make_other("nemotron_h")
+    model.model.layers[1].mixer.act_fn = nn.ReLU()
+    assert direct_form(model) is None
+    model = make_other("nemotron_h")
+    model.model.layers[3].mixer.activation = "gelu"
+    assert direct_form(model) is None
+
+
+def test_time_steps_are_bounded_as_in_the_model(by_modules: Any) -> None:
+    model = make_other("bamba")
+    for layer in model.model.layers:
+        if layer.block_type == "linear_attention":
+            layer.mamba.time_step_limit = (0.6, 0.7)
+    assert isinstance(direct_form(model), CompiledModel)
+    assert_same(NativeEngine(model).sample(requests(), OPTIONS), by_modules(model, requests()))

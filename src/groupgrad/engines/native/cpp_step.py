@@ -11,13 +11,15 @@ from torch import nn
 
 from groupgrad.engines.native.attention_plans import DecodeBatch
 from groupgrad.engines.native.decoder_layers import (
+    DELTA_LINEARS,
     LINEARS,
     NORMS,
-    RECURRENT_LINEARS,
+    Decoder,
     LayerModules,
     is_norm,
     norm_epsilon,
     norm_weight,
+    recurrent_kind,
     recurrent_sizes,
     rotary_width,
 )
@@ -27,7 +29,7 @@ from groupgrad.kernels.choose import bits_factor
 from groupgrad.kernels.compile import library
 from groupgrad.kernels.delta_rule import EPSILON
 from groupgrad.modeling.families import POSITION_ONLY_ROPE_TYPES
-from groupgrad.modeling.fused_modules import is_silu
+from groupgrad.modeling.fused_modules import is_silu, is_squared_relu
 
 _Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
 
@@ -38,16 +40,27 @@ class _Linear(ctypes.Structure):
 
 class _Recurrent(ctypes.Structure):
     _fields_ = (
-        *((name, _Linear) for name in RECURRENT_LINEARS),
-        *((name, _Pointer) for name in ("convolution", "convolution_bias", "decay_rates", "decay_bias", "norm")),
+        *((name, _Linear) for name in DELTA_LINEARS),
+        *(
+            (name, _Pointer)
+            for name in ("convolution", "convolution_bias", "decay_rates", "decay_bias", "skips", "norm")
+        ),
         *((name, _Pointer) for name in ("last_inputs", "states")),
+        ("norm_groups", _Number),
+        *((name, ctypes.c_float) for name in ("shortest", "longest")),
+    )
+
+
+class _Convolution(ctypes.Structure):
+    _fields_ = (
+        *((name, _Linear) for name in ("inputs", "output")),
+        *((name, _Pointer) for name in ("convolution", "convolution_bias", "last_inputs")),
     )
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _Pointer) for name in NORMS),
-        ("recurrent", _Pointer),
+        *((name, _Pointer) for name in (*NORMS, "recurrent", "convolution")),
         *((name, _Linear) for name in LINEARS),
         *((name, _Pointer) for name in ("own_keys", "own_values", "prompt_keys", "prompt_values")),
         ("window", _Number),
@@ -57,7 +70,7 @@ class _Layer(ctypes.Structure):
 
 _SIZES = ("num_layers", "hidden", "inner", "heads", "kv_heads", "head_width", "vocabulary")
 _ATTENTION_SIZES = ("rotary_width", "query_stride")
-_RECURRENT_SIZES = ("value_heads", "key_heads", "key_width", "value_width", "taps")
+_RECURRENT_SIZES = ("value_heads", "key_heads", "key_width", "value_width", "taps", "convolved")
 
 
 class _Model(ctypes.Structure):
@@ -111,37 +124,37 @@ class UnfilteredSampling:
 class CompiledModel:
     """Addresses of a decoder's weights. Made for each session, because parameters may be replaced in between."""
 
-    def __init__(self, kernels: ctypes.CDLL, inner: Any, layers: list[LayerModules]):
-        self.kernels, self._rotary = kernels, inner.model.rotary_emb
-        self._embedding = inner.model.embed_tokens.weight
-        self._keep: list[Any] = [p.detach() for p in inner.parameters()]
+    def __init__(self, kernels: ctypes.CDLL, decoder: Decoder):
+        self.kernels, self._rotary = kernels, decoder.rotary
+        layers, self._embedding = decoder.layers, decoder.embedding.weight
+        self._keep: list[Any] = [p.detach() for p in decoder.parameters()]
         """The objects that the addresses point into."""
+        self._recurrent: list[_Recurrent | _Convolution] = []
         self._layers = (_Layer * len(layers))(*map(self._read_layer, layers))
         self._attention = [(to, layer.call.layer) for to, layer in zip(self._layers, layers) if layer.call is not None]
-        self._recurrent = [to.recurrent for to, layer in zip(self._layers, layers) if layer.recurrent is not None]
         attention = next(layer for layer in layers if layer.call is not None)
         head_dim, modules = attention.head_dim, attention.modules
         self.structure = _Model(
             num_layers=len(layers),
             hidden=self._embedding.shape[1],
-            inner=modules["gate"].out_features,
+            inner=next((layer.modules["up"].out_features for layer in layers if layer.modules["up"] is not None), 0),
             heads=modules["output"].in_features // head_dim,
             kv_heads=modules["key"].out_features // head_dim,
             head_width=head_dim,
-            vocabulary=inner.lm_head.out_features,
-            rotary_width=rotary_width(inner),
+            vocabulary=decoder.head.out_features,
+            rotary_width=rotary_width(decoder.rotary),
             query_stride=modules["query"].out_features // (modules["output"].in_features // head_dim),
             layers=ctypes.addressof(self._layers),
             embedding=self._embedding.data_ptr(),
-            norm=self._read_norm(inner.model.norm),
-            head=_read_linear(inner.lm_head),
-            epsilon=norm_epsilon(inner.model.norm),
+            norm=self._read_norm(decoder.norm),
+            head=_read_linear(decoder.head),
+            epsilon=norm_epsilon(decoder.norm),
             length_epsilon=EPSILON,
             **next((recurrent_sizes(layer.recurrent) for layer in layers if layer.recurrent is not None), {}),
         )
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         self._cache_version = (-1, -1)
-        self._logits = torch.empty(0, inner.lm_head.out_features)
+        self._logits = torch.empty(0, decoder.head.out_features)
 
     def _address(self, tensor: torch.Tensor) -> int:
         """The address of a tensor, which is kept as long as the model."""
@@ -162,16 +175,19 @@ class CompiledModel:
             structure.window, structure.scale = call.window or 0, call.scale
         if layer.recurrent is not None:
             recurrent = self._read_recurrent(layer.recurrent)
-            self._keep.append(recurrent)
-            structure.recurrent = ctypes.addressof(recurrent)
+            self._recurrent.append(recurrent)
+            name = "recurrent" if isinstance(recurrent, _Recurrent) else "convolution"
+            setattr(structure, name, ctypes.addressof(recurrent))
         return structure
 
-    def _read_recurrent(self, module: Any) -> _Recurrent:
-        bias = module.conv1d.bias
+    def _read_recurrent(self, module: Any) -> _Recurrent | _Convolution:
+        kind = recurrent_kind(module)
+        if kind == "convolution":
+            linears = {"inputs": _read_linear(module.in_proj), "output": _read_linear(module.out_proj)}
+            return _Convolution(**linears, **_read_convolution(module.conv))
         return _Recurrent(
-            **{name: _read_linear(getattr(module, path)) for name, path in RECURRENT_LINEARS.items()},
-            convolution=module.conv1d.weight.data_ptr(),
-            convolution_bias=None if bias is None else bias.data_ptr(),
+            **_read_mamba(module) if kind == "mamba" else _read_delta(module),
+            **_read_convolution(module.conv1d),
             decay_rates=self._address(-module.A_log.detach().exp()),
             decay_bias=module.dt_bias.data_ptr(),
             norm=module.norm.weight.data_ptr(),
@@ -189,12 +205,13 @@ class CompiledModel:
         for layer, number in self._attention:
             layer.own_keys, layer.own_values = (x.data_ptr() for x in suffixes.tensors[number])
             layer.prompt_keys, layer.prompt_values = (x.data_ptr() for x in prompts.tensors[number])
-        states = [state.data_ptr() for state in suffixes.states]
-        for address, last_inputs, state in zip(self._recurrent, states[::2], states[1::2]):
-            recurrent = _Recurrent.from_address(address)
-            recurrent.last_inputs, recurrent.states = last_inputs, state
+        states = (state.data_ptr() for state in suffixes.states)
+        for recurrent in self._recurrent:
+            recurrent.last_inputs = next(states)
+            if isinstance(recurrent, _Recurrent):
+                recurrent.states = next(states)
         limit = suffixes.slot_size + prompts.slot_size
-        if self._tables is None or len(self._tables[0]) < limit:
+        if self._rotary is not None and (self._tables is None or len(self._tables[0]) < limit):
             positions = torch.arange(1 << (limit - 1).bit_length())[None]
             cosines, sines = self._rotary(self._embedding[None, :1], positions)
             self._tables = cosines[0].contiguous(), sines[0].contiguous()
@@ -296,42 +313,94 @@ def _out_of_memory(rows: _Rows) -> MemoryError:
     return MemoryError(f"no memory is left for a decode step of {rows.count} rows; lower engine_kv_memory")
 
 
-def compiled_model(inner: Any, layers: list[LayerModules]) -> CompiledModel | None:
+def compiled_model(decoder: Decoder) -> CompiledModel | None:
     """The compiled form of a known decoder (see `families`); None if it has none here.
 
-    Adapters, hooks and activations other than SiLU have to be called, so every layer must compute what its class does.
+    Adapters, hooks and other activations than the kernel's have to be called, so every layer must compute what its
+    class does.
     """
-    kernels = library() if _is_supported(inner, layers) else None
-    return None if kernels is None else CompiledModel(kernels, inner, layers)
+    kernels = library() if _is_supported(decoder) else None
+    return None if kernels is None else CompiledModel(kernels, decoder)
 
 
-def _is_supported(inner: Any, layers: list[LayerModules]) -> bool:
-    backbone = inner.model
-    if type(backbone.embed_tokens) is not nn.Embedding or backbone.embed_tokens.max_norm is not None:
+def _is_supported(decoder: Decoder) -> bool:
+    layers, rotary = decoder.layers, decoder.rotary
+    if type(decoder.embedding) is not nn.Embedding or decoder.embedding.max_norm is not None:
         return False
-    if getattr(backbone.rotary_emb, "rope_type", None) not in POSITION_ONLY_ROPE_TYPES:
+    if rotary is not None and getattr(rotary, "rope_type", None) not in POSITION_ONLY_ROPE_TYPES:
         return False
     recurrent = [layer.recurrent for layer in layers if layer.recurrent is not None]
-    has_silu = all(is_silu(layer.activation) for layer in layers)
-    if not has_silu or any(module.activation not in ("silu", "swish") for module in recurrent):
+    has_silu = all(getattr(module, "activation", "silu") in ("silu", "swish") for module in recurrent)
+    if not has_silu or not all(map(_has_activation, layers)):
         return False
     calls = [layer.call for layer in layers if layer.call is not None]
     if not calls or any(call.softcap is not None or call.sinks is not None for call in calls):
         return False
     modules = [module for layer in layers for module in layer.all_modules()]
-    linears = [inner.lm_head, *(module for module in modules if isinstance(module, nn.Linear))]
-    norms = [backbone.norm, *(module for module in modules if type(module) not in (nn.Linear, nn.Conv1d))]
+    linears = [decoder.head, *(module for module in modules if isinstance(module, nn.Linear))]
+    norms = [decoder.norm, *(module for module in modules if type(module) not in (nn.Linear, nn.Conv1d))]
     if not all(map(is_plain, linears)) or not all(map(is_norm, norms)):
         return False
-    # The kernel assumes one epsilon, and equal shapes in all layers of a kind.
-    shapes = {(layer.call is None, *(tuple(m.weight.shape) for m in layer.all_modules())) for layer in layers}
-    kinds = {layer.call is None for layer in layers}
-    if len(set(map(norm_epsilon, norms))) != 1 or len(shapes) != len(kinds):
+    if len(set(map(norm_epsilon, norms))) != 1 or not _has_equal_shapes(layers):
         return False
-    width = rotary_width(inner)
+    width = rotary_width(rotary)
     rotates = width % 2 == 0 and all(width <= layer.head_dim for layer in layers if layer.call is not None)
-    return rotates and all(map(is_plain_memory, inner.parameters()))
+    return rotates and all(map(is_plain_memory, decoder.parameters()))
+
+
+def _has_activation(layer: LayerModules) -> bool:
+    """True if the kernel computes the activation of a layer's MLP, if any."""
+    if layer.activation is None:
+        return True
+    return is_silu(layer.activation) if layer.is_gated else is_squared_relu(layer.activation)
+
+
+def _has_equal_shapes(layers: list[LayerModules]) -> bool:
+    """True if all attention has the same shapes, and so have all recurrences and all MLPs."""
+    attention: set[Any] = set()
+    recurrent: set[Any] = set()
+    mlps: set[Any] = set()
+    for layer in layers:
+        shapes = {name: tuple(m.weight.shape) for name, m in layer.modules.items() if m is not None}
+        if layer.call is not None:
+            attention.add(tuple(shapes[name] for name in ("query", "key", "value", "output")))
+        if layer.recurrent is not None:
+            recurrent.add(tuple(recurrent_sizes(layer.recurrent).values()))
+        if "down" in shapes:
+            mlps.add(tuple(shapes.get(name) for name in ("gate", "up", "down")))
+    return max(len(attention), len(recurrent), len(mlps)) == 1
 
 
 def _read_linear(module: nn.Linear) -> _Linear:
-    return _Linear(module.weight.data_ptr(), None if module.bias is None else module.bias.data_ptr())
+    return _rows_of(module, 0)
+
+
+def _rows_of(module: nn.Linear, first: int) -> _Linear:
+    """A linear layer's outputs from the first of these on."""
+    bias = None if module.bias is None else module.bias[first:].data_ptr()
+    return _Linear(module.weight[first:].data_ptr(), bias)
+
+
+def _read_convolution(module: nn.Conv1d) -> dict[str, Any]:
+    bias = None if module.bias is None else module.bias.data_ptr()
+    return {"convolution": module.weight.data_ptr(), "convolution_bias": bias}
+
+
+def _read_delta(module: Any) -> dict[str, Any]:
+    """What a gated delta rule has of its own."""
+    return {name: _read_linear(getattr(module, path)) for name, path in DELTA_LINEARS.items()}
+
+
+def _read_mamba(module: Any) -> dict[str, Any]:
+    """What Mamba-2 has of its own. One product gives its gates, what is convolved, and its time steps."""
+    values, (shortest, longest) = module.intermediate_size, module.time_step_limit
+    return {
+        "gates": _read_linear(module.in_proj),
+        "inputs": _rows_of(module.in_proj, values),
+        "decays": _rows_of(module.in_proj, values + module.conv_dim),
+        "output": _read_linear(module.out_proj),
+        "skips": module.D.data_ptr(),
+        "norm_groups": values // module.norm.group_size,
+        "shortest": shortest,
+        "longest": longest,
+    }

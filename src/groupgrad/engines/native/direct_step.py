@@ -3,7 +3,7 @@
 On a CPU a small model's step spends a fifth of its time between the matrix products: in module calls, and in norms and
 rotary embeddings of many small operations each. The direct form applies the same formulas to the same weights in fewer
 calls, or in a single compiled one where all modules are plain and there is a compiler (see `kernels`). Decoders with
-layers of the gated delta rule have the compiled form alone. A probe run of the model records which attention each layer
+recurrent layers have the compiled form alone. A probe run of the model records which attention each layer
 computes. The first step is computed both ways and compared (`runner.EagerStep`), again whenever the model has other
 modules.
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from groupgrad.engines.native.cpp_step import CompiledModel, compiled_model
-from groupgrad.engines.native.decoder_layers import LayerModules, layer_modules
+from groupgrad.engines.native.decoder_layers import Decoder, LayerModules, read_decoder
 from groupgrad.kernels import layers as kernel_layers
 from groupgrad.kernels import library
 from groupgrad.modeling.families import (
@@ -39,11 +39,10 @@ from groupgrad.modeling.vlm import is_multimodal
 class DirectModel:
     """Logits of one token each of n rows, float32, on one CPU."""
 
-    def __init__(self, inner: Any, layers: list[LayerModules]):
-        backbone = inner.model
-        self._embed, self._rotary = backbone.embed_tokens, backbone.rotary_emb
-        self._head, self._norm = _function(inner.lm_head), _function(backbone.norm)
-        self._layers = [_as_functions(layer) for layer in layers]
+    def __init__(self, decoder: Decoder):
+        self._embed, self._rotary = decoder.embedding, decoder.rotary
+        self._head, self._norm = _function(decoder.head), _function(decoder.norm)
+        self._layers = [_as_functions(layer) for layer in decoder.layers]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """(n, V) logits behind `tokens` (n,) at `positions` (n,)."""
@@ -72,41 +71,33 @@ class DirectModel:
 
 def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledModel | DirectModel | None:
     """The direct form of `model`, adapters included; None if it has none. `calls` are its attention calls by layer."""
-    inner = _known_decoder(model.get_base_model() if hasattr(model, "get_base_model") else model)  # pyright: ignore
-    if inner is None or torch.is_autocast_enabled("cpu"):
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
+    parts = _known_parts(inner)
+    if parts is None or torch.is_autocast_enabled("cpu"):
         return None
-    if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in inner.parameters()):
+    if any(p.dtype != torch.float32 or p.device.type != "cpu" for part in parts for p in part.parameters()):
         return None
     # Hooks and replaced forward methods work only if the module is called.
-    if any(_must_be_called(module) for module in inner.modules()):
+    if any(_must_be_called(module) for part in parts for module in part.modules()):
         return None
-    attention = [layer.self_attn for layer in inner.model.layers if hasattr(layer, "self_attn")]
-    numbers = [getattr(module, "layer_idx", None) for module in attention]
-    if set(numbers) != set(calls) or len(numbers) != len(calls):
+    decoder = read_decoder(parts[-2], parts[-1], calls)
+    if decoder is None:
         return None
-    layers = [layer_modules(layer, calls) for layer in inner.model.layers]
-    compiled = compiled_model(inner, layers)
-    return compiled if compiled is not None or len(attention) < len(layers) else DirectModel(inner, layers)
+    compiled = compiled_model(decoder)
+    has_recurrence = any(layer.call is None for layer in decoder.layers)
+    return compiled if compiled is not None or has_recurrence else DirectModel(decoder)
 
 
-class _TextModel(nn.Module):
-    """Exposes a VLM's text decoder with the attribute names of a text-only model."""
-
-    def __init__(self, decoder: Any, head: Any):
-        super().__init__()
-        self.model, self.lm_head = decoder, head
-
-
-def _known_decoder(inner: Any) -> Any:
-    """The text decoder of a model of a known family: the model itself, or a part of a vision-language model."""
+def _known_parts(inner: Any) -> tuple[Any, ...] | None:
+    """The modules that compute the logits of a known family's text, the decoder and the head last."""
     if not is_transformers_class(type(inner)):
         return None
     if type(inner).__name__ in CAUSAL_LMS | HYBRID_LMS:
-        return inner
+        return inner, inner.model, inner.lm_head
     # Some text-only models put other layers around a decoder of the same name.
     decoder, head = (inner.get_decoder(), inner.get_output_embeddings()) if is_multimodal(inner) else (None, None)
     is_known = type(decoder).__name__ in DECODERS | HYBRID_DECODERS and is_transformers_class(type(decoder))
-    return _TextModel(decoder, head) if is_known and type(head) is nn.Linear else None
+    return (decoder, head) if is_known and type(head) is nn.Linear else None
 
 
 def _must_be_called(module: nn.Module) -> bool:
