@@ -1,4 +1,4 @@
-"""The gated delta rule by the compiled kernels against a float64 loop over the tokens of each row."""
+"""The gated delta rule and Mamba-2 by the compiled kernels against a float64 loop over the tokens of each row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from groupgrad.kernels.delta_rule import gated_delta_rule, state_rows
+from groupgrad.kernels.delta_rule import gated_delta_rule, mamba2, state_rows
 
 Group = tuple[int, list[int]]
 """Length of a prompt, 0 without one, and the lengths of its rows."""
@@ -43,9 +43,9 @@ def by_tokens(
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """(T, H, Dv) outputs, one token after the other, and the final states of rows by their first places.
 
-    `vectors` are query, key, value, log decay and strength, `given` states that rows begin with, by their first places.
+    `vectors` are query, key, value, log decay and strength (Mamba-2 has none), `given` states that rows begin with, by their first places.
     """
-    query, key, value, decay, strength = vectors
+    query, key, value, decay, *strength = vectors
     if norm:
         query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     query, key = (x.repeat_interleave(value.shape[1] // x.shape[1], 1)[..., None] for x in (query, key))
@@ -57,9 +57,11 @@ def by_tokens(
         first, state = place, state if given is None else given.get(place, state)
         for t in range(place, place + length):
             state = decay[t].exp()[:, None, None] * state
-            added = strength[t][:, None, None] * (value[t][:, None] - key[t].mT @ state)
+            added = value[t][:, None]
+            for factor in strength:
+                added = factor[t][:, None, None] * (added - key[t].mT @ state)
             state = state + key[t] @ added
-            outputs.append((query[t].mT @ state).squeeze(1) * query.shape[2] ** -0.5)
+            outputs.append((query[t].mT @ state).squeeze(1) * (query.shape[2] ** -0.5 if strength else 1.0))
         place += length
         if length:
             ends[first] = state
@@ -94,13 +96,23 @@ def computed(
     states: States = ([], []),
 ) -> tuple[torch.Tensor, ...]:
     """The outputs, the final states, and the gradients of the inputs: (T, channels), log decay, strength, and initial
-    states if there are such."""
+    states if there are such. Without a strength Mamba-2 is computed."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     query, key, value = parts_of(memory, leaves[0], sizes)
     rows = state_rows(spans_of(groups)[0], *states)
-    results = gated_delta_rule(kernels, rows, (query, key, value), leaves[1], leaves[2], norm, *leaves[3:])
+    decay, strength, initial = named(leaves)
+    if strength is None:
+        results = mamba2(kernels, rows, (query, key, value), decay, initial)
+    else:
+        results = gated_delta_rule(kernels, rows, (query, key, value), decay, strength, norm, initial)
     total = sum((result * slopes(result)).sum() for result in results)
     return *(result.detach() for result in results), *torch.autograd.grad(total, leaves)  # pyright: ignore
+
+
+def named(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Log decay, strength and initial states, of which the latter two may be missing."""
+    small = [x for x in inputs[1:] if x.dim() == 2]
+    return small[0], *(small[1:] or [None]), next((x for x in inputs if x.dim() == 4), None)
 
 
 def slopes(output: torch.Tensor) -> torch.Tensor:
@@ -117,8 +129,10 @@ def expected(
 ) -> tuple[torch.Tensor, ...]:
     """The results of `computed`, in float64."""
     leaves = [x.double().requires_grad_() for x in inputs]
-    given = {start: state for state in leaves[3:] for start, state in zip(states[0], state)}
-    output, ends = by_tokens(groups, [*parts_of("apart", leaves[0], sizes), *leaves[1:3]], norm, given)
+    decay, strength, initial = named(leaves)
+    given = dict(zip(states[0], () if initial is None else initial))
+    vectors = [*parts_of("apart", leaves[0], sizes), decay, *([] if strength is None else [strength])]
+    output, ends = by_tokens(groups, vectors, norm, given)
     heads, _, key_width, value_width = sizes
     finals = torch.stack([output.new_zeros(heads, key_width, value_width), *(ends[start] for start in states[1])])[1:]
     results = output, finals
@@ -191,6 +205,33 @@ def test_rows_begin_with_given_states_and_leave_final_ones(sizes: Sizes, kernels
     assert_all_close(
         computed(kernels, MIXED, inputs, sizes, states=STATES), expected(MIXED, inputs, sizes, states=STATES)
     )
+
+
+@pytest.mark.parametrize("memory", ["channels", "tokens", "apart"])
+@pytest.mark.parametrize("sizes", [(2, 2, 8, 8), (6, 2, 16, 24), (3, 1, 33, 20), (2, 1, 128, 64)], ids=str)
+def test_mamba2_is_that_of_the_tokens_in_turn(memory: Memory, sizes: Sizes, kernels: ctypes.CDLL) -> None:
+    source, decay, _ = random_inputs(MIXED, sizes)
+    for start, strength in ((0.0, 1.0), (0.9, 0.1)):
+        inputs = [source * sizes[2] ** -0.25, (decay + start).clamp(max=0) * strength, random_states(4, sizes)]
+        found = computed(kernels, MIXED, inputs, sizes, memory, norm=False, states=STATES)
+        wanted = expected(MIXED, inputs, sizes, norm=False, states=STATES)
+        for name, value, want in zip(("output", "final states", "vectors", "decay", "initial states"), found, wanted):
+            assert_close(value, want, name)
+
+
+def test_no_number_of_mamba2_depends_on_threads_or_on_other_rows(
+    kernels: ctypes.CDLL, threads: Callable[[int], None]
+) -> None:
+    sizes = (4, 2, 16, 16)
+    inputs = random_inputs(MIXED, sizes)[:2]
+    threads(1)
+    alone = computed(kernels, MIXED, inputs, sizes, norm=False)
+    threads(3)
+    assert all(map(torch.equal, computed(kernels, MIXED, inputs, sizes, norm=False), alone))
+    first = MIXED[:1]
+    (_, num_tokens) = spans_of(first)
+    some = computed(kernels, first, [x[:num_tokens] for x in inputs], sizes, norm=False)
+    assert torch.equal(some[0], alone[0][:num_tokens])
 
 
 @pytest.mark.parametrize("wanted", ["output", "final states"])

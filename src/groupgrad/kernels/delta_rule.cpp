@@ -1,20 +1,14 @@
-// The gated delta rule over rows that may share prompts, and its gradients. Rows are cut into chunks, inside which
-// everything is a matrix product; a state passes from chunk to chunk. Nothing but the output is kept for the gradient,
+// The gated delta rule or Mamba-2 over rows that may share prompts, and their gradients. Rows are cut into chunks, inside
+// which everything is a matrix product; a state passes from chunk to chunk. Mamba-2 writes its values as they are. Nothing but the output is kept for the gradient,
 // which computes the states of a row again. Rows of one prompt are computed one after the other in each head, so no
 // number depends on the threads, and none on the rows beside it.
 
 #include <cmath>
 
-#include "matrices.h"
 #include "memory.h"
+#include "spread.h"
 
 extern "C" {
-
-// Values (tokens, heads, width) wherever they are. `delta_rule.py` mirrors these structures.
-struct Spread {
-    float *data;
-    int64_t token, head, channel;  // strides
-};
 
 // Consecutive tokens behind a prompt of `prompt_length` tokens, or without one. A row that is not behind a prompt begins
 // with state `initial` of those given. The state behind a row is state `final` of those wanted. -1: zeros, not wanted.
@@ -25,7 +19,7 @@ struct RecurrentRow {
 struct DeltaRule {
     int64_t heads, key_heads, key_width, value_width;
     Spread queries, keys, values;
-    const float *decays, *strengths;  // (tokens, heads); of decays the logarithm
+    const float *decays, *strengths;  // (tokens, heads); of decays the logarithm; no strengths: Mamba-2
     const float *initials;            // states (number, heads, key_width, value_width), as all below
     float *outputs, *finals;          // (tokens, heads, value_width), and states
     const float *gradient;            // of the outputs; null: outputs are computed, otherwise the gradients below
@@ -40,50 +34,9 @@ namespace {
 
 constexpr long CHUNK = 64;  // tokens
 
-// Copies tokens from `start` on of a head to rows of `to`.
-void read(const Spread &from, long start, long head, long tokens, long width, const Matrix &to) {
-    const float *data = from.data + start * from.token + head * from.head;
-    if (from.token == 1) {
-        const Matrix across{const_cast<float *>(data), from.channel};
-        return transpose(across, width, tokens, to);
-    }
-    for (long i = 0; i < tokens; i++)
-        for (long d = 0; d < width; d++) to.row(i)[d] = data[i * from.token + d * from.channel];
-}
-
-// Copies rows of `from` to tokens of a head.
-void write(const Matrix &from, long start, long head, long tokens, long width, const Spread &to) {
-    float *data = to.data + start * to.token + head * to.head;
-    if (to.token == 1) return transpose(from, tokens, width, Matrix{data, to.channel});
-    for (long i = 0; i < tokens; i++)
-        for (long d = 0; d < width; d++) data[i * to.token + d * to.channel] = from.row(i)[d];
-}
-
-inline float dot(const float *a, const float *b, long count) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (long i = 0; i < count; i++) sum += a[i] * b[i];
-    return sum;
-}
-
-// Scratch memory of a thread; its rows have space for whole vectors, which stays zero behind a width.
-class Scratch {
-    float *next;
-
-public:
-    explicit Scratch(float *memory) : next(memory) {}
-
-    Matrix take(long rows, long width) {
-        const Matrix matrix{next, stride_of(width)};
-        next += rows * matrix.stride;
-        return matrix;
-    }
-    static long size(long rows, long width) { return rows * stride_of(width); }
-};
-
 // The tokens of a chunk in one head. With S before the chunk, G the sums of the logarithms of decays and b strengths:
 // written U = b (V - e^G K S - B U), output e^G Q S + P U, state behind e^G(end) S + (e^(G(end) - G) K)' U, where B and
-// P are the products of keys and queries with earlier keys, times the decay in between.
+// P are the products of keys and queries with earlier keys, times the decay in between. Mamba-2 writes U = V.
 struct ChunkParts {
     Matrix queries, keys, keys_across, written, raw, between, key_products, query_products;
     float query_factors[CHUNK], key_factors[CHUNK];  // by which their lengths became 1
@@ -94,6 +47,7 @@ struct ChunkParts {
 
 class GatedDeltaRule {
     const DeltaRule &call;
+    const bool is_delta = call.strengths != nullptr;
     const long key_width = call.key_width, value_width = call.value_width, repeat = call.heads / call.key_heads;
     Matrix state, prompt_state, mixed;
     ChunkParts parts;
@@ -220,7 +174,7 @@ private:
         for (long i = 0; i < tokens; i++) {
             const long place = (start + i) * call.heads + head;
             p.sums[i] = sum += call.decays[place];
-            p.strengths[i] = call.strengths[place];
+            if (is_delta) p.strengths[i] = call.strengths[place];
         }
         for (long i = 0; i < tokens; i++) {
             p.since[i] = static_cast<float>(std::exp(p.sums[i]));
@@ -232,7 +186,8 @@ private:
         normalise(p.queries, p.query_factors, call.scale);
         normalise(p.keys, p.key_factors, 1.0f);
         transpose(p.keys, tokens, key_width, p.keys_across);
-        multiply<RESULT_LOWER>(rows_of(p.keys), p.keys_across, tokens, tokens, key_width, p.key_products);
+        if (is_delta)
+            multiply<RESULT_LOWER>(rows_of(p.keys), p.keys_across, tokens, tokens, key_width, p.key_products);
         multiply<RESULT_LOWER>(rows_of(p.queries), p.keys_across, tokens, tokens, key_width, p.query_products);
         for (long i = 0; i < tokens; i++) decay_products(i);
     }
@@ -254,14 +209,16 @@ private:
         for (long j = 0; j <= i; j++) between[j] = static_cast<float>(parts.sums[i] - parts.sums[j]);
         for (long j = 0; j <= i; j += LANES) store(between + j, exponential(load(between + j)));
         for (long j = 0; j <= i; j++) of_query[j] *= between[j];
-        for (long j = 0; j < i; j++) of_key[j] *= between[j];
         std::fill(of_query + i + 1, of_query + CHUNK, 0.0f);
+        if (!is_delta) return;
+        for (long j = 0; j < i; j++) of_key[j] *= between[j];
         std::fill(of_key + i, of_key + CHUNK, 0.0f);
     }
 
     // What the tokens write, of the values and of the state before them.
     void read_values(long head) {
         ChunkParts &p = parts;
+        if (!is_delta) return read(call.values, p.start, head, p.tokens, value_width, p.written);
         multiply<FULL>(rows_of(p.keys), state, p.tokens, value_width, key_width, mixed);
         read(call.values, p.start, head, p.tokens, value_width, p.raw);
         for (long i = 0; i < p.tokens; i++)
@@ -310,7 +267,7 @@ private:
             copy(state, states.from(chunk * key_width));
             prepare(row.start + chunk * CHUNK, std::min<long>(CHUNK, row.length - chunk * CHUNK), head);
             read_values(head);
-            std::memcpy(raws.row(chunk * CHUNK), parts.raw.data, CHUNK * raws.stride * sizeof(float));
+            if (is_delta) std::memcpy(raws.row(chunk * CHUNK), parts.raw.data, CHUNK * raws.stride * sizeof(float));
             if (to_end || chunk + 1 < chunks(row.length)) write_into_state();
         }
     }
@@ -320,7 +277,8 @@ private:
         for (long chunk = chunks(row.length) - 1; chunk >= 0; chunk--) {
             prepare(row.start + chunk * CHUNK, std::min<long>(CHUNK, row.length - chunk * CHUNK), head);
             const Matrix raw = raws.from(chunk * CHUNK), before = states.from(chunk * key_width);
-            for (long i = 0; i < parts.tokens; i++)
+            if (!is_delta) read_values(head);
+            for (long i = 0; is_delta && i < parts.tokens; i++)
                 for (long v = 0; v < value_width; v++)
                     parts.written.row(i)[v] = parts.strengths[i] * raw.row(i)[v];
             add_chunk(raw, before, head);
@@ -340,22 +298,24 @@ private:
         of_written.scale_rows(p.tokens, value_width, p.until);
         const Factor reading = columns_of(p.query_products);
         multiply<UPPER>(reading, of_outputs, p.tokens, value_width, p.tokens, of_written, Into::ADD);
-        solve_back();
-        for (long i = 0; i < p.tokens; i++)
+        if (is_delta) solve_back();
+        for (long i = 0; is_delta && i < p.tokens; i++)
             call.of_strengths[(p.start + i) * call.heads + head] = dot(of_written.row(i), raw.row(i), value_width);
-        write(of_raw, p.start, head, p.tokens, value_width, call.of_values);
+        write(is_delta ? of_raw : of_written, p.start, head, p.tokens, value_width, call.of_values);
         // Of queries and keys, by the states before and behind.
         multiply<FULL>(rows_of(of_outputs), state_across, p.tokens, key_width, value_width, of_queries);
         of_queries.scale_rows(p.tokens, key_width, p.since);
-        multiply<FULL>(rows_of(of_raw), state_across, p.tokens, key_width, value_width, of_keys);
+        if (is_delta) multiply<FULL>(rows_of(of_raw), state_across, p.tokens, key_width, value_width, of_keys);
         multiply<FULL>(rows_of(p.written), of_state_across, p.tokens, key_width, value_width, other);
         for (long i = 0; i < p.tokens; i++) {
             float *of_key = of_keys.row(i), *by_end = other.row(i);
             const double ended = p.until[i] * dot(p.keys.row(i), by_end, key_width);
             of_sums[i] += dot(p.queries.row(i), of_queries.row(i), key_width);
-            of_sums[i] -= p.since[i] * dot(p.keys.row(i), of_key, key_width) + ended;
+            of_sums[i] -= ended;
             of_end += ended;
-            for (long d = 0; d < key_width; d++) of_key[d] = p.until[i] * by_end[d] - p.since[i] * of_key[d];
+            if (is_delta) of_sums[i] -= p.since[i] * dot(p.keys.row(i), of_key, key_width);
+            for (long d = 0; d < key_width; d++)
+                of_key[d] = p.until[i] * by_end[d] - (is_delta ? p.since[i] * of_key[d] : 0.0f);
         }
         add_products(of_sums);
         put_gradients(of_sums, of_end, head);
@@ -393,23 +353,26 @@ private:
         ChunkParts &p = parts;
         const long tokens = p.tokens;
         multiply<RESULT_LOWER>(rows_of(of_outputs), written_across, tokens, tokens, value_width, of_query_products);
-        multiply<RESULT_LOWER>(rows_of(of_raw), written_across, tokens, tokens, value_width, of_key_products);
+        if (is_delta)
+            multiply<RESULT_LOWER>(rows_of(of_raw), written_across, tokens, tokens, value_width, of_key_products);
         for (long i = 0; i < tokens; i++) {
             float *of_query = of_query_products.row(i), *of_key = of_key_products.row(i);
             const float *query = p.query_products.row(i), *key = p.key_products.row(i), *between = p.between.row(i);
             float along[CHUNK];
             double sum = 0.0;
-            for (long j = 0; j < i; j++) along[j] = of_query[j] * query[j] - of_key[j] * key[j];
+            for (long j = 0; j < i; j++) along[j] = of_query[j] * query[j] - (is_delta ? of_key[j] * key[j] : 0.0f);
             for (long j = 0; j < i; j++) sum += along[j];
             for (long j = 0; j < i; j++) of_sums[j] -= along[j];
             of_sums[i] += sum;
             for (long j = 0; j <= i; j++) of_query[j] *= between[j];
-            for (long j = 0; j < i; j++) of_key[j] *= -between[j];
             std::fill(of_query + i + 1, of_query + CHUNK, 0.0f);
+            if (!is_delta) continue;
+            for (long j = 0; j < i; j++) of_key[j] *= -between[j];
             std::fill(of_key + i, of_key + CHUNK, 0.0f);
         }
         multiply<LOWER>(rows_of(of_query_products), p.keys, tokens, key_width, tokens, of_queries, Into::ADD);
         multiply<UPPER>(columns_of(of_query_products), p.queries, tokens, key_width, tokens, of_keys, Into::ADD);
+        if (!is_delta) return;
         multiply<LOWER>(rows_of(of_key_products), p.keys, tokens, key_width, tokens, of_keys, Into::ADD);
         multiply<UPPER>(columns_of(of_key_products), p.keys, tokens, key_width, tokens, of_keys, Into::ADD);
     }
@@ -453,9 +416,10 @@ private:
     void pass_back() {
         ChunkParts &p = parts;
         of_outputs.scale_rows(p.tokens, value_width, p.since);
-        of_raw.scale_rows(p.tokens, value_width, p.since);
         of_state.scale(key_width, value_width, p.kept);
         multiply<FULL>(columns_of(p.queries), of_outputs, key_width, value_width, p.tokens, of_state, Into::ADD);
+        if (!is_delta) return;
+        of_raw.scale_rows(p.tokens, value_width, p.since);
         multiply<FULL>(columns_of(p.keys), of_raw, key_width, value_width, p.tokens, of_state, Into::SUBTRACT);
     }
 };

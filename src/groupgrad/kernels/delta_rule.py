@@ -1,4 +1,4 @@
-"""The gated delta rule over flat tokens by the compiled kernels, with gradients."""
+"""The gated delta rule and Mamba-2 over flat tokens by the compiled kernels, with gradients."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ class _Setting:
     kernels: ctypes.CDLL
     rows: StateRows
     norm: bool
+    scale: float
     parts: tuple[_Part, ...]
     """Queries, keys and values in the only tensor that holds them; empty if they are three tensors."""
 
@@ -108,10 +109,35 @@ def gated_delta_rule(
     are (k, H, Dk, Dv) states with which the continuing rows begin. There are no second derivatives. MemoryError if the
     states of a row do not fit.
     """
+    return _computed(kernels, rows, vectors, (initial, decay, strength), norm, vectors[0].shape[-1] ** -0.5)
+
+
+def mamba2(
+    kernels: ctypes.CDLL,
+    rows: StateRows,
+    vectors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    decay: torch.Tensor,
+    initial: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mamba-2 (arXiv:2405.21060, section 6): the state S (N, P) becomes exp(decay) S + B v', and the output is C' S.
+
+    `vectors` are C and B (T, Hk, N), and v (T, H, P), which is the step times x. Otherwise as `gated_delta_rule`.
+    """
+    return _computed(kernels, rows, vectors, (initial, decay, None), False, 1.0)
+
+
+def _computed(
+    kernels: ctypes.CDLL,
+    rows: StateRows,
+    vectors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    inputs: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None],
+    norm: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     source, parts = _only_source(vectors)
-    setting = _Setting(kernels, rows, norm, parts)
+    setting = _Setting(kernels, rows, norm, scale, parts)
     sources = vectors if source is None else (source,)
-    return _GatedDeltaRule.apply(setting, initial, decay, strength, *sources)  # pyright: ignore[reportReturnType]
+    return _GatedDeltaRule.apply(setting, *inputs, *sources)  # pyright: ignore[reportReturnType]
 
 
 def _only_source(vectors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, tuple[_Part, ...]]:
@@ -146,7 +172,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         setting: _Setting,
         initial: torch.Tensor | None,
         decay: torch.Tensor,
-        strength: torch.Tensor,
+        strength: torch.Tensor | None,
         *sources: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = [None if x is None else x.contiguous() for x in (initial, decay, strength)]
@@ -211,7 +237,7 @@ def _call(
         decays=_address(decay),
         strengths=_address(strength),
         initials=_address(initial),
-        scale=query.shape[-1] ** -0.5,
+        scale=setting.scale,
         epsilon=EPSILON if setting.norm else -1.0,
         **more,
     )

@@ -68,9 +68,7 @@ FAMILIES = (
         norm="NemotronHRMSNorm",
         grouped_norm="NemotronHRMSNormGated",
     ),
-    Family(
-        "bamba", hybrid_lm="BambaForCausalLM", norm="BambaRMSNorm", mlp="BambaMLP", grouped_norm="BambaRMSNormGated"
-    ),
+    Family("bamba", hybrid_lm="BambaForCausalLM", norm="BambaRMSNorm", mlp="BambaMLP", grouped_norm="BambaRMSNormGated"),
     Family("lfm2", hybrid_lm="Lfm2ForCausalLM", norm="Lfm2RMSNorm", mlp="Lfm2MLP"),
     Family("lfm2_moe", norm="Lfm2MoeRMSNorm", mlp="Lfm2MoeMLP"),
     Family("gemma2", logit_effects={"final_logit_softcapping": "cap"}),

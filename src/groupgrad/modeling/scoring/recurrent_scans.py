@@ -164,15 +164,28 @@ def mamba2_scan(
     """
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(_state_dtype(dt))
-    kernels = _step_kernels(recurrence, hidden_states, dt, B, C)
-    if kernels is not None:
-        decay, x = (dt * A).exp()[0, ..., None], hidden_states[0] * dt[0, ..., None]
-        output = state_step(kernels, recurrence.states_in_place(), C[0], B[0], x, decay)[None]
-        return output if D is None else output + hidden_states * D[:, None]
-    chunks = recurrence.chunks(hidden_states.device)
-    groups = hidden_states.shape[2] // B.shape[2]
-    x = _chunked(chunks, hidden_states.to(dt.dtype) * dt[..., None])
-    b, c, g = _chunked(chunks, B), _chunked(chunks, C), _chunked(chunks, (dt * A)[..., None])
+    x, log_decay = hidden_states.to(dt.dtype) * dt[..., None], dt * A
+    if (kernels := _step_kernels(recurrence, x, log_decay, B, C)) is not None:
+        decay = log_decay.exp()[0, ..., None]
+        output = state_step(kernels, recurrence.states_in_place(), C[0], B[0], x[0], decay)[None]
+    elif (kernels := _compiled_rows(x, log_decay, B, C)) is not None:
+        initial = recurrence.initial_states(partial(_zero_states, B, x))
+        vectors = (C[0], B[0], x[0])
+        rows, finals = delta_rule.mamba2(kernels, recurrence.state_rows, vectors, log_decay[0], initial)
+        recurrence.keep_states(finals)
+        output = rows[None]
+    else:
+        output = _mamba2_by_chunks(recurrence, x, B, C, log_decay)
+    return output if D is None else output + hidden_states * D[:, None]
+
+
+def _mamba2_by_chunks(
+    recurrence: Recurrence, x: torch.Tensor, B: torch.Tensor, C: torch.Tensor, log_decay: torch.Tensor
+) -> torch.Tensor:
+    """`mamba2_scan` without D by PyTorch; x (1, T, H, P) are multiplied with the steps dt."""
+    chunks = recurrence.chunks(x.device)
+    groups = x.shape[2] // B.shape[2]
+    x, b, c, g = (_chunked(chunks, tensor) for tensor in (x, B, C, log_decay[..., None]))
 
     def prepare(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
         b, c, decay = _repeated(b, groups), _repeated(c, groups), g.squeeze(-1).cumsum(-1)
@@ -187,8 +200,7 @@ def mamba2_scan(
         return inside + from_state @ state, state * kept + added
 
     output = recurrence.scan(chunks, lambda n: x.new_zeros(n, x.shape[1], b.shape[-1], x.shape[-1]), advance)
-    output = chunks.join(output.transpose(1, 2))[None]
-    return output if D is None else output + hidden_states * D[:, None]
+    return chunks.join(output.transpose(1, 2))[None]
 
 
 def mamba_scan(
@@ -266,7 +278,7 @@ def _delta_rule(
 
 
 def _zero_states(key: torch.Tensor, value: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """(n, H, Dk, Dv) states of a delta rule before the first token."""
+    """(n, H, Dk, Dv) states before the first token."""
     return key.new_zeros(num_rows, value.shape[2], key.shape[-1], value.shape[-1], dtype=_state_dtype(key))
 
 
