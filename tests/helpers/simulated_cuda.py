@@ -104,6 +104,8 @@ class SimulatedTensor(torch.Tensor):
         if Graph.recording is not None and func in _MOVES and any(type(x) is torch.Tensor and x.dim() for x in args):
             _synchronise(f"{func} between devices")
         run = _CUDA_ONLY_OPS.get(func, func)
+        if Graph.recording is not None:
+            Graph.recording.keep_written(func, plain_args, plain_kwargs)
         output = run(*plain_args, **plain_kwargs)
         if Graph.recording is not None:
             Graph.recording.calls.append((run, plain_args, plain_kwargs, output))
@@ -239,6 +241,8 @@ class Graph:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tensors that recorded operations have written to, and what they held before."""
         self.is_broken = False
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
@@ -246,10 +250,21 @@ class Graph:
         assert Stream.current is not Stream.default, "the default stream cannot be captured"
         Graph.recording = self
 
+    def keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keeps what an operation is about to overwrite, since a GPU does not run what it records."""
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                if isinstance(value, torch.Tensor):
+                    self._written.append((value, value.clone()))
+
     def capture_end(self) -> None:
         if Graph.recording is not self:
             raise RuntimeError("no capture is under way")
         Graph.recording = None
+        for tensor, before in reversed(self._written):
+            tensor.copy_(before)
+        self._written = []
         if self.is_broken:
             raise RuntimeError("operation failed due to a previous error during capture")
         Graph.num_recorded += 1

@@ -43,7 +43,8 @@ def by_tokens(
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """(T, H, Dv) outputs, one token after the other, and the final states of rows by their first places.
 
-    `vectors` are query, key, value, log decay and strength (Mamba-2 has none), `given` states that rows begin with, by their first places.
+    `vectors` are query, key, value, log decay and strength (Mamba-2 has none), `given` states that rows begin with, by
+    their first places.
     """
     query, key, value, decay, *strength = vectors
     if norm:
@@ -111,8 +112,8 @@ def computed(
 
 def named(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Log decay, strength and initial states, of which the latter two may be missing."""
-    small = [x for x in inputs[1:] if x.dim() == 2]
-    return small[0], *(small[1:] or [None]), next((x for x in inputs if x.dim() == 4), None)
+    strength, initial = (next((x for x in inputs[2:] if x.dim() == dim), None) for dim in (2, 4))
+    return inputs[1], strength, initial
 
 
 def slopes(output: torch.Tensor) -> torch.Tensor:

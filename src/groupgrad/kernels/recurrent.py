@@ -1,11 +1,13 @@
-"""One token of each row in recurrent layers by the compiled kernels, which update states where they are stored."""
+"""One token of each row in recurrent layers, which updates states where they are stored."""
 
 from __future__ import annotations
 
 import ctypes
 
 import torch
+import torch.nn.functional as F
 
+from groupgrad.kernels.compile import library
 from groupgrad.kernels.delta_rule import EPSILON
 
 
@@ -27,8 +29,13 @@ def can_step(*tensors: torch.Tensor | None) -> bool:
     return all(x is None or (x.dtype == torch.float32 and x.device.type == "cpu") for x in tensors)
 
 
+def step_kernels(*tensors: torch.Tensor | None) -> ctypes.CDLL | None:
+    """The compiled kernels if they can read all these tensors, else None."""
+    return library() if can_step(*tensors) else None
+
+
 def state_step(
-    kernels: ctypes.CDLL,
+    kernels: ctypes.CDLL | None,
     states: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -43,8 +50,11 @@ def state_step(
 
     A state becomes diag(decay) S + k u', where u is v, or strength (v - k' diag(decay) S). Query and key are
     (n, Hk, Dk), where Hk divides H, value is (n, H, Dv), decay (n, H, 1 or Dk), strength (n, H). The query is
-    multiplied by `scale`; with `norm` query and key are divided by their lengths before.
+    multiplied by `scale`; with `norm` query and key are divided by their lengths before. Without kernels PyTorch
+    computes the step on any device, in the type of the states.
     """
+    if kernels is None:
+        return _state_step_by_torch(states, query, key, value, decay, strength, scale=scale, norm=norm)
     query, key, value, decay = (x.contiguous() for x in (query, key, value, decay))
     strength = None if strength is None else strength.contiguous()
     rows, heads, key_width, value_width = states.shape
@@ -70,8 +80,32 @@ def state_step(
     return output
 
 
+def _state_step_by_torch(
+    states: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    strength: torch.Tensor | None,
+    *,
+    scale: float,
+    norm: bool,
+) -> torch.Tensor:
+    vectors = [x.to(states.dtype) for x in (query, key)]
+    if norm:
+        vectors = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in vectors]
+    repeats = states.shape[1] // key.shape[1]
+    query, key = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in vectors)
+    states.mul_(decay.to(states.dtype)[..., None])
+    added = value.to(states.dtype)
+    if strength is not None:
+        added = strength.to(states.dtype)[..., None] * (added - (key[..., None, :] @ states).squeeze(-2))
+    states.addcmul_(key[..., None], added[..., None, :])
+    return ((query * scale)[..., None, :] @ states).squeeze(-2)
+
+
 def convolution_step(
-    kernels: ctypes.CDLL,
+    kernels: ctypes.CDLL | None,
     last: torch.Tensor,
     inputs: torch.Tensor,
     weight: torch.Tensor,
@@ -81,8 +115,15 @@ def convolution_step(
 ) -> torch.Tensor:
     """(n, D) convolutions of `inputs` (n, D) with the last K - 1 ones (n, D, K - 1), contiguous, which move on by one.
 
-    `weight` is (D, K), `bias` (D,). With `gates` the results go through silu.
+    `weight` is (D, K), `bias` (D,). With `gates` the results go through silu. Without kernels PyTorch computes the step
+    on any device.
     """
+    if kernels is None:
+        window = torch.cat([last, inputs[..., None].to(last.dtype)], dim=-1)
+        last.copy_(window[..., 1:])
+        output = (window * weight).sum(-1)
+        output = output if bias is None else output + bias
+        return F.silu(output) if gates else output
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     (rows, channels), width = inputs.shape, weight.shape[1]
     output = inputs.new_empty(rows, channels)

@@ -33,9 +33,9 @@ class Family:
     grouped_norm: str = ""
     """Computes weight * (x / sqrt(mean(x^2) + variance_epsilon)) in groups of x * silu(gate), of x and a gate."""
     hybrid_lm: str = ""
-    """Pre-norm decoder of RMS norms whose layers have a mixer, an MLP, or one after the other. A mixer is the gated delta
-    rule, Mamba-2, a short convolution, or attention, whose gates may lie beside the queries and whose rotary embeddings
-    may turn a part of a head; an MLP is gated or a squared ReLU."""
+    """Pre-norm decoder of RMS norms whose layers have a mixer, an MLP, or one after the other. A mixer is the gated
+    delta rule, Mamba-2, a short convolution, or attention, whose gates may lie beside the queries and whose rotary
+    embeddings may turn a part of a head; an MLP is gated or a squared ReLU."""
     hybrid_decoder: str = ""
     """The same decoder inside a VLM, as above."""
     logit_effects: dict[str, LogitEffect] = field(default_factory=dict)
@@ -68,7 +68,9 @@ FAMILIES = (
         norm="NemotronHRMSNorm",
         grouped_norm="NemotronHRMSNormGated",
     ),
-    Family("bamba", hybrid_lm="BambaForCausalLM", norm="BambaRMSNorm", mlp="BambaMLP", grouped_norm="BambaRMSNormGated"),
+    Family(
+        "bamba", hybrid_lm="BambaForCausalLM", norm="BambaRMSNorm", mlp="BambaMLP", grouped_norm="BambaRMSNormGated"
+    ),
     Family("lfm2", hybrid_lm="Lfm2ForCausalLM", norm="Lfm2RMSNorm", mlp="Lfm2MLP"),
     Family("lfm2_moe", norm="Lfm2MoeRMSNorm", mlp="Lfm2MoeMLP"),
     Family("gemma2", logit_effects={"final_logit_softcapping": "cap"}),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from simulated_cuda import GPU, Graph, SimulatedTensor, Stream, simulated_cuda, to_cuda, with_random_adapters
+from tiny_hybrids import CONFIGS, make_hybrid
 from torch import nn
 
 from groupgrad.engines.base import Request, SamplingOptions
@@ -51,10 +52,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("mistral (sliding window)", {"kv_memory": 300 * 256}),
         ("gpt-oss (experts, sinks)", {}),
         ("gpt2", {}),
+        ("qwen3_5", {}),
+        ("qwen3_5", {"max_rows": 5}),
+        ("nemotron_h", {"kv_memory": 2**17}),
+        ("jamba", {}),
+        ("lfm2", {}),
     ],
 )
 def test_recorded_steps_give_the_same_texts(name: str, bounds: dict[str, int], build, gpu):
-    model = long_context(build, name)
+    model = make_hybrid(name) if name in CONFIGS else long_context(build, name)
     expected = NativeEngine(model).sample(requests(), OPTIONS)
     engine = NativeEngine(to_cuda(model), **bounds)
     actual = engine.sample(requests(), OPTIONS)
@@ -97,7 +103,8 @@ def test_what_a_graph_reads_lives_as_long(gpu):
     record = cuda_graphs.cuda_recorder({GPU})
     assert record is not None
     cast, stored = SimulatedTensor(torch.ones(2, 3)), SimulatedTensor(torch.ones(3))
-    replay: Any = record(lambda: cast.t().mul(2).t().add(stored), [stored])
+    work = lambda: cast.t().mul(2).t().add(stored)  # noqa: E731
+    replay: Any = record(work, [stored], work)
     inputs = [tensor.inner.untyped_storage()._cdata for tensor in replay.inputs]
     assert inputs == [cast.inner.untyped_storage()._cdata]
     assert replay().tolist() == [[3.0] * 3] * 2
@@ -186,7 +193,7 @@ def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
     record = cuda_graphs.cuda_recorder({GPU})
     assert record is not None
     with pytest.raises(RuntimeError, match="previous error during capture"):
-        record(work, ())
+        record(work, (), work)
     assert closed == [(0, (0, 1))]
     assert Stream.current is Stream.default
 

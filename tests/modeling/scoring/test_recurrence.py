@@ -179,50 +179,31 @@ def test_blocks_of_chunks_give_the_gradients_of_all_chunks_at_once(
         torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6 * scale, msg=name)
 
 
+COMPILED_SCANS = ("qwen3_5", "qwen3_next", "olmo_hybrid", "nemotron_h", "granitemoehybrid")
+
+
 @pytest.mark.parametrize("longest", [10**9, 100])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
-def test_the_compiled_delta_rule_gives_the_log_probs_and_gradients_of_pytorch(
+@pytest.mark.parametrize("family", [*COMPILED_SCANS, "jamba", "lfm2", "kimi_linear"])
+def test_compiled_layers_give_the_log_probs_and_gradients_of_pytorch(
     family: str, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With rows whole, and in stretches of at most 100 tokens."""
+    """With rows whole, and in stretches of at most 100 tokens, whose convolutions are PyTorch's."""
     if library() is None:
         pytest.skip(status())
     model, batch, results = make_hybrid(family), batch_of(3), []
     monkeypatch.setattr(stretches, "tokens_per_pass", lambda width: longest)
     monkeypatch.setattr(recurrent_layers, "STRETCH_TOKENS", longest)
     weights = torch.linspace(-1, 2, batch.num_tokens)
-    for by_chunks in (False, True):
+    for is_compiled in (True, False):
         with monkeypatch.context() as patch:
-            if by_chunks:
-                patch.setattr(recurrent_scans, "_compiled_rows", lambda *_: None)
-            else:
+            if not is_compiled:
+                patch.setattr(recurrent_scans, "step_kernels", lambda *_: None)
+            elif family in COMPILED_SCANS:
                 patch.setattr(Recurrence, "scan", None)
+            if is_compiled and longest > batch.num_tokens:
+                patch.setattr(recurrent_scans, "_convolved", None)
             logprobs = score_tokens(model, batch, OPTIONS).logprobs
             results.append({"logprobs": logprobs.detach(), **gradients(model, (weights * logprobs).sum())})
-    compiled, chunked = results
-    torch.testing.assert_close(compiled.pop("logprobs"), chunked.pop("logprobs"), rtol=0, atol=1e-5)
-    scale = max(float(value.abs().max()) for value in chunked.values())
-    for name, value in chunked.items():
-        torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-5 * scale, msg=name)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "jamba", "lfm2", "kimi_linear"])
-def test_compiled_convolutions_give_the_log_probs_and_gradients_of_pytorch(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if library() is None:
-        pytest.skip(status())
-    model, batch, results = make_hybrid(family), batch_of(5), []
-    weights = torch.linspace(-1, 2, batch.num_tokens)
-    for is_compiled in (True, False):
-        monkeypatch.setattr(recurrent_scans, "_compiled_rows", lambda *_: None)
-        if is_compiled:
-            monkeypatch.setattr(recurrent_scans, "_convolved", None)
-        else:
-            monkeypatch.setattr(recurrent_scans, "can_step", lambda *_: False)
-        logprobs = score_tokens(model, batch, OPTIONS).logprobs
-        results.append({"logprobs": logprobs.detach(), **gradients(model, (weights * logprobs).sum())})
-        monkeypatch.undo()
     compiled, plain = results
     torch.testing.assert_close(compiled.pop("logprobs"), plain.pop("logprobs"), rtol=0, atol=1e-5)
     scale = max(float(value.abs().max()) for value in plain.values())

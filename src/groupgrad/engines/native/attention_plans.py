@@ -244,7 +244,7 @@ class DecodePlan:
         self._num_prompt, self._num_suffix = sizes.prompt_size, sizes.suffix_size
 
     @property
-    def recurrence(self) -> Recurrence:
+    def recurrence(self) -> SlotRecurrence:
         """One token of each row, whose states are in the first suffix slots."""
         if self._recurrence is None:
             slab, slots = self._cache.suffixes, list(range(self._num_rows))

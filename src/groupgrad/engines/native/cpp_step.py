@@ -41,7 +41,10 @@ class _Linear(ctypes.Structure):
 class _Recurrent(ctypes.Structure):
     _fields_ = (
         *((name, _Linear) for name in DELTA_LINEARS),
-        *((name, _Pointer) for name in ("convolution", "convolution_bias", "decay_rates", "decay_bias", "skips", "norm")),
+        *(
+            (name, _Pointer)
+            for name in ("convolution", "convolution_bias", "decay_rates", "decay_bias", "skips", "norm")
+        ),
         *((name, _Pointer) for name in ("last_inputs", "states")),
         ("norm_groups", _Number),
         *((name, ctypes.c_float) for name in ("shortest", "longest")),

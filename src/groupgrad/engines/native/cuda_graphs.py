@@ -21,8 +21,9 @@ from groupgrad.engines.native.logits import step_logits
 
 Work = Callable[[], torch.Tensor]
 
-Recorder = Callable[[Work, Iterable[torch.Tensor]], Work]
-"""Takes work and the tensors it reads that have other owners; returns work that replays it."""
+Recorder = Callable[[Work, Iterable[torch.Tensor], Work], Work]
+"""Takes work, the tensors it reads that have other owners, and the same work as a trial that changes nothing else;
+returns work that replays it."""
 
 
 @dataclass(slots=True)
@@ -87,9 +88,15 @@ class StepRecorder:
             plan.drop_masks()
             return step_logits(self._model, ids, positions, plan)
 
+        def trial() -> torch.Tensor:
+            # The first replay writes the same keys and values again, but states would move on twice.
+            with plan.recurrence.trial():
+                return work()
+
         slabs = (self._cache.suffixes, self._cache.prompts)
         stored = [tensor for slab in slabs for pair in slab.tensors.values() for tensor in pair]
-        return RecordedStep(plan, ids, positions, self._record(work, stored))
+        stored += self._cache.suffixes.states
+        return RecordedStep(plan, ids, positions, self._record(work, stored, trial))
 
 
 def cuda_recorder(devices: set[torch.device]) -> Recorder | None:
@@ -102,13 +109,12 @@ def cuda_recorder(devices: set[torch.device]) -> Recorder | None:
     device = next(iter(devices))
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
-    def record(work: Work, owned: Iterable[torch.Tensor]) -> Work:
+    def record(work: Work, owned: Iterable[torch.Tensor], trial: Work) -> Work:
         current = torch.cuda.current_stream(device)
         side.wait_stream(current)
         with torch.cuda.device(device), torch.cuda.stream(side):
-            # Libraries initialise themselves in a first run, which a graph must not contain. The first replay writes
-            # the same keys and values to the cache again.
-            work()
+            # Libraries initialise themselves in a first run, which a graph must not contain.
+            trial()
             replay = _capture(work, pool, _InputCollector(owned))
         current.wait_stream(side)
         return replay

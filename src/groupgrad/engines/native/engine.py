@@ -105,8 +105,7 @@ class NativeEngine:
     def _make_session(self, model: nn.Module, params: SamplingParams, statistics: Statistics) -> NativeSession:
         device, probe = input_device(model), self._probe_of(model)
         devices = {layer.device for layer in probe.layers.values()}
-        # A recorded step would be replayed to warm up, which moves states on.
-        record = self._recorder(devices) if probe.can_record and not probe.states else None
+        record = self._recorder(devices) if probe.can_record else None
         cache, direct = self._make_cache(probe, record is not None), direct_model(model, probe.calls)
         return NativeSession(
             model,

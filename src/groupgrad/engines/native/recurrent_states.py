@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from groupgrad.engines.native.kv_cache import KVSlab, StateShape
-from groupgrad.kernels.recurrent import can_step
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.recurrence import Recurrence, Zeros, inputs_at
 
@@ -63,19 +63,29 @@ class SlotRecurrence(Recurrence):
         in_place = slots == list(range(len(slots)))
         is_decoded = in_place and [(s.slab, s.slots) for s in sources] == [(slab, slots)]
         self._is_in_place = is_decoded and set(lengths) == {1}
-        self._has_plain_states = can_step(*slab.states)
+        self._is_trial = False
         self._num_computed = 0
         self._ends: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     @property
     def is_step(self) -> bool:
-        """True in a decode step whose states are float32 on the CPU."""
-        return self._is_in_place and self._has_plain_states
+        """True in a decode step."""
+        return self._is_in_place
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Inside, decode steps leave the stored states as they are."""
+        self._is_trial = True
+        try:
+            yield
+        finally:
+            self._is_trial = False
 
     def states_in_place(self) -> torch.Tensor:
-        """(n, ...) states of the next layer."""
+        """(n, ...) states of the next layer, or a copy in a trial."""
         self._num_computed += 1
-        return self._slab.states[self._num_computed - 1][: len(self._slots)]
+        states = self._slab.states[self._num_computed - 1][: len(self._slots)]
+        return states.clone() if self._is_trial else states
 
     def begin_pass(self) -> None:
         """The next layer is the first one."""
@@ -118,12 +128,9 @@ class SlotRecurrence(Recurrence):
         self._num_computed += 1
         target = self._slab.states[index]
         slots = torch.tensor(self._slots, device=target.device)
-        if self._is_in_place:
-            initial = target[: len(slots)]
-        else:
-            initial = target.new_zeros(len(slots), *target.shape[1:])
-            for source in self._sources:
-                initial[source.runs] = source.slab.states[index][source.slots]
+        initial = target.new_zeros(len(slots), *target.shape[1:])
+        for source in self._sources:
+            initial[source.runs] = source.slab.states[index][source.slots]
 
         def write(runs: torch.Tensor, states: torch.Tensor) -> None:
             target[slots[runs.to(slots.device)]] = states.to(target.dtype)

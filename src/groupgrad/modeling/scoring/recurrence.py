@@ -175,7 +175,7 @@ class Recurrence:
         return values.new_zeros(len(values), 1)
 
     def states_in_place(self) -> torch.Tensor:
-        """(n, ...) float32 states of the next layer, which the caller computes and updates. For an `is_step` alone."""
+        """(n, ...) states of the next layer, which the caller computes and updates. For an `is_step` alone."""
         raise RuntimeError("only a pass with one token a row has states that can be updated in place")
 
     def chunks(self, device: torch.device, size: int | None = None) -> Chunks:

@@ -7,7 +7,6 @@ the gated delta rule run in the compiled kernels instead.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -15,9 +14,9 @@ import torch
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from groupgrad.kernels import delta_rule, library
+from groupgrad.kernels import delta_rule
 from groupgrad.kernels.convolution import convolution
-from groupgrad.kernels.recurrent import can_step, convolution_step, state_step
+from groupgrad.kernels.recurrent import convolution_step, state_step, step_kernels
 from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Chunks, Prepare, Recurrence, inputs_at
 
 
@@ -31,17 +30,19 @@ def causal_conv1d(
 ) -> torch.Tensor:
     """(1, D, T) depthwise convolution of (1, D, T) over the last K tokens of each row, with weights (D, K)."""
     width = weight.shape[-1]
-    values = hidden_states.to(weight.dtype)
-    kernels = library() if not recurrence.is_cut and can_step(values, weight, bias) else None
-    gates = kernels is not None and activation in ("silu", "swish")
-    if kernels is None:
-        output = _convolved(recurrence, values, weight, bias)
-    elif _is_step(recurrence):
+    values, tokens = hidden_states.to(weight.dtype), hidden_states[0].T.to(weight.dtype)
+    kernels = None if recurrence.is_cut else step_kernels(values, weight, bias)
+    gates = activation in ("silu", "swish")
+    if _is_step(recurrence):
         states = recurrence.states_in_place()
-        output = convolution_step(kernels, states, values[0].T, weight, bias, gates=gates).T[None]
-    else:
+        kernels = step_kernels(states, values, weight, bias)
+        output = convolution_step(kernels, states, tokens, weight, bias, gates=gates).T[None]
+    elif kernels is not None:
         before, heads = recurrence.inputs_before(values[0], width), recurrence.heads(width, values.device)
-        output = convolution(kernels, values[0].T, before.T, heads, weight, bias, gates=gates).T[None]
+        output = convolution(kernels, tokens, before.T, heads, weight, bias, gates=gates).T[None]
+    else:
+        gates = False
+        output = _convolved(recurrence, values, weight, bias)
     if activation is not None and not gates:
         output = _activation(activation)(output)
     return output.to(hidden_states.dtype)
@@ -82,7 +83,7 @@ def gated_delta_rule(
     step = _delta_step(recurrence, query, key, value, g[..., None], beta, use_qk_l2norm_in_kernel)
     if step is not None:
         return step, None
-    kernels = _compiled_rows(query, key, value, g, beta)
+    kernels = step_kernels(query, key, value, g, beta)
     if kernels is not None:
         vectors, norm = (query[0], key[0], value[0]), use_qk_l2norm_in_kernel
         initial = recurrence.initial_states(partial(_zero_states, key, value))
@@ -165,10 +166,11 @@ def mamba2_scan(
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(_state_dtype(dt))
     x, log_decay = hidden_states.to(dt.dtype) * dt[..., None], dt * A
-    if (kernels := _step_kernels(recurrence, x, log_decay, B, C)) is not None:
+    kernels = step_kernels(x, log_decay, B, C)
+    if _is_step(recurrence):
         decay = log_decay.exp()[0, ..., None]
         output = state_step(kernels, recurrence.states_in_place(), C[0], B[0], x[0], decay)[None]
-    elif (kernels := _compiled_rows(x, log_decay, B, C)) is not None:
+    elif kernels is not None:
         initial = recurrence.initial_states(partial(_zero_states, B, x))
         vectors = (C[0], B[0], x[0])
         rows, finals = delta_rule.mamba2(kernels, recurrence.state_rows, vectors, log_decay[0], initial)
@@ -221,20 +223,31 @@ def mamba_scan(
     The state h (E, N) becomes exp(dt A) h + dt B x, and the output is C h + D x, times silu(z). `hidden_states` x, dt
     and z are (1, E, T), A (E, N), B and C (1, N, T), D (E,).
     """
-    chunks = recurrence.chunks(hidden_states.device, 1)
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
     dt = F.softplus(dt) if delta_softplus else dt
-    inputs = (chunks.split(tensor[0].mT)[:, 0].to(_state_dtype(tensor)) for tensor in (dt, hidden_states, B, C))
-    width, x, b, c = inputs
-    steps = chunks.steps(lambda *values: values, width, x, b, c)
+    inputs = [tensor[0].mT.to(_state_dtype(tensor)) for tensor in (dt, hidden_states, B, C)]
 
-    def advance(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        width, x, b, c = next(steps)
+    def step(
+        state: torch.Tensor, width: torch.Tensor, x: torch.Tensor, b: torch.Tensor, c: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         state = (width[..., None] * A).exp() * state + (width * x)[..., None] * b[:, None]
         return (state @ c[..., None]).squeeze(-1), state
 
-    output = recurrence.scan(chunks, lambda n: x.new_zeros(n, x.shape[1], b.shape[1]), advance)
-    output = chunks.join(output[:, None]).mT[None]
+    if _is_step(recurrence):
+        states = recurrence.states_in_place()
+        output, new = step(states, *inputs)
+        states.copy_(new)
+    else:
+        chunks = recurrence.chunks(hidden_states.device, 1)
+        steps = chunks.steps(lambda *values: values, *(chunks.split(tensor)[:, 0] for tensor in inputs))
+        x, b = inputs[1:3]
+
+        def zeros(num_rows: int) -> torch.Tensor:
+            return x.new_zeros(num_rows, x.shape[1], b.shape[1])
+
+        output = recurrence.scan(chunks, zeros, lambda state: step(state, *next(steps)))
+        output = chunks.join(output[:, None])
+    output = output.mT[None]
     output = output if D is None else output + hidden_states * D[:, None]
     return output if z is None else output * F.silu(z)
 
@@ -282,18 +295,9 @@ def _zero_states(key: torch.Tensor, value: torch.Tensor, num_rows: int) -> torch
     return key.new_zeros(num_rows, value.shape[2], key.shape[-1], value.shape[-1], dtype=_state_dtype(key))
 
 
-def _step_kernels(recurrence: Recurrence, *tensors: torch.Tensor | None) -> ctypes.CDLL | None:
-    """The compiled kernels if the flat tokens are one token of each row, whose states they can update in place."""
-    return library() if _is_step(recurrence) and can_step(*tensors) else None
-
-
 def _is_step(recurrence: Recurrence) -> bool:
+    """True if the flat tokens are one token of each row, whose states are updated in place."""
     return recurrence.is_step and not torch.is_grad_enabled()
-
-
-def _compiled_rows(*tensors: torch.Tensor) -> ctypes.CDLL | None:
-    """The compiled kernels if they can compute all tokens of rows from these tensors."""
-    return library() if can_step(*tensors) else None
 
 
 def _delta_step(
@@ -306,12 +310,11 @@ def _delta_step(
     norm: bool,
 ) -> torch.Tensor | None:
     """Outputs of a delta rule for one token of each row; None where they are computed by chunks."""
-    kernels = _step_kernels(recurrence, query, key, value, decay, beta)
-    if kernels is None:
+    if not _is_step(recurrence):
         return None
+    kernels, states = step_kernels(query, key, value, decay, beta), recurrence.states_in_place()
     token = query[0], key[0], value[0], decay[0].exp(), beta[0]
-    scale = query.shape[-1] ** -0.5
-    return state_step(kernels, recurrence.states_in_place(), *token, scale=scale, norm=norm)[None]
+    return state_step(kernels, states, *token, scale=query.shape[-1] ** -0.5, norm=norm)[None].to(query.dtype)
 
 
 @cache
