@@ -25,7 +25,7 @@ OPTIONS = SamplingOptions(max_new_tokens=70, eos_ids=(1,), pad_id=0)
 
 
 def requests() -> list[Request]:
-    return [Request(PROMPTS[i // 6], i, 4 + 6 * (i % 12)) for i in range(24)]
+    return [Request(PROMPTS[i // 6], i, 4 + 3 * (i % 12)) for i in range(24)]
 
 
 def long_context(build: Callable[..., Any], name: str) -> Any:
@@ -53,7 +53,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("gpt-oss (experts, sinks)", {}),
         ("gpt2", {}),
         ("qwen3_5", {}),
-        ("qwen3_5", {"max_rows": 5}),
         ("nemotron_h", {"kv_memory": 2**17}),
         ("jamba", {}),
         ("lfm2", {}),
