@@ -14,11 +14,13 @@ from simulated_cuda import SimulatedTensor, simulated_cuda, to_cuda
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP, Lfm2RMSNorm
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeMLP, Lfm2MoeRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm, NemotronHRMSNormGated
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridRMSNormGated
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -62,6 +64,7 @@ def test_numbers_and_gradients_are_those_of_float64(kind: Any):
 HYBRID_PARTS: list[Any] = [
     *(Qwen3_5RMSNorm, Qwen3_5RMSNormGated, Qwen3_5MLP, OlmoHybridRMSNormGated),
     *(Lfm2RMSNorm, Lfm2MLP, Lfm2MoeRMSNorm, Lfm2MoeMLP),
+    *(NemotronHRMSNorm, NemotronHRMSNormGated, BambaRMSNormGated),
 ]
 
 
@@ -69,12 +72,16 @@ HYBRID_PARTS: list[Any] = [
 @pytest.mark.parametrize("kind", HYBRID_PARTS)
 def test_parts_of_hybrids_have_the_numbers_and_gradients_of_the_modules(kind: Any, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
-    if kind.__name__.startswith("Lfm2"):
+    if kind in (NemotronHRMSNormGated, BambaRMSNormGated):
+        config = None
+    elif kind.__name__.startswith("Lfm2"):
         config: Any = transformers.Lfm2Config(hidden_size=48, intermediate_size=40)
     else:
         config = transformers.Qwen3_5TextConfig(hidden_size=48, intermediate_size=40)
     if kind.__name__.endswith("MLP"):
         module = kind(config) if kind is Lfm2MLP else kind(config, 40)
+    elif config is None:
+        module = kind(48, group_size=16 if kind is NemotronHRMSNormGated else 48, eps=1e-5)
     else:
         module = kind(48, eps=1e-5)
     for parameter in module.parameters():

@@ -435,8 +435,10 @@ int groupgrad_delta_rule(const DeltaRule *call, const RecurrentRow *rows, const 
     long longest = 0;
     for (const RecurrentRow *row = rows; row < rows + bounds[groups]; row++)
         longest = std::max<long>(longest, row->length);
-    const long each = GatedDeltaRule::scratch_size(*call, longest), repeat = call->heads / call->key_heads;
-    const long tasks = groups * call->key_heads;
+    const long each = GatedDeltaRule::scratch_size(*call, longest);
+    // Gradients of keys are summed over the heads that share them, one after the other.
+    const long repeat = call->gradient ? call->heads / call->key_heads : 1, parts = call->heads / repeat;
+    const long tasks = groups * parts;
     threads = static_cast<int>(std::min<long>(threads, tasks));
     Memory memory(threads * each);
     if (!memory.is_there()) return 1;
@@ -446,10 +448,10 @@ int groupgrad_delta_rule(const DeltaRule *call, const RecurrentRow *rows, const 
         GatedDeltaRule rule(*call, longest, scratch + omp_get_thread_num() * each);
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < tasks; task++) {
-            const long group = task / call->key_heads, key_head = task % call->key_heads;
+            const long group = task / parts, part = task % parts;
             const RecurrentRow *first = rows + bounds[group];
             const long count = bounds[group + 1] - bounds[group];
-            for (long head = key_head * repeat; head < (key_head + 1) * repeat; head++)
+            for (long head = part * repeat; head < (part + 1) * repeat; head++)
                 call->gradient ? rule.add_gradients(first, count, head) : rule.compute(first, count, head);
         }
     }

@@ -31,7 +31,8 @@ class Family:
     gated_norm: str = ""
     """Computes weight * (x / sqrt(mean(x^2) + variance_epsilon)) * silu(gate) of x and a gate."""
     grouped_norm: str = ""
-    """Computes weight * (x / sqrt(mean(x^2) + variance_epsilon)) in groups of x * silu(gate), of x and a gate."""
+    """Computes weight * (x / sqrt(mean(x^2) + variance_epsilon)) in groups of `group_size` of x * silu(gate), of x and
+    a gate."""
     hybrid_lm: str = ""
     """Pre-norm decoder of RMS norms whose layers have a mixer, an MLP, or one after the other. A mixer is the gated
     delta rule, Mamba-2, a short convolution, or attention, whose gates may lie beside the queries and whose rotary
@@ -71,6 +72,8 @@ FAMILIES = (
     Family(
         "bamba", hybrid_lm="BambaForCausalLM", norm="BambaRMSNorm", mlp="BambaMLP", grouped_norm="BambaRMSNormGated"
     ),
+    Family("granitemoehybrid", norm="GraniteMoeHybridRMSNorm", grouped_norm="GraniteMoeHybridRMSNormGated"),
+    Family("mamba2", norm="Mamba2RMSNorm", grouped_norm="MambaRMSNormGated"),
     Family("lfm2", hybrid_lm="Lfm2ForCausalLM", norm="Lfm2RMSNorm", mlp="Lfm2MLP"),
     Family("lfm2_moe", norm="Lfm2MoeRMSNorm", mlp="Lfm2MoeMLP"),
     Family("gemma2", logit_effects={"final_logit_softcapping": "cap"}),
@@ -84,7 +87,7 @@ FAMILIES = (
     Family("cohere", logit_effects={"logit_scale": "multiply"}),
     Family("granite", logit_effects={"logits_scaling": "divide"}),
     Family("hyperclovax", logit_effects={"logits_scaling": "multiply"}),
-    Family("falcon_h1", logit_effects={"lm_head_multiplier": "multiply"}),
+    Family("falcon_h1", norm="FalconH1RMSNorm", logit_effects={"lm_head_multiplier": "multiply"}),
 )
 
 CAUSAL_LMS = frozenset(family.causal_lm for family in FAMILIES if family.causal_lm)

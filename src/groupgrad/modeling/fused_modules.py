@@ -24,7 +24,15 @@ from torch.autograd import forward_ad
 
 from groupgrad import kernels
 from groupgrad.kernels import layers
-from groupgrad.modeling.families import CAUSAL_LMS, CENTRED_NORMS, GATED_NORMS, MLPS, NORMS, is_transformers_class
+from groupgrad.modeling.families import (
+    CAUSAL_LMS,
+    CENTRED_NORMS,
+    GATED_NORMS,
+    GROUPED_NORMS,
+    MLPS,
+    NORMS,
+    is_transformers_class,
+)
 from groupgrad.modeling.scoring.attention import is_checkpointing
 from groupgrad.modeling.scoring.stretches import STRETCH_TOKENS, is_long
 from groupgrad.modeling.systems.sharding import is_sharded
@@ -186,6 +194,8 @@ def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool) -> _Co
         if type(weight) in _PLAIN_TENSORS and weight.is_cuda:
             return _norm_on_gpu if weight.numel() else None
         return _norm if _is_plain_parameter(weight) else None
+    if kind.__name__ in GROUPED_NORMS:
+        return _grouped_norm if has_kernels and _is_plain_parameter(module.weight) else None
     if kind.__name__ in CENTRED_NORMS | GATED_NORMS:
         if is_dense or not has_kernels or not _is_plain_parameter(module.weight):
             return None
@@ -237,6 +247,19 @@ def _gated_norm(module: Any, input: torch.Tensor, gate: torch.Tensor) -> torch.T
         return None
     normal = _norm(module, input)
     return None if normal is None else layers.gated(library, gate, normal)
+
+
+def _grouped_norm(module: Any, input: torch.Tensor, gate: torch.Tensor) -> torch.Tensor | None:
+    library, weight = kernels.library(), module.weight
+    if library is None or not _is_plain_input(input) or not _is_plain(weight) or not _is_plain(gate):
+        return None
+    if gate.shape != input.shape or input.shape[-1:] != weight.shape:
+        return None
+    gated, width = layers.gated(library, gate, input), module.group_size
+    if width == len(weight):
+        return layers.norm(library, gated, weight, module.variance_epsilon)
+    groups = layers.norm(library, gated.unflatten(-1, (-1, width)), weight.new_ones(width), module.variance_epsilon)
+    return groups.flatten(-2) * weight
 
 
 def _norm(module: Any, input: torch.Tensor) -> torch.Tensor | None:

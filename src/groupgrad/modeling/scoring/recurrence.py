@@ -142,11 +142,6 @@ class Recurrence:
         """True if states of the flat tokens, one for each, can be updated in place (`states_in_place`)."""
         return False
 
-    @property
-    def is_cut(self) -> bool:
-        """True if rows are computed in several calls of a layer, each from the inputs and states of the one before."""
-        return False
-
     def begin_pass(self) -> None:
         """Called before the model computes the tokens."""
 

@@ -31,7 +31,7 @@ def causal_conv1d(
     """(1, D, T) depthwise convolution of (1, D, T) over the last K tokens of each row, with weights (D, K)."""
     width = weight.shape[-1]
     values, tokens = hidden_states.to(weight.dtype), hidden_states[0].T.to(weight.dtype)
-    kernels = None if recurrence.is_cut else step_kernels(values, weight, bias)
+    kernels = step_kernels(values, weight, bias)
     gates = activation in ("silu", "swish")
     if _is_step(recurrence):
         states = recurrence.states_in_place()

@@ -61,11 +61,6 @@ class Stretch(Recurrence):
         """Number of tokens of the stretch."""
         return self._num_tokens
 
-    @property
-    def is_cut(self) -> bool:
-        """True, so that convolutions run in PyTorch."""
-        return True
-
     def begin_layer(self, carried: Carried) -> None:
         """Called before a layer computes the stretch. `carried` is empty for its first one, and is added to."""
         self._carried, self._num_computed = carried, 0
