@@ -74,10 +74,8 @@ class LayerModules:
     def all_modules(self) -> list[Any]:
         """The layer's norms, linear layers and convolutions."""
         modules = [module for module in self.modules.values() if module is not None]
-        if self.recurrent is not None:
-            names = _RECURRENT_MODULES[recurrent_kind(self.recurrent)]
-            modules += [getattr(self.recurrent, name) for name in names]
-        return modules
+        kind = None if self.recurrent is None else recurrent_kind(self.recurrent)
+        return modules + [getattr(self.recurrent, name) for name in (_RECURRENT_MODULES[kind] if kind else ())]
 
 
 @dataclass(slots=True, frozen=True)
