@@ -13,8 +13,15 @@ def nearest(value: object, choices: Iterable[str]) -> str | None:
     return by_lower_case[matches[0]] if matches else None
 
 
+def did_you_mean(
+    value: object, choices: Iterable[str], *, before: str = "", after: str = "", otherwise: str = ""
+) -> str:
+    """Asks whether the most similar choice was meant, between `before` and `after`; `otherwise` if none is similar."""
+    similar = nearest(value, choices)
+    return f"{before}did you mean {similar!r}?{after}" if similar else otherwise
+
+
 def with_nearest(names: Iterable[str], known: Iterable[str]) -> str:
     """Lists unknown names in quotes, each with the known one that is spelled most like it."""
     known = list(known)
-    similar = {name: nearest(name, known) for name in names}
-    return ", ".join(repr(name) + (f" (did you mean {near!r}?)" if near else "") for name, near in similar.items())
+    return ", ".join(repr(name) + did_you_mean(name, known, before=" (", after=")") for name in names)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from groupgrad.cli.command_parser import refuse
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean
 
 PROFILES: dict[str, Path] = {path.stem: path for path in sorted((Path(__file__).parent / "profiles").glob("*.yaml"))}
 """Name of a profile -> accelerate's configuration file."""
@@ -101,7 +101,6 @@ def _profile(name: str) -> Path:
     if name in PROFILES:
         return PROFILES[name]
     if not Path(name).is_file():
-        similar = nearest(name, PROFILES)
-        hint = f"did you mean {similar!r}?" if similar else f"the profiles are {', '.join(PROFILES)}"
+        hint = did_you_mean(name, PROFILES, otherwise=f"the profiles are {', '.join(PROFILES)}")
         raise ValueError(f"--accelerate-config {name} is neither a profile nor a file; {hint}")
     return Path(name)

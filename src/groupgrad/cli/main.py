@@ -12,7 +12,7 @@ from typing import NamedTuple
 from groupgrad._version import __version__
 from groupgrad.cli.command_parser import EXIT_CODES, codes_in_words
 from groupgrad.cli.launch import start_processes
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean
 
 
 class Command(NamedTuple):
@@ -85,8 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        similar = nearest(name, COMMANDS)
-        hint = f"; did you mean {similar!r}?" if similar else ""
+        hint = did_you_mean(name, COMMANDS, before="; ")
         print(f"groupgrad: error: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr, end="")
         return 2
     if name == "train" and (status := start_processes(rest)) is not None:

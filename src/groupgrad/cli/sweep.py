@@ -16,7 +16,7 @@ import yaml
 
 from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.errors import OutputDirInUse
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean
 from groupgrad.sweep.choices import number
 from groupgrad.sweep.plan import SweepPlan, arm_name, merged, read_plan
 from groupgrad.sweep.store import FILE, Store
@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
                     raise ValueError(f"{flag} belongs to `groupgrad sweep FILE`, not to {arguments.what}")
             return _act(arguments)
         if arguments.folder is not None:
-            similar = nearest(arguments.what, ACTIONS)
-            hint = f"; did you mean {similar!r}?" if similar else f"; there are {', '.join(ACTIONS)}"
+            others = f"; there are {', '.join(ACTIONS)}"
+            hint = did_you_mean(arguments.what, ACTIONS, before="; ", otherwise=others)
             raise ValueError(f"there is no action {arguments.what!r}{hint}")
         if arguments.set or arguments.from_weights:
             raise ValueError("--set and --from-weights belong to clone; change the file to change the sweep")

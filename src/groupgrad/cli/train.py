@@ -28,7 +28,7 @@ from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED, CheckpointError, Checkpo
 from groupgrad.modeling.model_names import check_model_name
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.model_loading import hub_kwargs
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean
 
 _ADAPTER_FLAGS: dict[str, dict[str, str]] = {
     "lora": {
@@ -162,8 +162,7 @@ def load_reward(name: str) -> Callable[..., Any]:
         return REWARD_FUNCTIONS[name]
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name:
-        similar = nearest(name, REWARD_FUNCTIONS)
-        hint = f"; did you mean {similar!r}?" if similar else ""
+        hint = did_you_mean(name, REWARD_FUNCTIONS, before="; ")
         raise ValueError(
             f"there is no built-in reward function {name!r}{hint}. Built in are {', '.join(REWARD_FUNCTIONS)}; "
             f"your own are given as module.function"

@@ -30,7 +30,7 @@ from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged, without_effect
 from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.vllm_params import STRUCTURE, shaping
-from groupgrad.spelling import nearest, with_nearest
+from groupgrad.spelling import did_you_mean, with_nearest
 
 _RETURNED = "the trainer decides what the sampler returns"
 _TOKEN_BY_TOKEN = "completions are sampled token by token from the policy alone"
@@ -176,8 +176,7 @@ def unknown_scheduler_kwargs(c: GRPOSettings) -> str | None:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     unknown = next((key for key in kwargs if key not in known), None)
     if unknown is not None and not takes_all:
-        similar = nearest(unknown, known)
-        hint = f"did you mean {similar!r}? " if similar else ""
+        hint = did_you_mean(unknown, known, after=" ")
         return f"{unknown!r}, which the scheduler {name!r} does not know: {hint}It takes {', '.join(known) or 'none'}"
     return _scheduler_failure(name, kwargs)
 

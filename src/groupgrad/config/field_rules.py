@@ -23,7 +23,7 @@ from transformers.training_args import OptimizerNames
 
 from groupgrad.objectives import Aggregation, LossType, MismatchMode, RatioLevel, ScaleRewards
 from groupgrad.rewards.supervision import FailureAction
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean
 
 
 @dataclass(slots=True, frozen=True)
@@ -239,8 +239,7 @@ def field_problem(name: str, value: Any) -> str | None:
 
 
 def _not_among(name: str, value: Any, known: Sequence[str]) -> str:
-    similar = nearest(value, known)
-    hint = f"did you mean {similar!r}? " if similar else ""
+    hint = did_you_mean(value, known, after=" ")
     return f"{name}={value!r} is not known: {hint}Set it to one of {', '.join(known)}"
 
 

@@ -8,7 +8,7 @@ from groupgrad.config import conditions
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp
 from groupgrad.config.rule import Rule
 from groupgrad.config.settings import GRPOSettings, mapping
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 """Optimizers of torch, whose updates work number by number, so that a rank can update its shards alone."""
@@ -40,8 +40,7 @@ def _unknown_keys(c: GRPOSettings) -> str:
     texts = []
     for key, value in fsdp_settings(c).items():
         if key not in (*_KEYS, *_INERT, *_XLA, "xla_fsdp_settings"):
-            similar = nearest(key, _KEYS)
-            texts.append(f"{key!r} ({f'did you mean {similar!r}?' if similar else f'{value!r}'})")
+            texts.append(f"{key!r} ({did_you_mean(key, _KEYS, otherwise=repr(value))})")
     return ", ".join(texts)
 
 

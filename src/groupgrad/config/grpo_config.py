@@ -22,7 +22,7 @@ from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.text_values import parse_texts
 from groupgrad.errors import ConfigError
 from groupgrad.modeling.systems.extension_lock import bound_waits
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean
 
 
 @dataclass(repr=False)
@@ -41,8 +41,7 @@ class GRPOConfig(GRPOSettings):
         known = inspect.signature(cls.__init__).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         for name in () if takes_all else kwargs.keys() - known:
-            similar = nearest(name, known)
-            hint = f"did you mean {similar!r}?" if similar else "take it out"
+            hint = did_you_mean(name, known, otherwise="take it out")
             if hasattr(GenerationConfig(), name):
                 hint = f"it is an option of sampling, set generation_kwargs={{{name!r}: {kwargs[name]!r}}}"
             raise TypeError(f"{cls.__name__} has no setting {name!r} ({name}={kwargs[name]!r}): {hint}")

@@ -20,10 +20,10 @@ from groupgrad.config.field_rules import (
     POSITIVE,
     Range,
     is_number,
-    nearest,
     range_problem,
 )
 from groupgrad.config.settings import GRPOSettings, mapping
+from groupgrad.spelling import did_you_mean
 
 _NUMBERS: dict[str, tuple[Range, str]] = {
     "min_new_tokens": (COUNT_OR_ZERO, "it counts tokens"),
@@ -153,8 +153,7 @@ def _attention_problem(name: Any) -> str | None:
     known = ["eager", *AttentionInterface().valid_keys()]
     if not isinstance(name, str) or "/" in name or name in known or name.removeprefix("paged|") in known:
         return None
-    similar = nearest(name, known)
-    hint = f"did you mean {similar!r}? " if similar else ""
+    hint = did_you_mean(name, known, after=" ")
     known = [text for text in known if not text.startswith(("paged|", "groupgrad"))]
     return f"attn_implementation={name!r}, which is not known: {hint}Set it to one of {', '.join(known)}"
 

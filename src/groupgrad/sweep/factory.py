@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from groupgrad.config import GRPOConfig
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean
 from groupgrad.sweep.sharing import RewardCache, cached_functions
 from groupgrad.trainer import GRPOTrainer
 
@@ -53,8 +53,7 @@ class ScriptArms:
         fields, objects = self._split(settings)
         unknown = next((name for name in fields if name not in GRPOConfig.__dataclass_fields__), None)
         if unknown is not None:
-            similar = nearest(unknown, GRPOConfig.__dataclass_fields__)
-            hint = f"; did you mean {similar!r}?" if similar else ""
+            hint = did_you_mean(unknown, GRPOConfig.__dataclass_fields__, before="; ")
             raise ValueError(f"unknown field {unknown!r}{hint}")
         for name, label in objects.items():
             if name in self._labelled and label not in (None, *self._labelled[name]) and name != "model":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupgrad import compat
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean
 from groupgrad.sweep.choices import Choices, number, read_choices
 from groupgrad.sweep.store import Arm
 
@@ -211,8 +211,7 @@ def _read_halving(given: Any) -> Halving | None:
 def _known(where: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for key in given:
         if key not in known:
-            similar = nearest(str(key), known)
-            hint = f"; did you mean {similar!r}?" if similar else f"; there are {', '.join(known)}"
+            hint = did_you_mean(key, known, before="; ", otherwise=f"; there are {', '.join(known)}")
             raise ValueError(f"{where} has the unknown key {key!r}{hint}")
 
 

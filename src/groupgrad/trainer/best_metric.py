@@ -10,7 +10,7 @@ from groupgrad.config import GRPOConfig
 from groupgrad.rewards.call_inputs import TRAINER_METRIC_PREFIXES, TRAINER_METRICS
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean
 from groupgrad.types import FinishReason
 
 _ALWAYS = (
@@ -59,8 +59,7 @@ def check_best_metric(
         return
     name = names[0]
     is_reserved = name in TRAINER_METRICS or name.startswith(TRAINER_METRIC_PREFIXES)
-    similar = nearest(name, known)
-    hint = f"did you mean {similar!r}? " if similar else ""
+    hint = did_you_mean(name, known, after=" ")
     if is_reserved or not (is_open or rewards.may_log_metrics):
         raise ValueError(
             f"metric_for_best_model={wanted!r} is no metric of this run's evaluations: {hint}Set it to 'reward', "

@@ -60,7 +60,7 @@ from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import ExperienceCollector
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean
 from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.completions_upload import CompletionsUpload
 from groupgrad.telemetry.progress import bars_on_terminals_only
@@ -293,8 +293,7 @@ def _warn_of_unread_kwargs(config: GRPOConfig, policy: PolicyBundle) -> None:
     words = set(re.findall(r"\w+", text))
     for key, value in mapping(config.chat_template_kwargs).items():
         if text and key not in words and not is_processor(policy.processing_class):
-            similar = nearest(key, words)
-            hint = f"; did you mean {similar!r}?" if similar else ""
+            hint = did_you_mean(key, words, before="; ")
             warnings.warn(f"chat_template_kwargs has {key}={value!r}, which the chat template does not read{hint}")
 
 
