@@ -36,7 +36,7 @@ class CountingRows:
 
 
 def sampler(num_rows: int = 10, *, shuffle: bool = True, seed: int = 1, drop_last: bool = False, epoch: int = 0):
-    made = GenerationSampler(num_rows, PLAN, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    made = GenerationSampler(num_rows, PLAN, LoaderOptions(shuffle=shuffle, seed=seed, drop_last=drop_last))
     made.set_epoch(epoch)
     return made
 
@@ -162,7 +162,7 @@ def test_a_stream_brings_rows_ahead_too():
 def test_an_offset_moves_all_rounds_in_the_order_of_all_epochs():
     plain = [row for epoch in range(5) for row in sampler(6, epoch=epoch).order()]
     for offset in (-4, 1, 5, 8):
-        moved = GenerationSampler(6, PLAN, shuffle=True, seed=1, drop_last=False, offset=offset)
+        moved = GenerationSampler(6, PLAN, LoaderOptions(seed=1, offset=offset))
         found = []
         for epoch in (1, 2):
             moved.set_epoch(epoch)

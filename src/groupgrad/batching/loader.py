@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -43,6 +44,23 @@ class MicroBatchKey:
     """At position 0 the rows of the generation batches that are sampled ahead."""
 
 
+@dataclass(slots=True, frozen=True)
+class LoaderOptions:
+    """Options of the data loader."""
+
+    shuffle: bool = True
+    seed: int = 42
+    drop_last: bool = False
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    multiprocessing_context: str | None = None
+    ahead: int = 0
+    """Generation batches to sample ahead, whose rows the first key of each generation batch brings too."""
+    offset: int = 0
+    """Prompts by which a resumed run is further in the data than its steps say; other sizes made them."""
+
+
 class GenerationSampler:
     """Yields the micro-batches of one epoch as indices into the data set.
 
@@ -51,25 +69,14 @@ class GenerationSampler:
     `offset` all generation batches lie that many prompts further, or less far, in the order of all epochs.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        plan: GenerationPlan,
-        *,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-        ahead: int = 0,
-        offset: int = 0,
-    ):
-        self.num_rows, self.plan, self.shuffle, self.seed, self.drop_last = num_rows, plan, shuffle, seed, drop_last
-        self.ahead, self.offset, self.epoch = ahead, offset, 0
+    def __init__(self, num_rows: int, plan: GenerationPlan, options: LoaderOptions):
+        self.num_rows, self.plan, self.options, self.epoch = num_rows, plan, options, 0
 
     @property
     def generations_per_epoch(self) -> int:
         """Generation batches of one epoch."""
         whole, rest = divmod(self.num_rows, self.plan.prompts_per_generation)
-        return whole + (1 if rest and not self.drop_last else 0)
+        return whole + (1 if rest and not self.options.drop_last else 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration takes."""
@@ -84,15 +91,17 @@ class GenerationSampler:
         return indices[:wanted]
 
     def _permutation(self, epoch: int) -> list[int]:
-        if not self.shuffle:
+        if not self.options.shuffle:
             return list(range(self.num_rows))
-        generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
+        # Distinct pairs of seed and epoch give unrelated streams.
+        seed = (self.options.seed * 1_000_003 + epoch * 7_919 + 12_345) % (2**63 - 1)
+        generator = torch.Generator().manual_seed(seed)
         return torch.randperm(self.num_rows, generator=generator).tolist()
 
-    def _shifted(self, later: int = 0) -> list[int]:
+    def _shifted(self, later: int) -> list[int]:
         """Data-set indices of an epoch's generation batches, `offset` prompts further in the order of all epochs."""
         count = self.generations_per_epoch * self.plan.prompts_per_generation
-        start = (self.epoch + later) * count + self.offset
+        start = (self.epoch + later) * count + self.options.offset
         first, skipped = divmod(max(0, start), self.num_rows)
         indices: list[int] = []
         while len(indices) < skipped + count:
@@ -104,14 +113,15 @@ class GenerationSampler:
         return self.generations_per_epoch * self.plan.micro_batches_per_generation
 
     def __iter__(self) -> Iterator[list[SamplerKey]]:
-        order, size = self.order() if self.offset == 0 else self._shifted(), self.plan.prompts_per_generation
+        size, num_ahead, is_shifted = self.plan.prompts_per_generation, self.options.ahead, self.options.offset != 0
+        order: list[int] = []
         # Generation batches that are sampled ahead may belong to later epochs.
-        for later in range(1, 1 + -(-self.ahead // max(1, self.generations_per_epoch))):
-            order += self.order(self.epoch + later) if self.offset == 0 else self._shifted(later)
+        for later in range(1 + -(-num_ahead // max(1, self.generations_per_epoch))):
+            order += self._shifted(later) if is_shifted else self.order(self.epoch + later)
         generations = [tuple(order[start : start + size]) for start in range(0, len(order), size)]
         for number in range(self.generations_per_epoch):
             for position in range(self.plan.micro_batches_per_generation):
-                ahead = tuple(generations[number + 1 : number + 1 + self.ahead]) if position == 0 else ()
+                ahead = tuple(generations[number + 1 : number + 1 + num_ahead]) if position == 0 else ()
                 yield [(self.epoch * self.generations_per_epoch + number, position, generations[number], ahead)]
 
 
@@ -211,23 +221,6 @@ class StreamKeys(torch.utils.data.IterableDataset):
             number += 1
 
 
-@dataclass(slots=True, frozen=True)
-class LoaderOptions:
-    """Options of the data loader."""
-
-    shuffle: bool = True
-    seed: int = 42
-    drop_last: bool = False
-    num_workers: int = 0
-    prefetch_factor: int | None = None
-    persistent_workers: bool = False
-    multiprocessing_context: str | None = None
-    ahead: int = 0
-    """Generation batches to sample ahead, whose rows the first key of each generation batch brings too."""
-    offset: int = 0
-    """Prompts by which a resumed run is further in the data than its steps say; other sizes made them."""
-
-
 def make_train_loader(dataset: Any, plan: GenerationPlan, rank: int, options: LoaderOptions) -> DataLoader:
     """A loader of micro-batch keys for `rank`, over a map-style or an iterable data set.
 
@@ -235,19 +228,10 @@ def make_train_loader(dataset: Any, plan: GenerationPlan, rank: int, options: Lo
     """
     if isinstance(dataset, IterableDataset):
         return DataLoader(StreamKeys(dataset, plan, rank, options), batch_size=None, generator=torch.Generator())
-    sampler = GenerationSampler(
-        len(dataset),
-        plan,
-        shuffle=options.shuffle,
-        seed=options.seed,
-        drop_last=options.drop_last,
-        ahead=options.ahead,
-        offset=options.offset,
-    )
     return GenerationLoader(
         GenerationRows(dataset, plan, rank),
-        batch_sampler=sampler,  # pyright: ignore[reportArgumentType]
-        collate_fn=_only,
+        batch_sampler=GenerationSampler(len(dataset), plan, options),  # pyright: ignore[reportArgumentType]
+        collate_fn=itemgetter(0),
         num_workers=options.num_workers,
         prefetch_factor=options.prefetch_factor,
         persistent_workers=options.persistent_workers and options.num_workers > 0,
@@ -255,12 +239,3 @@ def make_train_loader(dataset: Any, plan: GenerationPlan, rank: int, options: Lo
         # A loader without one draws from the global stream whenever it begins, also in a resumed run.
         generator=torch.Generator(),
     )
-
-
-def _only(items: list[MicroBatchKey]) -> MicroBatchKey:
-    return items[0]
-
-
-def _mix(seed: int, epoch: int) -> int:
-    """A generator seed for (seed, epoch); distinct pairs give unrelated streams."""
-    return (seed * 1_000_003 + epoch * 7_919 + 12_345) % (2**63 - 1)
