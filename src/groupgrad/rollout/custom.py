@@ -6,7 +6,6 @@ import logging
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.data.prompts import PromptMaker
@@ -27,18 +26,6 @@ OPTIONAL = ("env_mask", "logprob_token_ids")
 NAN = float("nan")
 LOGPROB_TOLERANCE = 0.1
 """Largest log-prob (nats) that rounding explains, in bfloat16."""
-
-
-@dataclass(slots=True, frozen=True)
-class _ReturnedRow:
-    """One row of the function's return value."""
-
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float] | None
-    sampled: list[bool] | None
-    """From `env_mask`."""
-    extra: dict[str, Any]
 
 
 class CustomRollouts(RolloutSource):
@@ -92,7 +79,7 @@ class CustomRollouts(RolloutSource):
             for group, row in request.rows_by_group.items()
         }
         return [
-            self._rollout(request.step, row, prompts[row // size], returned_rows[place], place)
+            self._rollout(request.step, row, prompts[row // size], *returned_rows[place], place)
             for row, place in zip(request.rows, selected)
         ]
 
@@ -118,8 +105,13 @@ class CustomRollouts(RolloutSource):
         )
         raise RolloutError(f"rollout_func returned {num_returned} rows for {num_passed} prompts; return {expected}")
 
-    def _read_row(self, columns: Mapping[str, list[Any]], extra: Mapping[str, list[Any]], row: int) -> _ReturnedRow:
-        """One returned row. RolloutError if it is malformed, has ids outside the vocabulary or exceeds the context."""
+    def _read_row(
+        self, columns: Mapping[str, list[Any]], extra: Mapping[str, list[Any]], row: int
+    ) -> tuple[list[int], dict[str, Any]]:
+        """The prompt's ids of a returned row, and the fields of a rollout that it gives.
+
+        RolloutError if it is malformed, has ids outside the vocabulary or exceeds the context.
+        """
         lists = {
             name: _as_list(column[row], name, row)
             for name, column in columns.items()
@@ -136,33 +128,32 @@ class CustomRollouts(RolloutSource):
                 f"rollout_func returned {len(prompt_ids)} prompt_ids and {len(completion_ids)} completion_ids in row "
                 f"{row}, but the model has {max_context} positions for both together; end rollouts earlier"
             )
-        logprobs = sampled = None
+        fields = {"completion_ids": completion_ids, "extra": {name: column[row] for name, column in extra.items()}}
         if "logprobs" in lists:
-            logprobs = _logprobs(lists["logprobs"], lists.get("logprob_token_ids"), completion_ids, row)
+            token_ids = lists.get("logprob_token_ids")
+            fields["sampling_logprobs"] = _logprobs(lists["logprobs"], token_ids, completion_ids, row)
         if "env_mask" in lists:
-            sampled = _env_mask(lists["env_mask"], len(completion_ids), row)
-        extra_values = {name: column[row] for name, column in extra.items()}
-        return _ReturnedRow(prompt_ids, completion_ids, logprobs, sampled, extra_values)
+            fields["sampled"] = _env_mask(lists["env_mask"], len(completion_ids), row)
+        return prompt_ids, fields
 
-    def _rollout(self, step: int, index: int, prompt: Prompt, row: _ReturnedRow, place: int) -> Rollout:
-        ids = row.completion_ids
+    def _rollout(
+        self, step: int, index: int, prompt: Prompt, prompt_ids: list[int], fields: dict[str, Any], place: int
+    ) -> Rollout:
+        ids = fields["completion_ids"]
         try:
-            prompt = replace_ids(prompt, row.prompt_ids)
+            prompt = replace_ids(prompt, prompt_ids)
         except VisionError as error:
             raise RolloutError(f"rollout_func returned prompt_ids for row {place} that do not fit: {error}") from error
         text = self._prompt_maker.tokenizer.decode(ids, skip_special_tokens=True)
         return Rollout(
             prompt=prompt,
             index=index,
-            completion_ids=ids,
             finish_reason="error" if not ids else "eos" if ids[-1] in self._eos_ids else "length",
             trace=None if ids else Trace(0, problem="rollout_func returned an empty completion"),
             completion=[{"role": "assistant", "content": text}] if prompt.is_conversational else text,
             text=text,
-            sampled=row.sampled,
-            sampling_logprobs=row.logprobs,
             policy_version=step,
-            extra=row.extra,
+            **fields,
         )
 
 
