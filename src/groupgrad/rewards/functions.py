@@ -19,7 +19,6 @@ from groupgrad.rewards.call_inputs import (
     ALIASES,
     GROUND_TRUTH_COLUMNS,
     HIDDEN_COLUMNS,
-    STANDARD_ARGUMENTS,
     CallInputs,
     CallLog,
     short_repr,
@@ -48,10 +47,8 @@ class RewardFunction:
 
     def missing(self, columns: Iterable[str]) -> list[str]:
         """Required keywords that rows with these data-set columns do not provide."""
-        columns = set(columns)
-        aliases = {"responses", *(["ground_truths"] if columns.intersection(GROUND_TRUTH_COLUMNS) else [])}
-        provided = {*STANDARD_ARGUMENTS, *(columns - set(HIDDEN_COLUMNS)), *aliases}
-        return [name for name in self.requires if name not in provided]
+        inputs = CallInputs([], {name: [] for name in columns if name not in HIDDEN_COLUMNS})
+        return [name for name in self.requires if name not in (*inputs.names, *inputs.aliases)]
 
     def arguments(self, inputs: CallInputs, log: CallLog) -> dict[str, Any]:
         """Returns copies of the keyword arguments for one call. RewardError if a required one does not exist."""
@@ -118,17 +115,30 @@ def read_rewards(returned: Any, name: str, inputs: CallInputs) -> list[float]:
     row, for anything else, a wrong number of rewards, and an infinite reward.
     """
     values = returned.tolist() if callable(getattr(returned, "tolist", None)) else returned
-    fits = isinstance(values, (list, tuple)) and len(values) == len(inputs.rollouts)
-    rewards = [_as_float(value) for value in values] if fits else []
-    usable = [reward for reward in rewards if reward is not None and not abs(reward) > LARGEST_REWARD]
-    if not fits or len(usable) < len(rewards):
-        problem = _problem(returned, values, inputs)
+    problem, rewards = _wrong_form(returned, values, inputs), list[float]()
+    for row, value in enumerate([] if problem else values):
+        reward = _as_float(value)
+        if reward is None:
+            problem = (
+                f"{short_repr(value)} for {inputs.describe(row)}; return a number, or None where the function does not "
+                "apply"
+            )
+            break
+        if abs(reward) > LARGEST_REWARD:
+            problem = (
+                f"{value!r} for {inputs.describe(row)}; an infinite reward, or one beyond {LARGEST_REWARD:.2g}, makes "
+                "the advantages of its whole group meaningless: return a smaller number, or None where the function "
+                "does not apply"
+            )
+            break
+        rewards.append(reward)
+    if problem:
         raise RewardError(f"reward function '{name}', step {inputs.step}: it returned {problem}")
-    return usable
+    return rewards
 
 
-def _problem(returned: Any, values: Any, inputs: CallInputs) -> str:
-    """The reason for which a return value, whose `tolist()` are the values, is no list of rewards, and a remedy."""
+def _wrong_form(returned: Any, values: Any, inputs: CallInputs) -> str | None:
+    """Why a return value, whose `tolist()` are the values, is no list of one value a row; None if it is one."""
     num_rows = len(inputs.rollouts)
     if isinstance(returned, (torch.Tensor, np.ndarray)) and returned.ndim != 1:
         return f"an array of shape {tuple(returned.shape)}; return shape ({num_rows},)"
@@ -139,20 +149,7 @@ def _problem(returned: Any, values: Any, inputs: CallInputs) -> str:
             f"{len(values)} rewards for {num_rows} completions (the first is {inputs.describe(0)}); return one number "
             "or None a completion, in their order"
         )
-    for row, value in enumerate(values):
-        reward = _as_float(value)
-        if reward is None:
-            return (
-                f"{short_repr(value)} for {inputs.describe(row)}; return a number, or None where the function does not "
-                "apply"
-            )
-        if abs(reward) > LARGEST_REWARD:
-            return (
-                f"{value!r} for {inputs.describe(row)}; an infinite reward, or one beyond {LARGEST_REWARD:.2g}, makes "
-                "the advantages of its whole group meaningless: return a smaller number, or None where the function "
-                "does not apply"
-            )
-    raise AssertionError("every value is a reward")
+    return None
 
 
 def _as_float(value: Any) -> float | None:
