@@ -40,10 +40,6 @@ class ResumePoint:
         """Processes that wrote it; those of this run if it does not say."""
         return dist.world_size() if self.manifest is None else self.manifest.world_size
 
-    def has(self, name: str) -> bool:
-        """True for a file that is there and as it was written."""
-        return name not in self.damage and (self.folder / name).is_file()
-
 
 def choose(
     run_folder: Path, request: str | os.PathLike[str] | bool | None, *, allow_partial: bool = False
