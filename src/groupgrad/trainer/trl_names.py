@@ -140,54 +140,34 @@ class MetricLists:
     __iter__ = __contains__ = __len__ = _refuse_reading
 
 
-class TRLNames:
-    """Attributes of TRL's trainer, with their meaning there."""
+SETTINGS = (
+    *("beta", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_completion_length"),
+    *("num_generations", "num_iterations", "loss_type", "importance_sampling_level", "scale_rewards"),
+    *("multi_objective_aggregation", "mask_truncated_completions", "top_entropy_quantile"),
+    *("off_policy_mask_threshold", "use_adaptive_entropy", "router_aux_loss_coef", "shuffle_dataset"),
+    *("pad_to_multiple_of", "use_transformers_continuous_batching", "use_vllm", "vllm_mode"),
+    *("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_importance_sampling_correction"),
+    *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+    *("log_completions", "log_multimodal", "log_unique_prompts", "num_completions_to_print"),
+    "max_tool_calling_iterations",
+)
+"""Attributes with the name and the value of a setting."""
 
-    beta = setting("beta")
+
+class TRLNames:
+    """Attributes of TRL's trainer, with their meaning there, beside those of `SETTINGS`."""
+
     temperature = setting("temperature_resolved")
-    top_p = setting("top_p")
-    top_k = setting("top_k")
-    min_p = setting("min_p")
-    repetition_penalty = setting("repetition_penalty")
-    generation_kwargs = setting("generation_kwargs")
     chat_template_kwargs = ReadOnly(
         lambda trainer: dict(trainer.args.chat_template_kwargs or {}), "set GRPOConfig(chat_template_kwargs=...)"
     )
-    max_completion_length = setting("max_completion_length")
-    num_generations = setting("num_generations")
     num_generations_eval = setting("num_generations_eval_resolved")
-    num_iterations = setting("num_iterations")
     epsilon_low = setting("epsilon")
     epsilon_high = setting("epsilon_high_resolved")
-    loss_type = setting("loss_type")
-    importance_sampling_level = setting("importance_sampling_level")
-    scale_rewards = setting("scale_rewards")
-    multi_objective_aggregation = setting("multi_objective_aggregation")
-    mask_truncated_completions = setting("mask_truncated_completions")
-    top_entropy_quantile = setting("top_entropy_quantile")
-    off_policy_mask_threshold = setting("off_policy_mask_threshold")
-    use_adaptive_entropy = setting("use_adaptive_entropy")
     entropy_coef = ReadOnly(lambda trainer: trainer.entropy_controller.coef, "set GRPOConfig(entropy_coef=...)")
-    router_aux_loss_coef = setting("router_aux_loss_coef")
     aux_loss_enabled = ReadOnly(
         lambda trainer: trainer.components.forward_options.aux_loss, "set GRPOConfig(router_aux_loss_coef=...)"
     )
-    shuffle_dataset = setting("shuffle_dataset")
-    pad_to_multiple_of = setting("pad_to_multiple_of")
-    use_transformers_continuous_batching = setting("use_transformers_continuous_batching")
-    use_vllm = setting("use_vllm")
-    vllm_mode = setting("vllm_mode")
-    vllm_gpu_memory_utilization = setting("vllm_gpu_memory_utilization")
-    vllm_tensor_parallel_size = setting("vllm_tensor_parallel_size")
-    vllm_importance_sampling_correction = setting("vllm_importance_sampling_correction")
-    vllm_importance_sampling_mode = setting("vllm_importance_sampling_mode")
-    vllm_importance_sampling_clip_max = setting("vllm_importance_sampling_clip_max")
-    vllm_importance_sampling_clip_min = setting("vllm_importance_sampling_clip_min")
-    log_completions = setting("log_completions")
-    log_multimodal = setting("log_multimodal")
-    log_unique_prompts = setting("log_unique_prompts")
-    num_completions_to_print = setting("num_completions_to_print")
-    max_tool_calling_iterations = setting("max_tool_calling_iterations")
     rollout_func = given("rollout_func", lambda trainer: trainer.rollout_components.function)
     tools = given("tools", lambda trainer: [tool.function for tool in trainer.rollout_components.tools])
     reward_funcs = given("reward_funcs", lambda trainer: trainer.rewards.functions)
@@ -228,3 +208,9 @@ class TRLNames:
         if name in REPLACED:
             raise AttributeError(f"groupgrad's trainer has no {name}: {REPLACED[name]} (docs/from-trl.md)")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+for _name in SETTINGS:
+    _attribute = setting(_name)
+    _attribute.__set_name__(TRLNames, _name)
+    setattr(TRLNames, _name, _attribute)
