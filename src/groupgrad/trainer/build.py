@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, set_seed
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupgrad import dist
-from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import sampling_options
@@ -143,17 +142,6 @@ def build_policy(
         reference=reference,
         aux_loss_coef=configured_aux_loss_weight(model, config.router_aux_loss_coef),
     )
-
-
-def plan_for(config: GRPOConfig) -> GenerationPlan:
-    """The generation plan. ValueError if groups do not fit; the configuration's rules refuse that too."""
-    plan = room_options.generation_plan(config)
-    if plan.generation_batch_size % plan.num_generations:
-        raise ValueError(
-            f"a generation batch of {plan.generation_batch_size} completions cannot be cut into groups of "
-            f"num_generations={plan.num_generations}"
-        )
-    return plan
 
 
 def entropy_controller(config: GRPOConfig) -> EntropyController:

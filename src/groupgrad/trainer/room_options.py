@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -51,14 +51,6 @@ def loader_options(config: GRPOConfig) -> LoaderOptions:
         multiprocessing_context=getattr(config, "dataloader_multiprocessing_context", None),
         ahead=config.rollout_ahead,
     )
-
-
-def rollout_settings(config: GRPOConfig) -> dict[str, Any]:
-    """The settings of `build_rollout_components`."""
-    return {
-        "max_tool_calling_iterations": config.max_tool_calling_iterations,
-        "reuse_environments": config.reuse_environments,
-    }
 
 
 def agent_options(config: GRPOConfig) -> AgentOptions:

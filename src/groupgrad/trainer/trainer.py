@@ -152,13 +152,18 @@ class GRPOTrainer(TrainingRun):
         use_one_device(config, policy.model)
         check_optimizer(config, optimizers, policy.model)
         train_dataset, eval_dataset = dataset_checks.keep_columns(config, train_dataset, eval_dataset)
-        self.plan = build.plan_for(config)
+        self.plan = room_options.generation_plan(config)
         if train_dataset is None:
             train_dataset = dataset_checks.rows_for_environment(environment_factory, self.plan, config)
         self.prompt_maker = build.build_prompt_maker(config, policy)
-        settings = room_options.rollout_settings(config)
         self.rollout_components = rollouts = build_rollout_components(
-            self.prompt_maker, tools, environment_factory, rollout_func, response_parser, **settings
+            self.prompt_maker,
+            tools,
+            environment_factory,
+            rollout_func,
+            response_parser,
+            max_tool_calling_iterations=config.max_tool_calling_iterations,
+            reuse_environments=config.reuse_environments,
         )
         with ExitStack() as on_error:
             on_error.callback(rollouts.close)
@@ -389,7 +394,7 @@ class GRPOTrainer(TrainingRun):
             self.rollout_components,
             self,
         )
-        self.plan = build.plan_for(self.args)
+        self.plan = room_options.generation_plan(self.args)
         self.sampler_logprobs = SamplerLogprobs(
             self.components.collector.rollouts, self.model, self.components.policy_options.mismatch
         )
