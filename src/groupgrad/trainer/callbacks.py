@@ -35,6 +35,14 @@ class Stateful(Shared, Protocol):
         ...
 
 
+class SameOnRanks:
+    """A part of each rank that is in the same state on all of them."""
+
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The state of any rank."""
+        return states[0]
+
+
 class RunState:
     """All of a run's state beyond weights, optimizer, scheduler and global random streams.
 
@@ -111,7 +119,7 @@ class RunState:
         return Path(folder) / f"groupgrad_state_{rank}.pt"
 
 
-class EntropyController:
+class EntropyController(SameOnRanks):
     """The weight of the entropy bonus: fixed, or steered towards a target entropy (arXiv:2505.22312)."""
 
     def __init__(self, coef: float, *, adaptive: bool, target: float, delta: float, minimum: float, maximum: float):
@@ -152,10 +160,6 @@ class EntropyController:
         if self.adaptive:
             self.coef, self._last_entropy = state["coef"], state["last_entropy"]
             self.applied = applied_entropy_coef(self.coef, self._last_entropy, target=self.target)
-
-    def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """The state of any rank, since all have the same."""
-        return states[0]
 
 
 class TrainerActions(TrainerCallback):

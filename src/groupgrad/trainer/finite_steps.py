@@ -16,6 +16,7 @@ from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.errors import NonFiniteError
 from groupgrad.metrics import Metric, latest
 from groupgrad.modeling.systems.fsdp import local_part
+from groupgrad.trainer.callbacks import SameOnRanks
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ FOLDER = "nonfinite_steps"
 """Folder in `output_dir` for the rows of skipped steps."""
 
 
-class FiniteSteps:
+class FiniteSteps(SameOnRanks):
     """Counts and skips the optimizer steps whose loss or gradient is not finite.
 
     A rank whose loss is not finite makes a gradient of its own NaN, so averaging carries it to all ranks and the norm
@@ -94,10 +95,6 @@ class FiniteSteps:
     def state_dict(self) -> dict[str, Any]:
         """The counts so far."""
         return {"num_skipped": self.num_skipped, "num_in_row": self._num_in_row}
-
-    def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """The state of any rank, since all have the same."""
-        return states[0]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from `state_dict`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from groupgrad.config.launcher import uses_fsdp, zero_stage
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import Paused, Stopped, StopRequested
 from groupgrad.telemetry.completions import CompletionLog
+from groupgrad.trainer.callbacks import SameOnRanks
 from groupgrad.trainer.checkpointed_run import CheckpointedRun
 from groupgrad.trainer.kept_state import KeptState, random_states, set_random_states
 
@@ -86,7 +87,7 @@ class StopAtStepEnd(TrainerCallback):
             self._evaluation.is_due, control.should_evaluate = control.should_evaluate, False
 
 
-class DueEvaluation(TrainerCallback):
+class DueEvaluation(SameOnRanks, TrainerCallback):
     """Makes up, before the first step of a resumed run, for an evaluation that a signal has left out."""
 
     def __init__(self, trainer: Any):
@@ -108,10 +109,6 @@ class DueEvaluation(TrainerCallback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Evaluate before the next step."""
         self.is_due = state["is_due"]
-
-    def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """The state of any rank, since all have the same."""
-        return states[0]
 
 
 class StoppableRun(CheckpointedRun):
