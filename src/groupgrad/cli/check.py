@@ -42,6 +42,10 @@ class CheckParser(TrainParser):
         self.add_argument("--no-round", "--no_round", action="store_true", help="check without sampling and training")
 
 
+parser = CheckParser
+"""Makes the parser of this command."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints the findings. Returns 1 if one is an error, and 2 after a sentence if the run cannot begin.
 
@@ -64,11 +68,6 @@ def main(argv: Sequence[str]) -> int:
     if dist.is_main():
         print(as_text(findings, shutil.get_terminal_size((120, 24)).columns), end="")
     return max(dist.all_gather_objects(1 if count(findings, "error") else 0))
-
-
-def parser() -> CheckParser:
-    """Returns the parser of this command."""
-    return CheckParser()
 
 
 def _build(parsed: Parsed, folder: str) -> Any:

@@ -56,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
         return 1
     rows = [row for place in found for row in run.rows(place["step"], row=place["row"], phase=place["phase"])]
     if arguments.json:
-        return _print_json(rows)
+        for row in rows:
+            print(json.dumps(row, ensure_ascii=False))
+        return 0
     console = Console()
     functions = run.facets()["rewards"]
     rewards = ["reward", *(f"{REWARD}{name}" for name in functions if len(functions) > 1)]
@@ -97,13 +99,6 @@ def _what_there_is(run: RunFolder, arguments: argparse.Namespace) -> str:
         if getattr(arguments, name) is not None:
             text += f", {name.replace('_', ' ')}s {' and '.join(facets[name + 's']) or '(none)'}"
     return text
-
-
-def _print_json(rows: Sequence[dict[str, Any]]) -> int:
-    """Prints a line for each row."""
-    for row in rows:
-        print(json.dumps(row, ensure_ascii=False))
-    return 0
 
 
 def parser() -> argparse.ArgumentParser:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import warnings
@@ -50,6 +49,9 @@ _ADAPTER_FLAGS: dict[str, dict[str, str]] = {
 }
 """Adapter method -> its flags, and the arguments of peft's configuration that they set."""
 
+parser = train_parser
+"""Makes the parser of this command."""
+
 _FOUR_BIT_FLAGS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
 
 
@@ -79,11 +81,6 @@ def main(argv: Sequence[str]) -> int:
     except CheckpointNotSaved as error:
         return refuse("train", error, EXIT_CHECKPOINT_NOT_SAVED)
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of this command."""
-    return train_parser()
 
 
 def build(
