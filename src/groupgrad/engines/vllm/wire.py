@@ -227,9 +227,9 @@ def read_shared(name: str) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-def remove_stale(older_than_s: float = 3600.0) -> None:
-    """Remove files of this user's trainers that were killed during a push."""
+def remove_stale() -> None:
+    """Remove files of this user's trainers that were killed during a push, an hour ago or more."""
     for path in SHARED_MEMORY.glob("groupgrad-*"):
         with contextlib.suppress(OSError):
-            if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > older_than_s:
+            if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > 3600:
                 path.unlink()
