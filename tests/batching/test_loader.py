@@ -11,7 +11,6 @@ import pytest
 from accelerate import skip_first_batches
 from datasets import Dataset, Image, IterableDataset
 
-from groupgrad.batching.data_position import prompts_used
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.loader import GenerationSampler, LoaderOptions, MicroBatchKey, make_train_loader
 from groupgrad.data.images import ImageError
@@ -184,12 +183,12 @@ def test_prompts_are_counted_over_epochs():
     for plan in (PLAN, two):
         size, per_epoch = plan.prompts_per_generation, -(-10 // plan.prompts_per_generation)
         steps = per_epoch * plan.micro_batches_per_generation // plan.accumulation
-        assert prompts_used(plan, 0, 10, drop_last=False) == 0
-        assert prompts_used(plan, steps, 10, drop_last=False) == 10
-        assert prompts_used(plan, 3 * steps, 10, drop_last=False) == 30
+        assert plan.prompts_used(0, 10, drop_last=False) == 0
+        assert plan.prompts_used(steps, 10, drop_last=False) == 10
+        assert plan.prompts_used(3 * steps, 10, drop_last=False) == 30
         edge = plan.micro_batches_per_generation // plan.accumulation
-        assert prompts_used(plan, 2 * edge, 10, drop_last=False) == 2 * size
-        assert prompts_used(plan, 20 * edge, None, drop_last=False) == 20 * size
+        assert plan.prompts_used(2 * edge, 10, drop_last=False) == 2 * size
+        assert plan.prompts_used(20 * edge, None, drop_last=False) == 20 * size
 
 
 def test_the_loader_passes_the_epoch_on():

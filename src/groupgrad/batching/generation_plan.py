@@ -96,6 +96,21 @@ class GenerationPlan:
         """Groups of a generation batch with at least one row on `rank`, ascending."""
         return sorted({row // self.num_generations for row in self.rank_rows(rank, generation)})
 
+    def prompts_used(self, step: int, num_rows: int | None, *, drop_last: bool, is_shifted: bool = False) -> int:
+        """Prompts that `step` optimizer steps have trained on, over all ranks and epochs, rounded up.
+
+        A run that goes on with other sizes begins behind them. A data set of `num_rows` rows counts its rows once an
+        epoch, although its last generation batch may be filled up or left out; a stream (None) has no epochs. If the
+        run `is_shifted` by an offset, an epoch counts what it takes.
+        """
+        size, per_generation = self.prompts_per_generation, self.micro_batches_per_generation
+        if num_rows is None:
+            return -(-step * self.accumulation * size // per_generation)
+        generations = max(1, num_rows // size if drop_last else -(-num_rows // size))
+        per_epoch = generations * size if is_shifted else num_rows
+        epoch, rest = divmod(step, -(-generations * per_generation // self.accumulation))
+        return epoch * per_epoch + min(per_epoch, -(-rest * self.accumulation * size // per_generation))
+
     def _order(self, generation: int) -> Sequence[int]:
         """The row numbers of a generation batch in the order in which steps take them."""
         size = self.generation_batch_size

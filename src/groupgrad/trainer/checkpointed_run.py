@@ -20,7 +20,6 @@ from transformers.trainer_callback import ExportableState
 
 from groupgrad import dist, stopping
 from groupgrad.activity import Hung, doing
-from groupgrad.batching.data_position import prompts_used
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.checkpoints import saving, sharded_files
 from groupgrad.checkpoints.choosing import ResumePoint, choose
@@ -313,7 +312,7 @@ class CheckpointedRun(Trainer):
         """Prompts that a run of these sizes has used after `step` optimizer steps, without its offset."""
         num_rows = None if isinstance(self.train_dataset, IterableDataset) else len(self.train_dataset)  # pyright: ignore
         drop_last = self.args.dataloader_drop_last
-        return prompts_used(self.plan, step, num_rows, drop_last=drop_last, is_shifted=is_shifted)
+        return self.plan.prompts_used(step, num_rows, drop_last=drop_last, is_shifted=is_shifted)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
