@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from groupgrad.objectives import surrogates
-from groupgrad.objectives.kl import kl_to_reference
 from groupgrad.objectives.ragged import PerRow, PerToken, row_mean, row_sum, spread
-from groupgrad.objectives.ratios import policy_log_ratio, policy_ratio
+from groupgrad.objectives.terms import kl_to_reference, policy_log_ratio, policy_ratio
 
 
 def tensor(*values, grad=False):

@@ -11,14 +11,18 @@ from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.objectives import surrogates
 from groupgrad.objectives.clipping import ceiling_metrics, clip_metrics
-from groupgrad.objectives.kl import kl_to_reference
-from groupgrad.objectives.masks import high_entropy_keep, off_policy_keep
 from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.mismatch import mismatch_ratio
 from groupgrad.objectives.options import PolicyOptions
 from groupgrad.objectives.ragged import PerRow, PerToken, spread, where_trained
-from groupgrad.objectives.ratios import policy_log_ratio, policy_ratio
 from groupgrad.objectives.reduce import REDUCTIONS, Reduction, even_share, token_mean_share
+from groupgrad.objectives.terms import (
+    high_entropy_keep,
+    kl_to_reference,
+    off_policy_keep,
+    policy_log_ratio,
+    policy_ratio,
+)
 
 
 @dataclass(slots=True)
