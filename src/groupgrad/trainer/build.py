@@ -301,14 +301,6 @@ def _prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
     return PromptMaker(*text, special_tokens=special, no_images=no_images)
 
 
-def narrow_context(prompt_maker: PromptMaker, longest: int) -> bool:
-    """Limits prompts and completions together to `longest` tokens; True if the model has more positions than that."""
-    if prompt_maker.max_context is not None and prompt_maker.max_context <= longest:
-        return False
-    prompt_maker.max_context = longest
-    return True
-
-
 def build_completion_log(config: GRPOConfig) -> CompletionLog:
     """The log that keeps and shows completions. ValueError if the data set on the hub cannot be written to."""
     folder, repo, upload = Path(str(config.output_dir)), config.log_completions_hub_repo, None

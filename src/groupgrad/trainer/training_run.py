@@ -243,7 +243,9 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         served = serve_policy(self.args, self.model, policy, self.rollout_components)
         # What this process started of vLLM ends with the trainer, or when the process does.
         weakref.finalize(self, served.close)
-        if build.narrow_context(self.prompt_maker, served.max_model_len):
+        own, longest = self.prompt_maker.max_context, served.max_model_len
+        if own is None or own > longest:
+            self.prompt_maker.max_context = longest
             datasets = self.train_dataset, self.eval_dataset
             dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_components, self.args)
         return served
