@@ -156,7 +156,8 @@ class Routes:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer groupgrad's routes; refuse calls without the key, and vLLM's own POST routes during a push."""
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and _is_health(scope)):
+        asks_health = scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == OPEN_PATH
+        if scope["type"] == "lifespan" or asks_health:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":  # a websocket would sample whatever is pushed meanwhile
             await send({"type": "websocket.close", "code": 1008})
@@ -462,10 +463,6 @@ async def _reply(status: int, answer: dict[str, Any], scope: Any, receive: Any, 
     if status in (MISSING_KEY_STATUS, 408, 413):  # a part of the body may still be on its way
         headers["connection"] = "close"
     await JSONResponse(answer, status, headers)(scope, receive, send)
-
-
-def _is_health(scope: Any) -> bool:
-    return scope["method"] == "GET" and scope["path"] == OPEN_PATH
 
 
 def check_mode() -> None:
