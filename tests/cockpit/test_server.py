@@ -185,6 +185,11 @@ def test_steps_without_a_gradient_are_no_measure_of_spikes():
     assert "60 times its median" in found["text"]
 
 
+def test_advice_is_given_on_numbers_whose_sum_is_no_float():
+    (found,) = advice([{"loss": 0.0, "sampling/sampling_logp_difference/mean": 1.7e308}] * 3)
+    assert "1.7e+308 nats" in found["text"]
+
+
 def test_the_chart_library_has_its_licence():
     assert "MIT" in (FILES["app.js"].parent / "uPlot.LICENSE").read_text()
     assert all("innerHTML" not in path.read_text() for name, path in FILES.items() if not name.startswith("uPlot"))

@@ -35,12 +35,19 @@ class Numbers:
     def recent(self, key: str) -> float | None:
         """The mean of the last values; None without any."""
         values = self.values(key)[-WINDOW:]
-        return statistics.fmean(values) if values else None
+        return _mean(values) if values else None
 
     def early(self, key: str) -> float | None:
         """The mean of the first values; None before there are others."""
         values = self.values(key)
-        return statistics.fmean(values[:WINDOW]) if len(values) >= 2 * WINDOW else None
+        return _mean(values[:WINDOW]) if len(values) >= 2 * WINDOW else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return statistics.fmean(values)
+    except OverflowError:  # no float holds the sum
+        return sum(value / len(values) for value in values)
 
 
 def advice(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
