@@ -112,6 +112,30 @@ class Chunks:
         return torch.cat(outputs), wanted
 
 
+@dataclass(slots=True, frozen=True)
+class PackedLevel:
+    """Segments that are computed side by side, end to end without padding."""
+
+    places: torch.Tensor
+    """(t,) int64 flat places of their tokens."""
+    bounds: torch.Tensor
+    """(n + 1,) int64 bounds of the segments in `places`."""
+    sources: torch.Tensor
+    """(n,) int64, the state that each begins with: of the given ones, behind which are zeros, or of the final ones of
+    the level before."""
+
+
+@dataclass(slots=True, frozen=True)
+class Packed:
+    """All flat tokens for kernels that take segments of unlike length: prompts first, then the rows behind them."""
+
+    levels: tuple[PackedLevel, ...]
+    inverse: torch.Tensor
+    """(T,) int64, the place of each token in the levels' tokens."""
+    ends: torch.Tensor
+    """(m,) int64, the segments whose final states are wanted, in the order of the levels."""
+
+
 def inputs_at(values: torch.Tensor, before: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """(D, ...) inputs at `places`, of (D, T) flat ones and, from place T on, those of `before` (D, E)."""
     num_tokens = values.shape[1]
@@ -126,6 +150,7 @@ class Recurrence:
         self._segments = [segment for segment in segments if segment.length]
         self._num_tokens = sum(segment.length for segment in self._segments)
         self._chunks: dict[tuple[int, torch.device], Chunks] = {}
+        self._packed: dict[torch.device, Packed] = {}
         self._heads: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self._continuing: list[int] = []
         """Numbers of segments that begin with `initial_states`; the others begin with zeros, or behind their prompt."""
@@ -181,6 +206,35 @@ class Recurrence:
         if (size, device) not in self._chunks:
             self._chunks[size, device] = self._make_chunks(size, device)
         return self._chunks[size, device]
+
+    def packed(self, device: torch.device) -> Packed:
+        """The tokens by whole segments; made once for all layers."""
+        if device not in self._packed:
+            self._packed[device] = self._make_packed(device)
+        return self._packed[device]
+
+    def _make_packed(self, device: torch.device) -> Packed:
+        def tensor(numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+        levels: list[PackedLevel] = []
+        places: list[np.ndarray] = []
+        number_of: dict[int, int] = {}
+        """Of a segment by its first place, over all levels."""
+        given = {self._segments[index].start: rank for rank, index in enumerate(self._continuing)}
+        for is_behind in (False, True):
+            level = [segment for segment in self._segments if (segment.shared is not None) == is_behind]
+            if not level:
+                continue
+            # Prompts are the first level, so their numbers there are those over all levels.
+            sources = [number_of[s.shared.start] if s.shared else given.get(s.start, len(given)) for s in level]
+            number_of.update({segment.start: len(number_of) + rank for rank, segment in enumerate(level)})
+            own = np.concatenate([np.arange(s.start, s.start + s.length) for s in level])
+            bounds = np.cumsum([0, *(segment.length for segment in level)])
+            levels.append(PackedLevel(tensor(own), tensor(bounds), tensor(sources)))
+            places.append(own)
+        ends = [number_of[self._segments[index].start] for index in self._left]
+        return Packed(tuple(levels), tensor(np.argsort(np.concatenate(places))), tensor(ends))
 
     @cached_property
     def state_rows(self) -> StateRows:

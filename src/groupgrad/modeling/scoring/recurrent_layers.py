@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from groupgrad.modeling.families import is_transformers_class
-from groupgrad.modeling.scoring import recurrent_scans
+from groupgrad.modeling.scoring import recurrent_packages, recurrent_scans
 from groupgrad.modeling.scoring.recurrence import Recurrence
 from groupgrad.modeling.scoring.stretches import STRETCH_TOKENS, Carried, Stretch, cut, is_long
 
@@ -152,6 +152,8 @@ def _wrap(namespace: dict[str, Any], name: str) -> None:
             return original(*args, **kwargs)
         # Rounding of products adds up in a state, so autocast does not touch them.
         with torch.autocast(args[0].device.type, enabled=False):
+            if not order.is_step and recurrent_packages.is_usable(name, args[0]):
+                return recurrent_packages.by_package(original, order, *args, **kwargs)
             return _COUNTERPARTS[name](order, *args, **kwargs)
 
     _wrappers.add(wrapper)

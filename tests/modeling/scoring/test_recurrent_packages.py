@@ -1,0 +1,122 @@
+"""Delta rules by a package's kernels: a stand-in with their arguments, since the kernels need a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from tiny_hybrids import make_hybrid
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.native.engine import NativeEngine
+from groupgrad.modeling.scoring import recurrent_layers, recurrent_packages, recurrent_scans
+from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
+
+FUNCTIONS = {
+    "qwen3_5": "torch_chunk_gated_delta_rule",
+    "qwen3_next": "torch_chunk_gated_delta_rule",
+    "olmo_hybrid": "torch_chunk_gated_delta_rule",
+    "kimi_linear": "chunk_kimi_delta_attention",
+}
+OPTIONS = ForwardOptions(layout="shared")
+
+
+def packaged(family: str, sizes: list[list[int]]) -> Any:
+    """Computes rows that lie end to end by transformers' function in PyTorch, one after the other."""
+    file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    original = inspect.unwrap(getattr(file, FUNCTIONS[family]))
+
+    def function(
+        *vectors: torch.Tensor, cu_seqlens: torch.Tensor, initial_state: torch.Tensor, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, finals, bounds = [], [], cu_seqlens.tolist()
+        sizes.append([end - start for start, end in pairwise(bounds)])
+        per_token = {name: named.pop(name) for name in ("g", "beta")}
+        for row, (start, end) in enumerate(pairwise(bounds)):
+            parts = [x[:, start:end] for x in vectors]
+            of_row = {name: x[:, start:end] for name, x in per_token.items()}
+            output, final = original(*parts, **of_row, initial_state=initial_state[row : row + 1], **named)
+            outputs.append(output)
+            finals.append(final)
+        return torch.cat(outputs, dim=1), torch.cat(finals)
+
+    return function
+
+
+def use(patch: pytest.MonkeyPatch, family: str, sizes: list[list[int]]) -> None:
+    by_package = partial(recurrent_packages.by_package, packaged(family, sizes))
+    patch.setattr(recurrent_scans, "step_kernels", lambda *_: None)
+    patch.setitem(recurrent_layers._COUNTERPARTS, FUNCTIONS[family], by_package)
+
+
+@pytest.mark.parametrize("family", FUNCTIONS)
+def test_log_probs_and_gradients_are_those_of_shared_prompts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, results, sizes = make_hybrid(family), [], []
+    prompts = [[3 + (5 * i + place) % 40 for place in range(length)] for i, length in enumerate((70, 1, 9))]
+    lengths = (5, 90, 1, 33, 64, 2)
+    rows = [[4 + (3 * i + place) % 40 for place in range(length)] for i, length in enumerate(lengths)]
+    batch = build_batch(prompts, [0, 2, 0, 1, 2, 0], rows)
+    weights = torch.linspace(-1, 2, batch.num_tokens)
+    for is_packaged in (False, True):
+        with monkeypatch.context() as patch:
+            if is_packaged:
+                use(patch, family, sizes)
+            model.zero_grad()
+            logprobs = score_tokens(model, batch, OPTIONS).logprobs
+            (weights * logprobs).sum().backward()
+        results.append({"logprobs": logprobs.detach(), **{n: p.grad.clone() for n, p in model.named_parameters()}})
+    own, by_package = results
+    assert len(sizes) == 2 * sum(type(m).__name__.endswith(("DeltaNet", "DeltaAttention")) for m in model.modules())
+    assert sorted(sizes[0]) == [1, 9, 70]  # each prompt once
+    assert sorted(sizes[1]) == sorted(length - 1 for length in lengths if length > 1)  # a last token predicts none
+    torch.testing.assert_close(by_package.pop("logprobs"), own.pop("logprobs"), rtol=0, atol=1e-5)
+    scale = max(float(value.abs().max()) for value in own.values())
+    for name, value in own.items():
+        torch.testing.assert_close(by_package[name], value, rtol=1e-5, atol=1e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize("family", FUNCTIONS)
+def test_prompts_and_replies_leave_their_states_to_decode_steps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt, reply = make_hybrid(family), [3 + place % 40 for place in range(75)], [7, 8, 9]
+    sizes: list[list[int]] = []
+    turns: list[list[int]] = []
+    for is_packaged in (False, True):
+        with monkeypatch.context() as patch:
+            if is_packaged:
+                use(patch, family, sizes)
+            with NativeEngine(model).session(SamplingOptions(max_new_tokens=8, top_k=1)) as session:
+                context, last = prompt, None
+                for turn in range(2):
+                    ticket = session.submit(Request(context, turn, 8, keep=True, continues=last))
+                    ended: dict[int, Any] = {}
+                    while session.num_open:
+                        ended.update(session.advance())
+                    turns.append(ended[ticket].ids)
+                    context, last = [*context, *ended[ticket].ids, *reply], ticket
+    assert turns[:2] == turns[2:]
+    assert [75] in sizes and all(75 + 8 not in lengths for lengths in sizes)
+
+
+def test_half_precision_on_a_gpu_leads_to_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGPU:
+        is_cuda, dtype = True, torch.bfloat16
+
+    name, tensor = FUNCTIONS["qwen3_5"], OnGPU()
+    monkeypatch.setattr(recurrent_packages, "_is_installed", lambda package: package == "fla")
+    assert recurrent_packages.is_usable(name, tensor)  # pyright: ignore
+    assert not recurrent_packages.is_usable("mamba2_chunk_scan", tensor)  # pyright: ignore
+    tensor.dtype = torch.float32
+    assert not recurrent_packages.is_usable(name, tensor)  # pyright: ignore
+    assert not recurrent_packages.is_usable(name, torch.zeros(1, dtype=torch.bfloat16))
+
+
+def test_a_layer_calls_transformers_function_with_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package that function refuses bounds."""
+    monkeypatch.setattr(recurrent_packages, "is_usable", lambda name, _: name == FUNCTIONS["qwen3_5"])
+    with pytest.raises(ValueError, match="packed sequences"):
+        score_tokens(make_hybrid("qwen3_5"), build_batch([[3, 4]], [0], [[5, 6]]), OPTIONS)
