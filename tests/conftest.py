@@ -98,6 +98,18 @@ def _no_log_level_left() -> Iterator[None]:
 
 
 @pytest.fixture
+def tf32() -> Iterator[None]:
+    """float32 products in TF32 on CUDA devices, by the newer of torch's two settings alone, as transformers sets it."""
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):
+        pytest.skip("this torch has one setting")
+    backends.fp32_precision = "tf32"
+    yield
+    torch.set_float32_matmul_precision("highest")
+    backends.fp32_precision = backends.cuda.matmul.fp32_precision = backends.mkldnn.matmul.fp32_precision = "none"
+
+
+@pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer()
 

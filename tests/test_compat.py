@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from groupgrad import compat
 
@@ -97,3 +98,25 @@ def test_cpu_only_by_the_launcher(monkeypatch):
     assert compat.has_bf16_accelerator()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert not compat.has_bf16_accelerator()
+
+
+def test_the_older_setting_of_tf32_follows_the_newer(tf32):
+    assert compat.multiplies_in_tf32()
+    with pytest.raises(RuntimeError, match="mix of the legacy and new"):
+        torch.get_float32_matmul_precision()
+    compat.join_tf32_settings()
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.backends.cuda.matmul.allow_tf32 and compat.multiplies_in_tf32()
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    compat.join_tf32_settings()
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32 and not compat.multiplies_in_tf32()
+
+
+def test_an_older_setting_of_tf32_stays(tf32):
+    torch.set_float32_matmul_precision("medium")
+    compat.join_tf32_settings()
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert compat.multiplies_in_tf32()
+    torch.set_float32_matmul_precision("highest")
+    assert not compat.multiplies_in_tf32()

@@ -159,6 +159,30 @@ def has_bf16_accelerator() -> bool:
     return bool(is_torch_bf16_gpu_available() or is_torch_xla_available())
 
 
+def multiplies_in_tf32() -> bool:
+    """True if CUDA devices round the factors of float32 products to TF32, which has the precision of float16."""
+    import torch
+
+    matmul: Any = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # torch 2.9
+        return matmul.fp32_precision == "tf32"
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def join_tf32_settings() -> None:
+    """Gives torch's older setting of TF32 the value of the newer one.
+
+    torch 2.9 has a setting for each backend, which transformers changes for `tf32`. Reading the older one then raises
+    RuntimeError, and torch's compiler reads it. Ends with https://github.com/pytorch/pytorch/pull/189955.
+    """
+    import torch
+
+    try:
+        _ = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    except RuntimeError:
+        torch.set_float32_matmul_precision("high" if multiplies_in_tf32() else "highest")
+
+
 def environment() -> dict[str, str]:
     """Returns versions and devices of this machine as lines to print, name to value."""
     import torch

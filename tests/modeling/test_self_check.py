@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_cuda import to_cuda
 from transformers import BertConfig, BertLMHeadModel
 
 from groupgrad.errors import UnavailableError
@@ -95,6 +96,12 @@ def test_mixed_precision_has_the_tolerance_of_half_precision(build):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert tolerance(model) == startup.TOLERANCE_HALF
     assert tolerance(model) == startup.TOLERANCE_FLOAT32
+
+
+def test_tf32_has_the_tolerance_of_half_precision_on_a_gpu(build, tf32):
+    model = build("qwen3")
+    assert tolerance(model) == startup.TOLERANCE_FLOAT32
+    assert tolerance(to_cuda(model)) == startup.TOLERANCE_HALF
 
 
 def test_bfloat16_models_pass(build):

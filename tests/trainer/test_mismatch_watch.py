@@ -34,6 +34,11 @@ def test_half_precision_may_round_more():
     assert tolerance(set(), "cpu") == 1e-4
 
 
+def test_tf32_rounds_like_float16_on_a_gpu_alone(tf32):
+    assert tolerance({torch.float32}, "cpu") == 1e-4
+    assert tolerance({torch.float32}, "cuda") == 0.0625
+
+
 @pytest.mark.parametrize(("mixed", "types"), [("no", {torch.float32}), ("bf16", {torch.float32, torch.bfloat16})])
 def test_mixed_precision_counts_among_the_types(mixed, types):
     model = nn.Linear(2, 2)

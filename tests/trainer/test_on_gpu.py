@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from simulated_cuda import Graph, to_cuda, trainers_on_simulated_cuda
@@ -72,3 +73,16 @@ def test_a_run_gives_the_numbers_of_the_cpu(fields: dict[str, Any], make_model, 
         assert ours.pop("sampling/logp_mismatch", 0.0) < (0.02 if "bf16" in fields else 1e-5)
         theirs.pop("sampling/logp_mismatch", None)
         assert ours == pytest.approx(theirs, rel=0.05 if "bf16" in fields else 1e-4, abs=1e-6)
+
+
+def test_tf32_set_as_transformers_sets_it(tf32, make_model, make_tokenizer, tmp_path):
+    with trainers_on_simulated_cuda():
+        trainer = GRPOTrainer(
+            model=to_cuda(make_model()),
+            reward_funcs=lengths,
+            args=GRPOConfig(output_dir=str(tmp_path), bf16=False, report_to="none"),
+            train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(30)]),
+            processing_class=make_tokenizer(),
+        )
+        assert trainer.execution.engine_choice.name == "native"
+    assert torch.get_float32_matmul_precision() == "high"  # torch's compiler reads it

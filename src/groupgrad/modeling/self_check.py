@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from groupgrad import compat
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import base_model
@@ -30,8 +31,8 @@ from groupgrad.modeling.scoring.logit_transform import logit_transform
 from groupgrad.modeling.vlm import is_multimodal, placeholder_ids
 from groupgrad.types import Prompt
 
-# Two orders of the same additions differ by about 1e-5 (float32) and 0.05 (half precision) by rounding alone. A wrong
-# mask or position makes several nats on a trained model and 0.01 or more on a random one.
+# Two orders of the same additions differ by about 1e-5 (float32) and 0.05 (half precision, TF32) by rounding alone. A
+# wrong mask or position makes several nats on a trained model and 0.01 or more on a random one.
 TOLERANCE_FLOAT32, TOLERANCE_HALF = 1e-3, 0.25
 """Nats that log-probs may differ by: the largest over all tokens in float32, their mean in half precision."""
 
@@ -241,4 +242,6 @@ def _is_half(model: nn.Module) -> bool:
         return True
     # Offloaded weights are on the meta device until they are used.
     devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    if "cuda" in devices and torch.float32 in dtypes and compat.multiplies_in_tf32():
+        return True
     return bool(dtypes - {torch.float32, torch.float64}) or any(map(torch.is_autocast_enabled, devices))

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, set_seed
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from groupgrad import dist
+from groupgrad import compat, dist
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import sampling_options
@@ -93,6 +93,8 @@ def build_policy(
 ) -> PolicyBundle:
     """The policy on its way into training, its tokenizer, and the frozen reference if a KL term is used."""
     limit_spinning()
+    if config.device.type == "cuda":
+        compat.join_tf32_settings()
     # What is made here at random, an adapter above all, is the same in every run of this seed and on every rank.
     set_seed(config.seed)
     with fsdp.without_accelerate():

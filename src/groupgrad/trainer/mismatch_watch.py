@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from groupgrad import compat
 from groupgrad.metrics import Metric
 from groupgrad.modeling.quantized import rounds_to_int8
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
@@ -78,7 +79,7 @@ def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | str) -> floa
     which is four roundings of a logit of size 16 to 32. Matrix products in TF32 round like float16.
     """
     eps = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
-    if torch.device(device).type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+    if torch.device(device).type == "cuda" and compat.multiplies_in_tf32():
         eps.append(torch.finfo(torch.float16).eps)
     return max([FLOAT32_TOLERANCE, *(64 * value for value in eps)])
 
