@@ -249,6 +249,7 @@ class Graph:
         assert Graph.recording is None
         assert Stream.current is not Stream.default, "the default stream cannot be captured"
         Graph.recording = self
+        Generator.default.is_captured = True
 
     def keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keeps what an operation is about to overwrite, since a GPU does not run what it records."""
@@ -268,6 +269,7 @@ class Graph:
         if self.is_broken:
             raise RuntimeError("operation failed due to a previous error during capture")
         Graph.num_recorded += 1
+        Generator.default.is_captured = False
 
     def replay(self) -> None:
         Graph.num_replayed += 1
@@ -276,6 +278,22 @@ class Graph:
             for old, new in zip(tree_flatten(result)[0], tree_flatten(again)[0]):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+
+
+class Generator:
+    """Simulates the random stream of the device before torch 2.13: after a failed capture it counts as captured."""
+
+    default: Generator
+    is_captured = False
+
+    def clone_state(self) -> Generator:
+        return Generator()
+
+    def graphsafe_set_state(self, state: Generator) -> None:
+        self.is_captured = state.is_captured
+
+
+Generator.default = Generator()
 
 
 class Stream:
@@ -333,6 +351,7 @@ def simulated_cuda(free_bytes: int = 1 << 30) -> Iterator[None]:
                 yield
         finally:
             Graph.recording, Stream.current = None, Stream.default
+            Generator.default.is_captured = False
             _clear_device_caches()
 
 
@@ -387,6 +406,7 @@ def _patch_torch(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
         "CUDAGraph": Graph,
         "Stream": Stream,
         "stream": _on_stream,
+        "default_generators": (Generator.default,),
         "current_stream": lambda device=None: Stream.current,
         "device": lambda device: nullcontext(),
     }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from simulated_cuda import GPU, Graph, SimulatedTensor, Stream, simulated_cuda, to_cuda, with_random_adapters
+from simulated_cuda import GPU, Generator, Graph, SimulatedTensor, Stream, simulated_cuda, to_cuda, with_random_adapters
 from tiny_hybrids import CONFIGS, make_hybrid
 from torch import nn
 
@@ -195,6 +195,7 @@ def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
         record(work, (), work)
     assert closed == [(0, (0, 1))]
     assert Stream.current is Stream.default
+    assert not Generator.default.is_captured
 
 
 def test_where_memory_ran_out_the_next_round_records_again(build, gpu, caplog, monkeypatch):

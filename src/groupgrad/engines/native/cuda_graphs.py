@@ -151,13 +151,22 @@ def _capture(work: Work, pool: Any, collector: _InputCollector) -> _Replay:
     except BaseException:
         with suppress(RuntimeError):
             graph.capture_end()
-        # A failed capture leaves its pool open, and cached memory could not be freed any more.
-        close = getattr(torch._C, "_cuda_endAllocateToPool", None)
-        if close is not None:
-            with suppress(RuntimeError):
-                close(torch.cuda.current_device(), pool)
+        _leave_failed_capture(pool)
         raise
     return _Replay(graph, output, list(collector.inputs.values()))
+
+
+def _leave_failed_capture(pool: Any) -> None:
+    """Undoes what a failed capture leaves behind on the current device."""
+    device = torch.cuda.current_device()
+    # Its pool stays open, and cached memory could not be freed any more.
+    close = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if close is not None:
+        with suppress(RuntimeError):
+            close(device, pool)
+    # Before torch 2.13 the random stream counts as captured from then on, and dropout raises. A copy of it does not.
+    for generator in torch.cuda.default_generators[device : device + 1]:
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 class _InputCollector(TorchDispatchMode):
