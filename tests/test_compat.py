@@ -100,6 +100,17 @@ def test_cpu_only_by_the_launcher(monkeypatch):
     assert not compat.has_bf16_accelerator()
 
 
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_devices_that_emulate_bfloat16_do_not_compute_in_it(capability, expected, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_torch_bf16_gpu_available", lambda: True)
+    assert compat.computes_in_bf16()  # no CUDA device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert compat.computes_in_bf16() is expected
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert compat.computes_in_bf16()
+
+
 def test_the_older_setting_of_tf32_follows_the_newer(tf32):
     assert compat.multiplies_in_tf32()
     with pytest.raises(RuntimeError, match="mix of the legacy and new"):

@@ -159,6 +159,16 @@ def has_bf16_accelerator() -> bool:
     return bool(is_torch_bf16_gpu_available() or is_torch_xla_available())
 
 
+def computes_in_bf16() -> bool:
+    """True if the accelerator that will be used has units for bfloat16. CUDA devices before Ampere emulate it."""
+    import torch
+
+    if not has_bf16_accelerator():
+        return False
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return not is_nvidia or torch.cuda.get_device_capability()[0] >= 8
+
+
 def multiplies_in_tf32() -> bool:
     """True if CUDA devices round the factors of float32 products to TF32, which has the precision of float16."""
     import torch

@@ -108,7 +108,7 @@ class GRPOConfig(GRPOSettings):
         if self.bf16 and not (torch.cuda.is_available() or torch.accelerator.is_available()):
             self.use_cpu = True  # where bfloat16 works too
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and compat.has_bf16_accelerator()
+            self.bf16 = not self.fp16 and not self.use_cpu and compat.computes_in_bf16()
         if self.hub_token == "<HUB_TOKEN>":
             self.hub_token = None
         self._join_checkpointing()
