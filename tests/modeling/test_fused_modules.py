@@ -345,10 +345,30 @@ def test_on_a_gpu_norms_are_fused_and_rounded_once(kind: Any, dtype: torch.dtype
     assert "forward" not in model[0].__dict__
 
 
-def test_on_a_gpu_a_norm_of_two_types_or_in_mixed_precision_keeps_its_type(gpu, monkeypatch):
-    monkeypatch.setattr(F, "rms_norm", None)
+def test_on_a_gpu_a_norm_of_two_types_and_in_mixed_precision_keeps_its_type(gpu, monkeypatch):
+    """Weights and mixed precision as they are by default: queries and keys are bfloat16, weights are float32."""
+    calls: set[torch.dtype] = set()
+    fused = F.rms_norm
+    monkeypatch.setattr(F, "rms_norm", lambda x, *a, **k: (calls.add(x.dtype), fused(x, *a, **k))[1])
     narrow = torch.randn(5, 48).bfloat16()
-    mixed, half = to_cuda(make(Qwen3RMSNorm)), to_cuda(make(Qwen3RMSNorm).bfloat16())
-    with compiled_parts(mixed), compiled_parts(half), torch.autocast("cuda", dtype=torch.bfloat16):
-        assert mixed(SimulatedTensor(narrow)).dtype == torch.float32
-        assert half(SimulatedTensor(narrow)).dtype == torch.bfloat16
+    for weights, inputs, result in (
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32, torch.float32),
+    ):
+        model = to_cuda(make(Qwen3RMSNorm).to(weights))
+        given = SimulatedTensor(narrow.to(inputs))
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            plain = model(given)
+            with compiled_parts(model):
+                actual = model(given)
+        assert calls.pop() == weights and not calls
+        assert actual.dtype == plain.dtype == result
+        torch.testing.assert_close(actual.inner, plain.inner, rtol=0.01, atol=1e-6)
+
+
+def test_on_a_gpu_a_norm_with_narrower_weights_is_the_modules_own(gpu, monkeypatch):
+    monkeypatch.setattr(F, "rms_norm", None)
+    model = to_cuda(make(Qwen3RMSNorm).bfloat16())
+    with compiled_parts(model):
+        assert model(SimulatedTensor(torch.randn(5, 48))).dtype == torch.float32

@@ -307,9 +307,12 @@ def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:
 def _norm_on_gpu(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     weight = module.weight
     is_tensor = type(input) in _PLAIN_TENSORS and input.is_cuda
-    # For two types, and for half precision under autocast, the module's result has another type than the fused norm's.
-    if not is_tensor or input.dtype != weight.dtype or input.shape[-1:] != weight.shape:
+    if not is_tensor or input.shape[-1:] != weight.shape:
         return None
-    if input.dtype != torch.float32 and torch.is_autocast_enabled("cuda"):
+    # The module's result has the wider of both types; under autocast the fused norm's would be float32.
+    if input.dtype in (torch.bfloat16, torch.float16) and weight.dtype == torch.float32:
+        input = input.float()
+    if input.dtype != weight.dtype:
         return None
-    return F.rms_norm(input, weight.shape, weight, module.variance_epsilon)
+    with torch.autocast("cuda", enabled=False):
+        return F.rms_norm(input, weight.shape, weight, module.variance_epsilon)
