@@ -246,6 +246,16 @@ def test_layers_that_are_computed_again_do_not_see_the_trial(scripted, use_reent
         torch.testing.assert_close(x.grad, want)
 
 
+def test_a_checkpointed_layer_may_end_with_attention(scripted):
+    """Computing it again then stops inside of the attention, by an exception that is no failure."""
+    made, layout = scripted(), make_layout()
+    inputs = [x.requires_grad_() for x in heads()]
+    output = checkpoint(lambda *x: layout.plan.attend(*x, AttentionCall(0, 0.3)), *inputs, use_reentrant=False)
+    output.sum().backward()
+    assert made.backwards == [TRIED, 17]
+    assert not flex._State.failed
+
+
 def test_hooks_on_saved_tensors_do_not_see_the_trial(scripted):
     made, flat = scripted(), make_layout()
     inputs, sizes = [x.requires_grad_() for x in heads()], set()

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.blocks import Segment
@@ -30,6 +31,9 @@ _MIN_HEAD_DIM = 16
 _VARIANTS = 64
 """Maximum number of kernel variants that torch may compile (its default is 8). They differ by device, window, and
 which of queries, keys and values need gradients."""
+
+_STOP: Any = getattr(torch_checkpoint, "_StopRecomputationError", ())
+"""Raised where a checkpointed layer saves the last tensor that its backward pass needs; no failure."""
 
 _TRIED_TOKENS = 3 * _BLOCK - 1
 """Tokens of the trial call: several tiles, the last one partly filled."""
@@ -123,6 +127,8 @@ def attend_flex(
     try:
         _try_once(query, key, value, call)
         return _attend(query, key, value, places, call)
+    except _STOP:
+        raise
     except Exception as error:  # the compiler may raise anything, and block attention can take over
         if is_out_of_memory(error):
             raise
