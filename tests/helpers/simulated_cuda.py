@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers.utils import import_utils
 
+from groupgrad.engines.native import cuda_graphs
 from groupgrad.modeling import fused_modules as parts
 from groupgrad.modeling.scoring import flex_attention as flex
 
@@ -423,6 +424,7 @@ def _patch_torch(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         query = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda kind="cuda", query=query: query(_autocast(kind)))
+    monkeypatch.setattr(cuda_graphs, "_streams", {})
     # `compiled_parts` replaces only modules whose parameters have a known tensor class.
     monkeypatch.setattr(parts, "_PLAIN_TENSORS", (*parts._PLAIN_TENSORS, SimulatedTensor))
     run_backward = torch.autograd._engine_run_backward

@@ -179,6 +179,18 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(build, gpu, caplog, m
     assert closed == [(0, (0, 1))]
 
 
+def test_all_sessions_record_on_one_stream(gpu, monkeypatch):
+    """The allocator and cuBLAS keep memory for each stream that was ever used."""
+    used: set[Stream] = set()
+    begin = Graph.capture_begin
+    monkeypatch.setattr(Graph, "capture_begin", lambda graph, **more: (used.add(Stream.current), begin(graph, **more)))
+    for _ in range(2):
+        record = cuda_graphs.cuda_recorder({GPU})
+        assert record is not None
+        record(lambda: SimulatedTensor(torch.ones(3)) + 1, ())
+    assert len(used) == 1
+
+
 def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
     closed = []
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: closed.append(where), raising=False)

@@ -26,6 +26,11 @@ Recorder = Callable[[Work, Iterable[torch.Tensor], Work], Work]
 returns work that replays it."""
 
 
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+"""The stream of each device that work is recorded on. The allocator and cuBLAS keep memory for every stream that was
+ever used, so there is one for all sessions."""
+
+
 @dataclass(slots=True)
 class RecordedStep:
     """A decode step of fixed sizes that replays the recorded operations."""
@@ -107,7 +112,9 @@ def cuda_recorder(devices: set[torch.device]) -> Recorder | None:
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return None
     device = next(iter(devices))
-    pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    pool, side = torch.cuda.graph_pool_handle(), _streams[device]
 
     def record(work: Work, owned: Iterable[torch.Tensor], trial: Work) -> Work:
         current = torch.cuda.current_stream(device)
