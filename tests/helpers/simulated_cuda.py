@@ -25,6 +25,7 @@ from transformers.utils import import_utils
 
 from groupgrad.engines.native import cuda_graphs
 from groupgrad.modeling import fused_modules as parts
+from groupgrad.modeling.scoring import block_attention
 from groupgrad.modeling.scoring import flex_attention as flex
 
 GPU = torch.device("cuda", 0)
@@ -360,7 +361,8 @@ def simulated_cuda(free_bytes: int = 1 << 30) -> Iterator[None]:
 def trainers_on_simulated_cuda() -> Iterator[None]:
     """The same, with a device that trainers made inside choose by themselves."""
     with pytest.MonkeyPatch.context() as patch, simulated_cuda():
-        patch.setattr(flex._State, "failed", True)  # its kernel cannot be compiled here
+        patch.setattr(flex, "is_usable", lambda *_: False)  # its kernel cannot be compiled here
+        patch.setattr(block_attention, "is_usable", lambda *_: False)
         patch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:0")
         _forget_devices()
         try:

@@ -29,7 +29,7 @@ TRIED = flex._TRIED_TOKENS
 @pytest.fixture(autouse=True)
 def untried(monkeypatch):
     """Isolates the trial results of each test."""
-    monkeypatch.setattr(flex._State, "failed", False)
+    monkeypatch.setattr(flex._State, "failed", set())
     monkeypatch.setattr(flex._State, "tried", set())
 
 
@@ -128,15 +128,17 @@ def test_it_is_the_same_function(window, softcap, monkeypatch):
 
 
 def test_what_is_known_to_be_refused_is_not_tried():
+    kinds: list[Any] = []
+
     def usable(num_tokens: int = 300, width: int = 64, value_width: int = 64, **options: Any) -> bool:
         sinks = options.pop("sinks", None)
         options = {"device": "cuda", "dtype": torch.bfloat16, **options}
+        call = AttentionCall(0, 1.0, sinks=sinks)
         with FakeTensorMode():
-            query, value = (
-                torch.empty(4, num_tokens, width, **options),
-                torch.empty(2, num_tokens, value_width, **options),
-            )
-            return is_usable(query, value, AttentionCall(0, 1.0, sinks=sinks))
+            shapes = ((4, num_tokens, width), (2, num_tokens, width), (2, num_tokens, value_width))
+            inputs = [torch.empty(*shape, **options) for shape in shapes]
+            kinds.append(flex._kind_of(*inputs, call))
+            return is_usable(*inputs, call)
 
     assert usable()
     assert usable(129)
@@ -149,8 +151,10 @@ def test_what_is_known_to_be_refused_is_not_tried():
     assert not usable(dtype=torch.float32)
     assert not usable(device="cpu")
     assert not usable(sinks=torch.zeros(4))
-    flex._State.failed = True
+    assert usable()
+    flex._State.failed.add(kinds[-1])
     assert not usable()
+    assert usable(width=80)  # other heads of the same model
 
 
 def test_narrow_heads_leave_it_to_other_models(scripted, monkeypatch):
@@ -158,7 +162,7 @@ def test_narrow_heads_leave_it_to_other_models(scripted, monkeypatch):
     made = scripted()
     monkeypatch.setattr(block_attention, "is_usable", is_usable)
     make_layout().plan.attend(*heads(width=8), AttentionCall(0, 1.0))
-    assert (made.calls, flex._State.failed) == ([], False)
+    assert (made.calls, flex._State.failed) == ([], set())
 
 
 # ------------------------------------------------------------------------------------ the call before all others
@@ -192,7 +196,7 @@ def test_an_error_of_the_backward_pass_is_found_before_training(scripted, caplog
         actual = flat.plan.attend(*inputs, call)
         gradients = torch.autograd.grad(actual.square().sum(), inputs)
     assert made.calls == [(TRIED, True)]
-    assert caplog.text.count("flex attention cannot run here (RuntimeError: no kernel image)") == 1
+    assert caplog.text.count("flex attention cannot run here for heads of 16 (RuntimeError: no kernel image)") == 1
     expected = make_layout().plan.attend(*inputs, call)
     assert torch.equal(actual, expected)
     for gradient, want in zip(gradients, torch.autograd.grad(expected.square().sum(), inputs)):
@@ -213,7 +217,7 @@ def test_without_its_kernel_matrix_products_do(scripted, caplog):
     scripted(forward=ZeroDivisionError("such a kernel"))
     for _ in range(2):
         assert torch.equal(flat.plan.attend(*inputs, call), expected)
-    assert caplog.text.count("flex attention cannot run here (ZeroDivisionError: such a kernel)") == 1
+    assert caplog.text.count("flex attention cannot run here for heads of 16 (ZeroDivisionError: such a kernel)") == 1
 
 
 SHORTAGES = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")]

@@ -76,7 +76,7 @@ class BlockPlan:
 
         Differentiable in query, key, value and the sinks. Scores and weights are float32 for inputs of any type.
         """
-        if is_usable(query, value, call):
+        if is_usable(query, key, value, call):
             output = attend_flex(query, key, value, self.places(query.device), call)
             if output is not None:
                 return output

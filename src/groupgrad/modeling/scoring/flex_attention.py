@@ -87,7 +87,8 @@ class TokenPlaces:
 class _State:
     """Results of the trials in this process."""
 
-    failed = False
+    failed: ClassVar[set[_CallKind]] = set()
+    """Kinds of calls that cannot run; a model may have others beside them, such as narrower heads."""
     tried: ClassVar[set[_CallKind]] = set()
     """Kinds of calls that ran forward and backward."""
 
@@ -107,14 +108,29 @@ class _CallKind:
     has_window: bool
 
 
-def is_usable(query: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> bool:
+def _kind_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> _CallKind:
+    return _CallKind(
+        device=query.device,
+        dtype=query.dtype,
+        heads=query.shape[0],
+        key_heads=key.shape[0],
+        width=query.shape[2],
+        value_width=value.shape[2],
+        scale=call.scale,
+        softcap=call.softcap,
+        has_window=call.window is not None,
+    )
+
+
+def is_usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> bool:
     """True if flex attention should run: half precision on CUDA, more than one tile, no sinks.
 
     A single tile has nothing to skip, and torch compiles a separate kernel for lengths up to it.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     fits = query.shape[1] > _BLOCK and min(query.shape[2], value.shape[2]) >= _MIN_HEAD_DIM
-    return query.device.type == "cuda" and half and fits and call.sinks is None and not _State.failed
+    can_run = query.device.type == "cuda" and half and fits and call.sinks is None
+    return can_run and _kind_of(query, key, value, call) not in _State.failed
 
 
 def attend_flex(
@@ -122,7 +138,7 @@ def attend_flex(
 ) -> torch.Tensor | None:
     """(T, Hq, D) outputs for query (Hq, T, D), key and value (Hkv, T, D), differentiable in all three.
 
-    Returns None and warns once if the kernel cannot run.
+    Returns None and warns if the kernel cannot run; calls of this kind are not usable from then on.
     """
     try:
         _try_once(query, key, value, call)
@@ -132,8 +148,13 @@ def attend_flex(
     except Exception as error:  # the compiler may raise anything, and block attention can take over
         if is_out_of_memory(error):
             raise
-        _State.failed = True
-        logger.warning("flex attention cannot run here (%s: %s); matrix products do", type(error).__name__, error)
+        _State.failed.add(_kind_of(query, key, value, call))
+        logger.warning(
+            "flex attention cannot run here for heads of %d (%s: %s); matrix products do",
+            query.shape[2],
+            type(error).__name__,
+            error,
+        )
         return None
 
 
@@ -159,17 +180,7 @@ def _try_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call:
     The trial is isolated from the caller: from its gradient mode, and from its saved-tensor hooks, because gradient
     checkpointing counts the tensors that a layer saves.
     """
-    kind = _CallKind(
-        device=query.device,
-        dtype=query.dtype,
-        heads=query.shape[0],
-        key_heads=key.shape[0],
-        width=query.shape[2],
-        value_width=value.shape[2],
-        scale=call.scale,
-        softcap=call.softcap,
-        has_window=call.window is not None,
-    )
+    kind = _kind_of(query, key, value, call)
     if kind in _State.tried:
         return
     hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
