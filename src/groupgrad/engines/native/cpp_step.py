@@ -387,12 +387,12 @@ def _read_convolution(module: nn.Conv1d) -> dict[str, Any]:
 
 
 def _read_delta(module: Any) -> dict[str, Any]:
-    """What a gated delta rule has of its own."""
+    """The linear layers of a gated delta rule, by their names in the kernel."""
     return {name: _read_linear(getattr(module, path)) for name, path in DELTA_LINEARS.items()}
 
 
 def _read_mamba(module: Any) -> dict[str, Any]:
-    """What Mamba-2 has of its own. One product gives its gates, what is convolved, and its time steps."""
+    """Weights of Mamba-2 by their names in the kernel. The rows of one weight give gates, inputs and time steps."""
     values, (shortest, longest) = module.intermediate_size, module.time_step_limit
     return {
         "gates": _read_linear(module.in_proj),

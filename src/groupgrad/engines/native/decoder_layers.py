@@ -59,7 +59,7 @@ class LayerModules:
     modules: dict[str, Any]
     """Norms and linear layers under their names in `NORMS` and `LINEARS`; None for those that the layer lacks."""
     activation: Any
-    """Of the MLP; None without one."""
+    """The activation of the MLP; None in a layer without an MLP."""
     call: AttentionCall | None = None
     """The attention that the layer computes, if any."""
     head_dim: int = 0

@@ -220,7 +220,7 @@ class Recurrence:
         levels: list[PackedLevel] = []
         places: list[np.ndarray] = []
         number_of: dict[int, int] = {}
-        """Of a segment by its first place, over all levels."""
+        """First place of a segment -> its number over all levels."""
         given = {self._segments[index].start: rank for rank, index in enumerate(self._continuing)}
         for is_behind in (False, True):
             level = [segment for segment in self._segments if (segment.shared is not None) == is_behind]
