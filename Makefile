@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 
+# Tests start many processes, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # The oldest transformers that is supported, in an environment of its own.

@@ -49,7 +49,7 @@ def imports() -> bytes:
     return subprocess.run(command, stderr=subprocess.PIPE, check=True).stderr
 
 
-@pytest.mark.parametrize("flags", [["completion", "bash"], ["train", "--help"]])
+@pytest.mark.parametrize("flags", [pytest.param(["completion", "bash"], marks=pytest.mark.slow), ["train", "--help"]])
 def test_output_that_is_read_in_part_ends_without_a_traceback(flags: list[str], imports: bytes) -> None:
     command = [sys.executable, "-m", "groupgrad", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
