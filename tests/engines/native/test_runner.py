@@ -233,12 +233,19 @@ def test_nothing_is_recorded_on_a_cpu():
     assert cuda_graphs.cuda_recorder({torch.device("cuda", 0), torch.device("cuda", 1)}) is None
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_graphs_give_what_the_modules_give(dtype: torch.dtype, build, monkeypatch, caplog):
+def on_card(name: str, build: Callable[..., Any], dtype: torch.dtype = torch.float32) -> Any:
+    """The named model on a real GPU."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    model = build("qwen3", max_position_embeddings=256).to("cuda", dtype)
+    model = make_hybrid(name) if name in CONFIGS else build(name, max_position_embeddings=256)
+    return model.to("cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "nemotron_h", "jamba", "lfm2", "kimi_linear"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_graphs_give_what_the_modules_give(name: str, dtype: torch.dtype, build, monkeypatch, caplog):
+    model = on_card(name, build, dtype)
     submitted = requests()
     with caplog.at_level(logging.WARNING):
         recorded = NativeEngine(model).sample(submitted, OPTIONS)
@@ -256,10 +263,9 @@ def test_cuda_graphs_give_what_the_modules_give(dtype: torch.dtype, build, monke
 
 
 @pytest.mark.gpu
-def test_a_cuda_model_follows_the_trainer(build):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    model = build("qwen3", max_position_embeddings=256).to("cuda")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "nemotron_h"])
+def test_a_cuda_model_follows_the_trainer(name: str, build):
+    model = on_card(name, build)
     for request, sample in zip(requests(), NativeEngine(model).sample(requests(), OPTIONS)):
         ids = torch.tensor([[*request.prompt_ids, *sample.ids]], device="cuda")
         logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].double()

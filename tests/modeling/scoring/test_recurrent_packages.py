@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_hybrids import make_hybrid
+from tiny_hybrids import CONFIGS, make_hybrid
+from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native.engine import NativeEngine
@@ -120,3 +121,29 @@ def test_a_layer_calls_transformers_function_with_bounds(monkeypatch: pytest.Mon
     monkeypatch.setattr(recurrent_packages, "is_usable", lambda name, _: name == FUNCTIONS["qwen3_5"])
     with pytest.raises(ValueError, match="packed sequences"):
         score_tokens(make_hybrid("qwen3_5"), build_batch([[3, 4]], [0], [[5, 6]]), OPTIONS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_the_package_itself_gives_the_log_probs_of_pytorch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available() or not recurrent_packages._is_installed("fla"):
+        pytest.skip("no CUDA device with flash-linear-attention")
+    config = CONFIGS[family]()
+    for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"):
+        if hasattr(config, name):
+            setattr(config, name, 64)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to("cuda", torch.bfloat16)
+    rows = [[4 + (3 * i + place) % 40 for place in range(length)] for i, length in enumerate((5, 90, 1, 130))]
+    batch = build_batch([[3 + place % 40 for place in range(70)], [3]], [0, 0, 1, 1], rows).to(torch.device("cuda"))
+    results = []
+    for is_packaged in (True, False):
+        if not is_packaged:
+            monkeypatch.setattr(recurrent_packages, "is_usable", lambda *_: False)
+        model.zero_grad()
+        logprobs = score_tokens(model, batch, OPTIONS).logprobs
+        logprobs.sum().backward()
+        gradients = torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+        results.append((logprobs.detach(), gradients))
+    assert float((results[0][0] - results[1][0]).abs().mean()) < 0.05
+    assert float(torch.cosine_similarity(results[0][1], results[1][1], dim=0)) > 0.99
