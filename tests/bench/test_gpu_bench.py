@@ -78,7 +78,7 @@ def test_what_was_measured_before_memory_ran_out_is_kept(tmp_path, monkeypatch):
     ("script", "failure", "steps"),
     [
         ("import sys; sys.exit(3)", "ended with status 3; its output is above", None),
-        ("import time; save([1]); time.sleep(60)", "took more than 5 s", [1]),
+        pytest.param("import time; save([1]); time.sleep(60)", "took more than 5 s", [1], marks=pytest.mark.slow),
         ("import sys; save([], failure='out of memory'); sys.exit(1)", "out of memory", []),
     ],
 )

@@ -430,7 +430,9 @@ print(Workers().call(tool, {}, timeout_s=2.5).result().value, flush=True)
     "the tool goes on: time in which the process is suspended does not count",
     "nothing",
 )
-@pytest.mark.parametrize("tool", ["plain", "async", pytest.param("awaitable", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "tool", ["plain", *(pytest.param(tool, marks=pytest.mark.slow) for tool in ("async", "awaitable"))]
+)
 def test_time_in_which_the_process_is_suspended_does_not_count(tool: str) -> None:
     with subprocess.Popen([sys.executable, "-c", SUSPENDED, tool], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None

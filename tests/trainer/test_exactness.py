@@ -98,7 +98,7 @@ def test_the_ratio_moves_within_a_round(train):
     assert moved[1] > 0.05 and moved[3] > 0.05
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [SGD, pytest.param(ADAMW, marks=pytest.mark.slow)], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_do_not_depend_on_the_micro_batch(train, tools, feature, optimizer):
     splits = [(16, 1), (4, 4)]

@@ -327,6 +327,7 @@ def test_few_variants_do_for_all_lengths_and_windows(recording):
     assert all(node.args[6]["FORCE_USE_FLEX_ATTENTION"] is True for node in recording.attentions())
 
 
+@pytest.mark.slow
 def test_a_soft_cap_is_part_of_the_kernel(recording):
     """A variable soft cap would be a number on the CPU, for which torch compiles no kernel."""
     places, call = make_layout(141).plan.places(CPU), AttentionCall(0, 0.3, softcap=30.0)
@@ -352,7 +353,7 @@ def test_the_trial_compiles_what_training_uses(recording, monkeypatch):
         torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", ["stance", "limit"])
+@pytest.mark.parametrize("how", ["stance", pytest.param("limit", marks=pytest.mark.slow)])
 def test_where_torch_does_not_compile_matrix_products_do(recording, monkeypatch, caplog, how):
     """Otherwise torch would run the function uncompiled, with all pairs of tokens in memory, and without a warning."""
     monkeypatch.setattr(flex, "_try_once", lambda *_: None)
