@@ -69,7 +69,8 @@ def pack(costs: Sequence[RowCost], plan: Sequence[Sequence[int]]) -> list[list[i
 
 def split(costs: Sequence[RowCost], parts: int) -> list[list[int]]:
     """All rows in `parts` non-empty parts (from 1 to the number of rows), with the smallest largest cost found."""
-    candidates = _candidates(costs, parts)
+    by_row = _longest_first(costs, [[row] for row in range(len(costs))], parts)
+    candidates = [*_candidates(costs, parts), by_row]
     return min(candidates, key=lambda bins: (max(_loads(costs, bins)), sum(_loads(costs, bins))))
 
 

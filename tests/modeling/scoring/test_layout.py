@@ -105,7 +105,7 @@ def policies(make_model: Callable[..., Any]) -> dict[tuple[bool, bool], Any]:
 
 
 @pytest.mark.parametrize("loss_type", sorted(LOSSES))
-@settings(max_examples=3, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=batches(), level=st.sampled_from(["token", "sequence"]))
 def test_layouts_and_heads_agree_for_every_loss(loss_type: str, policies, batch, level):
     for (adapter, recompute), model in policies.items():
