@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.modeling.scoring.recurrent_scans import zero_states
 
 _PACKAGES = {"torch_chunk_gated_delta_rule": "fla", "chunk_kimi_delta_attention": "fla"}
 """Name of a function in transformers' model files -> the package that it leads to."""
@@ -46,12 +47,7 @@ def by_package(
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """(1, T, H, Dv) outputs of transformers' `function` for flat tokens, whose shapes are those of its arguments."""
-    num_heads, widths = value.shape[2], (key.shape[3], value.shape[3])
-
-    def zeros(num_rows: int) -> torch.Tensor:
-        return value.new_zeros(num_rows, num_heads, *widths, dtype=torch.promote_types(value.dtype, torch.float32))
-
-    packed = recurrence.packed(value.device)
+    packed, zeros = recurrence.packed(value.device), partial(zero_states, key, value)
     given = recurrence.initial_states(zeros)
     states = zeros(1) if given is None else torch.cat([given, zeros(1)])
     outputs, finals = [], []

@@ -86,7 +86,7 @@ def gated_delta_rule(
     kernels = step_kernels(query, key, value, g, beta)
     if kernels is not None:
         vectors, norm = (query[0], key[0], value[0]), use_qk_l2norm_in_kernel
-        initial = recurrence.initial_states(partial(_zero_states, key, value))
+        initial = recurrence.initial_states(partial(zero_states, key, value))
         outputs = delta_rule.gated_delta_rule(kernels, recurrence.state_rows, vectors, g[0], beta[0], norm, initial)
         recurrence.keep_states(outputs[1])
         return outputs[0][None], None
@@ -171,7 +171,7 @@ def mamba2_scan(
         decay = log_decay.exp()[0, ..., None]
         output = state_step(kernels, recurrence.states_in_place(), C[0], B[0], x[0], decay)[None]
     elif kernels is not None:
-        initial = recurrence.initial_states(partial(_zero_states, B, x))
+        initial = recurrence.initial_states(partial(zero_states, B, x))
         vectors = (C[0], B[0], x[0])
         rows, finals = delta_rule.mamba2(kernels, recurrence.state_rows, vectors, log_decay[0], initial)
         recurrence.keep_states(finals)
@@ -286,11 +286,11 @@ def _delta_rule(
         new = written - read @ state
         return from_state @ state + inside @ new, state * kept + to_state @ new
 
-    output = recurrence.scan(chunks, partial(_zero_states, inputs[1], inputs[2]), advance)
+    output = recurrence.scan(chunks, partial(zero_states, inputs[1], inputs[2]), advance)
     return chunks.join(output.transpose(1, 2))[None].to(dtype)
 
 
-def _zero_states(key: torch.Tensor, value: torch.Tensor, num_rows: int) -> torch.Tensor:
+def zero_states(key: torch.Tensor, value: torch.Tensor, num_rows: int) -> torch.Tensor:
     """(n, H, Dk, Dv) states before the first token."""
     return key.new_zeros(num_rows, value.shape[2], key.shape[-1], value.shape[-1], dtype=_state_dtype(key))
 
