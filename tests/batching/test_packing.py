@@ -91,6 +91,7 @@ def test_every_row_once_and_never_worse_than_the_plan(groups: list[list[int]], p
 def test_groups_are_cut_where_that_makes_the_largest_part_smaller():
     costs = rows([1, 1, 1], [1, 1, 1], [1, 1, 1], prompt=0)
     assert sorted(loads(costs, split(costs, 2))) == [4, 5]
+    assert sorted(loads(costs, split(costs, 2, keeps_groups=True))) == [3, 6]
 
 
 @given(GROUPS, st.integers(0, 30), st.data())

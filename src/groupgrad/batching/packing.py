@@ -67,10 +67,14 @@ def pack(costs: Sequence[RowCost], plan: Sequence[Sequence[int]]) -> list[list[i
     return best
 
 
-def split(costs: Sequence[RowCost], parts: int) -> list[list[int]]:
-    """All rows in `parts` non-empty parts (from 1 to the number of rows), with the smallest largest cost found."""
-    by_row = _longest_first(costs, [[row] for row in range(len(costs))], parts)
-    candidates = [*_candidates(costs, parts), by_row]
+def split(costs: Sequence[RowCost], parts: int, *, keeps_groups: bool = False) -> list[list[int]]:
+    """All rows in `parts` non-empty parts (from 1 to the number of rows), with the smallest largest cost found.
+
+    With `keeps_groups` a group is cut only if it costs more than a fair share.
+    """
+    candidates = _candidates(costs, parts)
+    if not keeps_groups:
+        candidates.append(_longest_first(costs, [[row] for row in range(len(costs))], parts))
     return min(candidates, key=lambda bins: (max(_loads(costs, bins)), sum(_loads(costs, bins))))
 
 

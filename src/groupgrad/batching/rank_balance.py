@@ -56,7 +56,7 @@ def assign_to_ranks(costs: Sequence[RowCost], holders: Sequence[int], num_ranks:
     least = _largest(costs, best)
     if (1.0 - LEAST_GAIN) * least * num_ranks <= total_cost(costs):  # equal loads, each prompt on one rank
         return list(holders)
-    for bins in (best, split(costs, num_ranks)):
+    for bins in (best, split(costs, num_ranks, keeps_groups=True)):
         candidate = _refined(costs, _filled(costs, bins, least_rows), least_rows)
         if min(map(len, candidate)) >= least_rows and _largest(costs, candidate) < (1.0 - LEAST_GAIN) * least:
             best, least = candidate, _largest(costs, candidate)
