@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from groupgrad.cli import vllm_serve
-from groupgrad.cli.vllm_serve import check_port, main, vllm_arguments
+from groupgrad.cli.vllm_serve import main
 from groupgrad.engines.vllm.api_keys import find_key, key_file
+from groupgrad.engines.vllm.serve_arguments import check_port, vllm_arguments
 
 ADDED = ["--api-server-count", "1", "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1"]
 

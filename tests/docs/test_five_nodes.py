@@ -14,7 +14,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from groupgrad.cli.main import main
-from groupgrad.cli.vllm_serve import vllm_arguments
+from groupgrad.engines.vllm.serve_arguments import vllm_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
