@@ -17,7 +17,7 @@ from groupgrad.engines.vllm import weight_sender
 from groupgrad.engines.vllm.client import ServerClient
 from groupgrad.engines.vllm.http import ServerRefused
 from groupgrad.engines.vllm.weight_receiver import REFUSED
-from groupgrad.engines.vllm.weight_sender import FACTORY, PolicyWeights, WeightSender, sender_of
+from groupgrad.engines.vllm.weight_sender import PolicyWeights, WeightSender, sender_of
 from groupgrad.engines.vllm.wire import SHARED_MEMORY
 from groupgrad.modeling.weights import checkpoint_weights
 
@@ -94,7 +94,7 @@ class Factory:
 
 @pytest.fixture
 def factory(client: Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM's factory, as a process that has loaded it has it."""
+    """vLLM's factory, as a process with vLLM finds it."""
 
     @dataclass
     class TrainerInitInfo:
@@ -104,10 +104,11 @@ def factory(client: Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     base: Any = sys.modules["vllm.distributed.weight_transfer.base"]
     base.TrainerInitInfo, base.TrainerWeightTransferEngine = TrainerInitInfo, TrainerEngine
     base.WeightTransferEngine = type("WeightTransferEngine", (), {})
-    module: Any = ModuleType(FACTORY)
+    name = "vllm.distributed.weight_transfer.factory"
+    module: Any = ModuleType(name)
     module.WeightTransferTrainerFactory = type("Trainers", (Factory,), {"registry": {}})
     module.WeightTransferEngineFactory = type("Workers", (Factory,), {"registry": {}})
-    monkeypatch.setitem(sys.modules, FACTORY, module)
+    monkeypatch.setitem(sys.modules, name, module)
     yield
     sys.modules.pop("groupgrad.engines.vllm.transfer_engine", None)
 
@@ -197,7 +198,7 @@ def test_without_a_source_the_sender_says_what_it_needs(client: Client) -> None:
 # --- Groupgrad's own pushes ---
 
 
-def test_the_own_sender_comes_from_vllms_factory_where_that_is_loaded(
+def test_the_own_sender_comes_from_vllms_factory(
     factory: None, client: Client, model: Any
 ) -> None:
     own = sender_of(PolicyWeights(model), client, by_reference=True)
@@ -206,7 +207,7 @@ def test_the_own_sender_comes_from_vllms_factory_where_that_is_loaded(
     assert has(client.worker.receiver.model, Source(model.state_dict())) and client.versions == ["3-a"]
 
 
-def test_where_vllm_is_not_loaded_the_same_class_is_made_directly(client: Client, model: Any) -> None:
+def test_where_vllm_is_not_installed_the_same_class_is_made_directly(client: Client, model: Any) -> None:
     own = sender_of(PolicyWeights(model), client, by_reference=True)
     assert type(own) is WeightSender
     own.send_weights("3-a")

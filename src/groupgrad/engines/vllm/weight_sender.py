@@ -6,7 +6,6 @@ Each push is made by a `WeightSender`: those of groupgrad's own trainer (`sender
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -33,9 +32,6 @@ from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.modeling.weights import checkpoint_weights
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
-
-FACTORY = "vllm.distributed.weight_transfer.factory"
-"""Module of vLLM's factory."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -187,16 +183,17 @@ def sender_of(
 ) -> WeightSender:
     """A sender of groupgrad's own trainer, which has met the workers; `before` itself if its source is the same.
 
-    vLLM's factory makes it where that is loaded in this process, as it is beside colocated vLLM. Elsewhere to load it
-    would take seconds, and the same class is made directly. After an error the weights have been read to the end.
+    vLLM's factory makes it. A trainer without vLLM, which uses a server, makes the same class directly. After an error
+    the weights have been read to the end.
     """
     if before is not None and before.source == source:
         return before
-    init: Any = SimpleNamespace(is_sender=True, by_reference=by_reference)
-    trainer_init: Any = WeightSender.trainer_init
-    if FACTORY in sys.modules:
+    try:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
+    except ImportError:
+        init: Any = SimpleNamespace(is_sender=True, by_reference=by_reference)
+        trainer_init: Any = WeightSender.trainer_init
+    else:
         from groupgrad.engines.vllm.transfer_engine import SenderInit
 
         register()
