@@ -163,7 +163,70 @@ void score(const Packed &queries, const float *keys, long count, float *scores, 
     }
 }
 
-// The same scores for many queries, stored as columns.
+// The rows of a block, in C vectors of type V, times N keys. Sums are those of `dots`: lane by lane, and then by halves.
+template <class V, int C, int N>
+inline void sum_lanes(const float *block, const float *keys, long width, Tile tile) {
+    constexpr long rows = C * sizeof(V) / 4;
+    V kept[5][N][C];  // sums of one lane, of two lanes, of four, ... that wait for the other half
+    for (int number = 0; number < LANES; number++) {
+        int lane = 0;  // lanes whose sums are added come one after the other: 0, 4, 2, 6, 1, ... of eight
+        for (int half = LANES / 2, rest = number; half; half /= 2, rest /= 2) lane += rest % 2 * half;
+        V sums[N][C] = {};
+        for (long k = lane; k < width; k += LANES) {
+            V values[C];
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) values[c] = load_as<V>(block + k * rows + c * (rows / C));
+#pragma GCC unroll 24
+            for (int n = 0; n < N; n++) {
+                V key = keys[n * width + k] - V{};
+                if (C > 1) KEEP(key);
+#pragma GCC unroll 4
+                for (int c = 0; c < C; c++) {
+                    sums[n][c] += key * values[c];
+                    if (N * C <= 4) KEEP(sums[n][c]);  // see `sum`
+                }
+            }
+        }
+        int level = 0;
+        for (; number >> level & 1; level++)
+#pragma GCC unroll 24
+            for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+                for (int c = 0; c < C; c++) sums[n][c] += kept[level][n][c];
+#pragma GCC unroll 24
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) {
+                if (number < LANES - 1)
+                    kept[level][n][c] = sums[n][c];
+                else
+                    store_as(tile.at + n * tile.step + c * (rows / C), sums[n][c]);
+            }
+    }
+}
+
+// The scores of `score`, to the bit, for many queries, stored as columns.
+void score_lanes(const Columns &queries, const float *keys, long count, float *tile, float *scores, long stride) {
+    for (long start = 0; start < count; start += MAX_PANEL) {
+        const long some = std::min(MAX_PANEL, count - start), width = queries.width;
+        queries.each_block([&](const Columns::Block &block) {
+            with_vectors(block, [&](auto vectors) {
+                using Rows = decltype(vectors);
+                constexpr int N = outputs_at_once(Rows::COUNT);
+                const Tile to{tile, block.rows};
+                const float *from = keys + start * width;
+                long n = 0;
+                for (; n + N <= some; n += N)
+                    sum_lanes<typename Rows::V, Rows::COUNT, N>(block.data, from + n * width, width, to.from(n));
+                for (; n < some; n++)
+                    sum_lanes<typename Rows::V, Rows::COUNT, 1>(block.data, from + n * width, width, to.from(n));
+            });
+            put_rows(Outputs{block, start, some, tile}, queries.rows, nullptr, scores, stride);
+        });
+    }
+}
+
+// The same scores for many queries, stored as columns, each summed number by number.
 void score_together(
     const Columns &queries, const float *keys, long count, float *tile, float *scores, long stride, Prefetch prefetch
 ) {
@@ -173,6 +236,18 @@ void score_together(
         queries.each_block([&](const Columns::Block &block) {
             multiply(block, keys + start * queries.width, some, queries.width, tile, prefetch);
             put_rows(Outputs{block, start, some, tile}, queries.rows, nullptr, scores, stride);
+        });
+    }
+}
+
+// scores[p * stride + q] = the same scores, of each key with all queries.
+void score_by_key(const Columns &queries, const float *keys, long count, float *scores, long stride) {
+    Prefetch none;
+    for (long start = 0; start < count; start += MAX_PANEL) {
+        const long some = std::min(MAX_PANEL, count - start);
+        queries.each_block([&](const Columns::Block &block) {
+            const Tile tile{scores + start * stride + block.first, stride};
+            multiply(block, keys + start * queries.width, some, queries.width, tile, none);
         });
     }
 }
@@ -252,7 +327,9 @@ inline void mix_columns(const float *weights, long stride, const float *values, 
                 if (Q * V <= 4) KEEP(sums[q][v]);
             }
     }
+#pragma GCC unroll 6
     for (int q = 0; q < Q; q++)
+#pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
             float *to = output + q * width + v * LANES;
             store(to, load(to) + sums[q][v]);

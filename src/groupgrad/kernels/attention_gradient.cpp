@@ -27,7 +27,7 @@ namespace {
 
 // The vectors and scores of a tile fit into the L2 cache, with the keys and values and their gradients.
 constexpr long QUERIES_OF_TILE = 64;
-constexpr long KEYS_OF_TILE = MIXED_KEYS;
+constexpr long KEYS_OF_TILE = 2 * MAX_PANEL;
 
 // Keys and values of consecutive tokens in one head, and their gradients, each (length, width).
 struct KeyPart {
@@ -63,29 +63,29 @@ struct QueryTile {
 class GroupGradient {
     const AttentionGradient &call;
     const long head, width = call.head_width, repeat = call.heads / call.kv_heads;
-    float *tile, *queries, *gradients, *of_queries, *query_columns, *gradient_columns, *scores, *slopes, *along;
+    const long stride = most_queries(call);  // from the scores of one key to those of the next
+    float *queries, *gradients, *of_queries, *query_columns, *gradient_columns, *scores, *slopes;
+    float *peaks, *factors, *along;  // of each query: its totals, and its gradient times its output
     float *of_prompt, *of_row;
 
     static long most_queries(const AttentionGradient &call) {
-        return in_grains(std::max<long>(QUERIES_OF_TILE, call.heads / call.kv_heads));
+        return padded(std::max<long>(QUERIES_OF_TILE, call.heads / call.kv_heads));
     }
 
 public:
     static long scratch_size(const AttentionGradient &call, const Lengths &most) {
         const long queries = most_queries(call), width = call.head_width;
-        return Memory::whole(TILE + queries * (5 * width + 2 * KEYS_OF_TILE + 1) + 2 * LANES +
-                             4 * (most.prompt + most.row) * width);
+        return Memory::whole(queries * (5 * width + 2 * KEYS_OF_TILE + 3) + 4 * (most.prompt + most.row) * width);
     }
 
     GroupGradient(const AttentionGradient &call, long head, const Lengths &most, float *scratch)
         : call(call), head(head) {
         const auto take = [&](long floats) { return (scratch += floats) - floats; };
-        const long some = most_queries(call);
-        tile = take(TILE);
         for (float **part : {&queries, &gradients, &of_queries, &query_columns, &gradient_columns})
-            *part = take(some * width);
-        for (float **part : {&scores, &slopes}) *part = take(some * KEYS_OF_TILE + LANES);
-        along = take(some), of_prompt = take(4 * most.prompt * width), of_row = scratch;
+            *part = take(stride * width);
+        for (float **part : {&scores, &slopes}) *part = take(stride * KEYS_OF_TILE);
+        for (float **part : {&peaks, &factors, &along}) *part = take(stride);
+        of_prompt = take(4 * most.prompt * width), of_row = scratch;
     }
 
     // The gradients of rows behind one prompt, and of that if it is among them; or of one row without a prompt.
@@ -144,7 +144,8 @@ private:
             float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
             for (long d = 0; d < width; d++) sum += gradient[d] * output[d];
-            along[q] = sum;
+            const SoftmaxTotals &totals = call.totals[number(start, q)];
+            peaks[q] = totals.peak, factors[q] = totals.factor, along[q] = sum;
         }
         now.queries.put_columns();
         now.gradients.put_columns();
@@ -165,35 +166,35 @@ private:
     // do with each other.
     void add_keys(const QueryTile &now, const KeyPart &part, long first, long keys, long position) const {
         const long at = first * width;
-        score_together(now.queries.columns, part.keys + at, keys, tile, scores, KEYS_OF_TILE, Prefetch());
-        score_together(now.gradients.columns, part.values + at, keys, tile, slopes, KEYS_OF_TILE, Prefetch());
-        for (long q = 0; q < now.count; q++) {
-            const long own = now.position + q / repeat - position;  // the place of the query's own key
-            const long from = call.window ? std::clamp<long>(own + 1 - call.window, 0, keys) : 0;
-            weigh(q, call.totals[number(now.start, q)], from, std::clamp<long>(own + 1, from, keys), keys);
+        score_by_key(now.queries.columns, part.keys + at, keys, scores, stride);
+        score_by_key(now.gradients.columns, part.values + at, keys, slopes, stride);
+        for (long k = 0; k < keys; k++) {
+            const long token = position + k - now.position;  // the first of the tile that sees the key
+            const long from = std::clamp<long>(token * repeat, 0, now.count);
+            const long end = call.window ? std::clamp<long>((token + call.window) * repeat, from, now.count) : now.count;
+            weigh(k, from, end, now.count);
         }
-        mix<true>(keys, scores, KEYS_OF_TILE, gradients, now.count, width, part.of_values + at);
-        mix<true>(keys, slopes, KEYS_OF_TILE, queries, now.count, width, part.of_keys + at);
-        mix(now.count, slopes, KEYS_OF_TILE, part.keys + at, keys, width, of_queries);
+        mix(keys, scores, stride, gradients, now.count, width, part.of_values + at);
+        mix(keys, slopes, stride, queries, now.count, width, part.of_keys + at);
+        mix<true>(now.count, slopes, stride, part.keys + at, keys, width, of_queries);
     }
 
-    // Turns a query's scores into weights, and the products of its gradient with the values into the gradients of the
-    // scores. It sees the keys from `from` to `end`.
-    void weigh(long q, const SoftmaxTotals &totals, long from, long end, long keys) const {
-        float *weights = scores + q * KEYS_OF_TILE, *of_scores = slopes + q * KEYS_OF_TILE;
+    // Turns a key's scores into weights, and the products of its value with the queries' gradients into the gradients of
+    // the scores. The queries from `from` to `end` see it.
+    void weigh(long k, long from, long end, long count) const {
+        float *weights = scores + k * stride, *of_scores = slopes + k * stride;
         if (call.softcap != 0.0f) cap_scores(weights + from, end - from, call.softcap);
-        for (long k = from; k < end; k += LANES) {
-            const long left = end - k;
-            const Vec score = load_some(weights + k, left);
-            const Vec weight = exponential(score - totals.peak) * totals.factor;
-            Vec slope = weight * (load_some(of_scores + k, left) - along[q]);
+        for (long q = from / LANES * LANES; q < end; q += LANES) {
+            const Vec score = load(weights + q);
+            const Vec weight = exponential(score - load(peaks + q)) * load(factors + q);
+            Vec slope = weight * (load(of_scores + q) - load(along + q));
             if (call.softcap != 0.0f) slope *= 1.0f - score / call.softcap * (score / call.softcap);
-            store_some(weights + k, weight, left);
-            store_some(of_scores + k, slope, left);
+            store(weights + q, weight);
+            store(of_scores + q, slope);
         }
         for (float *row : {weights, of_scores}) {
             std::fill(row, row + from, 0.0f);
-            std::fill(row + end, row + keys, 0.0f);
+            std::fill(row + end, row + count, 0.0f);
         }
     }
 };

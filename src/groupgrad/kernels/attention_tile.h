@@ -139,13 +139,19 @@ private:
         }
     }
 
-    void add_prompt() const {
+    // The queries as columns.
+    Columns columns() const {
         const Columns together{packed, num_queries(), width};
         for (long q = 0; q < num_queries(); q += GRAIN) {
             const float *some[GRAIN];
             for (long i = 0; i < GRAIN; i++) some[i] = q + i < num_queries() ? queries + (q + i) * width : nullptr;
             together.put(q, some, 0, width);
         }
+        return together;
+    }
+
+    void add_prompt() const {
+        const Columns together = columns();
         const Span &first = *group.spans;
         const long at = head * first.prompt_stride;
         const auto add = [&](const KeyBlock &block) {
@@ -162,6 +168,7 @@ private:
     }
 
     void add_own() const {
+        if (LANES < 16 && group.count == 1 && num_queries() >= MOST_ROWS) return add_span(columns());
         // One span is read by all tokens; of several each has a token.
         const long step = group.count == 1 ? tokens : 1;
         for (long start = 0; start < tokens; start += step) {
@@ -185,6 +192,14 @@ private:
                 mix_block(block, start, start + step);
             });
         }
+    }
+
+    // The same for many tokens of one span.
+    void add_span(const Columns &together) const {
+        each_own_block(*group.spans, num_own(tokens - 1), [&](const KeyBlock &block) {
+            score_lanes(together, block.keys, block.count(), tile, scores + (block.start - block.origin), BLOCK_KEYS);
+            mix_block(block, 0, tokens);
+        });
     }
 
     // Asks for the first keys of a span.

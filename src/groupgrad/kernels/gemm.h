@@ -131,11 +131,19 @@ void put_rows(const Outputs &outputs, long rows, const float *bias, float *to, l
     }
 }
 
-// tile[n * rows + row] = the rows of a block, in C vectors of type V, times N rows of `weights`, over `length` columns.
-// Adds to the tile if `more`.
+// Where products of a block of rows go: that of output n and a row to at[n * step + row].
+struct Tile {
+    float *at;
+    long step;
+
+    Tile from(long n) const { return {at + n * step, step}; }
+};
+
+// The rows of a block, in C vectors of type V, times N rows of `weights`, over `length` columns. Adds to the tile if
+// `more`.
 template <class V, int C, int N>
 inline void sum(
-    const float *block, const float *weights, long stride, long length, bool more, float *tile, const Prefetch &prefetch
+    const float *block, const float *weights, long stride, long length, bool more, Tile tile, const Prefetch &prefetch
 ) {
     constexpr long rows = C * sizeof(V) / 4;
     V sums[N][C] = {};
@@ -171,13 +179,13 @@ inline void sum(
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) {
-            float *to = tile + n * rows + c * (rows / C);
+            float *to = tile.at + n * tile.step + c * (rows / C);
             store_as(to, more ? load_as<V>(to) + sums[n][c] : sums[n][c]);
         }
 }
 
 template <class V, int C>
-void sum_panel(const float *block, const float *weights, long count, long width, float *tile, Prefetch &prefetch) {
+void sum_panel(const float *block, const float *weights, long count, long width, Tile tile, Prefetch &prefetch) {
     constexpr int N = outputs_at_once(C);
     constexpr long rows = C * sizeof(V) / 4;
     const long slice = width > SLICE && width <= 2 * SLICE ? (width + 1) / 2 : SLICE;
@@ -186,25 +194,46 @@ void sum_panel(const float *block, const float *weights, long count, long width,
         const long length = std::min(slice, width - start), steps = length / STEP;
         long n = 0;
         for (; n + N <= count; n += N, prefetch.advance(steps))
-            sum<V, C, N>(part, from + n * width, width, length, start > 0, tile + n * rows, prefetch);
+            sum<V, C, N>(part, from + n * width, width, length, start > 0, tile.from(n), prefetch);
         if (N > 4)
             for (; n + 4 <= count; n += 4, prefetch.advance(steps))
-                sum<V, C, 4>(part, from + n * width, width, length, start > 0, tile + n * rows, prefetch);
+                sum<V, C, 4>(part, from + n * width, width, length, start > 0, tile.from(n), prefetch);
         for (; n < count; n++, prefetch.advance(steps))
-            sum<V, C, 1>(part, from + n * width, width, length, start > 0, tile + n * rows, prefetch);
+            sum<V, C, 1>(part, from + n * width, width, length, start > 0, tile.from(n), prefetch);
     }
 }
 
-// tile[n * rows + row] = the rows of a block times the `count` rows n of `weights` (count, width).
+// Vectors of a block of rows: so many of type V.
+template <class V_, int COUNT_>
+struct RowVectors {
+    using V = V_;
+    static constexpr int COUNT = COUNT_;
+};
+
+// Calls `body` with the `RowVectors` that hold the rows of a block.
+template <class Body>
+void with_vectors(const Columns::Block &block, Body body) {
+    if (block.rows == 4 * LANES) return body(RowVectors<Vec, 4>());
+    if (block.rows == 3 * LANES && LANES > GRAIN) return body(RowVectors<Vec, 3>());
+    if (block.rows == 2 * LANES && block.rows > 3 * GRAIN) return body(RowVectors<Vec, 2>());
+    if (block.rows == 3 * GRAIN) return body(RowVectors<Grain, 3>());
+    if (block.rows == 2 * GRAIN) return body(RowVectors<Grain, 2>());
+    body(RowVectors<Grain, 1>());
+}
+
+// The rows of a block times the `count` rows of `weights` (count, width).
+void multiply(const Columns::Block &block, const float *weights, long count, long width, Tile tile,
+              Prefetch &prefetch) {
+    with_vectors(block, [&](auto vectors) {
+        using Rows = decltype(vectors);
+        sum_panel<typename Rows::V, Rows::COUNT>(block.data, weights, count, width, tile, prefetch);
+    });
+}
+
+// tile[n * block.rows + row] = the same products.
 void multiply(const Columns::Block &block, const float *weights, long count, long width, float *tile,
               Prefetch &prefetch) {
-    const auto with = [&](auto panel) { panel(block.data, weights, count, width, tile, prefetch); };
-    if (block.rows == 4 * LANES) return with(sum_panel<Vec, 4>);
-    if (block.rows == 3 * LANES && LANES > GRAIN) return with(sum_panel<Vec, 3>);
-    if (block.rows == 2 * LANES && block.rows > 3 * GRAIN) return with(sum_panel<Vec, 2>);
-    if (block.rows == 3 * GRAIN) return with(sum_panel<Grain, 3>);
-    if (block.rows == 2 * GRAIN) return with(sum_panel<Grain, 2>);
-    with(sum_panel<Grain, 1>);
+    multiply(block, weights, count, width, Tile{tile, block.rows}, prefetch);
 }
 
 // ------------------------------------------------------------------------------------------------ panels of a step
