@@ -351,10 +351,14 @@ def raise_on_all_ranks(error: BaseException | None) -> None:
     The failed rank raises its own error; the others raise a RankError that quotes it. StopRequested, if no rank has
     another error, is raised on all of them.
     """
-    if not is_active():
-        if error is not None:
-            raise error
-        return
+    if is_active():
+        _raise_agreed(error)
+    elif error is not None:
+        raise error
+
+
+def _raise_agreed(error: BaseException | None) -> None:
+    """`raise_on_all_ranks` of several ranks. Collective."""
     is_stop = isinstance(error, StopRequested)
     signals, messages = zip(
         *all_gather_objects(
