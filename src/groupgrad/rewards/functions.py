@@ -115,30 +115,17 @@ def read_rewards(returned: Any, name: str, inputs: CallInputs) -> list[float]:
     row, for anything else, a wrong number of rewards, and an infinite reward.
     """
     values = returned.tolist() if callable(getattr(returned, "tolist", None)) else returned
-    problem, rewards = _wrong_form(returned, values, inputs), list[float]()
-    for row, value in enumerate([] if problem else values):
-        reward = _as_float(value)
-        if reward is None:
-            problem = (
-                f"{short_repr(value)} for {inputs.describe(row)}; return a number, or None where the function does not "
-                "apply"
-            )
-            break
-        if abs(reward) > LARGEST_REWARD:
-            problem = (
-                f"{value!r} for {inputs.describe(row)}; an infinite reward, or one beyond {LARGEST_REWARD:.2g}, makes "
-                "the advantages of its whole group meaningless: return a smaller number, or None where the function "
-                "does not apply"
-            )
-            break
-        rewards.append(reward)
-    if problem:
+    is_list = isinstance(values, (list, tuple)) and len(values) == len(inputs.rollouts)
+    rewards = [_as_float(value) for value in values] if is_list else []
+    usable = [reward for reward in rewards if reward is not None and not abs(reward) > LARGEST_REWARD]
+    if not is_list or len(usable) < len(rewards):
+        problem = _problem(returned, values, inputs)
         raise RewardError(f"reward function '{name}', step {inputs.step}: it returned {problem}")
-    return rewards
+    return usable
 
 
-def _wrong_form(returned: Any, values: Any, inputs: CallInputs) -> str | None:
-    """Why a return value, whose `tolist()` are the values, is no list of one value a row; None if it is one."""
+def _problem(returned: Any, values: Any, inputs: CallInputs) -> str:
+    """Why a return value, whose `tolist()` are the values, is no list of one reward a row."""
     num_rows = len(inputs.rollouts)
     if isinstance(returned, (torch.Tensor, np.ndarray)) and returned.ndim != 1:
         return f"an array of shape {tuple(returned.shape)}; return shape ({num_rows},)"
@@ -149,7 +136,16 @@ def _wrong_form(returned: Any, values: Any, inputs: CallInputs) -> str | None:
             f"{len(values)} rewards for {num_rows} completions (the first is {inputs.describe(0)}); return one number "
             "or None a completion, in their order"
         )
-    return None
+    rewards = [_as_float(value) for value in values]
+    row = next(row for row, reward in enumerate(rewards) if reward is None or abs(reward) > LARGEST_REWARD)
+    if rewards[row] is None:
+        what = f"{short_repr(values[row])} for {inputs.describe(row)}"
+        return f"{what}; return a number, or None where the function does not apply"
+    return (
+        f"{values[row]!r} for {inputs.describe(row)}; an infinite reward, or one beyond {LARGEST_REWARD:.2g}, makes "
+        "the advantages of its whole group meaningless: return a smaller number, or None where the function does not "
+        "apply"
+    )
 
 
 def _as_float(value: Any) -> float | None:
