@@ -23,7 +23,7 @@ def last_logits(
     `extra` are further arguments of the model, such as images. ValueError if the model cannot run plans.
     """
     head = HeadHook(last, torch.zeros_like(last), last, torch.Size((1, len(ids))))
-    with head.on(output_head(model), None, is_sharded=False):
+    with head.on(output_head(model)):
         logits = run_planned(model, ids, positions, plan, **extra).logits[0]
     # Models that compute their logits without the output head return those of all tokens.
     return logits if head.is_narrowed else logits[last.to(logits.device)]

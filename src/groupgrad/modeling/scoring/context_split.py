@@ -17,9 +17,9 @@ import torch
 from groupgrad.batch import TokenScores
 from groupgrad.dist import RankGroup, sum_over_group
 from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.modeling.scoring.head_hook import HeadHook
 from groupgrad.modeling.scoring.layout import ForwardInputs
 from groupgrad.modeling.scoring.ring_attention import Piece, RingPlan
-from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,20 +36,17 @@ class ContextPart:
     num_predicted: int
     """L."""
 
-    def head_arguments(
-        self, tokens: torch.Tensor, precomputed: PrecomputedGradient | None
-    ) -> tuple[torch.Tensor, torch.Tensor, PrecomputedGradient | None]:
-        """The tokens that this rank scores, the places that predict them, and their part of `precomputed`.
+    def hook(self, hook: HeadHook) -> HeadHook:
+        """The hook of this rank's tokens, from that of all L tokens that the pass predicts.
 
-        `tokens` (L,) are all that the pass predicts. The head cannot run on an empty input, so a rank without any
-        scores token 0, which `join` leaves out.
+        The head cannot run on an empty input, so a rank without any scores token 0, which `join` leaves out.
         """
-        if not len(self.scored):
-            nothing = tokens.new_zeros(1)
-            return nothing, nothing, None
-        if precomputed is not None:
-            precomputed = PrecomputedGradient(precomputed.logprobs[self.scored], precomputed.gradient[self.scored])
-        return tokens[self.scored], self.predictors, precomputed
+        if len(self.scored):
+            own = replace(hook.at(self.scored), positions=self.predictors)
+        else:
+            nothing = self.scored.new_zeros(1)
+            own = replace(hook, tokens=nothing, rows=nothing, positions=nothing, precomputed=None)
+        return replace(own, shape=self.inputs.shape, places=hook.places)
 
     def join(self, scores: TokenScores) -> TokenScores:
         """The (L,) scores of all ranks on each of them, from those of this rank's tokens. Collective, also backward."""

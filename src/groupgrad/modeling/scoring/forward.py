@@ -101,22 +101,18 @@ def score_tokens(
         inputs = dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
     else:
         inputs = flat_inputs(batch, share=layout == "shared", aux_loss=options.aux_loss)
-    tokens, rows, predictors = batch.completion_ids, inputs.rows, inputs.predictors
-    places = None if bool(batch.trained.all()) else _loss_tokens(batch)
-    if places is not None:
-        tokens, rows, predictors = tokens[places], rows[places], predictors[places]
-        if precomputed is not None:
-            precomputed = PrecomputedGradient(precomputed.logprobs[places], precomputed.gradient[places])
+    tokens = batch.completion_ids
+    hook = HeadHook(tokens, inputs.rows, inputs.predictors, inputs.shape, options.temperature, options.entropy_gradient)
+    hook.precomputed, hook.tap = precomputed, tap
+    if not bool(batch.trained.all()):
+        hook = hook.at(_loss_tokens(batch))
     part = None
     if options.context is not None and layout != "dense":
-        part = cut_over_ranks(inputs, predictors, options.context)
-        inputs, (tokens, predictors, precomputed) = part.inputs, part.head_arguments(tokens, precomputed)
-        rows = torch.zeros_like(predictors)
-    hook = HeadHook(tokens, rows, predictors, inputs.shape, options.temperature, options.entropy_gradient, precomputed)
-    hook.on_states = None if tap is None else lambda states: tap(states, places)
+        part = cut_over_ranks(inputs, hook.positions, options.context)
+        inputs, hook = part.inputs, part.hook(hook)
     transform = logit_transform(unwrap(model)) if options.tiled_head else None
     images = with_images(model, batch, inputs) if batch.has_images else nullcontext(inputs)
-    head = hook.on(output_head(model), transform, is_sharded=is_zero_sharded(model))
+    head = (hook.on_shards if is_zero_sharded(model) else hook.on)(output_head(model), transform)
     with images as inputs, compiled_parts(model, is_dense=layout == "dense"), head:
         output = inputs.run(model)
     scores = hook.scores_of(output.logits) if hook.scores is None else hook.scores
@@ -126,7 +122,7 @@ def score_tokens(
         scores = part.join(scores)
     if options.aux_loss:
         scores = replace(scores, aux_loss=getattr(output, "aux_loss", None))
-    return scores if places is None else _spread_out(scores, places, batch.num_tokens)
+    return scores if hook.places is None else _spread_out(scores, hook.places, batch.num_tokens)
 
 
 def _loss_tokens(batch: Batch) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,37 +46,53 @@ class HeadHook:
     temperature: float = 1.0
     entropy_gradient: bool = False
     precomputed: PrecomputedGradient | None = None
-    on_states: Callable[[torch.Tensor], None] | None = None
-    """Gets the (L, H) hidden states that predict the tokens, in a pass with gradients."""
+    tap: StatesTap | None = None
+    """Gets the hidden states that predict the tokens."""
+    places: torch.Tensor | None = None
+    """(L,) int64, the places of the tokens among those of the batch; None for all of them."""
     is_narrowed: bool = False
     """The head got the hidden states at `rows` and `positions` alone."""
     scores: TokenScores | None = None
     """The scores, if the tiled head computed them."""
 
+    def at(self, places: torch.Tensor) -> HeadHook:
+        """A hook that scores the tokens at these places alone."""
+        precomputed = self.precomputed
+        if precomputed is not None:
+            precomputed = PrecomputedGradient(precomputed.logprobs[places], precomputed.gradient[places])
+        tokens, rows, positions = self.tokens[places], self.rows[places], self.positions[places]
+        return replace(self, tokens=tokens, rows=rows, positions=positions, precomputed=precomputed, places=places)
+
     @contextmanager
-    def on(self, head: Any, transform: LogitTransform | None, *, is_sharded: bool) -> Iterator[None]:
+    def on(self, head: Any, transform: LogitTransform | None = None) -> Iterator[None]:
         """Hooks into the module `head`; nothing is hooked for None. The tiled head needs a `transform`.
 
-        With the tiled head the module itself computes one token, whose result is not used. A module that ZeRO-3 shards
-        (`is_sharded`) returns the scores as its output, so that its weights are gathered for their backward pass as for
-        any module.
+        With the tiled head the module itself computes one token, whose result is not used.
         """
         if head is None or not self.rows.numel():
             yield
             return
-        inside = nullcontext()
-        if is_sharded and transform is not None:
-            # The head in an adapter is a module of its own, which gathers no weights itself.
-            inside = self._scoring_inside(head, transform) if isinstance(head, nn.Linear) else inside
-            transform = None
         # Compiled, the hook would take the positions of this call for constants, and compile every batch anew.
         narrow: Any = torch.compiler.disable(lambda module, inputs: self._narrow(module, inputs, transform))
         handle = head.register_forward_pre_hook(narrow)
         try:
-            with inside:
-                yield
+            yield
         finally:
             handle.remove()
+
+    @contextmanager
+    def on_shards(self, head: Any, transform: LogitTransform | None) -> Iterator[None]:
+        """`on`, for a model that ZeRO-3 shards.
+
+        With the tiled head the module returns the scores as its output, so that its weights are gathered for their
+        backward pass as for any module.
+        """
+        inside = nullcontext()
+        # The head in an adapter is a module of its own, which gathers no weights itself.
+        if transform is not None and isinstance(head, nn.Linear) and self.rows.numel():
+            inside = self._scoring_inside(head, transform)
+        with self.on(head), inside:
+            yield
 
     def _narrow(self, head: nn.Module, inputs: tuple[Any, ...], transform: LogitTransform | None) -> Any:
         """The head's inputs without states that predict no token; with a `transform` the scores are computed here."""
@@ -86,8 +102,8 @@ class HeadHook:
             return None
         self.is_narrowed = True
         hidden = self._predictors(hidden)
-        if self.on_states is not None and hidden.requires_grad:
-            self.on_states(hidden)
+        if self.tap is not None and hidden.requires_grad:
+            self.tap(hidden, self.places)
         if transform is None:
             return (hidden[None], *inputs[1:])
         self.scores = self._tiled_scores(head, hidden, transform)
