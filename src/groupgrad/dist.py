@@ -73,8 +73,11 @@ def limit_waiting(seconds: float) -> None:
 
 def all_gather_objects(obj: T, group: Any = None) -> list[T]:
     """Gathers one picklable object from each rank of the group (default: all), in rank order. Collective."""
-    if not is_active():
-        return [obj]
+    return _gathered(obj, group) if is_active() else [obj]
+
+
+def _gathered(obj: T, group: Any) -> list[T]:
+    """`all_gather_objects` of several ranks. Collective."""
     _sleep_at_exit()
     gathered: list[Any] = [None] * torch_dist.get_world_size(group)
     with doing(WAITING):
