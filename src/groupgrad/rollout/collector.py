@@ -96,9 +96,11 @@ class ExperienceCollector:
         self._advantages = self.compute_advantages if hooks is None else hooks.compute_advantages
         self.options, self.timings = options, timings
         self._around = around
-        self._prefetcher = None
+        self._prefetcher, self._sample = None, self._sample_here
+        self._measures_lag = weights is not None and ahead > 0
         if weights is not None:
             self._prefetcher = RolloutPrefetcher(rollouts, timings, weights, ahead=ahead, in_flight=in_flight)
+            self._sample = self._prefetcher
 
     def __call__(
         self, request: GenerationRequest, *, trainer_state: Any, upcoming: Sequence[GenerationRequest] = ()
@@ -124,7 +126,7 @@ class ExperienceCollector:
             **self.rollouts.metrics(rollouts),
             **table.metrics,
         }
-        if self._prefetcher is not None and self._prefetcher.ahead and rollouts:
+        if self._measures_lag and rollouts:
             metrics |= lag_metrics(rollouts, request.step)
         batch = collate(rollouts, advantages, mask_truncated=self.options.mask_truncated)
         records = self._records(rollouts, table, advantages, request.step) if self.options.keep_records else []
@@ -154,10 +156,8 @@ class ExperienceCollector:
             self._prefetcher.close()
         self.rollouts.close()
 
-    def _sample(self, request: GenerationRequest, upcoming: Sequence[GenerationRequest]) -> list[Rollout]:
+    def _sample_here(self, request: GenerationRequest, upcoming: Sequence[GenerationRequest]) -> list[Rollout]:
         """Collective. This rank's rollouts, in the order of its row numbers."""
-        if self._prefetcher is not None:
-            return self._prefetcher(request, upcoming)
         with self.timings.phase("sampling"), self._around(), dist.errors_on_all_ranks():
             return self.rollouts(request)
 
