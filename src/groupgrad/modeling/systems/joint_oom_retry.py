@@ -57,11 +57,11 @@ class JointMemoryGuard(MemoryGuard):
 
         RuntimeError on all ranks if a part that does not fit cannot be cut.
         """
-        self._prepare_for(part)
+        passes = self._passes_of(part)
         self._collectives.begin_pass()
         loss, failure = None, None
         try:
-            with self._memory_of(part):
+            with passes:
                 loss = _pass(part, forward, backward)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

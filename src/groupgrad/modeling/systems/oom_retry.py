@@ -104,9 +104,9 @@ class MemoryGuard:
     ) -> tuple[PolicyLoss | None, bool]:
         """The detached loss, or None if memory ran out; False if a failed backward pass may have added to gradients."""
         gradients_are_whole, result = True, None
-        self._prepare_for(part)
+        passes = self._passes_of(part)
         try:
-            with self._memory_of(part):
+            with passes:
                 result = forward(part)
                 if part.passes == FORWARD_AND_BACKWARD:
                     gradients_are_whole = False
@@ -121,15 +121,14 @@ class MemoryGuard:
         collect_what_failed()
         return None, gradients_are_whole
 
-    def _prepare_for(self, part: MicroBatch) -> None:
-        if self._prepare is not None and part.passes == FORWARD_AND_BACKWARD:
-            self._prepare(part.batch)
-
-    def _memory_of(self, part: MicroBatch) -> AbstractContextManager[None]:
-        """The context of a part's passes."""
-        if self._long_row is None or part.passes != FORWARD_AND_BACKWARD:
+    def _passes_of(self, part: MicroBatch) -> AbstractContextManager[None]:
+        """Prepares for a part; the context of its passes."""
+        if part.passes != FORWARD_AND_BACKWARD:
             return nullcontext()
-        return large_tensors_mapped() if part.max_row_tokens >= self._long_row else nullcontext()
+        if self._prepare is not None:
+            self._prepare(part.batch)
+        is_long = self._long_row is not None and part.max_row_tokens >= self._long_row
+        return large_tensors_mapped() if is_long else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """The learned size."""
