@@ -204,7 +204,7 @@ class GRPOTrainer(TrainingRun):
             micro_batch = self._micro_batches[inputs.index]
             with self._training_passes(is_last=inputs.index == len(inputs.keys) - 1):
                 losses = self.memory.train(micro_batch, partial(self._loss, model), self._backward)
-                loss = torch.stack([part.loss.detach() for part in losses]).sum()
+                loss = torch.stack([part.loss for part in losses]).sum()
                 self.finite_steps.mark(loss, self._unsent_gradients())
         self._step_log.losses += losses
         self._step_log.seconds += time.perf_counter() - started
@@ -329,8 +329,9 @@ class GRPOTrainer(TrainingRun):
             entropy_coef=self.entropy_controller.applied,
             aux_loss_coef=self._policy.aux_loss_coef,
         )
-        mismatch = {} if known else self.sampler_logprobs.metrics(scores, batch, self._on_policy)
-        return PolicyLoss(result.loss, {**result.metrics, **mismatch})
+        if not known:
+            result.metrics |= self.sampler_logprobs.metrics(scores, batch, self._on_policy)
+        return result
 
     def score_rollouts(self, rollouts: Sequence[Rollout], *, trainer_state: Any, step: int) -> RewardTable:
         """The rewards of finished rollouts of this rank, at least one, (B, R) in their order; NaN where not scored.
