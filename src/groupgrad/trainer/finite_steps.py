@@ -31,11 +31,13 @@ class FiniteSteps(SameOnRanks):
     """Counts and skips the optimizer steps whose loss or gradient is not finite.
 
     A rank whose loss is not finite makes a gradient of its own NaN, so averaging carries it to all ranks and the norm
-    of the gradient, which every rank computes, says the same to each.
+    of the gradient, which every rank computes, says the same to each. The rows of skipped steps are written to
+    `output_dir`, decoded by `tokenizer`. With `applies_early` the optimizer steps within the backward pass, so that no
+    step can be skipped.
     """
 
-    def __init__(self, output_dir: str | Path):
-        self._folder = Path(output_dir) / FOLDER
+    def __init__(self, output_dir: str | Path, tokenizer: Any, *, applies_early: bool):
+        self._folder, self._tokenizer, self._applies_early = Path(output_dir) / FOLDER, tokenizer, applies_early
         self.num_skipped = 0
         """Skipped steps of the run."""
         self._num_in_row = 0
@@ -51,31 +53,30 @@ class FiniteSteps(SameOnRanks):
             first = gradient[(0,) * gradient.ndim]
             first.copy_(torch.where(torch.isfinite(loss.detach()).to(first.device), first, torch.nan))
 
-    def check(self, norm: Any, step: int, rows: Sequence[MicroBatch], tokenizer: Any, *, is_applied: bool) -> bool:
+    def check(self, norm: Any, step: int, rows: Sequence[MicroBatch]) -> bool:
         """False if the step has to be skipped, since the norm of its averaged gradient is not finite.
 
-        `step` is the number that the step would get, `rows` what this rank trained in it; their texts are written to
-        the run's folder. NonFiniteError for the third such step in a row, and for one that `is_applied`: the optimizer
-        has used the gradient already.
+        `step` is the number that the step would get, `rows` what this rank trained in it. NonFiniteError for the third
+        such step in a row, and for one that the optimizer has applied already.
         """
         if bool(torch.isfinite(torch.as_tensor(norm)).all()):
             self._num_in_row = 0
             return True
-        self._skip(norm, step, rows, tokenizer, is_applied=is_applied)
+        self._skip(norm, step, rows)
         return False
 
-    def _skip(self, norm: Any, step: int, rows: Sequence[MicroBatch], tokenizer: Any, *, is_applied: bool) -> None:
+    def _skip(self, norm: Any, step: int, rows: Sequence[MicroBatch]) -> None:
         """Counts a step that is not finite, writes its rows, and warns or raises."""
         self.num_skipped += 1
         self._num_in_row += 1
         path = self._folder / f"step_{step:06d}_rank_{dist.rank()}.jsonl"
         seen = f"step {step}: the loss or the gradient is not finite (gradient norm {float(norm)})"
         try:
-            _write_rows(path, rows, tokenizer)
+            _write_rows(path, rows, self._tokenizer)
             seen += f"; its rows are in {path}"
         except OSError as error:
             seen += f"; its rows cannot be written to {path}: {error}"
-        if is_applied:
+        if self._applies_early:
             raise NonFiniteError(
                 f"{seen}, and the optimizer, which steps within the backward pass, has used it. Go on from the last "
                 "checkpoint with a lower learning_rate or a lower max_grad_norm"

@@ -61,7 +61,7 @@ from groupgrad.trainer.mismatch_watch import MismatchWatch, computing_types, tol
 from groupgrad.trainer.precomputed_gradient import precompute_gradient
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.trainer.step_log import StepLog
-from groupgrad.trainer.training_run import TrainingRun
+from groupgrad.trainer.training_run import STEPS_IN_BACKWARD, TrainingRun
 from groupgrad.trainer.trl_names import check_overrides
 from groupgrad.types import RewardTable, Rollout
 
@@ -405,7 +405,8 @@ class GRPOTrainer(TrainingRun):
         self._build_components()
         self.buffer = GenerationBuffer(self.plan, needs_reference=self.reference is not None)
         self._step_log = StepLog()
-        self.finite_steps = FiniteSteps(str(self.args.output_dir))
+        applies_early = self.is_deepspeed_enabled or self.args.optim in STEPS_IN_BACKWARD
+        self.finite_steps = FiniteSteps(str(self.args.output_dir), self._policy.tokenizer, applies_early=applies_early)
         self.metric_store, self.eval_metric_store = MetricStore(), MetricStore()
         self.entropy_controller = build.entropy_controller(self.args)
         self.checkpointing = build.checkpointing_by_need(

@@ -82,6 +82,8 @@ from groupgrad.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
+STEPS_IN_BACKWARD = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
+
 
 class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     """`transformers.Trainer` with groupgrad's logs and checkpoints; subclasses set the attributes named here."""
@@ -296,7 +298,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         every = args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             hf_trainer.clear_device_cache()
-        if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
+        if args.optim in STEPS_IN_BACKWARD:
             further["learning_rate"] = self._get_learning_rate()
         sync = self._gradient_sync
         if self.is_deepspeed_enabled:
@@ -327,11 +329,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         scales = self.is_deepspeed_enabled and self.args.fp16 if scaler is None else scaler.get_scale() > 1
         if norm is None or scales:
             return norm  # a step that overflows in float16 is skipped with a lower scale
-        # Some optimizers step within the backward pass.
-        is_applied = self.is_deepspeed_enabled or self.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
-        step, tokenizer = self.state.global_step + 1, self.prompt_maker.tokenizer
-        is_finite = self.finite_steps.check(norm, step, self._micro_batches, tokenizer, is_applied=is_applied)
-        if not is_finite and scaler is None:
+        if not self.finite_steps.check(norm, self.state.global_step + 1, self._micro_batches) and scaler is None:
             for parameter in model.parameters():
                 parameter.grad = None
         return norm
