@@ -12,7 +12,6 @@ import torch
 from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.metrics import Metric
 from groupgrad.objectives import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
 from groupgrad.rewards.reward_runner import RewardRunner
@@ -72,10 +71,9 @@ class ScoringHooks(Protocol):
 class ExperienceCollector:
     """Makes scored generation batches. Collective: every rank takes part, also without rows of its own.
 
-    vLLM, given as `weights`, gets the policy's weights first and may sample `ahead` generation batches in advance,
-    with `in_flight` in spite of new weights meanwhile. Any other engine samples inside the context that `around`
-    makes, which all ranks enter and leave together. `hooks` is the trainer, whose `score_rollouts` and
-    `compute_advantages` a subclass may define; None for those of this room.
+    vLLM samples through a `prefetcher`, which sends it the policy's weights. Any other engine samples inside the
+    context that `around` makes, which all ranks enter and leave together. `hooks` is the trainer, whose
+    `score_rollouts` and `compute_advantages` a subclass may define; None for those of this room.
     """
 
     def __init__(
@@ -84,10 +82,8 @@ class ExperienceCollector:
         rewards: RewardRunner,
         options: ScoringOptions,
         timings: Timings,
-        weights: VLLMPolicy | None = None,
+        prefetcher: RolloutPrefetcher | None = None,
         *,
-        ahead: int = 0,
-        in_flight: bool = False,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         hooks: ScoringHooks | None = None,
     ):
@@ -96,11 +92,8 @@ class ExperienceCollector:
         self._advantages = self.compute_advantages if hooks is None else hooks.compute_advantages
         self.options, self.timings = options, timings
         self._around = around
-        self._prefetcher, self._sample = None, self._sample_here
-        self._measures_lag = weights is not None and ahead > 0
-        if weights is not None:
-            self._prefetcher = RolloutPrefetcher(rollouts, timings, weights, ahead=ahead, in_flight=in_flight)
-            self._sample = self._prefetcher
+        self._prefetcher, self._sample = prefetcher, prefetcher or self._sample_here
+        self._measures_lag = prefetcher is not None and prefetcher.ahead > 0
 
     def __call__(
         self, request: GenerationRequest, *, trainer_state: Any, upcoming: Sequence[GenerationRequest] = ()

@@ -58,6 +58,7 @@ from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import ExperienceCollector
 from groupgrad.rollout.evaluation import Evaluator
+from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.spelling import did_you_mean
 from groupgrad.telemetry.completions import CompletionLog
@@ -378,20 +379,13 @@ def build_components(
     )
     num_own = len(rollout_components.reward_names)
     scoring = room_options.scoring_options(config, len(rewards.names) - num_own, num_own)
-    vllm_policy = engine if isinstance(engine, VLLMPolicy) else None
-    gathers = vllm_policy is None and (uses_deepspeed(config) or uses_fsdp(config))
-    around = partial(gather_all, policy.model) if gathers else nullcontext
-    collector = ExperienceCollector(
-        rollouts,
-        rewards,
-        scoring,
-        timings,
-        vllm_policy,
-        ahead=config.rollout_ahead,
-        around=around,
-        hooks=trainer,
-        in_flight=config.vllm_in_flight_updates,
-    )
+    prefetcher, around = None, nullcontext
+    if isinstance(engine, VLLMPolicy):
+        ahead, in_flight = config.rollout_ahead, config.vllm_in_flight_updates
+        prefetcher = RolloutPrefetcher(rollouts, timings, engine, ahead=ahead, in_flight=in_flight)
+    elif uses_deepspeed(config) or uses_fsdp(config):
+        around = partial(gather_all, policy.model)
+    collector = ExperienceCollector(rollouts, rewards, scoring, timings, prefetcher, around=around, hooks=trainer)
     evaluator = Evaluator(
         model=policy.model,
         collector=collector,
