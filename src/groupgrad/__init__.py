@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from groupgrad.trainer import GRPOTrainer
 
 from groupgrad._version import __version__
+from groupgrad.imports import quick_imports
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "Sweep", "__version__"]
 
@@ -35,5 +36,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
+        with quick_imports():
+            module = import_module(_MODULES[name])
+        return getattr(module, name)
     raise AttributeError(f"module 'groupgrad' has no attribute {name!r}")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from groupgrad._version import __version__
 from groupgrad.cli.command_parser import EXIT_CODES, codes_in_words
 from groupgrad.cli.launch import start_processes
+from groupgrad.imports import quick_imports
 from groupgrad.spelling import did_you_mean
 
 
@@ -43,7 +44,8 @@ PRINTING = ("plan", "rollouts", "bisect", "env", "completion")
 
 def module_of(command: str) -> ModuleType:
     """Imports the module of a command."""
-    return import_module(f"groupgrad.cli.{command.replace('-', '_')}")
+    with quick_imports():
+        return import_module(f"groupgrad.cli.{command.replace('-', '_')}")
 
 
 _EXAMPLES = """\
