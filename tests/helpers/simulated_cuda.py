@@ -10,6 +10,7 @@ Speed, precision, streams and kernels of a real GPU are not simulated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -102,7 +103,7 @@ class SimulatedTensor(torch.Tensor):
         _check_devices(func, args, kwargs)
         if func in _SYNCHRONISING or (func in _INDEXING and _has_bool_index(args)):
             _synchronise(str(func))
-        plain_args, plain_kwargs = tree_map_only(SimulatedTensor, lambda x: x.inner, (args, kwargs))
+        plain_args, plain_kwargs = _mapped(SimulatedTensor, _inner, (args, kwargs))
         if Graph.recording is not None and func in _MOVES and any(type(x) is torch.Tensor and x.dim() for x in args):
             _synchronise(f"{func} between devices")
         run = _CUDA_ONLY_OPS.get(func, func)
@@ -111,7 +112,46 @@ class SimulatedTensor(torch.Tensor):
         output = run(*plain_args, **plain_kwargs)
         if Graph.recording is not None:
             Graph.recording.calls.append((run, plain_args, plain_kwargs, output))
-        return return_and_correct_aliasing(func, args, kwargs, tree_map_only(torch.Tensor, SimulatedTensor, output))
+        return return_and_correct_aliasing(func, args, kwargs, _mapped(torch.Tensor, SimulatedTensor, output))
+
+
+# Torch's own functions of trees take most of the time of a test.
+
+
+def _mapped(kind: type, change: Any, tree: Any) -> Any:
+    """`tree_map_only`; `tree` is made of lists, tuples and dictionaries, as arguments and results of operations are."""
+    own = type(tree)
+    if own is tuple or own is list:
+        return own([_mapped(kind, change, x) for x in tree])
+    if own is dict:
+        return {key: _mapped(kind, change, x) for key, x in tree.items()}
+    if isinstance(tree, (tuple, list, dict)):
+        return tree_map_only(kind, change, tree)
+    return change(tree) if isinstance(tree, kind) else tree
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """What `tree_flatten` finds in such a tree, in order."""
+    own = type(tree)
+    if own is dict:
+        tree = tree.values()
+    elif own is not tuple and own is not list:
+        return tree_flatten(tree)[0] if isinstance(tree, (tuple, list, dict)) else [tree]
+    return [leaf for x in tree for leaf in _leaves(x)]
+
+
+def _inner(tensor: SimulatedTensor) -> torch.Tensor:
+    return tensor.inner
+
+
+@functools.cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Places and names of the arguments that an operation writes to."""
+    return [
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _histogram(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -141,7 +181,7 @@ def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
     if func in _INDEXING:
         # Index tensors may be on the CPU.
         args = (args[0], *args[2:])
-    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     cpu_tensors = [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim()]
     if cpu_tensors and len(cpu_tensors) < len(tensors):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device; {cpu_tensors[0]!r} is on the CPU")
@@ -173,15 +213,20 @@ class _Download(torch.autograd.Function):
         return SimulatedTensor(gradient.detach())
 
 
+_MOVERS = frozenset({torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu})
+
+
 class _DeviceMode(TorchFunctionMode):
     """Creates tensors on the simulated device, and moves them between devices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
-            return _move(func, args, kwargs)
+        if func in _MOVERS:
+            return _move(func, args, kwargs or {})
         if func is torch.Tensor.__deepcopy__ and isinstance(args[0], SimulatedTensor):
             return _copied(*args)
+        if not kwargs:
+            return func(*args)
+        kwargs = dict(kwargs)
         kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
         if device is None:
@@ -255,11 +300,10 @@ class Graph:
 
     def keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keeps what an operation is about to overwrite, since a GPU does not run what it records."""
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                if isinstance(value, torch.Tensor):
-                    self._written.append((value, value.clone()))
+        for index, name in _written_arguments(func):
+            value = args[index] if index < len(args) else kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                self._written.append((value, value.clone()))
 
     def capture_end(self) -> None:
         if Graph.recording is not self:
@@ -277,7 +321,7 @@ class Graph:
         Graph.num_replayed += 1
         for func, args, kwargs, result in self.calls:
             again = func(*args, **kwargs)
-            for old, new in zip(tree_flatten(result)[0], tree_flatten(again)[0]):
+            for old, new in zip(_leaves(result), _leaves(again)):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
