@@ -90,7 +90,7 @@ def sum_of_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]
 
 def run(folder: Path, num_steps: int) -> dict[int, dict[str, int]]:
     """Trains with all that could leave something behind, and returns what the process had by step."""
-    base = load(TESTS / "conftest.py")
+    base = load(TESTS / "helpers" / "base_fixtures.py")
     agents = load(TESTS / "helpers" / "scripted_agents.py")
     model, usage = base.make_model(0, initializer_range=0.15), Usage()
     model.generation_config.eos_token_id = [1, *range(4, 24)]

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
 
-_SPEC = importlib.util.spec_from_file_location("base", Path(__file__).parents[1] / "conftest.py")
+_SPEC = importlib.util.spec_from_file_location("base", Path(__file__).with_name("base_fixtures.py"))
 assert _SPEC is not None and _SPEC.loader is not None
 BASE = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(BASE)

@@ -137,7 +137,7 @@ def module_from(path: Path) -> Any:
     return module
 
 
-BASE, HELP = module_from(TESTS / "conftest.py"), module_from(TESTS / "trainer" / "conftest.py")
+BASE, HELP = module_from(TESTS / "helpers" / "base_fixtures.py"), module_from(TESTS / "trainer" / "conftest.py")
 
 
 def first_model(hybrid: str | None = None) -> Any:
