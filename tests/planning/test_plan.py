@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -22,7 +23,7 @@ from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
 from groupgrad.planning import shapes
 from groupgrad.planning.fitting import choices, recommended, smallest_device
 from groupgrad.planning.memory import RunSizes, pass_sizes, predict
-from groupgrad.planning.shapes import model_shape
+from groupgrad.planning.shapes import model_shape, read_config
 
 SIZES = RunSizes(prompt=10, completion=100, group=4, rows=8, micro_batch=8, on_gpu=False)
 
@@ -300,9 +301,12 @@ def test_a_file_that_cannot_be_planned_for_is_told_why(tmp_path: Path, capsys: A
 
 
 def test_a_server_that_samples_and_more_devices_are_named_where_they_make_a_way_fit(
-    tmp_path: Path, capsys: Any
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model in shards has to fit whole where the native engine samples."""
+    # Each call measures the same model, which is most of its time.
+    measured = functools.cache(lambda name, half: model_shape(name, read_config(name), half=half))
+    monkeypatch.setattr(shapes, "model_shape", lambda name, config, half: measured(name, half))
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
