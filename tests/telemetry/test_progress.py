@@ -222,7 +222,9 @@ SCRIPT = """
 import fcntl, struct, sys, termios
 from types import SimpleNamespace
 fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
-from groupgrad.telemetry.progress import ProgressCallback
+from groupgrad.imports import quick_imports
+with quick_imports():
+    from groupgrad.telemetry.progress import ProgressCallback
 args = SimpleNamespace(disable_tqdm=False)
 state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=4)
 progress = ProgressCallback()
