@@ -198,9 +198,7 @@ def test_without_a_source_the_sender_says_what_it_needs(client: Client) -> None:
 # --- Groupgrad's own pushes ---
 
 
-def test_the_own_sender_comes_from_vllms_factory(
-    factory: None, client: Client, model: Any
-) -> None:
+def test_the_own_sender_comes_from_vllms_factory(factory: None, client: Client, model: Any) -> None:
     own = sender_of(PolicyWeights(model), client, by_reference=True)
     assert isinstance(own, WeightSender) and isinstance(own, TrainerEngine)
     own.send_weights("3-a")
