@@ -131,7 +131,7 @@ def _mapped(kind: type, change: Any, tree: Any) -> Any:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """What `tree_flatten` finds in such a tree, in order."""
+    """Returns the leaves of such a tree, in the order of `tree_flatten`."""
     own = type(tree)
     if own is dict:
         tree = tree.values()
