@@ -138,6 +138,8 @@ def test_ports_that_are_free_and_hosts_that_are_not_ours() -> None:
     assert check_port(["m", "--uds", "/tmp/x", "--port", port]) is None
     with pytest.raises(ValueError, match="--port 'many' is no number"):
         check_port(["m", "--port", "many"])
+    with pytest.raises(ValueError, match="--port 65536 does not exist; give one up to 65535"):
+        check_port(["m", "--port=65536"])
     with pytest.raises(ValueError, match=r"a server cannot listen at 192\.0\.2\.1, port"):
         check_port(["m", "--host=192.0.2.1"])
 

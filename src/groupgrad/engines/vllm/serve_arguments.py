@@ -17,6 +17,7 @@ from groupgrad.engines.vllm.vllm_params import LOGPROBS_MODE
 _ALIASES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
 """Names of vLLM's options that users of other servers know."""
 _RESERVED = ("--weight-transfer-config", "--api-server-count")
+LAST_PORT = 65535
 HOST = "127.0.0.1"
 """Address of the server without `--host` and `--uds`."""
 
@@ -69,6 +70,8 @@ def check_port(arguments: Sequence[str]) -> tuple[str, int] | None:
     host, port = host or "", port or "8000"
     if not port.isdigit():
         raise ValueError(f"--port {port!r} is no number")
+    if int(port) > LAST_PORT:
+        raise ValueError(f"--port {port} does not exist; give one up to {LAST_PORT}")
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
