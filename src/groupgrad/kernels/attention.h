@@ -172,21 +172,7 @@ inline void sum_lanes(const float *block, const float *keys, long width, Tile ti
         int lane = 0;  // lanes whose sums are added come one after the other: 0, 4, 2, 6, 1, ... of eight
         for (int half = LANES / 2, rest = number; half; half /= 2, rest /= 2) lane += rest % 2 * half;
         V sums[N][C] = {};
-        for (long k = lane; k < width; k += LANES) {
-            V values[C];
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) values[c] = load_as<V>(block + k * rows + c * (rows / C));
-#pragma GCC unroll 24
-            for (int n = 0; n < N; n++) {
-                V key = keys[n * width + k] - V{};
-                if (C > 1) KEEP(key);
-#pragma GCC unroll 4
-                for (int c = 0; c < C; c++) {
-                    sums[n][c] += key * values[c];
-                    if (N * C <= 4) KEEP(sums[n][c]);  // see `sum`
-                }
-            }
-        }
+        for (long k = lane; k < width; k += LANES) add_column<V, C, N>(sums, block + k * rows, keys + k, width);
         int level = 0;
         for (; number >> level & 1; level++)
 #pragma GCC unroll 24

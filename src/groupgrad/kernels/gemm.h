@@ -139,6 +139,28 @@ struct Tile {
     Tile from(long n) const { return {at + n * step, step}; }
 };
 
+// sums[n] += one column of a block's rows, in C vectors of type V, times the first number of row n of `weights`.
+template <class V, int C, int N>
+inline __attribute__((always_inline)) void add_column(
+    V (&sums)[N][C], const float *column, const float *weights, long stride
+) {
+    constexpr long rows = C * sizeof(V) / 4;
+    V values[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) values[c] = load_as<V>(column + c * (rows / C));
+#pragma GCC unroll 24
+    for (int n = 0; n < N; n++) {
+        V weight = weights[n * stride] - V{};
+        if (C > 1) KEEP(weight);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+            sums[n][c] += weight * values[c];
+            // With few sums, GCC would compile this to a multiplication and an addition, each rounded.
+            if (N * C <= 4) KEEP(sums[n][c]);
+        }
+    }
+}
+
 // The rows of a block, in C vectors of type V, times N rows of `weights`, over `length` columns. Adds to the tile if
 // `more`.
 template <class V, int C, int N>
@@ -149,22 +171,7 @@ inline void sum(
     V sums[N][C] = {};
     const char *line = prefetch.at;
     const long each = prefetch.each;
-    const auto column = [&](long k) {
-        V values[C];
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) values[c] = load_as<V>(block + k * rows + c * (rows / C));
-#pragma GCC unroll 24
-        for (int n = 0; n < N; n++) {
-            V weight = weights[n * stride + k] - V{};
-            if (C > 1) KEEP(weight);
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) {
-                sums[n][c] += weight * values[c];
-                // With few sums, GCC would compile this to a multiplication and an addition, each rounded.
-                if (N * C <= 4) KEEP(sums[n][c]);
-            }
-        }
-    };
+    const auto column = [&](long k) { add_column<V, C, N>(sums, block + k * rows, weights + k, stride); };
     long k = 0;
     for (; k + STEP <= length; k += STEP) {
         // From the L2 cache into the L1 cache.
