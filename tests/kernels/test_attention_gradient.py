@@ -142,6 +142,41 @@ def test_rows_longer_than_a_tile_of_keys(kernels: ctypes.CDLL):
             torch.testing.assert_close(gradient.double(), want, rtol=1e-4, atol=1e-6 * float(want.abs().max()))
 
 
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize(
+    ("prompts", "rows"),
+    [
+        ([], [(-1, 1900)]),
+        ([1700], [(0, 40), (0, 0), (0, 900)]),
+        ([700], [(0, 1100), (0, 1000), (-1, 3)]),
+        ([1300], [(0, 70), (0, 1)]),
+        ([512], [(0, 512)] * 5),  # a piece ends with a row
+        ([], [(-1, 0), (-1, 800)]),
+    ],
+)
+def test_pieces_of_long_rows_are_added_in_order(
+    prompts: list[int],
+    rows: list[tuple[int, int]],
+    window: int | None,
+    kernels: ctypes.CDLL,
+    threads: Callable[[int], None],
+):
+    torch.manual_seed(len(rows))
+    spans, num_tokens = make_rows(prompts, rows)
+    inputs = [torch.randn(num_tokens, heads, 8) for heads in (4, 1, 1)]
+    grad, call = torch.randn(num_tokens, 4, 8), AttentionCall(0, 0.4, None, window)
+    leaves = [x.double().requires_grad_() for x in inputs]
+    wanted = torch.autograd.grad(output_of(*leaves, spans, call), leaves, grad.double())  # pyright: ignore
+    threads(1)
+    found = computed(kernels, inputs, spans, call, grad)
+    for gradient, want in zip(found, wanted):
+        torch.testing.assert_close(gradient.double(), want, rtol=1e-4, atol=1e-6 * float(want.abs().max()))
+    for some in (2, 7):  # seven wait for each other in one head
+        threads(some)
+        for _ in range(3):
+            assert all(map(torch.equal, found, computed(kernels, inputs, spans, call, grad)))
+
+
 def test_rows_of_a_prompt_are_one_group_with_the_prompt_first():
     rows = torch.tensor([(9, 4, 0, 0, 0, 9), (13, 7, 0, 9, 0, 13), (0, 9, 0, 0, 0, 0), (20, 3, 0, 4, 9, 20)])
     found, bounds = rows_by_prompt(rows)

@@ -1,6 +1,10 @@
 // Gradients of causal attention over rows that may share prompts. Scores are computed again, for some queries and keys
-// at a time; nothing of their size is kept. Rows of one prompt are computed one after the other, so no number depends
-// on the threads.
+// at a time; nothing of their size is kept. The rows of one prompt are cut into pieces of equal cost, by their lengths
+// alone; what the pieces find for the same keys is added in their order. So no number depends on the threads.
+
+#include <atomic>
+#include <thread>
+#include <vector>
 
 #include "attention.h"
 #include "layers.h"
@@ -28,6 +32,18 @@ namespace {
 // The vectors and scores of a tile fit into the L2 cache, with the keys and values and their gradients.
 constexpr long QUERIES_OF_TILE = 64;
 constexpr long KEYS_OF_TILE = 2 * MAX_PANEL;
+
+// A group of rows is cut into as many pieces of so many scores at least, but not into more than this. A piece copies all
+// keys that it sees; so many scores take a hundred times as long.
+constexpr long MOST_PIECES = 8;
+constexpr int64_t SCORES_OF_PIECE = 1 << 18;
+
+// The queries of a group's rows from token `begin` of `first` to token `end` of `last`.
+struct Piece {
+    const AttentionRow *first, *last;
+    long begin, end;
+    bool is_first;  // of its group
+};
 
 // Keys and values of consecutive tokens in one head, and their gradients, each (length, width).
 struct KeyPart {
@@ -73,6 +89,10 @@ class GroupGradient {
     }
 
 public:
+    static long tokens_of_tile(const AttentionGradient &call) {
+        return std::max<long>(1, QUERIES_OF_TILE * call.kv_heads / call.heads);
+    }
+
     static long scratch_size(const AttentionGradient &call, const Lengths &most) {
         const long queries = most_queries(call), width = call.head_width;
         return Memory::whole(queries * (5 * width + 2 * KEYS_OF_TILE + 3) + 4 * (most.prompt + most.row) * width);
@@ -88,20 +108,23 @@ public:
         of_prompt = take(4 * most.prompt * width), of_row = scratch;
     }
 
-    // The gradients of rows behind one prompt, and of that if it is among them; or of one row without a prompt.
-    void add(const AttentionRow *rows, long count) const {
+    // The gradients of a piece's queries, and what these add to those of keys and values. `done` is the piece before.
+    void add(const Piece &piece, const std::atomic<bool> &done) const {
         const KeyPart none{0, 0, nullptr, nullptr, nullptr, nullptr};
-        const AttentionRow &last = rows[count - 1];
+        const AttentionRow &last = *piece.last;
         const KeyPart prompt = last.prompt_length ? read(last.prompt_start, last.prompt_length, of_prompt) : none;
-        const long some = std::max(1L, QUERIES_OF_TILE / repeat);
-        for (const AttentionRow *row = rows; row < rows + count; row++) {
+        const long some = tokens_of_tile(call);
+        // The row that the piece before began comes last: that piece ends meanwhile.
+        for (const AttentionRow *row = piece.last; row >= piece.first; row--) {
             const bool is_prompt = prompt.length && !row->prompt_length;
-            const KeyPart own = is_prompt ? prompt : read(row->start, row->length, of_row);
-            for (long first = 0; first < row->length; first += some)
-                add_tile(is_prompt ? none : prompt, own, first, std::min<long>(some, row->length - first));
-            if (!is_prompt) write(own);
+            const long begin = row == piece.first ? piece.begin : 0, end = row == piece.last ? piece.end : row->length;
+            const KeyPart own = is_prompt ? prompt : read(row->start, end, of_row);
+            for (long first = begin; first < end; first += some)
+                add_tile(is_prompt ? none : prompt, own, first, std::min<long>(some, end - first));
+            if (!is_prompt) write(own, begin, done);
         }
-        write(prompt);
+        const long known = !piece.first->prompt_length ? piece.begin : piece.is_first ? 0 : prompt.length;
+        write(prompt, known, done);
     }
 
 private:
@@ -117,11 +140,17 @@ private:
         return part;
     }
 
-    void write(const KeyPart &part) const {
+    // Stores gradients of keys and values. Those of the first `known` are added to what the piece before has stored, once
+    // that is `done`.
+    void write(const KeyPart &part, long known, const std::atomic<bool> &done) const {
+        while (known && !done.load(std::memory_order_acquire)) std::this_thread::yield();
         for (long i = 0; i < part.length; i++) {
             const long to = ((part.start + i) * call.kv_heads + head) * width;
-            std::memcpy(call.of_keys + to, part.of_keys + i * width, width * sizeof(float));
-            std::memcpy(call.of_values + to, part.of_values + i * width, width * sizeof(float));
+            const float *of_key = part.of_keys + i * width, *of_value = part.of_values + i * width;
+            for (long d = 0; d < width; d++) {
+                call.of_keys[to + d] = of_key[d] + (i < known ? call.of_keys[to + d] : 0.0f);
+                call.of_values[to + d] = of_value[d] + (i < known ? call.of_values[to + d] : 0.0f);
+            }
         }
     }
 
@@ -199,6 +228,37 @@ private:
     }
 };
 
+// How many scores the first `tokens` tokens of a row have in one head.
+int64_t scores_of(const AttentionGradient &call, const AttentionRow &row, int64_t tokens) {
+    // Until the window is full, each token sees a key more than the one before.
+    const int64_t prompt = row.prompt_length;
+    const int64_t growing = call.window ? std::clamp<int64_t>(call.window - prompt, 0, tokens) : tokens;
+    return growing * prompt + growing * (growing + 1) / 2 + (tokens - growing) * call.window;
+}
+
+// Appends the pieces of the rows from `first` to before `end`, which share a prompt. They are cut between tiles.
+void cut(const AttentionGradient &call, const AttentionRow *first, const AttentionRow *end, std::vector<Piece> &pieces) {
+    int64_t all = 0, before = 0, number = 1;
+    for (const AttentionRow *row = first; row < end; row++) all += scores_of(call, *row, row->length);
+    const int64_t count = std::clamp<int64_t>(all * (call.heads / call.kv_heads) / SCORES_OF_PIECE, 1, MOST_PIECES);
+    const long some = GroupGradient::tokens_of_tile(call);
+    Piece next{first, first, 0, 0, true};
+    for (const AttentionRow *row = first; row < end; row++) {
+        for (long token = std::min<long>(some, row->length);; token = std::min<long>(token + some, row->length)) {
+            next.last = row, next.end = token;
+            const bool is_end = token == row->length;
+            const int64_t so_far = before + scores_of(call, *row, token);
+            if (so_far * count >= all * number) {
+                pieces.push_back(next);
+                next = is_end ? Piece{row + 1, row + 1, 0, 0, false} : Piece{row, row, token, token, false};
+                number++;
+            }
+            if (is_end) break;
+        }
+        before += scores_of(call, *row, row->length);
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -208,6 +268,8 @@ extern "C" {
 int groupgrad_attend_gradient(const AttentionGradient *call, const AttentionRow *rows, const int64_t *bounds, int64_t groups,
                               int threads) {
     Lengths most;
+    std::vector<Piece> pieces;
+    for (long group = 0; group < groups; group++) cut(*call, rows + bounds[group], rows + bounds[group + 1], pieces);
     for (const AttentionRow *row = rows; row < rows + bounds[groups]; row++) {
         most.row = std::max<long>(most.row, row->length);
         most.prompt = std::max<long>(most.prompt, row->prompt_length);
@@ -216,11 +278,13 @@ int groupgrad_attend_gradient(const AttentionGradient *call, const AttentionRow 
     Memory memory(threads * each);
     if (!memory.is_there()) return 1;
     float *scratch = memory.take(threads * each);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (groups * call->kv_heads > 1)
-    for (long task = 0; task < groups * call->kv_heads; task++) {
-        const long group = task / call->kv_heads;
+    const long tasks = pieces.size() * call->kv_heads;
+    std::vector<std::atomic<bool>> done(call->kv_heads + tasks);
+#pragma omp parallel for schedule(monotonic : dynamic) num_threads(threads) if (tasks > 1)
+    for (long task = 0; task < tasks; task++) {
         const GroupGradient gradient(*call, task % call->kv_heads, most, scratch + omp_get_thread_num() * each);
-        gradient.add(rows + bounds[group], bounds[group + 1] - bounds[group]);
+        gradient.add(pieces[task / call->kv_heads], done[task]);
+        done[call->kv_heads + task].store(true, std::memory_order_release);
     }
     return 0;
 }
