@@ -112,10 +112,7 @@ inline void dots(
             Vec value = load(block + (k * M + m) * LANES);
             KEEP(value);
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++) {
-                sums[n * M + m] += value * key[n];
-                if (M * N <= 4) KEEP(sums[n * M + m]);  // see `sum`
-            }
+            for (int n = 0; n < N; n++) sums[n * M + m] = fused(value, key[n], sums[n * M + m]);
         }
     }
     if (const long rest = width % LANES) {
@@ -123,7 +120,8 @@ inline void dots(
         for (int n = 0; n < N; n++) {
             const Vec key = load_part(keys + n * width + whole * LANES, rest);
 #pragma GCC unroll 8
-            for (int m = 0; m < M; m++) sums[n * M + m] += load(block + (whole * M + m) * LANES) * key;
+            for (int m = 0; m < M; m++)
+                sums[n * M + m] = fused(load(block + (whole * M + m) * LANES), key, sums[n * M + m]);
         }
     }
     put_totals<M, N>(sums, scores, stride);
@@ -296,40 +294,53 @@ void cap_scores(float *scores, long count, float cap) {
 // output[q] += sum over p of weights[q * stride + p] * values[p], for Q queries and V vectors of columns. With `Across`
 // the weights are stored the other way round: weights[p * stride + q].
 template <bool Across, int Q, int V>
-inline void mix_columns(const float *weights, long stride, const float *values, long count, long width, float *output) {
+inline void mix_columns(
+    const float *weights, long stride, const float *values, long count, long width, float *output, Prefetch &prefetch
+) {
     Vec sums[Q][V] = {};
+    const long each = prefetch.each;
+    const char *line = prefetch.at;
     for (long p = 0; p < count; p++) {
         Vec value[V];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             value[v] = load(values + p * width + v * LANES);
             KEEP(value[v]);
         }
+        for (long i = 0; i < each; i++, line += LINE) __builtin_prefetch(line, 0, 2);
 #pragma GCC unroll 6
         for (int q = 0; q < Q; q++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < V; v++) {
-                sums[q][v] += weights[Across ? p * stride + q : q * stride + p] * value[v];
-                if (Q * V <= 4) KEEP(sums[q][v]);
+                const float weight = weights[Across ? p * stride + q : q * stride + p];
+                sums[q][v] = fused(splat(weight), value[v], sums[q][v]);
             }
     }
 #pragma GCC unroll 6
     for (int q = 0; q < Q; q++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             float *to = output + q * width + v * LANES;
             store(to, load(to) + sums[q][v]);
         }
+    prefetch.advance(count);
+}
+
+// Vectors of columns whose sums are in registers together, for so many queries.
+constexpr int columns_at_once(int queries) {
+    return REGISTERS == 32 ? (queries > 2 ? 4 : 8) : queries > 2 ? 2 : 4;
 }
 
 template <bool Across, int Q>
-void mix_some(const float *weights, long stride, const float *values, long count, long width, float *output) {
-    constexpr int V = REGISTERS == 32 ? 4 : 2;
+void mix_some(
+    const float *weights, long stride, const float *values, long count, long width, float *output, Prefetch &prefetch
+) {
+    constexpr int V = columns_at_once(Q);
     long d = 0;
     for (; d + V * LANES <= width; d += V * LANES)
-        mix_columns<Across, Q, V>(weights, stride, values + d, count, width, output + d);
+        mix_columns<Across, Q, V>(weights, stride, values + d, count, width, output + d, prefetch);
     for (; d + LANES <= width; d += LANES)
-        mix_columns<Across, Q, 1>(weights, stride, values + d, count, width, output + d);
+        mix_columns<Across, Q, 1>(weights, stride, values + d, count, width, output + d, prefetch);
     for (; d < width; d++)
         for (int q = 0; q < Q; q++) {
             float sum = 0.0f;
@@ -343,20 +354,25 @@ void mix_some(const float *weights, long stride, const float *values, long count
 // (count, stride), and their transpose is multiplied. Each output is summed value by value, in order, over MIXED_KEYS
 // values, whose sum is added to the others.
 template <bool Across = false>
-void mix(long queries, const float *weights, long stride, const float *values, long count, long width, float *output) {
+void mix(
+    long queries, const float *weights, long stride, const float *values, long count, long width, float *output,
+    Prefetch prefetch = {}
+) {
     const long step = Across ? 1 : stride, next = Across ? stride : 1;
+    const long at_once = queries > 2 ? columns_at_once(6) : columns_at_once(2);
+    prefetch.spread((queries + 5) / 6 * count * std::max(1L, width / (at_once * LANES)));
     for (long start = 0; start < count; start += MIXED_KEYS) {
         const long some = std::min(MIXED_KEYS, count - start);
         const float *from = weights + start * next, *part = values + start * width;
         long q = 0;
         for (; q + 6 <= queries; q += 6)
-            mix_some<Across, 6>(from + q * step, stride, part, some, width, output + q * width);
+            mix_some<Across, 6>(from + q * step, stride, part, some, width, output + q * width, prefetch);
         for (; q + 4 <= queries; q += 4)
-            mix_some<Across, 4>(from + q * step, stride, part, some, width, output + q * width);
+            mix_some<Across, 4>(from + q * step, stride, part, some, width, output + q * width, prefetch);
         for (; q + 2 <= queries; q += 2)
-            mix_some<Across, 2>(from + q * step, stride, part, some, width, output + q * width);
+            mix_some<Across, 2>(from + q * step, stride, part, some, width, output + q * width, prefetch);
         for (; q < queries; q++)
-            mix_some<Across, 1>(from + q * step, stride, part, some, width, output + q * width);
+            mix_some<Across, 1>(from + q * step, stride, part, some, width, output + q * width, prefetch);
     }
 }
 

@@ -177,19 +177,18 @@ private:
             const Packed mine{packed, step * repeat(), width};
             for (long q = 0; q < mine.rows; q++) mine.put(q, queries + (start * repeat() + q) * width);
             each_own_block(span, num_keys, [&](const KeyBlock &block) {
-                Prefetch prefetch;
+                Prefetch now, next;
                 if (is_apart()) {
-                    prefetch.add(block.values, block.count() * width);
-                    const bool is_last = block.end == num_keys;
-                    if (!is_last)
-                        prefetch.add(block.keys + block.count() * width,
-                                     std::min(BLOCK_KEYS, num_keys - block.end) * width);
+                    now.add(block.values, block.count() * width);
+                    if (block.end < num_keys)
+                        next.add(block.keys + block.count() * width,
+                                 std::min(BLOCK_KEYS, num_keys - block.end) * width);
                     else if (start + step < tokens)
-                        add_keys(prefetch, group.span(start + step), num_own(start + step));
+                        add_keys(next, group.span(start + step), num_own(start + step));
                 }
                 float *to = scores + start * repeat() * BLOCK_KEYS + (block.start - block.origin);
-                score(mine, block.keys, block.count(), to, BLOCK_KEYS, prefetch);
-                mix_block(block, start, start + step);
+                score(mine, block.keys, block.count(), to, BLOCK_KEYS, now);
+                mix_block(block, start, start + step, next);
             });
         }
     }
@@ -209,7 +208,7 @@ private:
     }
 
     // Turns the scores of tokens `start` to `end` with the keys of a block into weights, and adds the weighted values.
-    void mix_block(const KeyBlock &block, long start, long end) const {
+    void mix_block(const KeyBlock &block, long start, long end, const Prefetch &prefetch = {}) const {
         const long count = block.end - block.origin;
         for (long i = start; i < end; i++) {
             const long behind = block.before + block.origin;  // the block's place in the row
@@ -219,7 +218,7 @@ private:
         }
         const float *weights = scores + start * repeat() * BLOCK_KEYS + (block.start - block.origin);
         mix((end - start) * repeat(), weights, BLOCK_KEYS, block.values, block.count(), width,
-            mixed + start * repeat() * width);
+            mixed + start * repeat() * width, prefetch);
     }
 
     // The weights of a query for `count` keys, of which it sees those from `from` to `end`.

@@ -153,11 +153,7 @@ inline __attribute__((always_inline)) void add_column(
         V weight = weights[n * stride] - V{};
         if (C > 1) KEEP(weight);
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) {
-            sums[n][c] += weight * values[c];
-            // With few sums, GCC would compile this to a multiplication and an addition, each rounded.
-            if (N * C <= 4) KEEP(sums[n][c]);
-        }
+        for (int c = 0; c < C; c++) sums[n][c] = fused(weight, values[c], sums[n][c]);
     }
 }
 

@@ -5,6 +5,12 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 // Floats per vector register, and number of registers.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, REGISTERS = 32;
@@ -97,6 +103,18 @@ inline float fused(float a, float b, float c) {
     return a * b + c;
 #endif
 }
+
+// The same for each lane. GCC compiles the operators to a multiplication and an addition where few sums are in a loop.
+#if defined(__AVX512F__)
+inline Vec fused(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+#endif
+#if defined(__FMA__)
+inline Grain fused(Grain a, Grain b, Grain c) { return _mm256_fmadd_ps(a, b, c); }
+#elif defined(__aarch64__)
+inline Vec fused(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+#else
+inline Vec fused(Vec a, Vec b, Vec c) { return a * b + c; }
+#endif
 
 inline Vec splat(float value) { return value - Vec{}; }
 
