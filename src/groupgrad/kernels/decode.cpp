@@ -154,6 +154,7 @@ struct Step {
     const int64_t *tokens, *positions;
     float *projected, *mixed;  // row-major: outputs of a layer's first projections, and of attention or a recurrence
     Columns hidden, input, by_column, inner;  // `by_column`: `mixed` as columns
+    long parts;                               // into which chunks are cut
 
     long repeat() const { return model.heads / model.kv_heads; }
 
@@ -211,9 +212,11 @@ struct Step {
         linear(worker, input, layer.value, scratch.tile, projected + queries + keys, across);
 #pragma omp barrier
 #pragma omp for schedule(dynamic)
-        for (long task = 0; task < rows.num_chunks * model.kv_heads; task++) {
-            const int64_t *chunk = rows.chunks + task / model.kv_heads;
-            attend(layer, rows.order + chunk[0], chunk[1] - chunk[0], task % model.kv_heads, scratch);
+        for (long task = 0; task < rows.num_chunks * parts * model.kv_heads; task++) {
+            const long part = task / model.kv_heads % parts;
+            const int64_t *chunk = rows.chunks + task / model.kv_heads / parts;
+            const long count = chunk[1] - chunk[0], first = count * part / parts, end = count * (part + 1) / parts;
+            if (first < end) attend(layer, rows.order + chunk[0] + first, end - first, task % model.kv_heads, scratch);
         }
         const long width = model.head_width;
         if (model.query_stride > width)
@@ -371,6 +374,17 @@ struct Step {
 #pragma omp barrier
     }
 
+    // Parts into which each chunk is cut, so that all threads have even shares. Each part reads the prompt again; that may
+    // cost an eighth of reading what the rows have of their own.
+    static long num_parts(const Model &model, const Rows &rows, const int64_t *positions, int threads) {
+        long own = 0, prompts = 0;
+        for (long row = 0; row < rows.count; row++) own += positions[row] + 1 - rows.prompt_lengths[row];
+        for (long i = 0; i < rows.num_chunks; i++) prompts += rows.prompt_lengths[rows.order[rows.chunks[i]]];
+        const long wanted = 8L * threads / (rows.num_chunks * model.kv_heads);
+        const long allowed = 1 + own / (8 * std::max(1L, prompts));
+        return threads == 1 ? 1 : std::clamp(wanted, 1L, std::min(allowed, rows.count));
+    }
+
     static long num_products(const Model &model) { return model.num_layers * 7 + 1; }  // at most
 
     // Plans the products of a step in the order of `run`.
@@ -451,9 +465,10 @@ int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens
     const Columns inner = columns(model->inner);
     float *projected = memory.take(n * across), *by_row = memory.take(n * mixed);
     float *scratch = memory.take(threads * Memory::whole(each));
-    const Step step{*model, *rows, tokens, positions, projected, by_row, hidden, input, by_column, inner};
     const long weights = model->num_layers * model->hidden * (across + mixed + 3 * model->inner);
     if (n * (weights + model->hidden * model->vocabulary) < SMALL) threads = 1;
+    const long parts = Step::num_parts(*model, *rows, positions, threads);
+    const Step step{*model, *rows, tokens, positions, projected, by_row, hidden, input, by_column, inner, parts};
     WorkPlan plan(products.get());
     Step::plan_products(*model, plan, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -301,6 +301,20 @@ def test_steps_give_the_numbers_of_the_model(name: str, max_rows: int | None, th
 
 
 @needs_kernels
+@pytest.mark.parametrize("num_rows", [2, 7])
+def test_rows_of_one_prompt_that_threads_share_out_keep_their_bits(num_rows: int, threads):
+    family, changes = MODELS["work for three threads"]
+    model = make(family, {**changes, "hidden_size": 450})
+    rows = [Request([3, 4], i, 90) for i in range(num_rows)]  # their own tokens soon outnumber the prompt by far
+    found = []
+    for count in (1, 3, 16):
+        threads(count)
+        found.append([(x.ids, x.logprobs) for x in NativeEngine(model).sample(rows, OPTIONS)])
+    assert max(len(ids) for ids, _ in found[0]) > 40
+    assert found[1] == found[0] == found[2]
+
+
+@needs_kernels
 def test_weights_are_read_anew_in_each_round():
     model = make(*MODELS["norms of heads, tied"])
     engine = NativeEngine(model)
