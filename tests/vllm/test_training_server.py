@@ -110,11 +110,14 @@ def test_a_round_ahead_whose_server_died_is_sampled_anew(
 ) -> None:
     trainer = train(max_steps=4, rollout_ahead=1)
     trainer.watch.trainer = None
-    seen = kill_while_sampling(
-        served,
-        monkeypatch,
-        when=lambda: trainer.state.global_step == 1 and "ahead" in threading.current_thread().name,
-    )
+    rounds_ahead: list[str] = []
+
+    def is_second_round_ahead() -> bool:
+        if "ahead" in (name := threading.current_thread().name):
+            rounds_ahead.append(name)
+        return len(rounds_ahead) == 2
+
+    seen = kill_while_sampling(served, monkeypatch, when=is_second_round_ahead)
     with caplog.at_level(logging.WARNING, "groupgrad"):
         trainer.train()
     assert len(seen) == 1 and "rollouts-ahead" in seen[0]
