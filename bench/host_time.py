@@ -1,10 +1,11 @@
 """Measures the processor time of an optimizer step of small models, which Python and not arithmetic decides.
 
-    python bench/host_time.py [--workload demo|small] [--steps 30] [--profile 25] [--parts] [--against PATH]
+    python bench/host_time.py [--workload demo|small] [--narrow] [--steps 30] [--profile 25] [--parts] [--against PATH]
 
 `demo` is a step of the demo: 256 rows of at most 40 tokens and a model of two layers. `small` is a model of a million
 parameters with 128 rows of at most 16 tokens. Processor seconds of one thread are reported, because other work on the
-machine hardly changes them. `--profile` lists the functions that take most of it, by calls and seconds, `--parts` the
+machine hardly changes them. Most of them are arithmetic: with `--narrow` the same rows go through as many layers of 16
+numbers, whose arithmetic takes next to nothing, so what remains is the host's time. `--profile` lists the functions that take most of it, by calls and seconds, `--parts` the
 milliseconds of a step's parts on the training thread, each without the parts that it calls. `--against`
 runs another checkout's package in turn with this one, each in a process of its own, and prints the ratio.
 """
@@ -101,7 +102,7 @@ def scattered_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def trainer_of(workload: str, folder: str, steps: int, clock: Clock) -> Any:
+def trainer_of(workload: str, folder: str, steps: int, clock: Clock, *, is_narrow: bool) -> Any:
     """A trainer of the workload that runs `steps` steps and tells `clock` of each."""
     from datasets import Dataset
     from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
@@ -136,6 +137,9 @@ def trainer_of(workload: str, folder: str, steps: int, clock: Clock) -> Any:
             )
         )
         sizes = (128, 8, 16)
+    if is_narrow:
+        narrow = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+        model = Qwen3ForCausalLM(Qwen3Config(**{**model.config.to_dict(), **narrow, "head_dim": 8}))
     config = GRPOConfig(
         output_dir=folder,
         max_steps=steps,
@@ -162,7 +166,7 @@ def trainer_of(workload: str, folder: str, steps: int, clock: Clock) -> Any:
     )
 
 
-def measure(workload: str, steps: int, lines: int, *, with_parts: bool = False) -> float:
+def measure(workload: str, steps: int, lines: int, *, is_narrow: bool, with_parts: bool) -> float:
     """Median processor seconds of a step; prints `lines` lines of a profile, and the step's parts."""
     import torch
 
@@ -171,7 +175,7 @@ def measure(workload: str, steps: int, lines: int, *, with_parts: bool = False) 
     parts = PartTimes() if with_parts else None
     clock = Clock(profiler, parts)
     with tempfile.TemporaryDirectory() as folder:
-        trainer_of(workload, folder, WARM_UP + steps, clock).train()
+        trainer_of(workload, folder, WARM_UP + steps, clock, is_narrow=is_narrow).train()
     if profiler is not None:
         profiler.disable()
         for order in ("tottime", "cumulative"):
@@ -181,11 +185,11 @@ def measure(workload: str, steps: int, lines: int, *, with_parts: bool = False) 
     return statistics.median(clock.seconds[WARM_UP:])
 
 
-def in_turn(workload: str, steps: int, other: Path, rounds: int) -> dict[str, list[float]]:
+def in_turn(arguments: list[str], other: Path, rounds: int) -> dict[str, list[float]]:
     """Processor seconds of a step with this checkout and with another, each run `rounds` times, one after the other."""
     found: dict[str, list[float]] = {"this": [], "other": []}
     roots = {"this": Path(__file__).resolve().parents[1], "other": other.resolve()}
-    command = [sys.executable, __file__, "--workload", workload, "--steps", str(steps), "--json"]
+    command = [sys.executable, __file__, *arguments, "--json"]
     for _ in range(rounds):
         for name, root in roots.items():
             environment = {**os.environ, "PYTHONPATH": str(root / "src")}
@@ -198,6 +202,7 @@ def main() -> None:
     """Print the seconds of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=("demo", "small"), default="small")
+    parser.add_argument("--narrow", action="store_true", help="a model with next to no arithmetic")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--profile", type=int, default=0, metavar="LINES")
     parser.add_argument("--parts", action="store_true", help="print the milliseconds of a step's parts")
@@ -206,14 +211,17 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     if options.against is not None:
-        found = in_turn(options.workload, options.steps, options.against, options.rounds)
+        arguments = ["--workload", options.workload, "--steps", str(options.steps)] + ["--narrow"] * options.narrow
+        found = in_turn(arguments, options.against, options.rounds)
         this, other = (statistics.median(found[name]) for name in ("this", "other"))
         print(
             f"{options.workload}: {1e3 * this:.1f} ms of a processor a step, {options.against} {1e3 * other:.1f} ms, "
             f"{this / other:.2f} of it"
         )
         return
-    seconds = measure(options.workload, options.steps, options.profile, with_parts=options.parts)
+    seconds = measure(
+        options.workload, options.steps, options.profile, is_narrow=options.narrow, with_parts=options.parts
+    )
     text = json.dumps({"seconds": seconds}) if options.json else f"{1e3 * seconds:.1f} ms of a processor a step"
     print(text)
 
