@@ -62,15 +62,25 @@ def test_no_rows_at_all():
     assert assign_to_ranks([], [], 3) == []
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_unlike_lengths_are_within_5_percent_of_the_mean(num_ranks):
-    """Lengths as a reasoning task has them: geometric with a mean of 400, cut at 2,048, groups of 8."""
+@pytest.mark.parametrize(
+    ("num_ranks", "mean", "longest", "prompt", "size", "rows", "has_flat_groups"),
+    # With two groups on each of four ranks, the best choice of whole groups can be further from the mean.
+    [
+        *((ranks, 400, 2048, 128, 8, 32, False) for ranks in (2, 4, 8)),
+        *((n, 96, 512, 256, 16, 64, True) for n in (2, 8)),
+    ],
+)
+def test_unlike_lengths_are_within_5_percent_of_the_mean(num_ranks, mean, longest, prompt, size, rows, has_flat_groups):
+    """Lengths as reasoning tasks have them: geometric, cut at the longest, `rows` a rank in groups of `size`."""
     import numpy as np
 
     rng = np.random.default_rng(0)
-    for _ in range(20):
-        lengths = np.minimum(rng.geometric(1 / 400, size=32 * num_ranks), 2048)
-        costs = [RowCost(3 * int(length), 3 * 128, row // 8) for row, length in enumerate(lengths)]
-        holders = [row // 32 for row in range(len(costs))]
+    for _ in range(50):
+        lengths = np.minimum(rng.geometric(1 / mean, size=rows * num_ranks), longest)
+        costs = []
+        for row, length in enumerate(lengths):
+            backward = 0 if has_flat_groups and row // size % 2 else 3
+            costs.append(RowCost(backward * int(length), backward * prompt, row // size))
+        holders = [row // rows for row in range(len(costs))]
         found = loads(costs, assign_to_ranks(costs, holders, num_ranks), num_ranks)
         assert max(found) <= 1.05 * sum(found) / num_ranks

@@ -13,8 +13,10 @@ from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.packing import RowCost, row_costs, split, total_cost
 
-LEAST_GAIN = 0.03
-"""Part of the slowest rank's cost that must be won, or no row is moved."""
+LEAST_GAIN, LEAST_GAIN_UNEVEN = 0.03, 0.01
+"""Part of the slowest rank's cost that must be won, or no row is moved; less is enough where ranks are not `EVEN`."""
+EVEN = 1.03
+"""Largest cost of a rank, in means of all ranks, with which ranks count as even."""
 
 
 def balance_over_ranks(batch: Batch, passes: Sequence[int], least_rows: int = 1, *, may_move: bool = True) -> Batch:
@@ -50,16 +52,18 @@ def assign_to_ranks(costs: Sequence[RowCost], holders: Sequence[int], num_ranks:
     """The rank that trains each row; `holders` are the ranks that have the rows now.
 
     Lowers the largest cost of a rank, first by moving single rows, then by dealing all of them anew with groups kept
-    together; either only if it wins `LEAST_GAIN`. The result is a function of the arguments alone.
+    together; either only if it wins enough. The result is a function of the arguments alone.
     """
     best = [[row for row, holder in enumerate(holders) if holder == rank] for rank in range(num_ranks)]
-    least = _largest(costs, best)
+    least, mean = _largest_and_mean(costs, best)
     if (1.0 - LEAST_GAIN) * least * num_ranks <= total_cost(costs):  # equal loads, each prompt on one rank
         return list(holders)
     for bins in (best, split(costs, num_ranks, keeps_groups=True)):
         candidate = _refined(costs, _filled(costs, bins, least_rows), least_rows)
-        if min(map(len, candidate)) >= least_rows and _largest(costs, candidate) < (1.0 - LEAST_GAIN) * least:
-            best, least = candidate, _largest(costs, candidate)
+        largest, new_mean = _largest_and_mean(costs, candidate)
+        least_gain = LEAST_GAIN if least <= EVEN * mean else LEAST_GAIN_UNEVEN
+        if min(map(len, candidate)) >= least_rows and largest < (1.0 - least_gain) * least:
+            best, least, mean = candidate, largest, new_mean
     chosen = list(holders)
     for rank, rows in enumerate(_renamed(costs, best, holders)):
         for row in rows:
@@ -86,8 +90,9 @@ def _with_common_groups(described: Sequence[Sequence[tuple[RowCost, str]]]) -> l
     ]
 
 
-def _largest(costs: Sequence[RowCost], bins: Sequence[Sequence[int]]) -> int:
-    return max(total_cost(costs[row] for row in rows) for rows in bins)
+def _largest_and_mean(costs: Sequence[RowCost], bins: Sequence[Sequence[int]]) -> tuple[int, float]:
+    loads = [total_cost(costs[row] for row in rows) for rows in bins]
+    return max(loads), sum(loads) / len(loads)
 
 
 def _refined(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], least_rows: int) -> list[list[int]]:
