@@ -307,7 +307,7 @@ inline void mix_columns(
             value[v] = load(values + p * width + v * LANES);
             KEEP(value[v]);
         }
-        for (long i = 0; i < each; i++, line += LINE) __builtin_prefetch(line, 0, 2);
+        for (const char *end = line + each * LINE; line < end; line += LINE) __builtin_prefetch(line, 0, 2);
 #pragma GCC unroll 6
         for (int q = 0; q < Q; q++)
 #pragma GCC unroll 8
@@ -326,22 +326,22 @@ inline void mix_columns(
     prefetch.advance(count);
 }
 
-// Vectors of columns whose sums are in registers together, for so many queries.
-constexpr int columns_at_once(int queries) {
-    return REGISTERS == 32 ? (queries > 2 ? 4 : 8) : queries > 2 ? 2 : 4;
+// Vectors of columns whose sums are in registers together, for so many queries. Few sums wait for each other.
+constexpr int columns_at_once(long queries) {
+    return (REGISTERS == 32 ? 2 : 1) * (queries > 2 ? 2 : 4);
 }
 
-template <bool Across, int Q>
+// The same for the columns from `start` on, V vectors at a time and then fewer.
+template <bool Across, int Q, int V = columns_at_once(Q)>
 void mix_some(
-    const float *weights, long stride, const float *values, long count, long width, float *output, Prefetch &prefetch
+    const float *weights, long stride, const float *values, long count, long width, long start, float *output,
+    Prefetch &prefetch
 ) {
-    constexpr int V = columns_at_once(Q);
-    long d = 0;
-    for (; d + V * LANES <= width; d += V * LANES)
-        mix_columns<Across, Q, V>(weights, stride, values + d, count, width, output + d, prefetch);
-    for (; d + LANES <= width; d += LANES)
-        mix_columns<Across, Q, 1>(weights, stride, values + d, count, width, output + d, prefetch);
-    for (; d < width; d++)
+    for (; start + V * LANES <= width; start += V * LANES)
+        mix_columns<Across, Q, V>(weights, stride, values + start, count, width, output + start, prefetch);
+    if constexpr (V > 1)
+        return mix_some<Across, Q, V / 2>(weights, stride, values, count, width, start, output, prefetch);
+    for (long d = start; d < width; d++)
         for (int q = 0; q < Q; q++) {
             float sum = 0.0f;
             for (long p = 0; p < count; p++)
@@ -359,20 +359,20 @@ void mix(
     Prefetch prefetch = {}
 ) {
     const long step = Across ? 1 : stride, next = Across ? stride : 1;
-    const long at_once = queries > 2 ? columns_at_once(6) : columns_at_once(2);
-    prefetch.spread((queries + 5) / 6 * count * std::max(1L, width / (at_once * LANES)));
+    const long passes = std::max(1L, width / (columns_at_once(queries) * LANES));  // over the values, for six queries
+    prefetch.spread((queries + 5) / 6 * passes * count);
     for (long start = 0; start < count; start += MIXED_KEYS) {
         const long some = std::min(MIXED_KEYS, count - start);
         const float *from = weights + start * next, *part = values + start * width;
         long q = 0;
         for (; q + 6 <= queries; q += 6)
-            mix_some<Across, 6>(from + q * step, stride, part, some, width, output + q * width, prefetch);
+            mix_some<Across, 6>(from + q * step, stride, part, some, width, 0, output + q * width, prefetch);
         for (; q + 4 <= queries; q += 4)
-            mix_some<Across, 4>(from + q * step, stride, part, some, width, output + q * width, prefetch);
+            mix_some<Across, 4>(from + q * step, stride, part, some, width, 0, output + q * width, prefetch);
         for (; q + 2 <= queries; q += 2)
-            mix_some<Across, 2>(from + q * step, stride, part, some, width, output + q * width, prefetch);
+            mix_some<Across, 2>(from + q * step, stride, part, some, width, 0, output + q * width, prefetch);
         for (; q < queries; q++)
-            mix_some<Across, 1>(from + q * step, stride, part, some, width, output + q * width, prefetch);
+            mix_some<Across, 1>(from + q * step, stride, part, some, width, 0, output + q * width, prefetch);
     }
 }
 

@@ -33,8 +33,8 @@ namespace {
 constexpr long QUERIES_OF_TILE = 64;
 constexpr long KEYS_OF_TILE = 2 * MAX_PANEL;
 
-// A group of rows is cut into as many pieces of so many scores at least, but not into more than this. A piece copies all
-// keys that it sees; so many scores take a hundred times as long.
+// Most pieces of a group of rows, and the fewest scores of a piece, beside which it takes little to copy the keys that a
+// piece sees.
 constexpr long MOST_PIECES = 8;
 constexpr int64_t SCORES_OF_PIECE = 1 << 18;
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__FMA__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -111,9 +111,9 @@ inline Vec fused(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 #if defined(__FMA__)
 inline Grain fused(Grain a, Grain b, Grain c) { return _mm256_fmadd_ps(a, b, c); }
 #elif defined(__aarch64__)
-inline Vec fused(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+inline Grain fused(Grain a, Grain b, Grain c) { return vfmaq_f32(c, a, b); }
 #else
-inline Vec fused(Vec a, Vec b, Vec c) { return a * b + c; }
+inline Grain fused(Grain a, Grain b, Grain c) { return a * b + c; }
 #endif
 
 inline Vec splat(float value) { return value - Vec{}; }
