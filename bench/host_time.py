@@ -1,4 +1,4 @@
-"""Measures the processor time of an optimizer step of small models, which Python and not arithmetic decides.
+"""Measures the processor time of an optimizer step of small models, all of it or the host's part alone.
 
     python bench/host_time.py [--workload demo|small] [--narrow] [--steps 30] [--profile 25] [--parts] [--against PATH]
 

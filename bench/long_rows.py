@@ -1,11 +1,12 @@
 """Measures sampling and training of one group of long rows against their floors, and the memory that they take.
 
-    python bench/long_rows.py [--lengths 1024 4096 8192] [--rows 4] [--rounds 3] [--part both|sampling|training]
+    python bench/long_rows.py [--lengths 1024 4096 8192] [--rows 4] [--rounds 3] [--part both|sampling|training|step]
 
 The model has 14 million parameters, the group four rows behind a prompt of 64 tokens. A training pass takes one row, as
 the trainer cuts such a group, and rows of 4,096 tokens give large tensors back at once, as in the trainer. Floors are
 those of `floor.py`; attention counts at the rate of large products. Each length runs in a process of its own, whose
-peak memory above the model's is printed.
+peak memory above the model's is printed. `--part step` times one decode step behind rows of the length, which is short
+enough to repeat often, against reading all weights, keys and values once.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ if __name__ == "__main__":  # before torch comes; whoever only imports this keep
 
 import psutil
 import torch
-from floor import measure_machine, sampling_floor, training_floor
+from floor import BYTES, measure_machine, sampling_floor, training_floor
 from materials import NEVER, make_model, make_words, set_ending
 from workloads import GroupWork, ModelShape
 
 from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.native.attention_plans import DecodeBatch, ProbePlan
+from groupgrad.engines.native.cpp_step import CompiledModel, CompiledStep
+from groupgrad.engines.native.direct_step import direct_model
 from groupgrad.engines.native.engine import NativeEngine
+from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
+from groupgrad.engines.native.logits import last_logits
 from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
 from groupgrad.modeling.systems.heap import large_tensors_mapped
 from groupgrad.modeling.systems.memory_guards import LONG_ROW
@@ -56,6 +62,37 @@ def timed(function: Callable[[], object], rounds: int) -> tuple[float, float]:
         function()
         found.append((time.perf_counter() - started, time.process_time() - used))
     return sorted(found)[rounds // 2]
+
+
+@torch.inference_mode()
+def measure_step(length: int, num_rows: int) -> None:
+    """Prints a line for the decode step of rows that have `length` tokens behind their prompt."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    model = make_model(SHAPE, make_words(SHAPE.vocab_size), max_length=length + PROMPT + 1).eval()
+    probe, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
+    last_logits(model, token, token, probe, token)
+    compiled = direct_model(model, probe.calls)
+    assert isinstance(compiled, CompiledModel), "this machine compiles no kernels"
+    width, cpu = SHAPE.head_dim, torch.device("cpu")
+    layers = {i: LayerShape(SHAPE.num_kv_heads, width, width, torch.float32, cpu) for i in range(SHAPE.num_layers)}
+    cache = KVCache(layers, 2**40)
+    cache.reserve(Need(num_rows, length + 1, 1, PROMPT, max_suffix_length=length + 1), Need(0, 0, 0, 0))
+    for slab in (cache.suffixes, cache.prompts):
+        for tensor in (x for pair in slab.tensors.values() for x in pair):
+            tensor.normal_()
+    step = CompiledStep(compiled, cache, DecodeBatch([0] * num_rows, [PROMPT] * num_rows, [length] * num_rows))
+    tokens, positions = torch.full((num_rows,), 5), torch.full((num_rows,), PROMPT + length)
+    wall, processor = timed(lambda: step(tokens, positions), 101)
+    machine = measure_machine(0.5, megabytes=128)
+    stored = cache.suffixes.capacity + cache.prompts.capacity
+    num_bytes = BYTES * sum(p.numel() for p in model.parameters()) + stored * cache.bytes_per_token
+    floor = num_bytes / machine.bandwidth
+    print(
+        f"{num_rows} x {length:,} tokens, a decode step: {1e3 * wall:.2f} ms ({1e3 * processor:.2f} ms of processors), "
+        f"floor {1e3 * floor:.2f} ms, {floor / wall:.0%} of it ({machine.gigabytes_per_second:.0f} GB/s, "
+        f"load {os.getloadavg()[0]:.1f})",
+        flush=True,
+    )
 
 
 def measure(length: int, num_rows: int, rounds: int, part: str) -> None:
@@ -102,10 +139,13 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--part", choices=("both", "sampling", "training"), default="both")
+    parser.add_argument("--part", choices=("both", "sampling", "training", "step"), default="both")
     options = parser.parse_args()
     if len(options.lengths) == 1:
-        measure(options.lengths[0], options.rows, options.rounds, options.part)
+        if options.part == "step":
+            measure_step(options.lengths[0], options.rows)
+        else:
+            measure(options.lengths[0], options.rows, options.rounds, options.part)
         return
     for length in options.lengths:
         sizes = ["--lengths", str(length), "--rows", str(options.rows), "--rounds", str(options.rounds)]
