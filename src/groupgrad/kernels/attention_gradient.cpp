@@ -114,8 +114,10 @@ public:
         const AttentionRow &last = *piece.last;
         const KeyPart prompt = last.prompt_length ? read(last.prompt_start, last.prompt_length, of_prompt) : none;
         const long some = tokens_of_tile(call);
-        // The row that the piece before began comes last: that piece ends meanwhile.
-        for (const AttentionRow *row = piece.last; row >= piece.first; row--) {
+        const long count = piece.last - piece.first + 1;
+        for (long i = 0; i < count; i++) {
+            // A row that the piece before began comes last: that piece ends meanwhile.
+            const AttentionRow *row = piece.first + (piece.begin ? (i + 1) % count : i);
             const bool is_prompt = prompt.length && !row->prompt_length;
             const long begin = row == piece.first ? piece.begin : 0, end = row == piece.last ? piece.end : row->length;
             const KeyPart own = is_prompt ? prompt : read(row->start, end, of_row);
