@@ -269,6 +269,7 @@ LATER: dict[str, Any] = {
     # groupgrad's own
     "rollout_engine": "auto",
     "vllm_lora_updates": "auto",
+    "vllm_sleep_level": 2,
     "rollout_ahead": 0,
     "vllm_in_flight_updates": False,
     "image_root": None,
@@ -435,6 +436,7 @@ AUDIT: dict[str, Changes | Warns] = {
     "vllm_mode": Warns("server", "vLLM"),
     "vllm_model_impl": Warns("transformers", "vLLM"),
     "vllm_enable_sleep_mode": Warns(True, "vLLM"),
+    "vllm_sleep_level": Warns(1, "vLLM"),
     "vllm_structured_outputs_regex": Warns("a+", "vLLM"),
     "vllm_server_base_url": Warns("http://x", "vLLM"),
     "vllm_server_host": Warns("127.0.0.1", "vLLM"),

@@ -46,6 +46,7 @@ def test_colocate_is_started_as_the_configuration_says(start: Any) -> None:
         vllm_tensor_parallel_size=2,
         vllm_model_impl="transformers",
         vllm_enable_sleep_mode=True,
+        vllm_sleep_level=1,
         vllm_importance_sampling_correction=False,
         vllm_structured_outputs_regex="[ab]+",
         steps_per_generation=4,
@@ -57,6 +58,7 @@ def test_colocate_is_started_as_the_configuration_says(start: Any) -> None:
         dtype="float32",
         model_impl="transformers",
         sleep_mode=True,
+        sleep_level=1,
         tensor_parallel_size=2,
         regex="[ab]+",
     )

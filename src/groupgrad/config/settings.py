@@ -217,6 +217,9 @@ class GRPOSettings(LegacyArguments):
     vllm_mode: str = _option("colocate", "Where vLLM runs: 'colocate' (in this process) or 'server'.")
     vllm_model_impl: str = _option("vllm", "Model code that vLLM runs: 'vllm' or 'transformers'.")
     vllm_enable_sleep_mode: bool = _option(False, "Colocate: free vLLM's memory while training.")
+    vllm_sleep_level: int = _option(
+        2, "Sleep mode: 2 drops vLLM's weights; 1 keeps them in host memory, so that with adapters only those are sent."
+    )
     vllm_structured_outputs_regex: str | None = _option(None, "Regular expression that every completion must match.")
     vllm_server_base_url: str | list[str] | None = _option(
         None, "Server: URL, or a list of the URLs of several, which replaces host and port."

@@ -97,7 +97,7 @@ UNUSED: tuple[UnusedSettings, ...] = (
     # --- vLLM ---
     UnusedSettings(
         (
-            *("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
+            *("vllm_enable_sleep_mode", "vllm_sleep_level", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
             *("vllm_tensor_parallel_size", "vllm_model_impl"),
         ),
         "vllm_mode is 'server', whose settings are those of `groupgrad vllm-serve`",
@@ -107,6 +107,11 @@ UNUSED: tuple[UnusedSettings, ...] = (
         (*_fields("vllm_server_"), "vllm_group_port"),
         "vllm_mode is 'colocate', so there is no server",
         lambda c: c.use_vllm and c.vllm_mode == "colocate",
+    ),
+    UnusedSettings(
+        ("vllm_sleep_level",),
+        "vllm_enable_sleep_mode is False",
+        lambda c: c.use_vllm and c.vllm_mode == "colocate" and not c.vllm_enable_sleep_mode,
     ),
     UnusedSettings(
         ("vllm_server_host", "vllm_server_port"),

@@ -107,6 +107,7 @@ def _colocate_policy(config: GRPOConfig, model: nn.Module, tokenizer: Any, sampl
         dtype=compute_dtype(config, model),
         model_impl=config.vllm_model_impl,
         sleep_mode=config.vllm_enable_sleep_mode,
+        sleep_level=config.vllm_sleep_level,
         tensor_parallel_size=config.vllm_tensor_parallel_size,
         max_lora_rank=adapter_rank(model) if sends_adapter else 0,
         regex=config.vllm_structured_outputs_regex,

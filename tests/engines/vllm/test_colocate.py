@@ -88,8 +88,8 @@ class SimulatedVLLM:
         return bool(self.rows)
 
     def sleep(self, level: int) -> None:
-        assert level == 2
-        self.weights.clear()
+        if level == 2:
+            self.weights.clear()
         self.log.append("asleep")
 
     def wake_up(self, tags: list[str]) -> None:
@@ -283,6 +283,28 @@ def test_a_push_wakes_what_slept_once(vllm: SimulatedVLLM, engine: VLLMColocateE
         "reset images",
         "woke kv_cache",
     ]
+
+
+def test_weights_in_host_memory_are_not_pushed_again(vllm: SimulatedVLLM, model: Any, tokenizer: Any) -> None:
+    """At vLLM's level 1 the weights below an adapter come back with `wake_up`, so the adapter alone is sent."""
+    engine, policy = VLLMColocateEngine(model, tokenizer, replace(SETTINGS, sleep_level=1)), adapted(model)
+    engine.push_adapter(policy, 0)
+    engine.sleep()
+    vllm.log.clear()
+    engine.push_adapter(policy, 1)
+    engine.sample([ROW], OPTIONS)
+    assert vllm.log == ["woke weights", "adapter 2", "reset prefix", "reset images", "woke kv_cache"]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_all_weights_are_pushed_at_each_level(level: int, vllm: SimulatedVLLM, model: Any, tokenizer: Any) -> None:
+    engine = VLLMColocateEngine(model, tokenizer, replace(SETTINGS, sleep_level=level))
+    engine.push(model, 0)
+    engine.sleep()
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    engine.push(model, 1)
+    assert torch.equal(vllm.weights["lm_head.weight"], model.lm_head.weight)
 
 
 def test_nothing_sleeps_or_changes_while_rows_are_sampled(

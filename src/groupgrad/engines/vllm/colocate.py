@@ -156,15 +156,16 @@ class VLLMColocateEngine(VLLMEngine):
     def sleep(self) -> None:
         """Free vLLM's memory, weights and cache, until the next push or sample; does nothing without `sleep_mode`.
 
+        Every later push sends what training changes; the weights below an adapter are sent again only after level 2.
         RuntimeError if rows are being sampled.
         """
         if not self._options.sleep_mode or self._asleep:
             return
         if self._engine.has_unfinished_requests():
             raise RuntimeError("vLLM cannot sleep while rows are sampled; close the session first")
-        self._llm.sleep(level=2)
+        self._llm.sleep(level=self._options.sleep_level)
         self._asleep = {"weights", "kv_cache"}
-        self._has_base = False
+        self._has_base = self._has_base and self._options.sleep_level == 1
 
     def close(self) -> None:
         """End vLLM in this process. A second call does nothing: vLLM would end what a later engine has set up."""

@@ -42,6 +42,8 @@ class ColocateOptions:
     """`vllm`, or `transformers` for transformers' code inside vLLM."""
     sleep_mode: bool = False
     """Let `sleep` free vLLM's memory while training runs; not on CPUs."""
+    sleep_level: int = 2
+    """vLLM's level of sleep: 1 moves its weights to host memory, 2 drops them."""
     tensor_parallel_size: int = 1
     """Ranks that hold one model together; it must divide their number."""
     max_lora_rank: int = 0
