@@ -24,7 +24,8 @@ from transformers import TrainerCallback
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.checkpoints import host_copies
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS / "helpers"))
 EVERY, BEHIND_A_SAVE = 200, 10
 LARGEST_GROWTH = 6 * 2**20
 """Bytes of resident memory by which a run may grow from step 210 to its end; `log_history` takes some of them."""

@@ -22,6 +22,7 @@ from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.checkpoints import host_copies
 
 TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS / "helpers"))
 TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -143,7 +144,6 @@ BASE, HELP = module_from(TESTS / "helpers" / "base_fixtures.py"), module_from(TE
 def first_model(hybrid: str | None = None) -> Any:
     """Builds the initial policy of most cases, or a hybrid model of this family."""
     if hybrid is not None:
-        sys.path.insert(0, str(TESTS / "helpers"))
         from tiny_hybrids import make_hybrid
 
         return make_hybrid(hybrid, vocab_size=len(BASE.make_tokenizer()))
@@ -174,7 +174,6 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
         settings |= {"eval_strategy": "steps", "num_generations_eval": 1, "per_device_eval_batch_size": 4 // ranks}
     tokenizer, dataset = BASE.make_tokenizer(), HELP.prompts()
     if settings.pop("agents", False):
-        sys.path.insert(0, str(TESTS / "helpers"))
         from scripted_agents import with_tools
 
         tokenizer = with_tools(tokenizer)
@@ -183,7 +182,6 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
     torch.manual_seed(0)
     model = settings.pop("model", None) or first_model(settings.pop("hybrid", None))
     if settings.pop("images", False):
-        sys.path.insert(0, str(TESTS / "helpers"))
         import tiny_vlms
 
         built = tiny_vlms.build("qwen2_vl")
