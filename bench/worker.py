@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -204,7 +205,9 @@ def main() -> None:
     loading = {"attn_implementation": options.attention} if options.attention else {}
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32, **loading)
     recorder = Recorder()
-    fields = config_fields(workload, str(options.folder / f"output-{options.trainer}"))
+    # Of its own: a worker of another checkout trains at the same time.
+    output = tempfile.TemporaryDirectory(prefix=f"output-{options.trainer}-")
+    fields = config_fields(workload, output.name)
     if options.pack_weights:
         fields["engine_pack_weights"] = True
     trainer: Any = library.GRPOTrainer(

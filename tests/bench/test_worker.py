@@ -37,6 +37,28 @@ def test_steps_are_taken_on_demand(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_workers_of_two_checkouts_train_side_by_side(tmp_path, monkeypatch):
+    import run
+    from materials import prepare
+    from workloads import WORKLOADS
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    workload = WORKLOADS["demo"]
+    folder = prepare(workload, tmp_path, warm_up_steps=2)
+    workers = [
+        run.Worker.start("groupgrad", Path(sys.executable), workload, folder),
+        run.Worker.of_checkout(run.BENCH.parent, workload, folder),
+    ]
+    try:
+        for worker in workers:
+            worker.read("ready")
+        assert all(worker.ask("step")["seconds"] > 0 for worker in workers)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+@pytest.mark.slow
 def test_a_worker_that_dies_is_reported_with_its_last_words(tmp_path):
     import run
     from workloads import WORKLOADS
