@@ -173,6 +173,19 @@ FALCON_SIZES = {
     name: SIZES[name]
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "eos_token_id")
 }
+LAYER_PAIR: list[str] = ["sliding_attention", "full_attention"]
+GEMMA4_SIZES: dict[str, Any] = {
+    **SIZES,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 3,
+    "layer_types": LAYER_PAIR,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 3.0,
+    "rms_norm_eps": GATED_NORM_EPS,
+}
+
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**SIZES, "tie_word_embeddings": False}),
     "qwen3-tied": ("Qwen3", {**SIZES, "tie_word_embeddings": True}),
@@ -185,6 +198,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {**SIZES, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "sliding_window": 3},
     ),
     "mistral (sliding window)": ("Mistral", {**SIZES, "sliding_window": 3}),
+    "gemma4 (two sizes of heads)": (
+        "Gemma4Text",
+        {**GEMMA4_SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1},
+    ),
+    "gemma4 (shared keys and values)": (
+        "Gemma4Text",
+        {**GEMMA4_SIZES, "num_hidden_layers": 4, "layer_types": LAYER_PAIR * 2, "num_kv_shared_layers": 2},
+    ),
     "cohere (logit scale)": ("Cohere", {**SIZES, "logit_scale": 0.25}),
     "granite (logit scale)": ("Granite", {**SIZES, "logits_scaling": 4.0, "embedding_multiplier": 3.0}),
     "qwen3-moe": (

@@ -26,6 +26,8 @@ NAMES = (
     "llama",
     "mistral (sliding window)",
     "gemma2 (soft caps)",
+    "gemma4 (two sizes of heads)",
+    "gemma4 (shared keys and values)",
     "gpt2",
     "gpt-j (head bias)",
     "phi (head bias)",

@@ -101,13 +101,13 @@ def test_log_probs_of_sampling_are_those_of_training(family: str) -> None:
 def test_attention_runs_in_the_compiled_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of heads with a bias have one width, as the kernels ask for."""
     widths: list[tuple[int, int]] = []
-    plain = attention_layers.RoutedPlan.attend
+    plain = attention_layers.PlanMask.attend
 
     def noted(self: Any, query: Any, key: Any, value: Any, call: Any) -> Any:
         widths.append((key.shape[-1], value.shape[-1]))
         return plain(self, query, key, value, call)
 
-    monkeypatch.setattr(attention_layers.RoutedPlan, "attend", noted)
+    monkeypatch.setattr(attention_layers.PlanMask, "attend", noted)
     score_tokens(make_own_attention(family), batch_of(1), OPTIONS)
     assert widths and all(key == value for key, value in widths)
 

@@ -26,7 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from groupgrad.modeling.scoring.attention_layers import (
-    RoutedPlan,
+    PlanMask,
     route_attention,
     routed_classes,
     unroutable_attention,
@@ -49,7 +49,7 @@ _WHOLE_CALL_ROPE = frozenset({"dynamic", "longrope"})
 _configs: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """The configurations inside a model that name an attention implementation, cached because sampling needs them often."""
 
-_active_plans: list[AttentionPlan] = []
+_active_plans: list[PlanMask] = []
 """The plans of the running model calls, innermost last."""
 
 
@@ -73,9 +73,8 @@ def run_planned(
     assert inner is not None
     if routed_classes(inner):
         route_attention(inner)
-        plan = RoutedPlan(plan, positions)
     is_kept = _is_kept_for_backward(inner)
-    _active_plans.append(plan)
+    _active_plans.append(PlanMask(plan, positions))
     try:
         with _wrapped_attention(inner, is_kept=is_kept), ExitStack() as routes:
             if recurrent_classes(inner):
@@ -232,7 +231,7 @@ def _wrapped(name: str) -> str:
         return wrapped
 
     def attention(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
-        if hasattr(attention_mask, "attend"):
+        if isinstance(attention_mask, PlanMask):
             if torch.is_autocast_enabled(query.device.type):
                 # Rotary embeddings give float32; like the library's kernels, bring all three to one type.
                 dtype = torch.get_autocast_dtype(query.device.type)

@@ -28,8 +28,8 @@ _WIDTH_STEP = 8
 """Widths of heads with a bias are multiples of this, as vector instructions read them."""
 
 
-class RoutedPlan:
-    """An attention plan that stands in for the mask in a model whose attention is routed.
+class PlanMask:
+    """Passes an attention plan to a model's layers in place of the mask.
 
     It has the few attributes that the model files ask of a mask, and the positions of the flat tokens.
     """
@@ -46,8 +46,12 @@ class RoutedPlan:
         """The order of the tokens in recurrent layers."""
         return self._plan.recurrence
 
-    def to(self, *_: object, **__: object) -> RoutedPlan:
+    def to(self, *_: object, **__: object) -> PlanMask:
         """Returns itself; a mask is brought to another type."""
+        return self
+
+    def __getitem__(self, _: object) -> PlanMask:
+        """Returns itself; Gemma 4 cuts a mask to its last queries, of which it keeps all."""
         return self
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -94,7 +98,7 @@ class RoutedPlan:
 
 
 def _scores_method(
-    module: Any, plan: RoutedPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
+    module: Any, plan: PlanMask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, None]:
     """Attention of GPT-J, CodeGen and GPT-Neo, whose scores are divided by `scale_attn` if the layer has one."""
     is_local = getattr(module, "attention_type", "global") == "local"
@@ -108,7 +112,7 @@ def _scores_method(
 
 
 def _bloom(
-    module: Any, plan: RoutedPlan, hidden_states: torch.Tensor, residual: torch.Tensor, **_: object
+    module: Any, plan: PlanMask, hidden_states: torch.Tensor, residual: torch.Tensor, **_: object
 ) -> tuple[torch.Tensor, None]:
     query, key, value = module._reshape(module.query_key_value(hidden_states))
     slopes = _slopes(sys.modules[type(module).__module__].build_alibi_tensor, module.num_heads, value.device)
@@ -118,7 +122,7 @@ def _bloom(
     return residual + F.dropout(output, module.hidden_dropout, module.training), None
 
 
-def _mpt(module: Any, plan: RoutedPlan, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+def _mpt(module: Any, plan: PlanMask, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:
         mixed = mixed.clamp(-module.clip_qkv, module.clip_qkv)
@@ -130,7 +134,7 @@ def _mpt(module: Any, plan: RoutedPlan, hidden_states: torch.Tensor, **_: object
 
 def _falcon(
     module: Any,
-    plan: RoutedPlan,
+    plan: PlanMask,
     hidden_states: torch.Tensor,
     alibi: torch.Tensor | None = None,
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -207,7 +211,7 @@ def _wrap(cls: type[nn.Module], route: _Route) -> None:
     @functools.wraps(original)
     def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
-        plan = next((value for value in given if isinstance(value, RoutedPlan)), None)
+        plan = next((value for value in given if isinstance(value, PlanMask)), None)
         if plan is None:
             return original(module, *args, **kwargs)
         return route.counterpart(module, plan, *args, **kwargs)
