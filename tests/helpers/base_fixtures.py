@@ -200,7 +200,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral (sliding window)": ("Mistral", {**SIZES, "sliding_window": 3}),
     "gemma4 (two sizes of heads)": (
         "Gemma4Text",
-        {**GEMMA4_SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1},
+        {**GEMMA4_SIZES, "num_attention_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     ),
     "gemma4 (shared keys and values)": (
         "Gemma4Text",

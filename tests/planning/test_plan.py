@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from base_fixtures import LAYER_PAIR
 from tiny_hybrids import CONFIGS, make_hybrid
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
@@ -53,6 +54,28 @@ def test_a_hybrid_is_the_sum_of_its_kinds_of_layers(family: str) -> None:
     assert shape.all_layers_bytes + shape.other_bytes == pytest.approx(saved, rel=0.08)
     memory = predict(shape, SIZES)
     assert memory.keys_values == (8 * 100 + 2 * 10) * shape.kv_values * 4 + (8 + 2) * shape.state_bytes
+
+
+def test_layers_of_gemma_4_have_their_own_heads(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with full attention have wider heads and fewer of them for keys."""
+    sizes = {"num_key_value_heads": 2, "num_hidden_layers": 4, "layer_types": LAYER_PAIR * 2}
+    model = build("gemma4 (two sizes of heads)", **sizes, vocab_size=512, vocab_size_per_layer_input=512)
+    shape = model_shape("gemma4", model.config, half=False)
+    assert shape.parameters == model.num_parameters()
+    # Keys and values of two layers with 2 heads of 8 and of two with 1 head of 16.
+    assert shape.kv_values == 2 * 2 * (2 * 8) + 2 * 2 * (1 * 16)
+    saved = activation_bytes_per_token(model.train(), ForwardOptions())
+    assert shape.all_layers_bytes + shape.other_bytes == pytest.approx(saved, rel=0.08)
+    monkeypatch.setattr(shapes, "_SMALL_HIDDEN", 8)
+    narrow = model_shape("gemma4", model.config, half=False)
+    assert narrow.parameters == shape.parameters and narrow.kv_values == shape.kv_values
+
+
+def test_layers_that_share_keys_and_values_are_counted(build: Any) -> None:
+    """The native engine stores the keys and values of each layer, shared ones too."""
+    model = build("gemma4 (shared keys and values)")
+    shape = model_shape("gemma4", model.config, half=False)
+    assert shape.kv_values == 2 * 2 * 8 + 2 * 2 * 16
 
 
 def test_dense_layers_before_experts_are_layers_of_their_own(make_model: Any) -> None:

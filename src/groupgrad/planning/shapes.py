@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.logits import last_logits
+from groupgrad.modeling.layer_configs import common_field, layer_configs, layer_overrides
 from groupgrad.modeling.load import max_context
 from groupgrad.modeling.model_names import missing_because
 from groupgrad.modeling.scoring.attention import plannable
@@ -37,7 +38,7 @@ _GROUPS = ("num_key_value_heads", "n_groups", "mamba_n_groups")
 
 _WIDTHS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
-    *("moe_shared_expert_intermediate_size", "mamba_d_ssm"),
+    *("moe_shared_expert_intermediate_size", "mamba_d_ssm", "hidden_size_per_layer_input"),
 )
 """Fields with other widths, which narrow copies divide and round up."""
 
@@ -182,19 +183,20 @@ def _costs(text: Any, kinds: list[_Kind], *, half: bool) -> tuple[dict[_Kind, _C
     """
     factor, each = _factor(text), [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     base = _measured(text, each, factor, half=half)
-    costs = {kinds[place]: _measured(text, [*each, place], factor, half=half).less(base) for place in each}
+    costs = {kinds[place]: _measured(text, sorted([*each, place]), factor, half=half).less(base) for place in each}
     return costs, max(0.0, base.saved - sum(layer.saved for layer in costs.values()))
 
 
 def _sizes(text: Any, fields: Sequence[str]) -> dict[str, int]:
     """The numbers that the configuration has in these fields."""
-    found = {field: getattr(text, field, None) for field in fields}
+    found = {field: common_field(text, field) for field in fields}
     return {field: size for field, size in found.items() if isinstance(size, int) and size > 0}
 
 
 def _factor(text: Any) -> int:
     """The factor by which sizes are divided in the copies: a power of 2 that divides the hidden size and all heads."""
     factor, sizes = 1, [text.hidden_size, *_sizes(text, _HEADS).values()]
+    sizes += [size for fields in layer_overrides(text).values() for field, size in fields.items() if field in _HEADS]
     while text.hidden_size // factor > _SMALL_HIDDEN and all(size % (2 * factor) == 0 for size in sizes):
         factor *= 2
     return factor
@@ -214,34 +216,49 @@ def _measured(text: Any, places: list[int], factor: int, *, half: bool) -> _Cost
         # Short rows do for layers without a state.
         batch = build_batch([list(range(_PROMPT))], [0, 0], [[0] * _COMPLETION] * 2) if probe.states else None
         saved = activation_bytes_per_token(model.train(), ForwardOptions(), batch)
-    heads = getattr(text, "num_attention_heads", 0)
-    groups = getattr(text, "num_key_value_heads", None) or heads
+    layers = layer_configs(text)
     if plannable(model) is None:
-        values = sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in probe.layers.values())
-        values *= factor if groups % factor == 0 else 1
+        values = 0
+        for number, stored in probe.layers.items():
+            is_divided = _num_key_heads(layers[places[number]]) % factor == 0
+            values += stored.num_heads * (stored.key_dim + stored.value_dim) * (factor if is_divided else 1)
     else:
-        values = len(places) * 2 * groups * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+        values = sum(2 * _num_key_heads(layers[place]) * _head_size(layers[place]) for place in places)
     return _Costs(saved * factor, values, sum(state.num_bytes for state in probe.states) * factor)
+
+
+def _num_key_heads(layer: Any) -> int:
+    return getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", 0)
+
+
+def _head_size(layer: Any) -> int:
+    return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
 
 
 def _small_config(text: Any, factor: int) -> Any:
     """The configuration of a copy that is narrower by `factor`, with a small vocabulary and few experts."""
-    small = copy.deepcopy(text)
+    small, overrides = copy.deepcopy(text), layer_overrides(text)
     if factor > 1:
-        if getattr(small, "num_attention_heads", None) and not getattr(small, "head_dim", None):
-            small.head_dim = text.hidden_size // text.num_attention_heads
+        if not overrides and getattr(small, "num_attention_heads", None):
+            small.head_dim = _head_size(text)
+        for fields in overrides.values():
+            fields |= {field: size // factor for field, size in fields.items() if field in _HEADS}
+            fields |= {f: size // factor for f, size in fields.items() if f in _GROUPS and size % factor == 0}
         sizes = {field: size // factor for field, size in _sizes(text, ("hidden_size", *_HEADS)).items()}
         # Products of experts need multiples of 8.
         sizes |= {field: -(-size // (8 * factor)) * 8 for field, size in _sizes(text, _WIDTHS).items()}
         sizes |= {field: size // factor for field, size in _sizes(text, _GROUPS).items() if size % factor == 0}
         for field, size in sizes.items():
             setattr(small, field, size)
+        if overrides:
+            small.per_layer_config = overrides
     if (chosen := max(_sizes(text, _CHOSEN_EXPERTS).values(), default=0)) > 0:
         for field, size in _sizes(text, _EXPERTS).items():
             setattr(small, field, min(size, 2 * chosen))
         for field in _sizes(text, ("n_group", "topk_group")):
             setattr(small, field, 1)
-    small.vocab_size = _SMALL_VOCAB
+    for field in _sizes(text, ("vocab_size", "vocab_size_per_layer_input")):
+        setattr(small, field, _SMALL_VOCAB)
     for field in ("pad_token_id", "eos_token_id", "bos_token_id"):
         setattr(small, field, None)
     return small
@@ -249,6 +266,8 @@ def _small_config(text: Any, factor: int) -> Any:
 
 def _copy_with(config: Any, places: list[int]) -> Any:
     """A float32 model of zeros that has only the layers at these places. A place that is named again is copied."""
+    if getattr(config, "hidden_size_per_layer_input", None) is not None:
+        config, places = _of_layers(config, places), list(range(len(places)))
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     layers = _decoder_layers(model, config.num_hidden_layers)
@@ -267,6 +286,20 @@ def _copy_with(config: Any, places: list[int]) -> Any:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
     return model
+
+
+def _of_layers(config: Any, places: list[int]) -> Any:
+    """A configuration of these layers alone, for families whose embeddings have a part for each layer (Gemma 4).
+
+    The configuration describes each of their layers. Layers that share keys and values must come last in `places`.
+    """
+    chosen, overrides = copy.deepcopy(config), layer_overrides(config)
+    first_shared = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    chosen.per_layer_config = None
+    chosen.num_hidden_layers, chosen.layer_types = len(places), [config.layer_types[place] for place in places]
+    chosen.num_kv_shared_layers = sum(place >= first_shared for place in places)
+    chosen.per_layer_config = {i: overrides[place] for i, place in enumerate(places) if place in overrides}
+    return chosen
 
 
 def _choose_layers(config: Any, places: list[int]) -> None:

@@ -22,6 +22,8 @@ from groupgrad.engines.vllm.memory_check import (
     misfit,
     taken_by_vllm,
 )
+from groupgrad.engines.vllm.tensor_parallel import check_tensor_parallel
+from groupgrad.engines.vllm.wire import model_sizes
 
 OPTIONS = ColocateOptions(max_num_seqs=8, memory_utilization=0.3)
 SERVED = ServedBytes(weights=10 * GIB, one_row=1 * GIB, context=4096)
@@ -106,6 +108,16 @@ def test_keys_and_values_by_kind_of_layer() -> None:
     config.kv_lora_rank, config.qk_rope_head_dim = 5, 3
     assert cache_bytes(config, 100, 2) == (100 + 10) * 8 * 2
     assert cache_bytes(SimpleNamespace(), 100, 2) == 0
+
+
+def test_keys_and_values_of_layers_with_their_own_heads(build: Any) -> None:
+    """Gemma 4: the first layer has a window of 3 and 2 heads of 8, the second one has 1 head of 16."""
+    config = build("gemma4 (two sizes of heads)", num_key_value_heads=2).config
+    assert cache_bytes(config, 100, 2) == (3 * 2 * 2 * 8 + 100 * 2 * 1 * 16) * 2
+    assert "num_attention_heads" in model_sizes(config) and "num_key_value_heads" not in model_sizes(config)
+    check_tensor_parallel(config, 2, ranks=2)
+    with pytest.raises(ValueError, match="4 attention heads cannot be shared out in 3"):
+        check_tensor_parallel(config, 3, ranks=3)
 
 
 def test_a_policy_is_measured_by_its_parameters(model: Any) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from groupgrad.engines.vllm.colocate_start import ColocateOptions
 from groupgrad.engines.vllm.wire import specs_of, torch_dtype
+from groupgrad.modeling.layer_configs import layer_configs
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import free_bytes
 from groupgrad.modeling.weights import checkpoint_weights
@@ -105,20 +106,26 @@ class ServedBytes:
 
 def cache_bytes(config: Any, num_tokens: int, itemsize: int, tensor_parallel_size: int = 1) -> int:
     """Bytes of the keys and values of so many tokens; `layer_types` has layers with a window, or without a cache."""
+    layers = layer_configs(config)
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    window = int(getattr(config, "sliding_window", None) or num_tokens)
+    lengths = {"full_attention": num_tokens, "sliding_attention": min(window, num_tokens)}
+    return sum(
+        lengths.get(layer_type, 0) * _values_per_token(layer, tensor_parallel_size) * itemsize
+        for layer, layer_type in zip(layers, layer_types)
+    )
+
+
+def _values_per_token(config: Any, tensor_parallel_size: int) -> int:
+    """Numbers of a token's keys and values in a layer with this configuration, on one rank."""
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
     if not heads:
         return 0
     if getattr(config, "kv_lora_rank", None):
         # Multi-head latent attention: one vector for all heads, replicated on every rank.
-        per_token = (int(config.kv_lora_rank) + int(getattr(config, "qk_rope_head_dim", 0))) * itemsize
-    else:
-        kv_heads = max(1, int(getattr(config, "num_key_value_heads", None) or heads) // tensor_parallel_size)
-        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        per_token = 2 * kv_heads * head_dim * itemsize
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers)
-    window = int(getattr(config, "sliding_window", None) or num_tokens)
-    lengths = {"full_attention": num_tokens, "sliding_attention": min(window, num_tokens)}
-    return per_token * sum(lengths.get(layer_type, 0) for layer_type in layer_types)
+        return int(config.kv_lora_rank) + int(getattr(config, "qk_rope_head_dim", 0))
+    kv_heads = max(1, int(getattr(config, "num_key_value_heads", None) or heads) // tensor_parallel_size)
+    return 2 * kv_heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def check_memory(model: nn.Module, options: ColocateOptions, *, training: TrainingBytes) -> None:

@@ -17,6 +17,7 @@ from accelerate.utils import patch_environment
 
 from groupgrad import dist
 from groupgrad.engines.base import Sample, TicketSession
+from groupgrad.modeling.layer_configs import layer_configs
 
 
 def check_tensor_parallel(config: Any, size: int, *, ranks: int) -> None:
@@ -29,6 +30,12 @@ def check_tensor_parallel(config: Any, size: int, *, ranks: int) -> None:
             f"shared out in groups of {size}: set it to a number that divides {ranks}, start more ranks, or use "
             'vllm_mode="server" and give it to `groupgrad vllm-serve`'
         )
+    for layer in layer_configs(config) or [config]:
+        _check_heads(layer, size)
+
+
+def _check_heads(config: Any, size: int) -> None:
+    """ValueError if the heads of a layer cannot be divided over `size` ranks."""
     heads = int(getattr(config, "num_attention_heads", None) or size)
     if heads % size:
         raise ValueError(

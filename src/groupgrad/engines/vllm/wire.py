@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from groupgrad.modeling.layer_configs import common_field
+
 PROTOCOL = 4
 """Version of the routes under `/groupgrad` and of what they carry; a change that one side alone would not understand
 makes it the next number."""
@@ -81,7 +83,7 @@ class Bucket:
 def model_sizes(config: Any) -> dict[str, Any]:
     """The `architecture` and the sizes in a transformers config, which together identify a model."""
     text = config.get_text_config()
-    sizes = {name: getattr(text, name) for name in _SIZES if isinstance(getattr(text, name, None), int)}
+    sizes = {name: size for name in _SIZES if isinstance(size := common_field(text, name), int)}
     architectures = getattr(config, "architectures", None) or [None]
     return {"architecture": architectures[0], **sizes}
 
