@@ -124,18 +124,20 @@ def _ahead(part: Measured) -> list[str]:
                 f"{run['mixed']:.0%}",
             ]
         )
-    columns = ("delays", "a round", "waiting", "training", "weights", "ideal", "faster than 0")
+    columns = ("delays", "a batch", "waiting", "training", "weights", "ideal", "faster than 0")
     return [
         "## Sampling ahead of a slow server",
         f"Model: {part['work']}, which is trained on {part['iterations']} times. In front of the server stands one "
-        f"that passes on each round {part['delay']:.2f} s late, computing nothing, so that sampling takes about as "
-        f"long as the rest of a round (undelayed, sampling takes {part['own']:.2f} s, the rest {part['rest']:.2f} s). "
-        "Even: each round waits so long. Uneven: between nothing and twice that, the same numbers for each setting. "
-        f"{part['rounds']} rounds of each setting are counted.",
-        "Seconds a round by the clock; of them waiting for rollouts, training and pushing. The ideal is what the "
-        "trainer's order of rounds would take if sampling and training took nothing from each other; here both use the "
-        "same two cores. Lag: steps between the weights that sampled a token and those that train first on it, the "
-        "mean over tokens and the most. Mixed: share of rows that a push has met (`vllm_in_flight_updates`).",
+        f"that passes on each generation batch {part['delay']:.2f} s late, computing nothing, so that sampling takes "
+        f"about as long as the rest of a batch (undelayed, sampling takes {part['own']:.2f} s, the rest "
+        f"{part['rest']:.2f} s). "
+        "Even: each batch waits so long. Uneven: between nothing and twice that, the same numbers for each setting. "
+        f"{part['rounds']} generation batches of each setting are counted.",
+        "Seconds a generation batch by the clock; of them waiting for rollouts, training and pushing. The ideal is "
+        "what the trainer's order of batches would take if sampling and training took nothing from each other; here "
+        "both use the same two cores. Lag: steps between the weights that sampled a token and those that train first "
+        "on it, the mean over tokens and the most. Mixed: share of rows that a push has met "
+        "(`vllm_in_flight_updates`).",
         table([*columns, "lag", "most", "mixed"], rows),
     ]
 

@@ -50,7 +50,7 @@ SPARE_CALLS = 2
 class TreasureHunt:
     """A walk on a field to a treasure, with as many calls as the shortest way takes, and few to spare.
 
-    The trainer makes one for each rollout, and resets and uses it again in the next round.
+    The trainer makes one for each rollout, and resets and uses it again in the next generation batch.
     """
 
     def reset(self, start: list[int], treasure: list[int], **_: Any) -> str:

@@ -103,7 +103,7 @@ def assert_equal(first: Batch, second: Batch) -> None:
             assert a == b, f.name
 
 
-def test_a_round_survives_being_saved():
+def test_a_generation_batch_survives_being_saved():
     batches = {
         7: dataclasses.replace(
             collate(ragged(), [0.1, 0.2, 0.3, 0.4], mask_truncated=True),
@@ -124,7 +124,7 @@ def test_a_round_survives_being_saved():
     assert set(restored.batches) == set(batches)
 
 
-def test_a_round_of_an_older_checkpoint_lacks_what_was_not_known_then():
+def test_a_generation_batch_of_an_older_checkpoint_lacks_what_was_not_known_then():
     buffer = GenerationBuffer()
     buffer.batches[0] = collate([rollout(5, 0, [7, 1], sampling_entropy=[0.5, 0.25])], [1.0], mask_truncated=False)
     state = buffer.state_dict()

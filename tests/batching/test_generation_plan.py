@@ -23,7 +23,7 @@ def plans(draw: st.DrawFn) -> GenerationPlan:
 
 
 def rows_of_steps(plan: GenerationPlan, num_steps: int) -> list[list[tuple[int, int]]]:
-    """(round, row) of every optimizer step, sorted, over all ranks, as the loop takes its micro-batches."""
+    """(generation batch, row) of every optimizer step, sorted, over all ranks, as the loop takes its micro-batches."""
     steps = []
     for step in range(num_steps):
         rows = []
@@ -68,7 +68,7 @@ def test_rank_rows_are_its_slices_ascending_and_its_groups_cover_them(plan: Gene
 
 @given(b=SMALL, n=SMALL, accumulation=SMALL, factor=SMALL)
 @settings(max_examples=150, deadline=None)
-def test_step_content_depends_on_its_size_alone_when_rounds_hold_whole_steps(b, n, accumulation, factor):
+def test_step_content_depends_on_its_size_alone_when_generation_batches_hold_whole_steps(b, n, accumulation, factor):
     size = b * n * accumulation
     plan = GenerationPlan(b, n, accumulation, accumulation * factor, 1, 1)
     alone = GenerationPlan(size, 1, 1, factor, 1, 1)
@@ -101,10 +101,10 @@ def test_shuffled_steps_mix_groups_and_differ_between_generation_batches():
 
 @given(b=SMALL, n=SMALL, steps=SMALL, factor=SMALL)
 @settings(max_examples=150, deadline=None)
-def test_step_content_is_whole_rounds_when_steps_hold_whole_rounds(b, n, steps, factor):
+def test_step_content_is_whole_generation_batches_when_steps_hold_whole_ones(b, n, steps, factor):
     plan = GenerationPlan(b, n, steps * factor, steps, 1, 1)
-    per_round = b * n * steps
-    expected = [(number, row) for number in range(factor) for row in range(per_round)]
+    per_batch = b * n * steps
+    expected = [(number, row) for number in range(factor) for row in range(per_batch)]
     assert rows_of_steps(plan, 2)[0] == expected
     assert rows_of_steps(plan, 2)[1] == [(number + factor, row) for number, row in expected]
 
@@ -154,7 +154,7 @@ def test_the_worked_example():
     ],
 )
 def test_on_policy_truth_table(accumulation, steps, mu, expected):
-    """On policy means: no optimizer step ends while a round still has micro-batches to give."""
+    """On policy means: no optimizer step ends while a generation batch still has micro-batches to give."""
     plan = GenerationPlan(1, 1, accumulation, steps, mu, 1)
     assert plan.is_on_policy is expected
     step_ends = {k * accumulation for k in range(1, 100)}

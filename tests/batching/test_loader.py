@@ -15,9 +15,8 @@ from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.loader import GenerationSampler, LoaderOptions, MicroBatchKey, make_train_loader
 from groupgrad.data.images import ImageError
 
-PLAN = GenerationPlan(
-    2, 2, 2, 2, 2, 4
-)  # 8 rows, 2 prompts and 4 micro-steps a round; rank 0 has group 0, rank 1 group 1
+# 8 rows, 2 prompts and 4 micro-steps a generation batch; rank 0 has group 0, rank 1 group 1.
+PLAN = GenerationPlan(2, 2, 2, 2, 2, 4)
 
 
 class CountingRows:
@@ -72,7 +71,7 @@ def test_without_shuffling_rows_come_as_they_are():
     assert sampler(4, shuffle=False).order() == [0, 1, 2, 3]
 
 
-def test_the_last_round_is_filled_from_the_front_or_left_out():
+def test_the_last_generation_batch_is_filled_from_the_front_or_left_out():
     filled = sampler(7)
     assert len(filled.order()) == 8
     assert filled.order()[7] == filled.order()[0]
@@ -83,23 +82,23 @@ def test_the_last_round_is_filled_from_the_front_or_left_out():
     assert len(dropped) == 3 * 4
 
 
-def test_fewer_rows_than_a_round_are_repeated():
+def test_fewer_rows_than_a_generation_batch_are_repeated():
     assert sampler(1, shuffle=False).order() == [0, 0]
 
 
-def test_every_iteration_gives_one_round_after_the_other():
+def test_every_iteration_gives_one_generation_batch_after_the_other():
     keys = [key for batch in sampler(6, shuffle=False, epoch=0) for key in batch]
     assert [(number, position) for number, position, *_ in keys] == [(r, p) for r in range(3) for p in range(4)]
     assert [indices for _, position, indices, _ in keys if position == 0] == [(0, 1), (2, 3), (4, 5)]
 
 
-def test_round_numbers_go_on_over_epochs():
+def test_numbers_of_generation_batches_go_on_over_epochs():
     later = [key[0][0] for key in sampler(6, epoch=2)]
     assert later == [6] * 4 + [7] * 4 + [8] * 4
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_reads_its_rows_once_a_round(rank: int):
+def test_a_rank_reads_its_rows_once_a_generation_batch(rank: int):
     dataset = CountingRows(6)
     loader = make_train_loader(dataset, PLAN, rank, LoaderOptions(shuffle=False))
     keys = list(loader)
@@ -112,8 +111,8 @@ def test_a_rank_reads_its_rows_once_a_round(rank: int):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rounds_first_tick_brings_the_rows_of_rounds_sampled_ahead(rank: int):
-    # Rounds of two prompts in file order; after the last round of an epoch come those of the next.
+def test_the_first_key_of_a_generation_batch_brings_the_rows_of_batches_sampled_ahead(rank: int):
+    # Generation batches of two prompts in file order; after the last one of an epoch come those of the next.
     keys = list(make_train_loader(CountingRows(6), PLAN, rank, LoaderOptions(shuffle=False, ahead=2)))
     ahead = [[rows[rank]["prompt"] for rows in key.ahead] for key in keys if key.position == 0]
     assert ahead == [[f"p{2 + rank}", f"p{4 + rank}"], [f"p{4 + rank}", f"p{rank}"], [f"p{rank}", f"p{2 + rank}"]]
@@ -133,7 +132,7 @@ def test_a_rank_gets_the_groups_of_its_shuffled_rows(make_rows):
     assert groups[0] != [[0, 1]] * 3
 
 
-def test_the_rows_brought_ahead_are_those_of_the_rounds_that_follow():
+def test_the_rows_brought_ahead_are_those_of_the_generation_batches_that_follow():
     loader = make_train_loader(rows(10), PLAN, 0, LoaderOptions(seed=5, ahead=1))
     firsts = []
     for epoch in (0, 1):
@@ -158,7 +157,7 @@ def test_a_stream_brings_rows_ahead_too():
     assert [key.ahead for key in firsts] == [({1: {"prompt": f"p{i}"}},) for i in (3, 5, 1)]
 
 
-def test_an_offset_moves_all_rounds_in_the_order_of_all_epochs():
+def test_an_offset_moves_all_generation_batches_in_the_order_of_all_epochs():
     plain = [row for epoch in range(5) for row in sampler(6, epoch=epoch).order()]
     for offset in (-4, 1, 5, 8):
         moved = GenerationSampler(6, PLAN, LoaderOptions(seed=1, offset=offset))
@@ -174,8 +173,8 @@ def test_an_offset_moves_a_stream():
     ahead = make_train_loader(stream(50), ALONE, 0, LoaderOptions(shuffle=False, offset=3))
     assert take_prompts(ahead, 5) == plain[3:13]
     behind = islice(make_train_loader(stream(50), ALONE, 0, LoaderOptions(shuffle=False, offset=-3)), 20)
-    rounds = [[row.get("prompt") for row in key.rows.values()] for key in behind if key.rows is not None]
-    assert rounds == [[None, None], [None, "p0"], ["p1", "p2"], ["p3", "p4"], ["p5", "p6"]]
+    batches = [[row.get("prompt") for row in key.rows.values()] for key in behind if key.rows is not None]
+    assert batches == [[None, None], [None, "p0"], ["p1", "p2"], ["p3", "p4"], ["p5", "p6"]]
 
 
 def test_prompts_are_counted_over_epochs():
@@ -222,16 +221,16 @@ def test_workers_read_the_same_ticks():
     assert list(worked) == list(plain)
 
 
-def take_prompts(loader: Any, num_rounds: int) -> list[str]:
-    """The prompts of the first rounds of a plan whose rank 0 has all groups."""
-    keys: list[MicroBatchKey] = list(islice(loader, num_rounds * PLAN.micro_batches_per_generation))
-    assert [(t.generation, t.position) for t in keys] == [(r, p) for r in range(num_rounds) for p in range(4)]
+def take_prompts(loader: Any, num_batches: int) -> list[str]:
+    """The prompts of the first generation batches of a plan whose rank 0 has all groups."""
+    keys: list[MicroBatchKey] = list(islice(loader, num_batches * PLAN.micro_batches_per_generation))
+    assert [(t.generation, t.position) for t in keys] == [(r, p) for r in range(num_batches) for p in range(4)]
     found = [[row["prompt"] for _, row in sorted(t.rows.items())] for t in keys if t.rows is not None]
-    assert len(found) == num_rounds
+    assert len(found) == num_batches
     return [prompt for part in found for prompt in part]
 
 
-ALONE = GenerationPlan(4, 1, 2, 2, 2, 4)  # 2 prompts a round, one rank
+ALONE = GenerationPlan(4, 1, 2, 2, 2, 4)  # 2 prompts a generation batch, one rank
 
 
 def test_a_stream_is_endless_and_rests_carry_over_to_its_next_pass():

@@ -58,7 +58,7 @@ def parts_of(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     return [part for micro_batch in micro_batches for part in micro_batch.by_passes()]
 
 
-@pytest.mark.parametrize("weights", ["on_policy", "first_of_round", "moved"])
+@pytest.mark.parametrize("weights", ["on_policy", "first_of_generation_batch", "moved"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_losses_gradients_and_metrics_stay(policy, sample, step, loss_type, case, weights):

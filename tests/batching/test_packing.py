@@ -18,7 +18,7 @@ def rows(*groups: list[int], prompt: int = 0) -> list[RowCost]:
 
 
 def in_order(count: int, bins: int) -> list[list[int]]:
-    """Contiguous shares of like size, as the round's plan makes them."""
+    """Contiguous shares of like size, as the generation plan makes them."""
     return [list(range(count * b // bins, count * (b + 1) // bins)) for b in range(bins)]
 
 

@@ -1,4 +1,4 @@
-"""The vLLM benchmarks: the plan of rounds ahead, a server that is slow on purpose, the report."""
+"""The vLLM benchmarks: the plan of sampling ahead, a server that is slow on purpose, the report."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ class TestPlan:
         ("sampling", "rest", "ahead", "expected"),
         [
             ([1.0] * 4, 1.0, 0, 2.0),  # in turn
-            ([1.0] * 4, 1.0, 1, 1.25),  # only the first round is waited for: 1 + 4 * 1
+            ([1.0] * 4, 1.0, 1, 1.25),  # only the first batch is waited for: 1 + 4 * 1
             ([1.0] * 4, 2.0, 1, 2.25),  # training is what takes time: 1 + 4 * 2
             ([3.0] * 4, 1.0, 1, 3.25),  # sampling is: 4 * 3 + 1
-            # Round 0 ends at 1, and 1 and 2 are begun; trained until 2. Round 1 has ended at 1, 2 ends at 3.
-            # Rounds 1 and 2 are trained until 4, 3 is begun at 3 and has ended at once.
+            # Batch 0 ends at 1, and 1 and 2 are begun; trained until 2. Batch 1 has ended at 1, 2 ends at 3.
+            # Batches 1 and 2 are trained until 4, 3 is begun at 3 and has ended at once.
             ([1.0, 0.0, 2.0, 0.0], 1.0, 2, 1.25),
-            # With one ahead, round 2 is begun at 2 and ends at 4: 1 + 1, 1, wait of 1, 1, 1.
+            # With one ahead, batch 2 is begun at 2 and ends at 4: 1 + 1, 1, wait of 1, 1, 1.
             ([1.0, 0.0, 2.0, 0.0], 1.0, 1, 1.5),
         ],
     )
-    def test_seconds_a_round(self, sampling: list[float], rest: float, ahead: int, expected: float):
+    def test_seconds_a_batch(self, sampling: list[float], rest: float, ahead: int, expected: float):
         import vllm_ahead
 
-        assert vllm_ahead.seconds_a_round(sampling, rest, ahead) == pytest.approx(expected)
+        assert vllm_ahead.seconds_a_batch(sampling, rest, ahead) == pytest.approx(expected)
 
-    def test_in_flight_updates_leave_no_gap_between_rounds(self):
+    def test_in_flight_updates_leave_no_gap_between_generation_batches(self):
         import vllm_ahead
 
-        # Rounds 1 and 2 are begun at 1, and 2 ends at 4. Round 3 is begun at 5, when round 2 is trained, and waited for
-        # from 7 to 8; in flight it is begun at 3 and sampled from 4 to 7.
+        # Batches 1 and 2 are begun at 1, and 2 ends at 4. Batch 3 is begun at 5, when batch 2 is trained, and waited
+        # for from 7 to 8; in flight it is begun at 3 and sampled from 4 to 7.
         plan = [1.0, 1.0, 2.0, 3.0]
-        found = [vllm_ahead.seconds_a_round(plan, 2.0, 2, in_flight=flag) for flag in (False, True)]
+        found = [vllm_ahead.seconds_a_batch(plan, 2.0, 2, in_flight=flag) for flag in (False, True)]
         assert found == pytest.approx([10 / 4, 9 / 4])
 
-    def test_rounds_at_the_start_may_be_left_out(self):
+    def test_generation_batches_at_the_start_may_be_left_out(self):
         import vllm_ahead
 
-        assert vllm_ahead.seconds_a_round([5.0, 1.0, 1.0], 2.0, 1, skip=1) == pytest.approx(2.0)
+        assert vllm_ahead.seconds_a_batch([5.0, 1.0, 1.0], 2.0, 1, skip=1) == pytest.approx(2.0)
 
     def test_uneven_delays_have_the_same_mean_and_come_again(self):
         import vllm_ahead

@@ -363,7 +363,7 @@ WEIGHTS = Changes("tests/trainer/test_options.py::test_it_changes_the_weights")
 LOSS = Changes("tests/trainer/test_objective.py::test_loss_and_gradient_of_two_steps")
 CUT = Changes("tests/trainer/test_options.py::test_a_cut_to_the_likeliest_token_gives_a_group_one_text")
 ADVANTAGES = Changes("tests/trainer/test_options.py::test_reward_weights_and_scaling")
-ROUNDS = Changes("tests/trainer/test_options.py::test_how_often_rounds_are_sampled")
+GENERATION = Changes("tests/trainer/test_options.py::test_how_often_generation_batches_are_sampled")
 INERT = "a meaning today"
 SUPERVISED = "tests/trainer/test_reward_supervision.py"
 
@@ -409,8 +409,8 @@ AUDIT: dict[str, Changes | Warns] = {
     "rollout_engine": Changes("tests/trainer/test_options.py::test_rollout_engine"),
     "engine_kv_memory": Changes("tests/trainer/test_engines.py::test_engine_kv_memory_bounds_the_sampler"),
     "engine_pack_weights": Changes("tests/trainer/test_engines.py::test_packed_weights_are_the_present_ones"),
-    "generation_batch_size": ROUNDS,
-    "steps_per_generation": ROUNDS,
+    "generation_batch_size": GENERATION,
+    "steps_per_generation": GENERATION,
     "temperature": Changes("tests/trainer/test_options.py::test_the_temperature_divides_the_scores"),
     "top_p": CUT,
     "top_k": CUT,
@@ -432,7 +432,9 @@ AUDIT: dict[str, Changes | Warns] = {
     "tool_max_result_chars": Changes("tests/contract/test_agents.py::test_options_of_tools_reach_them"),
     "tool_threads": Changes("tests/contract/test_agents.py::test_options_of_tools_reach_them"),
     # vLLM
-    "use_vllm": Changes("tests/trainer/test_vllm_policy.py::test_each_round_is_sampled_from_the_weights_of_its_step"),
+    "use_vllm": Changes(
+        "tests/trainer/test_vllm_policy.py::test_each_generation_batch_is_sampled_from_the_weights_of_its_step"
+    ),
     "vllm_mode": Warns("server", "vLLM"),
     "vllm_model_impl": Warns("transformers", "vLLM"),
     "vllm_enable_sleep_mode": Warns(True, "vLLM"),
@@ -448,7 +450,7 @@ AUDIT: dict[str, Changes | Warns] = {
     "vllm_tensor_parallel_size": Warns(2, "vLLM"),
     "vllm_lora_updates": Warns("merge", "vLLM"),
     "rollout_ahead": Changes(
-        "tests/trainer/test_vllm_policy.py::test_rounds_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain"
+        "tests/trainer/test_vllm_policy.py::test_generation_batches_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain"
     ),
     "vllm_in_flight_updates": Changes(
         "tests/trainer/test_vllm_policy.py::test_rows_go_on_with_weights_that_are_sent_in_flight"
@@ -460,7 +462,7 @@ AUDIT: dict[str, Changes | Warns] = {
     # objective
     "loss_type": LOSS,
     "importance_sampling_level": LOSS,
-    "num_iterations": Changes("tests/trainer/test_options.py::test_how_often_rounds_are_sampled"),
+    "num_iterations": Changes("tests/trainer/test_options.py::test_how_often_generation_batches_are_sampled"),
     "epsilon": LOSS,
     "epsilon_high": LOSS,
     "delta": LOSS,

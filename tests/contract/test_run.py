@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from groupgrad.errors import ConfigError
 
-ROUND = (
+SAMPLED = (
     "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length",
     "completions/clipped_ratio", "completions/mean_terminated_length", "completions/min_terminated_length",
     "completions/max_terminated_length", "rewards/rate_digits/mean", "rewards/rate_digits/std", "reward", "reward_std",
@@ -42,8 +42,8 @@ def test_names_of_the_metrics(make_trainer: Any, beta: float) -> None:
     kl = {"kl"} if beta else set()
     own = {key for entry in trainer.state.log_history for key in entry if key.startswith("time/")}  # ours, by phase
     own.add("sampling/logp_mismatch")  # ours, of engines whose log-probs are training's
-    assert set(trained) - own == {*ROUND, *TRAINING_ONLY} | kl
-    assert set(evaluated) == {*(f"eval_{name}" for name in ROUND), *EVALUATION_ONLY} | {f"eval_{name}" for name in kl}
+    assert set(trained) - own == {*SAMPLED, *TRAINING_ONLY} | kl
+    assert set(evaluated) == {*(f"eval_{name}" for name in SAMPLED), *EVALUATION_ONLY} | {f"eval_{name}" for name in kl}
     assert {"train_runtime", "train_loss", "total_flos"} <= set(ended)
     assert trained["completions/mean_length"] <= 60
     assert evaluated["eval_num_tokens"] == trained["num_tokens"]

@@ -1,4 +1,4 @@
-"""A policy small enough to see through, and rounds that it sampled."""
+"""A policy small enough to see through, and generation batches that it sampled."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def first_model(hybrid: str | None = None) -> Any:
 
 
 def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
-    """The case's trainer for as many processes as there are: the rows of a step and a round are always the same."""
+    """The case's trainer for as many processes as there are: rows of steps and generation batches stay the same."""
     settings = {"step_rows": 16, "micro_batches": 2, **CASES.get(name, {}), **changes}
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     accumulation = settings.pop("micro_batches")

@@ -20,7 +20,7 @@ ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-2}
 # moves by 2e-4 more or less: 1.02e-5 of all weights. The plain SGD beside it shows the gradients as they are.
 STEADY_ADAMW = {**ADAMW, "adam_epsilon": 1e-6}
 
-# Two optimizer steps a round, so that the second trains on what an older policy sampled.
+# Two optimizer steps a generation batch, so that the second trains on what an older policy sampled.
 TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def test_losses_do_not_depend_on_the_micro_batch(train, tools, loss_type, optimi
     assert_same([train(split, **settings) for split in splits], tools)
 
 
-def test_the_ratio_moves_within_a_round(train):
+def test_the_ratio_moves_within_a_generation_batch(train):
     """Otherwise the comparisons above would only cover ratios of 1."""
     log, _ = train((8, 2), **TWO_STEPS, **ADAMW)
     moved = [entry["clip_ratio/region_mean"] for entry in log[:-1]]
@@ -113,7 +113,7 @@ def test_bnpo_is_local_by_definition(train, tools):
     assert tools.relative(cut, whole) > 1e-4
 
 
-def test_a_round_may_be_cut_in_any_way_between_steps(train, tools):
+def test_a_generation_batch_may_be_cut_in_any_way_between_steps(train, tools):
     """Generation batches of 32 rows and steps of 8: S is 4 at one micro-batch a step, 8 at two, 16 at four."""
     splits = [(8, 1), (4, 2), (2, 4)]
     assert_same([train(split, generation_batch_size=32, max_steps=5, **ADAMW) for split in splits], tools)
@@ -122,13 +122,13 @@ def test_a_round_may_be_cut_in_any_way_between_steps(train, tools):
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_a_step_may_span_several_rounds(train, tools, iterations):
+def test_a_step_may_span_several_generation_batches(train, tools, iterations):
     """Generation batches of 8 rows and steps of 32: a step trains on four batches, or on two of them twice."""
     settings = {"generation_batch_size": 8, "num_iterations": iterations, "max_steps": 2, **ADAMW}
     assert_same([train(split, **settings) for split in [(8, 4), (4, 8)]], tools)
 
 
-def test_a_round_may_end_within_a_step(train, tools):
+def test_a_generation_batch_may_end_within_a_step(train, tools):
     """Generation batches of 24 rows and steps of 16: the second step uses rows of two batches."""
     splits = [(8, 2), (4, 4)]
     assert_same([train(split, generation_batch_size=24, max_steps=4, **ADAMW) for split in splits], tools)
@@ -186,12 +186,12 @@ def dense_loss(logprobs, old, ref, mask, advantages, *, loss_type: str, beta: fl
 
 @pytest.mark.parametrize(("loss_type", "shuffle_rows"), [("grpo", "groups"), ("dapo", "groups"), ("dapo", "rows")])
 def test_equals_a_plain_dense_trainer(make_trainer, make_policy, tokenizer, tools, loss_type, shuffle_rows):
-    """Four steps of AdamW on the recorded rollouts, in two rounds of two steps, with a KL term at temperature 0.8."""
-    rounds: list[tuple[list[list[int]], list[list[int]], list[float]]] = []
+    """Four steps of AdamW on the recorded rollouts, in two batches of two, with a KL term at temperature 0.8."""
+    batches: list[tuple[list[list[int]], list[list[int]], list[float]]] = []
 
     def record(prompts, completion_ids, **kwargs):
         rewards = tools.letters_reward(completion_ids)
-        rounds.append(([tokenizer(p)["input_ids"] for p in prompts], completion_ids, rewards))
+        batches.append(([tokenizer(p)["input_ids"] for p in prompts], completion_ids, rewards))
         return rewards
 
     policy = make_policy()
@@ -217,7 +217,7 @@ def test_equals_a_plain_dense_trainer(make_trainer, make_policy, tokenizer, tool
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2, eps=1e-6
     )
     losses = []
-    for number, (prompts, completions, rewards) in enumerate(rounds):
+    for number, (prompts, completions, rewards) in enumerate(batches):
         group = torch.tensor(rewards, dtype=torch.float64).view(-1, 4)
         advantages = (group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)
         advantages = advantages.flatten().float()
@@ -245,7 +245,7 @@ def test_equals_a_plain_dense_trainer(make_trainer, make_policy, tokenizer, tool
             torch.nn.utils.clip_grad_norm_(dense.parameters(), 1.0)
             optimizer.step()
             losses.append(float(loss.detach()))
-    assert len(rounds) == 2
+    assert len(batches) == 2
     assert [entry["loss"] for entry in trainer.state.log_history[:-1]] == pytest.approx(losses, abs=1e-5)
     assert tools.relative(tools.weights(policy), tools.weights(dense)) < 1e-5
 

@@ -23,7 +23,7 @@ EOS = {1, *range(4, 24)}
 class Seen:
     """Observations of a run: its generation batches and its training passes."""
 
-    rounds: list[dict[str, Any]] = field(default_factory=list)
+    batches: list[dict[str, Any]] = field(default_factory=list)
     """One dict a generation batch: lengths, truncated flags, rewards by function, prompt tokens, metric values."""
     passes: list[dict[str, Any]] = field(default_factory=list)
     """One dict a micro-batch: log-probs, old and reference log-probs, entropies, advantage and row of each token."""
@@ -39,7 +39,7 @@ def watch(monkeypatch, tokenizer, make_policy):
         log_metric("longest", max(map(len, completion_ids)))
         log_metric("longest", 0.0)
         log_extra("first", [ids[0] for ids in completion_ids])
-        seen.rounds.append(
+        seen.batches.append(
             {
                 "lengths": [len(ids) for ids in completion_ids],
                 "ended": [ids[-1] in EOS for ids in completion_ids],
@@ -53,7 +53,7 @@ def watch(monkeypatch, tokenizer, make_policy):
 
     def odd(completion_ids, **kwargs):
         values = [None if i % 3 == 2 else float(ids[-1] % 2) for i, ids in enumerate(completion_ids)]
-        seen.rounds[-1]["odd"] = values
+        seen.batches[-1]["odd"] = values
         return values
 
     plain = trainer_module.score_tokens
@@ -88,8 +88,8 @@ def watch(monkeypatch, tokenizer, make_policy):
     return lambda: (seen, [length, odd])
 
 
-def combined(round_: dict[str, Any]) -> list[float]:
-    return [a + (0.0 if b is None else 0.5 * b) for a, b in zip(round_["length"], round_["odd"])]
+def combined(batch: dict[str, Any]) -> list[float]:
+    return [a + (0.0 if b is None else 0.5 * b) for a, b in zip(batch["length"], batch["odd"])]
 
 
 def clipping(passes: list[dict[str, Any]]) -> dict[str, float]:
@@ -114,15 +114,15 @@ def clipping(passes: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def expected_of(rounds: list[dict[str, Any]], passes: list[dict[str, Any]]) -> dict[str, float]:
+def expected_of(batches: list[dict[str, Any]], passes: list[dict[str, Any]]) -> dict[str, float]:
     """Computes every number of a log event from its generation batches and training passes."""
-    lengths = [n for r in rounds for n in r["lengths"]]
-    ended = [n for r in rounds for n, e in zip(r["lengths"], r["ended"]) if e]
-    sums = [combined(r) for r in rounds]
-    odd = [[v for v in r["odd"] if v is not None] for r in rounds]
+    lengths = [n for r in batches for n in r["lengths"]]
+    ended = [n for r in batches for n, e in zip(r["lengths"], r["ended"]) if e]
+    sums = [combined(r) for r in batches]
+    odd = [[v for v in r["odd"] if v is not None] for r in batches]
     groups = [values[i : i + 4] for values in sums for i in range(0, len(values), 4)]
     gaps = torch.cat([p["ref"] - p["logprobs"] for p in passes])
-    longest = [value for r in rounds for value in r["longest"]]
+    longest = [value for r in batches for value in r["longest"]]
     return {
         "completions/mean_length": statistics.mean(lengths),
         "completions/min_length": min(lengths),
@@ -134,8 +134,8 @@ def expected_of(rounds: list[dict[str, Any]], passes: list[dict[str, Any]]) -> d
         "reward": statistics.mean(v for values in sums for v in values),
         "reward_std": statistics.mean(statistics.stdev(values) for values in sums),
         "frac_reward_zero_std": statistics.mean(len(set(group)) == 1 for group in groups),
-        "rewards/length/mean": statistics.mean(v for r in rounds for v in r["length"]),
-        "rewards/length/std": statistics.mean(statistics.stdev(r["length"]) for r in rounds),
+        "rewards/length/mean": statistics.mean(v for r in batches for v in r["length"]),
+        "rewards/length/std": statistics.mean(statistics.stdev(r["length"]) for r in batches),
         "rewards/odd/mean": statistics.mean(v for values in odd for v in values),
         "rewards/odd/std": statistics.mean(statistics.stdev(values) for values in odd),
         "longest": statistics.mean(longest),
@@ -164,16 +164,16 @@ def test_every_number_over_a_window_of_steps(make_trainer, watch):
     trainer.train()
     logs = trainer.state.log_history
     assert [entry["step"] for entry in logs] == [3, 6, 6]
-    assert [len(seen.rounds), len(seen.passes)] == [2, 12]
-    windows = [([seen.rounds[0]], seen.passes[:6]), ([seen.rounds[1]], seen.passes[6:])]
+    assert [len(seen.batches), len(seen.passes)] == [2, 12]
+    windows = [([seen.batches[0]], seen.passes[:6]), ([seen.batches[1]], seen.passes[6:])]
     tokens = 0
-    for entry, (rounds, passes) in zip(logs, windows):
-        expected = expected_of(rounds, passes)
-        tokens += sum(sum(r["lengths"]) + r["prompt_tokens"] for r in rounds)
+    for entry, (batches, passes) in zip(logs, windows):
+        expected = expected_of(batches, passes)
+        tokens += sum(sum(r["lengths"]) + r["prompt_tokens"] for r in batches)
         assert {key: entry[key] for key in expected} == pytest.approx(expected, abs=2e-5)
         assert entry["num_tokens"] == tokens
         assert expected["clip_ratio/region_mean"] > 0.05
-        # The default engine's log-probs are those of training: measured in the first step of each round.
+        # The default engine's log-probs are those of training: measured in the first step of each generation batch.
         assert entry["sampling/logp_mismatch"] < 1e-5
     loop_keys = {"loss", "grad_norm", "learning_rate", "epoch", "step", "step_time", "num_tokens"}
     loop_keys.add("sampling/logp_mismatch")
@@ -187,8 +187,8 @@ def test_generation_batches_of_one_log_event_are_merged_by_rows(make_trainer, wa
         reward_funcs=rewards, reward_weights=[1.0, 0.5], beta=0.05, logging_steps=3, max_steps=3, num_generations=4
     )
     trainer.train()
-    expected = expected_of(seen.rounds, seen.passes)
-    assert len(seen.rounds) == 3
+    expected = expected_of(seen.batches, seen.passes)
+    assert len(seen.batches) == 3
     entry = trainer.state.log_history[0]
     assert {key: entry[key] for key in expected} == pytest.approx(expected, abs=2e-5)
 
@@ -344,7 +344,7 @@ def test_each_log_event_and_phase_has_a_file(make_trainer, watch, tools):
     columns = ["step", "prompt", "completion", "length", "odd", "advantage", "finish_reason", "num_tokens", "first"]
     assert list(rows[0]) == columns
     assert [row["step"] for row in rows] == [0] * 8 + [1] * 8
-    first, second = seen.rounds[0], seen.rounds[1]
+    first, second = seen.batches[0], seen.batches[1]
     assert [row["num_tokens"] for row in rows] == first["lengths"] + second["lengths"]
     assert [row["length"] for row in rows] == first["length"] + second["length"]
     assert [row["odd"] for row in rows] == first["odd"] + second["odd"]

@@ -181,7 +181,7 @@ def test_a_trained_adapter_is_its_own_reference(make_trainer, make_policy):
 
 
 def test_an_adapter_equals_the_merged_model(make_trainer, make_policy, tools):
-    """The first round: an adapter's model samples and scores as the plain model with the adapter merged into it."""
+    """The first batch: an adapter's model samples and scores as the plain model with the adapter merged into it."""
     torch.manual_seed(0)
     adapted = get_peft_model(make_policy(), lora(init_lora_weights=False))
     merged = get_peft_model(make_policy(), lora(init_lora_weights=False))

@@ -268,7 +268,7 @@ def test_rollout_engine(completions):
         completions(rollout_engine="abacus")
 
 
-# ------------------------------------------------------------------------------------------------ groups and rounds
+# ------------------------------------------------------------------------------------------------ groups and batches
 
 
 def test_num_generations_is_the_group_size(make_trainer, tools):
@@ -285,8 +285,8 @@ def test_num_generations_is_the_group_size(make_trainer, tools):
         assert len({rows[0] for rows in groups}) == len(groups)
 
 
-def test_how_often_rounds_are_sampled(make_trainer, tools):
-    """Steps of 8 rows: by default each samples; a round of 16, or two passes over one, feeds two steps; both four."""
+def test_how_often_generation_batches_are_sampled(make_trainer, tools):
+    """Steps of 8 rows: by default each samples; a batch of 16, or two passes over one, feeds two steps; both four."""
     cadence = {}
     for name, settings in {
         "default": {},
@@ -323,8 +323,8 @@ def test_remove_unused_columns_hides_the_others(make_trainer):
 
 
 def test_epochs_show_every_prompt_once_each(make_trainer):
-    """Ten prompts in rounds of four: the last round is filled up, or the rest is left out of the epoch."""
-    for drop_last, rounds in ((False, 3), (True, 2)):
+    """Ten prompts in batches of four: the last batch is filled up, or the rest is left out of the epoch."""
+    for drop_last, num_batches in ((False, 3), (True, 2)):
         rows: list[int] = []
 
         def reward(row, rows=rows, **kwargs):
@@ -341,9 +341,9 @@ def test_epochs_show_every_prompt_once_each(make_trainer):
             dataloader_drop_last=drop_last,
         )
         trainer.train()
-        assert trainer.state.global_step == 2 * rounds
-        first, second = rows[: 4 * rounds], rows[4 * rounds :]
-        assert len(set(first)) == len(set(second)) == min(10, 4 * rounds)
+        assert trainer.state.global_step == 2 * num_batches
+        first, second = rows[: 4 * num_batches], rows[4 * num_batches :]
+        assert len(set(first)) == len(set(second)) == min(10, 4 * num_batches)
         assert first != second
 
 
@@ -375,11 +375,11 @@ def test_reward_weights_and_scaling(make_trainer):
             multi_objective_aggregation=aggregation,
             max_steps=1,
         )
-        rounds: list[Any] = []
+        batches: list[Any] = []
         note = trainer._log_experience
-        trainer._log_experience = lambda scored, note=note, rounds=rounds: (rounds.append(scored), note(scored))[1]
+        trainer._log_experience = lambda scored, note=note, kept=batches: (kept.append(scored), note(scored))[1]
         trainer.train()
-        assert rounds[0].advantages == pytest.approx(advantages * 2, abs=2e-5)
+        assert batches[0].advantages == pytest.approx(advantages * 2, abs=2e-5)
         assert trainer.state.log_history[0]["reward"] == 2.0
 
 

@@ -108,7 +108,7 @@ def test_a_patched_model_trains_as_the_plain_one(
 
 def test_what_a_patched_model_brings_is_found_out(make_trainer: Any, make_policy: Any, caplog: Any) -> None:
     """Its own `generate` samples, the dense layout is used because the numbers of others differ, and one line each says
-    so. Between rounds it trains in training mode."""
+    so. Between generation batches it trains in training mode."""
     model = patch(adapted(make_policy))
     modes: list[bool] = []
     trainer = make_trainer(model=model, max_steps=2)

@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 
 # Settings of a run, and the step whose checkpoint it is resumed from.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
-    "inside_a_round": ({"steps_per_generation": 4, "max_steps": 6, "lr_scheduler_type": "linear"}, 2),
-    "second_pass_over_a_round": ({"num_iterations": 2, "max_steps": 4}, 3),
-    "between_two_rounds_of_a_step": (
+    "inside_a_generation_batch": ({"steps_per_generation": 4, "max_steps": 6, "lr_scheduler_type": "linear"}, 2),
+    "second_pass_over_a_generation_batch": ({"num_iterations": 2, "max_steps": 4}, 3),
+    "between_two_generation_batches_of_a_step": (
         {"generation_batch_size": 24, "gradient_accumulation_steps": 2, "max_steps": 4},
         1,
     ),
@@ -154,7 +154,7 @@ def test_true_without_a_checkpoint_is_an_error(build):
         build("empty").train(resume_from_checkpoint=True)
 
 
-def test_tokens_and_rounds_are_counted_on(build, tmp_path):
+def test_tokens_and_generation_batches_are_counted_on(build, tmp_path):
     """`num_tokens` counts the run, and a resume within a generation batch samples nothing until the next one."""
     sampled: list[int] = []
 
@@ -173,24 +173,24 @@ def test_tokens_and_rounds_are_counted_on(build, tmp_path):
     assert resumed.state.num_input_tokens_seen == straight.state.num_input_tokens_seen
 
 
-def test_weights_alone_within_a_round_sample_it_again_and_say_so(build, tools, tmp_path, caplog):
+def test_weights_alone_within_a_generation_batch_sample_it_again_and_say_so(build, tools, tmp_path, caplog):
     settings = {"steps_per_generation": 4, "max_steps": 6, "save_only_model": True}
     build("straight", **settings).train()
-    rounds: list[int] = []
+    sampled_at: list[int] = []
 
     def reward(completion_ids, trainer_state, **kwargs):
-        rounds.append(trainer_state.global_step)
+        sampled_at.append(trainer_state.global_step)
         return tools.letters_reward(completion_ids)
 
     resumed = build("resumed", reward_funcs=reward, **settings)
     with caplog.at_level("WARNING", logger="groupgrad"):
         resumed.train(str(tmp_path / "straight" / "checkpoint-2"))
-    assert rounds == [2, 4]
+    assert sampled_at == [2, 4]
     assert "sampled again" in caplog.text
     assert resumed.state.global_step == 6
 
 
-def test_another_batch_shape_samples_the_round_again(build, tmp_path, caplog):
+def test_another_batch_shape_samples_the_generation_batch_again(build, tmp_path, caplog):
     """Rollouts of a checkpoint are used only with the micro-batch size that they were split for."""
     build("straight", steps_per_generation=4, max_steps=5).train()
     resumed = build(

@@ -16,7 +16,7 @@ PROMPTS = Dataset.from_list([{"prompt": "abcdefgh"[i]} for i in range(8)])
 
 @pytest.fixture
 def trained(tmp_path: Any, tokenizer: Any, make_model: Any) -> Callable[..., GRPOTrainer]:
-    """A trainer after two steps on one round, with a function that gives the log-prob -1 to every token, or none."""
+    """A trainer after two steps on one generation batch; its function gives every token the log-prob -1, or none."""
 
     def train(*, gives_logprobs: bool) -> GRPOTrainer:
         def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:

@@ -123,8 +123,8 @@ CASES: dict[str, dict[str, Any]] = {
     "on_policy": {},
     "two_steps": TWO_STEPS,
     "num_iterations": {"num_iterations": 2, "max_steps": 4},
-    "round_ends_within_a_step": {"generation_batch_size": 24, "max_steps": 4},
-    "step_of_several_rounds": {"generation_batch_size": 8, "num_iterations": 2, "max_steps": 2},
+    "generation_batch_ends_within_a_step": {"generation_batch_size": 24, "max_steps": 4},
+    "step_of_several_generation_batches": {"generation_batch_size": 8, "num_iterations": 2, "max_steps": 2},
     "top_entropy": {"top_entropy_quantile": 0.4, **TWO_STEPS},
     "adaptive_entropy": {"use_adaptive_entropy": True, "entropy_target": 1.0, "entropy_coef_delta": 0.05, **TWO_STEPS},
     "mask_truncated": {"mask_truncated_completions": True, "max_completion_length": 3, **TWO_STEPS},
@@ -161,8 +161,8 @@ def test_only_live_rows_are_forwarded_on_policy(train, passes):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_later_steps_of_a_round_measure_dead_rows_without_gradient(train, passes, exact):
-    """The first of two steps over one round needs no pass for them with an exact engine, and a forward without."""
+def test_later_steps_of_a_generation_batch_measure_dead_rows_without_gradient(train, passes, exact):
+    """The first of two steps over one batch needs no pass for them with an exact engine, and a forward without."""
     trainer, _ = train(exact=exact, num_iterations=2, max_steps=2)
     batch = trainer.buffer.batches[0]
     dead = int((batch.advantages == 0)[batch.row_of_token].sum())

@@ -116,7 +116,7 @@ def test_the_images_matter(make_seeing):
     assert first[1] != other[1]
 
 
-def test_images_are_decoded_and_processed_once_for_a_group_and_round(make_seeing, monkeypatch):
+def test_images_are_decoded_and_processed_once_for_a_group_and_generation_batch(make_seeing, monkeypatch):
     """Two generation batches of four groups, three of them with images, four images in all, for two steps each."""
     processed: list[int] = []
     decoded: list[Any] = []
@@ -175,7 +175,7 @@ def test_stored_completions_have_a_marker_for_each_image(make_seeing, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3"])
-def test_a_run_resumed_within_a_round_goes_on_bit_for_bit(name: str, make_seeing, tools, tmp_path: Path):
+def test_a_run_resumed_within_a_generation_batch_goes_on_bit_for_bit(name: str, make_seeing, tools, tmp_path: Path):
     """Also where weights are saved under other names than the model's, as those of Qwen2.5-VL are."""
     settings = {
         "per_device_train_batch_size": 4,

@@ -34,7 +34,7 @@ def logged(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
-def test_each_round_is_sampled_from_the_weights_of_its_step(make_trainer, served):
+def test_each_generation_batch_is_sampled_from_the_weights_of_its_step(make_trainer, served):
     trainer = make_trainer(**VLLM, **STEPS)
     trainer.train()
     (engine,) = served
@@ -56,7 +56,7 @@ def test_training_is_that_of_the_native_engine(make_trainer, served):
     assert logged(theirs, "entropy") == pytest.approx(logged(ours, "entropy"), rel=1e-5)
 
 
-def test_a_round_of_several_steps_is_sampled_once(make_trainer, served):
+def test_a_generation_batch_of_several_steps_is_sampled_once(make_trainer, served):
     make_trainer(**VLLM, **{**STEPS, "max_steps": 4, "num_iterations": 2}).train()
     assert [version for _, version in served[0].pushes] == [0, 2]
 
@@ -121,7 +121,7 @@ def test_much_dropped_is_a_warning_that_names_the_remedy(make_trainer, served, c
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_rounds_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain(
+def test_generation_batches_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain(
     make_trainer, served, ahead, monkeypatch
 ):
     seen: list[int] = []

@@ -1,4 +1,4 @@
-"""Three real servers: one is killed in the middle of a round, and one hangs."""
+"""Three real servers: one is killed in the middle of a generation batch, and one hangs."""
 
 from __future__ import annotations
 

@@ -101,19 +101,19 @@ def assert_in_step(trainer: Any, versions: list[int], *, nats: float = 1e-3) -> 
         )
     # Steps are large enough to change the samples, so weights of another step would be detected.
     size = len(watch.texts) // len(versions)
-    rounds = [watch.texts[i : i + size] for i in range(0, len(watch.texts), size)]
-    assert all(one != other for one, other in itertools.pairwise(rounds))
+    batches = [watch.texts[i : i + size] for i in range(0, len(watch.texts), size)]
+    assert all(one != other for one, other in itertools.pairwise(batches))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_each_round_is_sampled_from_the_weights_that_train(mode: str, beta: float, train: Any) -> None:
+def test_each_generation_batch_is_sampled_from_the_weights_that_train(mode: str, beta: float, train: Any) -> None:
     trainer = train(mode, beta=beta)
     assert_in_step(trainer, [0, 1, 2])
     assert logged(trainer, "reward_std") and len(logged(trainer, "time/weights")) == 3
     assert bool(logged(trainer, "kl")) == (beta > 0)
 
 
-def test_a_round_may_be_trained_on_twice(mode: str, train: Any) -> None:
+def test_a_generation_batch_may_be_trained_on_twice(mode: str, train: Any) -> None:
     trainer = train(mode, num_iterations=2, max_steps=4)
     assert trainer.watch.policy_steps == [0, 2]
     # Measured in the first pass over a batch: in the second the policy has changed.

@@ -105,19 +105,19 @@ def test_a_run_survives_servers_that_come_late_and_die(
     assert logged(trainer, "loss") == pytest.approx(logged(undisturbed, "loss"), rel=1e-3, abs=1e-4)
 
 
-def test_a_round_ahead_whose_server_died_is_sampled_anew(
+def test_a_generation_batch_ahead_whose_server_died_is_sampled_anew(
     train: Any, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = train(max_steps=4, rollout_ahead=1)
     trainer.watch.trainer = None
-    rounds_ahead: list[str] = []
+    batches_ahead: list[str] = []
 
-    def is_second_round_ahead() -> bool:
+    def is_second_batch_ahead() -> bool:
         if "ahead" in (name := threading.current_thread().name):
-            rounds_ahead.append(name)
-        return len(rounds_ahead) == 2
+            batches_ahead.append(name)
+        return len(batches_ahead) == 2
 
-    seen = kill_while_sampling(served, monkeypatch, when=is_second_round_ahead)
+    seen = kill_while_sampling(served, monkeypatch, when=is_second_batch_ahead)
     with caplog.at_level(logging.WARNING, "groupgrad"):
         trainer.train()
     assert len(seen) == 1 and "rollouts-ahead" in seen[0]
@@ -173,7 +173,7 @@ def test_a_trainer_that_was_killed_in_a_push_goes_on_with_the_running_server(
 @pytest.mark.parametrize(
     ("stop_at", "rollout_ahead", "limit_s"),
     [("ahead", 1, 15.0), ("reward", 0, 15.0 + LEAVE_PUSH_S)],
-    ids=["rounds-ahead", "push"],
+    ids=["batches-ahead", "push"],
 )
 def test_an_interrupt_ends_a_run_whose_server_hangs(
     train: Any, served: Served, policy_dir: Path, tmp_path: Path, stop_at: str, rollout_ahead: int, limit_s: float

@@ -315,7 +315,7 @@ def test_rows_of_one_prompt_that_threads_share_out_keep_their_bits(num_rows: int
 
 
 @needs_kernels
-def test_weights_are_read_anew_in_each_round():
+def test_weights_are_read_anew_for_each_generation_batch():
     model = make(*MODELS["norms of heads, tied"])
     engine = NativeEngine(model)
     engine.sample(requests(), OPTIONS)

@@ -212,7 +212,7 @@ def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
     assert not Generator.default.is_captured
 
 
-def test_where_memory_ran_out_the_next_round_records_again(build, gpu, caplog, monkeypatch):
+def test_where_memory_ran_out_the_next_generation_batch_records_again(build, gpu, caplog, monkeypatch):
     model = to_cuda(long_context(build, "qwen3"))
     engine = NativeEngine(model)
 

@@ -222,7 +222,7 @@ def test_what_is_known_of_a_model_is_not_asked_for_again(model, monkeypatch):
     assert_close(third, NativeEngine(model).sample(requests(), OPTIONS))
 
 
-def test_the_first_round_is_like_all_others(model):
+def test_the_first_generation_batch_is_like_all_others(model):
     engine = NativeEngine(model)
     assert engine.sample(requests(), OPTIONS) == engine.sample(requests(), OPTIONS)
 

@@ -154,7 +154,7 @@ def until_back(pool: VLLMServerPool, timeout_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_server_that_comes_back_in_the_middle_of_a_round_samples_again(
+def test_a_server_that_comes_back_in_the_middle_of_a_generation_batch_samples_again(
     servers: list[SimulatedServer], pool: VLLMServerPool
 ) -> None:
     first = servers[0]
