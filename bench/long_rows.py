@@ -77,8 +77,8 @@ def measure_step(length: int, num_rows: int) -> None:
     layers = {i: LayerShape(SHAPE.num_kv_heads, width, width, torch.float32, cpu) for i in range(SHAPE.num_layers)}
     cache = KVCache(layers, 2**40)
     cache.reserve(Need(num_rows, length + 1, 1, PROMPT, max_suffix_length=length + 1), Need(0, 0, 0, 0))
-    for slab in (cache.suffixes, cache.prompts):
-        for tensor in (x for pair in slab.tensors.values() for x in pair):
+    for buffer in (cache.suffixes, cache.prompts):
+        for tensor in (x for pair in buffer.tensors.values() for x in pair):
             tensor.normal_()
     step = CompiledStep(compiled, cache, DecodeBatch([0] * num_rows, [PROMPT] * num_rows, [length] * num_rows))
     tokens, positions = torch.full((num_rows,), 5), torch.full((num_rows,), PROMPT + length)

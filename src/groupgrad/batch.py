@@ -1,4 +1,4 @@
-"""The ragged micro-batch and its algebra: moving, selecting and joining rows.
+"""The ragged micro-batch and its algebra: moving, selecting and concatenating rows.
 
 Shapes are named as in `types.py`.
 """

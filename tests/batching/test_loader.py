@@ -1,4 +1,4 @@
-"""The order of prompts, and ticks."""
+"""The order of prompts, and keys of micro-batches."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_the_loader_passes_the_epoch_on():
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 4, 7])
-def test_skipping_gives_the_ticks_of_an_uninterrupted_run(skipped: int):
+def test_skipping_gives_the_keys_of_an_uninterrupted_run(skipped: int):
     def loader():
         made = make_train_loader(rows(10), PLAN, 0, LoaderOptions(seed=3))
         made.set_epoch(2)  # pyright: ignore[reportAttributeAccessIssue]
@@ -215,7 +215,7 @@ def test_a_skipped_loader_still_takes_an_epoch():
     assert [index for key in skipping if key.position == 0 for index in key.indices] == expected
 
 
-def test_workers_read_the_same_ticks():
+def test_workers_read_the_same_keys():
     plain = make_train_loader(rows(8), PLAN, 1, LoaderOptions(seed=4))
     worked = make_train_loader(rows(8), PLAN, 1, LoaderOptions(seed=4, num_workers=1, prefetch_factor=2))
     assert list(worked) == list(plain)
@@ -224,8 +224,8 @@ def test_workers_read_the_same_ticks():
 def take_prompts(loader: Any, num_batches: int) -> list[str]:
     """The prompts of the first generation batches of a plan whose rank 0 has all groups."""
     keys: list[MicroBatchKey] = list(islice(loader, num_batches * PLAN.micro_batches_per_generation))
-    assert [(t.generation, t.position) for t in keys] == [(r, p) for r in range(num_batches) for p in range(4)]
-    found = [[row["prompt"] for _, row in sorted(t.rows.items())] for t in keys if t.rows is not None]
+    assert [(key.generation, key.position) for key in keys] == [(r, p) for r in range(num_batches) for p in range(4)]
+    found = [[row["prompt"] for _, row in sorted(key.rows.items())] for key in keys if key.rows is not None]
     assert len(found) == num_batches
     return [prompt for part in found for prompt in part]
 
@@ -259,7 +259,7 @@ def test_ranks_share_out_a_streams_prompts():
     assert sorted(row["prompt"] for part in joined for row in part.values()) == [f"p{i}" for i in range(6)]
 
 
-def test_skipping_in_a_stream_gives_the_ticks_of_an_uninterrupted_run():
+def test_skipping_in_a_stream_gives_the_keys_of_an_uninterrupted_run():
     def loader():
         return make_train_loader(stream(5), ALONE, 0, LoaderOptions(seed=7))
 

@@ -199,7 +199,7 @@ def test_impossible_tokens_have_no_part(kernels: ctypes.CDLL):
 # ------------------------------------------------------------------------------------------------ gradients
 
 
-def pulled(
+def logit_gradients(
     kernels: ctypes.CDLL, logits: torch.Tensor, tokens: torch.Tensor, gradient: TileGradient, bounds: Sequence[int] = ()
 ) -> torch.Tensor:
     """(rows, vocabulary) gradients that overwrite the tiles."""
@@ -227,14 +227,14 @@ def test_gradients_are_those_of_float64(size: int, of_entropy: bool, kernels: ct
     own = torch.randn(9)
     gradient = TileGradient(normaliser, of_chances, own, -NATS * to_entropy if of_entropy else None)
     bounds = [bound for bound in (128, 1024, 2176) if bound < size]
-    found = pulled(kernels, logits, tokens, gradient, bounds)
+    found = logit_gradients(kernels, logits, tokens, gradient, bounds)
     assert torch.equal(found[torch.arange(9), tokens], own)
     expected[torch.arange(9), tokens] = own.double()
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
-    assert torch.equal(pulled(kernels, logits, tokens, gradient), found)
+    assert torch.equal(logit_gradients(kernels, logits, tokens, gradient), found)
 
 
-def test_one_pass_may_sum_and_pull(kernels: ctypes.CDLL, threads: Callable[[int], None]):
+def test_one_pass_may_give_sums_and_gradients(kernels: ctypes.CDLL, threads: Callable[[int], None]):
     logits, tokens = case(5000)
     expected = scored(kernels, logits, tokens)
     gradient = TileGradient(expected.normaliser, torch.randn(9), torch.randn(9), torch.randn(9))
@@ -246,29 +246,29 @@ def test_one_pass_may_sum_and_pull(kernels: ctypes.CDLL, threads: Callable[[int]
     assert torch.equal(normaliser, expected.normaliser)
     torch.testing.assert_close(sums.normaliser().float(), normaliser, rtol=0, atol=0)
     threads(1)
-    assert torch.equal(tile, pulled(kernels, logits, tokens, gradient))
+    assert torch.equal(tile, logit_gradients(kernels, logits, tokens, gradient))
 
 
 def test_the_own_token_can_be_left_out(kernels: ctypes.CDLL):
     logits, tokens = case(300)
     normaliser = (logits.logsumexp(-1) * BITS).float()
-    found = pulled(kernels, logits, tokens, TileGradient(normaliser, torch.full((9,), 2.0)), [128])
+    found = logit_gradients(kernels, logits, tokens, TileGradient(normaliser, torch.full((9,), 2.0)), [128])
     expected = 2 * logits.double().softmax(-1)
     expected[torch.arange(9), tokens] = 0.0
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-9)
     assert not found[torch.arange(9), tokens].any()
 
 
-def test_impossible_tokens_pull_nothing(kernels: ctypes.CDLL):
+def test_impossible_tokens_have_no_gradient(kernels: ctypes.CDLL):
     logits, tokens = case(300)
     logits[:, ::3], tokens[:] = -INF, 1
     logits[:, 3:6] = -1e4
     normaliser = (logits.logsumexp(-1) * BITS).float()
-    found = pulled(kernels, logits, tokens, TileGradient(normaliser, *torch.randn(3, 9)))
+    found = logit_gradients(kernels, logits, tokens, TileGradient(normaliser, *torch.randn(3, 9)))
     assert found.isfinite().all() and not found[:, ::3].any() and not found[:, 3:6].any()
     # Nothing but such tokens in a whole block, and none that can come beside it.
     logits[:, :256] = -INF
-    found = pulled(kernels, logits, tokens, TileGradient(normaliser, *torch.randn(3, 9)), [128])
+    found = logit_gradients(kernels, logits, tokens, TileGradient(normaliser, *torch.randn(3, 9)), [128])
     assert found[:, 256:].isfinite().all() and found[:, 2:256].eq(0).all()
 
 
@@ -277,8 +277,8 @@ def test_a_normaliser_that_is_far_off_gives_the_same_up_to_a_factor(kernels: cty
     logits, tokens = case(300)
     ones = torch.ones(9)
     right = (logits.logsumexp(-1) * BITS).float()
-    found = pulled(kernels, logits, tokens, TileGradient(right + 20, ones))
-    expected = pulled(kernels, logits, tokens, TileGradient(right, ones))
+    found = logit_gradients(kernels, logits, tokens, TileGradient(right + 20, ones))
+    expected = logit_gradients(kernels, logits, tokens, TileGradient(right, ones))
     torch.testing.assert_close(found * 2**20, expected, rtol=3e-5, atol=0)
 
 

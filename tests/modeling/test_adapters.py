@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_misfit_is_rejected_by_name(case: str, build):
+def test_an_incompatible_setting_is_rejected_by_name(case: str, build):
     settings, message = REFUSED[case]
     model = build("qwen3")
     before = [name for name, _ in model.named_parameters()]

@@ -227,7 +227,7 @@ def test_an_environment_may_begin_with_a_picture_alone():
     makers.close()
 
 
-def test_images_of_rows_survive_selecting_and_joining():
+def test_images_of_rows_survive_selecting_and_concatenating():
     built = tiny_vlms.build("idefics3")
     script = {0: [call("look", place="sea"), "a"], 1: ["b"], 2: [call("look", place="hill"), "c"]}
     makers, _ = agents(built, script, [look])

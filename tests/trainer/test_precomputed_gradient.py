@@ -1,4 +1,4 @@
-"""The gradient of an on-policy step, foreseen."""
+"""The gradient of an on-policy step, precomputed."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_it_is_the_gradient_that_comes(make_model, loss_type):
     assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 1e-5
 
 
-def test_only_an_on_policy_step_of_known_log_probs_is_foreseen(make_model):
+def test_only_an_on_policy_step_of_known_log_probs_is_precomputed(make_model):
     batch = make_batch(make_model())
     assert precompute_gradient(replace(batch, old_logprobs=batch.sampling_logprobs), PolicyOptions()) is None
     assert precompute_gradient(replace(batch, sampling_logprobs=None), PolicyOptions()) is None
 
 
-def test_a_wrong_forecast_changes_nothing(make_model):
+def test_a_wrong_precomputed_gradient_changes_nothing(make_model):
     model = make_model(initializer_range=0.1)
     batch, gradients = make_batch(model), []
     other = replace(batch, sampling_logprobs=batch.sampling_logprobs - 0.3, advantages=-batch.advantages.square())

@@ -54,7 +54,7 @@ def make_seeing(make_trainer):
 
 
 @pytest.mark.parametrize("name", [*tiny_vlms.NAMES, tiny_vlms.HYBRID])
-def test_a_model_that_sees_trains(name: str, make_seeing):
+def test_a_vision_language_model_trains(name: str, make_seeing):
     """Sampling and training agree on every token, the reference is the model at first, and what looks at pictures is
     trained with what reads."""
     trainer = make_seeing(name, beta=0.1, max_steps=2)

@@ -25,7 +25,7 @@ class GenerationBuffer:
 
     def __init__(self, plan: GenerationPlan | None = None, *, needs_reference: bool = False) -> None:
         self.plan, self._needs_reference = plan, needs_reference
-        self.misfit: str | None = None
+        self.incompatibility: str | None = None
         """The reason for which the generation batches of a checkpoint were dropped; None if they fit."""
         self.batches: dict[int, Batch] = {}
         """Rows of the generation batches that are held, by number."""
@@ -36,7 +36,7 @@ class GenerationBuffer:
         return {"plan": None if self.plan is None else dataclasses.asdict(self.plan), "rounds": rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what a checkpoint held; nothing, and `misfit` says why, if it does not fit this run."""
+        """Hold what a checkpoint held; nothing, and `incompatibility` says why, if it does not fit this run."""
         plan = None if self.plan is None else dataclasses.asdict(self.plan)
         # Checkpoints of earlier releases have no shuffle_seed, and whole groups.
         saved = None if state["plan"] is None else {"shuffle_seed": None, **state["plan"]}
@@ -56,8 +56,8 @@ class GenerationBuffer:
         if self._needs_reference and any(batch.ref_logprobs is None for batch in self.batches.values()):
             self._drop("without the reference model's log-probs, which beta above 0 needs")
 
-    def _drop(self, misfit: str) -> None:
-        self.misfit, self.batches = misfit, {}
+    def _drop(self, incompatibility: str) -> None:
+        self.incompatibility, self.batches = incompatibility, {}
 
     def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state of any rank: its plan says that the rows were for another number of ranks."""

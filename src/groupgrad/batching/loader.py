@@ -151,14 +151,14 @@ class GenerationRows(torch.utils.data.Dataset):
 
 
 def reread_rows(
-    key: MicroBatchKey, dataset: Any, groups: list[int], misfit: str | None = None
+    key: MicroBatchKey, dataset: Any, groups: list[int], incompatibility: str | None = None
 ) -> dict[int, dict[str, Any]]:
     """Data-set rows of these groups of a generation batch, by group, for a key that does not bring them.
 
     A run needs them when it resumes inside a generation batch from a checkpoint that holds none of its rollouts, or
-    none that fit (`misfit` says how). A stream cannot be read again (ValueError).
+    none that fit (`incompatibility` says how). A stream cannot be read again (ValueError).
     """
-    found = "holds none of its rollouts" if misfit is None else f"holds its rollouts {misfit}"
+    found = "holds none of its rollouts" if incompatibility is None else f"holds its rollouts {incompatibility}"
     if key.indices is None:
         raise ValueError(
             f"the checkpoint lies within a generation batch but {found}, and a stream cannot be read again; resume "

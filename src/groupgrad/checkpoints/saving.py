@@ -232,7 +232,7 @@ def _prepare(folder: Path, expected_bytes: int) -> _FolderView:
         if dist.is_main():
             _make(folder, expected_bytes)
             (aside / mark).touch()
-    shared = _sees(aside / mark, wait=here != socket.gethostname())
+    shared = _is_visible(aside / mark, wait=here != socket.gethostname())
     machines = dist.all_gather_objects("" if shared else socket.gethostname())
     members = tuple(rank for rank, machine in enumerate(machines) if machine == machines[dist.rank()])
     view = _FolderView(members)
@@ -249,7 +249,7 @@ def _make(folder: Path, expected_bytes: int) -> None:
     folder.mkdir(parents=True)
 
 
-def _sees(mark: Path, *, wait: bool) -> bool:
+def _is_visible(mark: Path, *, wait: bool) -> bool:
     """True if a file that rank 0 has just made is here; network file systems may show it a moment later."""
     for _ in range(5 if wait else 0):
         with contextlib.suppress(OSError):

@@ -67,7 +67,7 @@ def compute_advantages(
     weight = torch.as_tensor(weights, dtype=torch.float64, device=rewards.device)
     fits = rewards.ndim == 2 and weight.shape == rewards.shape[1:] and num_generations > 0
     if not fits or rewards.shape[0] % num_generations or bool(rewards.isinf().any()):
-        raise ValueError(_misfit(rewards, weight, num_generations))
+        raise ValueError(_input_error(rewards, weight, num_generations))
     combined = _weighted_sum(rewards, weight)
     if aggregation == "normalize_then_sum":
         scaled, flat = _normalize_then_sum(rewards, weight, num_generations)
@@ -145,7 +145,7 @@ def _std(values: torch.Tensor) -> Metric:
     return average(std.squeeze())
 
 
-def _misfit(rewards: torch.Tensor, weight: torch.Tensor, num_generations: int) -> str:
+def _input_error(rewards: torch.Tensor, weight: torch.Tensor, num_generations: int) -> str:
     """Says why these rewards have no advantages, and what to give."""
     if rewards.ndim != 2 or weight.shape != rewards.shape[1:]:
         return (

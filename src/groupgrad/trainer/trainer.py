@@ -261,7 +261,7 @@ class GRPOTrainer(TrainingRun):
         """Collective. The data-set rows of a generation batch that a checkpoint should have held, by group."""
         groups = self.plan.rank_groups(dist.rank(), key.generation)
         with dist.errors_on_all_ranks():
-            return reread_rows(key, self.train_dataset, groups, self.buffer.misfit)
+            return reread_rows(key, self.train_dataset, groups, self.buffer.incompatibility)
 
     def _upcoming(self, key: MicroBatchKey, index: int) -> list[GenerationRequest]:
         """The generation batches that may be sampled ahead behind that of the `index`-th micro-batch of a step."""

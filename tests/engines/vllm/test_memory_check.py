@@ -19,7 +19,7 @@ from groupgrad.engines.vllm.memory_check import (
     TrainingBytes,
     cache_bytes,
     check_memory,
-    misfit,
+    memory_problem,
     taken_by_vllm,
 )
 from groupgrad.engines.vllm.tensor_parallel import check_tensor_parallel
@@ -39,7 +39,7 @@ def test_training_frees_gradients_and_activations_while_rows_are_sampled() -> No
 
 def test_what_fits_is_let_through() -> None:
     assert taken_by_vllm(SERVED, GPU, OPTIONS) == 24 * GIB
-    assert misfit(SERVED, TRAINING, GPU, OPTIONS) is None
+    assert memory_problem(SERVED, TRAINING, GPU, OPTIONS) is None
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_fits_is_let_through() -> None:
     ],
 )
 def test_the_share_that_fits_is_named(share: float, sleeps: bool, words: str | None) -> None:
-    problem = misfit(SERVED, TRAINING, GPU, replace(OPTIONS, memory_utilization=share, sleep_mode=sleeps))
+    problem = memory_problem(SERVED, TRAINING, GPU, replace(OPTIONS, memory_utilization=share, sleep_mode=sleeps))
     if words is None:
         assert problem is None
     else:
@@ -64,7 +64,7 @@ def test_the_share_that_fits_is_named(share: float, sleeps: bool, words: str | N
 
 
 def test_the_numbers_are_in_the_error() -> None:
-    problem = misfit(SERVED, TRAINING, GPU, replace(OPTIONS, memory_utilization=0.5))
+    problem = memory_problem(SERVED, TRAINING, GPU, replace(OPTIONS, memory_utilization=0.5))
     assert problem is not None and problem.startswith(
         "vLLM needs at least 12 GiB (weights 10 GiB, one row of 4096 tokens 1 GiB), takes 40 GiB, and training takes "
         "45 GiB beside it, of 78 GiB that this process may have: too much"
@@ -73,26 +73,26 @@ def test_the_numbers_are_in_the_error() -> None:
 
 def test_what_no_share_helps_is_said() -> None:
     tight = replace(GPU, available=50 * GIB)
-    problem = misfit(SERVED, TRAINING, tight, OPTIONS)
+    problem = memory_problem(SERVED, TRAINING, tight, OPTIONS)
     assert problem is not None and "whatever share vLLM is given; set vllm_enable_sleep_mode=True" in problem
     # 30 GiB stay while vLLM is awake, so both fit in turns.
-    assert misfit(SERVED, TRAINING, tight, replace(OPTIONS, memory_utilization=0.25, sleep_mode=True)) is None
-    alone = misfit(SERVED, TRAINING, replace(GPU, available=44 * GIB), replace(OPTIONS, sleep_mode=True))
+    assert memory_problem(SERVED, TRAINING, tight, replace(OPTIONS, memory_utilization=0.25, sleep_mode=True)) is None
+    alone = memory_problem(SERVED, TRAINING, replace(GPU, available=44 * GIB), replace(OPTIONS, sleep_mode=True))
     assert alone is not None and "training alone needs 45 GiB: set gradient_checkpointing=True" in alone
 
 
 def test_on_a_cpu_the_share_counts_what_the_process_holds() -> None:
     # 24 GiB less the 12 held: exactly what vLLM needs.
     assert taken_by_vllm(SERVED, CPU, OPTIONS) == 12 * GIB
-    assert misfit(SERVED, TRAINING, CPU, OPTIONS) is None
-    problem = misfit(SERVED, TRAINING, CPU, replace(OPTIONS, memory_utilization=0.25))
+    assert memory_problem(SERVED, TRAINING, CPU, OPTIONS) is None
+    problem = memory_problem(SERVED, TRAINING, CPU, replace(OPTIONS, memory_utilization=0.25))
     assert problem is not None and "set vllm_gpu_memory_utilization between 0.3 and 0.462" in problem
 
 
 def test_on_a_cpu_the_cache_may_have_a_size_of_its_own() -> None:
     # 11 GiB of weights and workspace and 45 of training leave 14 of 70 for the cache.
-    assert misfit(SERVED, TRAINING, replace(CPU, cache=14 * GIB), OPTIONS) is None
-    problem = misfit(SERVED, TRAINING, replace(CPU, cache=15 * GIB), OPTIONS)
+    assert memory_problem(SERVED, TRAINING, replace(CPU, cache=14 * GIB), OPTIONS) is None
+    problem = memory_problem(SERVED, TRAINING, replace(CPU, cache=15 * GIB), OPTIONS)
     assert problem is not None and "set VLLM_CPU_KVCACHE_SPACE (GiB) between 1 and 14" in problem
 
 

@@ -45,8 +45,8 @@ def test_models_elsewhere_are_left_alone():
 def test_gradients_with_one_index_are_summed_in_order():
     # Large and small values: another order gives other sums. Without the setting this fails in most repetitions.
     draw = torch.Generator().manual_seed(0)
-    places, pull = torch.randint(40, (4000,), generator=draw), torch.randn(4000, 64, generator=draw)
-    pull = pull * 10.0 ** torch.randint(-4, 5, pull.shape, generator=draw)
+    places, grad_output = torch.randint(40, (4000,), generator=draw), torch.randn(4000, 64, generator=draw)
+    grad_output = grad_output * 10.0 ** torch.randint(-4, 5, grad_output.shape, generator=draw)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -54,7 +54,7 @@ def test_gradients_with_one_index_are_summed_in_order():
         for _ in range(50):
             states = torch.zeros(40, 64, requires_grad=True)
             with deterministic_cpu(nn.Linear(2, 2)):
-                (grad,) = torch.autograd.grad(states[places], states, pull)
+                (grad,) = torch.autograd.grad(states[places], states, grad_output)
             actual.append(grad)
     finally:
         torch.set_num_threads(threads)

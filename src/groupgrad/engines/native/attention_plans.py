@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from groupgrad.engines.native.kv_cache import KVCache, KVSlab, LayerShape, StateShape
+from groupgrad.engines.native.kv_cache import KVBuffer, KVCache, LayerShape, StateShape
 from groupgrad.engines.native.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
 from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
@@ -62,7 +62,7 @@ class TokenRun:
 
     ids: list[int]
     slot: int
-    """In the slab in which they are stored."""
+    """In the buffer in which they are stored."""
     offset: int
     """Tokens of the slot that are stored already and precede the run."""
     prefix_slot: int = 0
@@ -78,13 +78,13 @@ class TokenRun:
 
 
 class PrefillPlan:
-    """Stores the keys and values of runs of tokens in `slab`, which are the flat tokens in this order.
+    """Stores the keys and values of runs of tokens in `buffer`, which are the flat tokens in this order.
 
     A run attends to its prompt, to the tokens that its slot holds already, and causally to itself.
     """
 
-    def __init__(self, runs: Sequence[TokenRun], slab: KVSlab, prompts: KVSlab):
-        self._runs, self._slab, self._prompts = runs, slab, prompts
+    def __init__(self, runs: Sequence[TokenRun], buffer: KVBuffer, prompts: KVBuffer):
+        self._runs, self._buffer, self._prompts = runs, buffer, prompts
         self._recurrence: SlotRecurrence | None = None
         ends = accumulate(len(run.ids) for run in runs)
         self.spans = [slice(end - len(run.ids), end) for run, end in zip(runs, ends)]
@@ -106,16 +106,16 @@ class PrefillPlan:
         own = [(i, run.slot) for i, run in enumerate(self._runs) if run.offset]
         behind = [(i, run.prefix_slot) for i, run in enumerate(self._runs) if run.prefix_length and not run.offset]
         sources = [
-            StateSource([i for i, _ in pairs], slab, [slot for _, slot in pairs])
-            for pairs, slab in ((own, self._slab), (behind, self._prompts))
+            StateSource([i for i, _ in pairs], buffer, [slot for _, slot in pairs])
+            for pairs, buffer in ((own, self._buffer), (behind, self._prompts))
             if pairs
         ]
         lengths, slots = [len(run.ids) for run in self._runs], [run.slot for run in self._runs]
-        return SlotRecurrence(lengths, self._slab, slots, sources)
+        return SlotRecurrence(lengths, self._buffer, slots, sources)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
-        own, prompts = self._slab.tensors[call.layer], self._prompts.tensors[call.layer]
+        own, prompts = self._buffer.tensors[call.layer], self._prompts.tensors[call.layer]
         for span, run in zip(self.spans, self._runs):
             for tensor, new in zip(own, (key, value)):
                 tensor[run.slot, :, run.offset : run.offset + len(run.ids)] = new[:, span]
@@ -247,8 +247,8 @@ class DecodePlan:
     def recurrence(self) -> SlotRecurrence:
         """One token of each row, whose states are in the first suffix slots."""
         if self._recurrence is None:
-            slab, slots = self._cache.suffixes, list(range(self._num_rows))
-            self._recurrence = SlotRecurrence([1] * len(slots), slab, slots, [StateSource(slots, slab, slots)])
+            buffer, slots = self._cache.suffixes, list(range(self._num_rows))
+            self._recurrence = SlotRecurrence([1] * len(slots), buffer, slots, [StateSource(slots, buffer, slots)])
         return self._recurrence
 
     def advance(self, num_tokens: int = 1) -> None:

@@ -98,8 +98,8 @@ class StepRecorder:
             with plan.recurrence.trial():
                 return work()
 
-        slabs = (self._cache.suffixes, self._cache.prompts)
-        stored = [tensor for slab in slabs for pair in slab.tensors.values() for tensor in pair]
+        buffers = (self._cache.suffixes, self._cache.prompts)
+        stored = [tensor for buffer in buffers for pair in buffer.tensors.values() for tensor in pair]
         stored += self._cache.suffixes.states
         return RecordedStep(plan, ids, positions, self._record(work, stored, trial))
 

@@ -1,9 +1,9 @@
 """Keys and values of the tokens computed so far.
 
-One slab holds prompts, each once however many sequences share it; another holds the suffixes of sequences, all tokens
+One buffer holds prompts, each once however many sequences share it; another holds the suffixes of sequences, all tokens
 behind their prompts. Slots in use are always the first ones, so that a layer's keys are one contiguous tensor that
 matrix products read as it is. Suffixes of finished sequences that another request will continue are offloaded from the
-slabs into tensors of their own.
+buffers into tensors of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StateShape:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class KVSlab:
+class KVBuffer:
     """Keys and values of up to `num_slots` token sequences of up to `slot_size` tokens, for every layer, and states."""
 
     def __init__(self, layers: dict[int, LayerShape], states: Sequence[StateShape] = ()):
@@ -61,7 +61,7 @@ class KVSlab:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit into the slab."""
+        """Tokens that fit into the buffer."""
         return self.num_slots * self.slot_size
 
     def resize(self, num_slots: int, slot_size: int, keep_slots: int = 0, keep_tokens: int = 0) -> None:
@@ -123,7 +123,7 @@ class Need:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of slabs of exactly these sizes."""
+        """Tokens of buffers of exactly these sizes."""
         return self.num_suffixes * self.suffix_length + self.num_prompts * self.prompt_length
 
     def with_more_tokens(self, num_tokens: int) -> Need:
@@ -132,9 +132,9 @@ class Need:
 
 
 class KVCache:
-    """The slabs of prompts and suffixes, offloaded suffixes, and the bound on all of them together.
+    """The buffers of prompts and suffixes, offloaded suffixes, and the bound on all of them together.
 
-    With `is_recorded` slabs have few distinct sizes, because each size costs a recorded decode step (`cuda_graphs`).
+    With `is_recorded` buffers have few distinct sizes, because each size costs a recorded decode step (`cuda_graphs`).
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class KVCache:
         """Tokens whose keys and values take the memory of one sequence's states, rounded up."""
         self.offloaded_tokens = 0
         """Tokens of offloaded suffixes, with `state_tokens` for each."""
-        self.prompts, self.suffixes = KVSlab(layers, states), KVSlab(layers, states)
+        self.prompts, self.suffixes = KVBuffer(layers, states), KVBuffer(layers, states)
         # Adjacent suffixes are read faster, so slots have little spare room, unless steps are recorded.
         self._is_recorded = is_recorded
         self._spare_share = 1.0 if is_recorded else 0.125
@@ -159,7 +159,7 @@ class KVCache:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Changes when tensors of a slab are replaced."""
+        """Changes when tensors of a buffer are replaced."""
         return self.suffixes.version, self.prompts.version
 
     def fits(self, need: Need, num_offloaded: int = 0) -> bool:
@@ -198,20 +198,20 @@ class KVCache:
     def reserve(self, need: Need, used: Need) -> bool:
         """Makes room for `need`, keeping the tokens of `used`; False, with nothing done, if the bound forbids it.
 
-        Suffix slots get some spare places, so that slabs are seldom resized.
+        Suffix slots get some spare places, so that buffers are seldom resized.
         """
         sizes = self._sizes(need)
         if sizes is None:
             return False
-        slabs = [
+        buffers = [
             (self.suffixes, *sizes[:2], used.num_suffixes, used.suffix_length),
             (self.prompts, *sizes[2:], used.num_prompts, used.prompt_length),
         ]
-        # A slab that shrinks is resized first, to stay under the bound meanwhile.
-        slabs.sort(key=lambda item: item[1] * item[2] - item[0].capacity)
-        for slab, num_slots, slot_size, keep_slots, keep_tokens in slabs:
-            if (num_slots, slot_size) != (slab.num_slots, slab.slot_size):
-                slab.resize(num_slots, slot_size, keep_slots, min(keep_tokens, slot_size))
+        # A buffer that shrinks is resized first, to stay under the bound meanwhile.
+        buffers.sort(key=lambda item: item[1] * item[2] - item[0].capacity)
+        for buffer, num_slots, slot_size, keep_slots, keep_tokens in buffers:
+            if (num_slots, slot_size) != (buffer.num_slots, buffer.slot_size):
+                buffer.resize(num_slots, slot_size, keep_slots, min(keep_tokens, slot_size))
         num_states = self.suffixes.num_slots + self.prompts.num_slots
         num_tokens = self.suffixes.capacity + self.prompts.capacity + num_states * self.state_tokens
         num_tokens += self.offloaded_tokens

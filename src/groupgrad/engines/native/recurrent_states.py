@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from groupgrad.engines.native.kv_cache import KVSlab, StateShape
+from groupgrad.engines.native.kv_cache import KVBuffer, StateShape
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.recurrence import Recurrence, Zeros, inputs_at
 
@@ -44,24 +44,24 @@ class StateSource:
     """Slots whose states some runs of tokens begin with."""
 
     runs: list[int]
-    slab: KVSlab
+    buffer: KVBuffer
     slots: list[int]
 
 
 class SlotRecurrence(Recurrence):
-    """Runs of tokens, which are the flat tokens in this order; each writes its final states into a slot of `slab`.
+    """Runs of tokens, which are the flat tokens in this order; each writes its final states into a slot of `buffer`.
 
     A run that is in no source begins with zeros.
     """
 
-    def __init__(self, lengths: Sequence[int], slab: KVSlab, slots: list[int], sources: Sequence[StateSource]):
+    def __init__(self, lengths: Sequence[int], buffer: KVBuffer, slots: list[int], sources: Sequence[StateSource]):
         ends = accumulate(lengths)
         super().__init__([Segment(end - length, length) for end, length in zip(ends, lengths)])
-        self._slab, self._slots, self._sources = slab, slots, sources
+        self._buffer, self._slots, self._sources = buffer, slots, sources
         self._continuing = self._left = list(range(len(slots)))
         # The rows of a decode step have the first slots, one after the other, and keep their own states.
         in_place = slots == list(range(len(slots)))
-        is_decoded = in_place and [(s.slab, s.slots) for s in sources] == [(slab, slots)]
+        is_decoded = in_place and [(s.buffer, s.slots) for s in sources] == [(buffer, slots)]
         self._is_in_place = is_decoded and set(lengths) == {1}
         self._is_trial = False
         self._num_computed = 0
@@ -84,7 +84,7 @@ class SlotRecurrence(Recurrence):
     def states_in_place(self) -> torch.Tensor:
         """(n, ...) states of the next layer, or a copy in a trial."""
         self._num_computed += 1
-        states = self._slab.states[self._num_computed - 1][: len(self._slots)]
+        states = self._buffer.states[self._num_computed - 1][: len(self._slots)]
         return states.clone() if self._is_trial else states
 
     def begin_pass(self) -> None:
@@ -126,11 +126,11 @@ class SlotRecurrence(Recurrence):
         """(n, ...) states that the runs begin with in the next layer, and what writes the final ones of some runs."""
         index = self._num_computed
         self._num_computed += 1
-        target = self._slab.states[index]
+        target = self._buffer.states[index]
         slots = torch.tensor(self._slots, device=target.device)
         initial = target.new_zeros(len(slots), *target.shape[1:])
         for source in self._sources:
-            initial[source.runs] = source.slab.states[index][source.slots]
+            initial[source.runs] = source.buffer.states[index][source.slots]
 
         def write(runs: torch.Tensor, states: torch.Tensor) -> None:
             target[slots[runs.to(slots.device)]] = states.to(target.dtype)

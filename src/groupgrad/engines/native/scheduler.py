@@ -53,7 +53,7 @@ class Scheduler:
         self._num_gathering_steps = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        """In the order of their slots in the cache's suffix slab."""
+        """In the order of their slots in the cache's suffix buffer."""
         self.groups: list[Group] = []
         """Stored prompts, in the order of their slots."""
         self._groups_by_key: WeakValueDictionary[PromptKey, Group] = WeakValueDictionary()
@@ -73,7 +73,7 @@ class Scheduler:
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Changes when sequences or prompts change slots, or slabs their tensors."""
+        """Changes when sequences or prompts change slots, or buffers their tensors."""
         return self._slots_version, *self.cache.version
 
     # ------------------------------------------------------------------------------------ arrival

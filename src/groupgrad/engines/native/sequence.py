@@ -27,7 +27,7 @@ class Group:
     prompt_images: PromptImages | None = None
     """Computed from `media` when the prompt is first prefilled."""
     slot: int = -1
-    """In the cache's prompt slab; -1: not stored."""
+    """In the cache's prompt buffer; -1: not stored."""
     ref_count: int = 0
     """Running sequences and offloaded prefixes that need the stored prompt."""
     num_fresh: int = 0

@@ -15,7 +15,7 @@ from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import Request, Sample
 from groupgrad.engines.native.attention_plans import DecodeBatch, PrefillPlan, TokenRun
 from groupgrad.engines.native.cuda_graphs import RecordedStep
-from groupgrad.engines.native.kv_cache import KVSlab
+from groupgrad.engines.native.kv_cache import KVBuffer
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.engines.native.runner import DecodeRunner, EagerStep
 from groupgrad.engines.native.sampler import Sampler
@@ -211,11 +211,11 @@ class NativeSession:
             if first:
                 self._sample_first([pack[i][0] for i in first], logits[first])
 
-    def _prefill(self, runs: list[TokenRun], slab: KVSlab) -> torch.Tensor:
-        """(N, V) logits behind N runs of tokens, whose keys and values are stored in `slab`."""
+    def _prefill(self, runs: list[TokenRun], buffer: KVBuffer) -> torch.Tensor:
+        """(N, V) logits behind N runs of tokens, whose keys and values are stored in `buffer`."""
         ids = self._tensor([token for run in runs for token in run.ids])
         positions = self._tensor([run.position + i for run in runs for i in range(len(run.ids))])
-        plan = PrefillPlan(runs, slab, self._cache.prompts)
+        plan = PrefillPlan(runs, buffer, self._cache.prompts)
         last = self._tensor([span.stop - 1 for span in plan.spans])
         self._statistics.num_prefilled += len(ids)
         with_images = [

@@ -134,12 +134,14 @@ def check_memory(model: nn.Module, options: ColocateOptions, *, training: Traini
     Call it before vLLM starts. With `sleep_mode` the two take turns: only what training keeps is there beside vLLM.
     """
     device = next(model.parameters()).device
-    problem = misfit(ServedBytes.of(model, options), training, Memory.of(device), options)
+    problem = memory_problem(ServedBytes.of(model, options), training, Memory.of(device), options)
     if problem is not None:
         raise ValueError(problem)
 
 
-def misfit(served: ServedBytes, training: TrainingBytes, memory: Memory, options: ColocateOptions) -> str | None:
+def memory_problem(
+    served: ServedBytes, training: TrainingBytes, memory: Memory, options: ColocateOptions
+) -> str | None:
     """Error message if vLLM and training do not both fit; None if they do."""
     taken = taken_by_vllm(served, memory, options)
     beside = training.while_sampling if options.sleep_mode else training.total

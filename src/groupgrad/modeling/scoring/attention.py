@@ -32,7 +32,7 @@ from groupgrad.modeling.scoring.attention_layers import (
     unroutable_attention,
 )
 from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
-from groupgrad.modeling.scoring.recurrent_layers import forget, recurrent_classes, routed
+from groupgrad.modeling.scoring.recurrent_layers import drop_kept_recurrence, recurrent_classes, routed
 
 _PREFIX = "groupgrad_"
 
@@ -96,7 +96,7 @@ def unplug(model: nn.Module) -> None:
         return
     for config in _configs.get(inner, ()):
         config._attn_implementation_internal = config._attn_implementation_internal.removeprefix(_PREFIX)
-    forget(inner)
+    drop_kept_recurrence(inner)
 
 
 def plannable(model: nn.Module) -> str | None:

@@ -85,7 +85,7 @@ _kept: WeakKeyDictionary[nn.Module, Recurrence] = WeakKeyDictionary()
 @contextmanager
 def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]:
     """Computes the recurrent layers of `model` in the body with `order`; with `keep` in backward passes too, until
-    `forget` is called."""
+    `drop_kept_recurrence` is called."""
     for cls in recurrent_classes(model):
         for name in _routable(cls):
             _wrap(inspect.unwrap(cls.forward).__globals__, name)
@@ -103,8 +103,8 @@ def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]
         _running.orders.pop()
 
 
-def forget(model: nn.Module) -> None:
-    """Forgets what `routed` has kept of `model` for backward passes."""
+def drop_kept_recurrence(model: nn.Module) -> None:
+    """Drops what `routed` has kept of `model` for backward passes."""
     _kept.pop(model, None)
 
 
