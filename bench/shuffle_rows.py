@@ -121,7 +121,7 @@ def table(results: dict[tuple[str, str], list[tuple[list[float], float]]], comma
             whole = [statistics.mean(rewards) for rewards, _ in runs]
             last = [statistics.mean(rewards[-(len(rewards) // 4) :]) for rewards, _ in runs]
             seconds = statistics.mean(seconds for _, seconds in runs)
-            lines.append(f"| {task} | {setting} | {len(runs)} | {spread(whole)} | {spread(last)} | {seconds:.3f} |")
+            lines.append(f"| {task} | {setting} | {len(runs)} | {mean_std(whole)} | {mean_std(last)} | {seconds:.3f} |")
             means.append([whole, last])
         differences = [[b - a for a, b in zip(*columns)] for columns in zip(*means)]
         shown = " | ".join(difference(values) for values in differences)
@@ -129,7 +129,7 @@ def table(results: dict[tuple[str, str], list[tuple[list[float], float]]], comma
     return "\n".join(lines) + "\n"
 
 
-def spread(values: list[float]) -> str:
+def mean_std(values: list[float]) -> str:
     """Mean and sample deviation."""
     return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.3f}"
 

@@ -27,7 +27,7 @@ from materials import import_demo_task
 from report import describe_machine
 from run import BENCH, Worker
 from vllm_models import demo_base
-from vllm_report import ACCURACY, WITHIN, draw, render, spread, taken
+from vllm_report import ACCURACY, WITHIN, accuracy_gap, draw, render, taken
 from vllm_server import LOGS, vllm_server
 
 COMMAND = "make bench-vllm"
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
             draw(known["engines"]["results"], BENCH.parent / "docs" / "vllm-engines.png")
     if "engines" not in options.parts or options.quick:
         return 0
-    return 0 if spread(known["engines"]["results"]) <= WITHIN else 1
+    return 0 if accuracy_gap(known["engines"]["results"]) <= WITHIN else 1
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def medians(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {"step": statistics.median(event["step_time"] for event in events), **phases}
 
 
-def spread(results: Mapping[str, Mapping[str, Any]]) -> float:
+def accuracy_gap(results: Mapping[str, Mapping[str, Any]]) -> float:
     """Largest difference between two engines' held-out accuracies."""
     accuracies = [result["accuracy"] for result in results.values()]
     return max(accuracies) - min(accuracies)
@@ -85,7 +85,7 @@ def _engines(part: Measured) -> list[str]:
             ]
         )
         times.append([ENGINES[name], f"{now['step']:.3f}", *(f"{now[phase]:.3f}" for phase in PHASES)])
-    apart = spread(results)
+    apart = accuracy_gap(results)
     verdict = "within" if apart <= WITHIN else "NOT within"
     return [
         "## The demo's task with each engine",

@@ -128,10 +128,10 @@ class TestReport:
             "training": 1.0,
         }
 
-    def test_spread_is_between_the_farthest_two(self):
+    def test_accuracy_gap_is_between_the_farthest_two(self):
         import vllm_report
 
-        assert vllm_report.spread({"a": result(0.9), "b": result(0.96), "c": result(0.93)}) == pytest.approx(0.06)
+        assert vllm_report.accuracy_gap({"a": result(0.9), "b": result(0.96), "c": result(0.93)}) == pytest.approx(0.06)
 
     @pytest.mark.parametrize(("accuracy", "verdict"), [(0.95, "5.0 points apart: within 5"), (0.96, "NOT within 5")])
     def test_a_report_says_whether_engines_agree(self, accuracy: float, verdict: str):

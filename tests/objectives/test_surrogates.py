@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from groupgrad.objectives import surrogates
-from groupgrad.objectives.ragged import PerRow, PerToken, row_mean, row_sum, spread
+from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_mean, row_sum
 from groupgrad.objectives.terms import kl_to_reference, policy_log_ratio, policy_ratio
 
 
@@ -89,8 +89,8 @@ def test_rows(make_batch):
     assert batch.loss_tokens.tolist() == [2, 0, 0, 1]
     assert row_sum(values, batch).tolist() == [4, 0, 0, 5]
     assert row_mean(values, batch).tolist() == [2, 0, 0, 5]
-    assert spread(PerRow(tensor(1, 2, 3, 4)), batch).tolist() == [1, 1, 1, 3, 4]
-    assert spread(PerToken(values), batch) is values
+    assert broadcast_to_tokens(PerRow(tensor(1, 2, 3, 4)), batch).tolist() == [1, 1, 1, 3, 4]
+    assert broadcast_to_tokens(PerToken(values), batch) is values
 
 
 def test_ratios(make_batch):

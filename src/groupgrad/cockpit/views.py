@@ -74,7 +74,7 @@ def report(runs: Sequence[RunFolder], sweeps: Sequence[SweepPanel] = ()) -> dict
     for run in runs:
         run.refresh()
         steps = sorted(set(run.index()["step"].to_pylist()))
-        chosen = _spread(steps, REPORT_GROUPS)
+        chosen = _evenly_chosen(steps, REPORT_GROUPS)
         rows = []
         for place, step in enumerate(chosen):
             of_step = run.rows(step)
@@ -84,7 +84,7 @@ def report(runs: Sequence[RunFolder], sweeps: Sequence[SweepPanel] = ()) -> dict
     return {"runs": parts, "sweeps": [sweep.table() for sweep in sweeps]}
 
 
-def _spread(steps: Sequence[int], count: int) -> list[int]:
+def _evenly_chosen(steps: Sequence[int], count: int) -> list[int]:
     """At most `count` steps, evenly, the first and the last among them."""
     if len(steps) <= count:
         return list(steps)

@@ -149,7 +149,7 @@ void score(const Packed &queries, const float *keys, long count, float *scores, 
     using Some = void (*)(const float *, const float *, long, long, float *, long, Prefetch &);
     constexpr Some some_rows[] = {some_dots<1>, some_dots<2>, some_dots<3>, some_dots<4>,
                                   some_dots<5>, some_dots<6>, some_dots<7>, some_dots<8>};
-    prefetch.spread(queries.inner_steps(count));
+    prefetch.distribute(queries.inner_steps(count));
     for (long start = 0; start < count; start += MAX_KEYS) {
         const long some = std::min(MAX_KEYS, count - start);
         for (long index = 0; index < queries.num_blocks(); index++) {
@@ -214,7 +214,7 @@ void score_lanes(const Columns &queries, const float *keys, long count, float *t
 void score_together(
     const Columns &queries, const float *keys, long count, float *tile, float *scores, long stride, Prefetch prefetch
 ) {
-    prefetch.spread(queries.inner_steps(count));
+    prefetch.distribute(queries.inner_steps(count));
     for (long start = 0; start < count; start += MAX_PANEL) {
         const long some = std::min(MAX_PANEL, count - start);
         queries.each_block([&](const Columns::Block &block) {
@@ -360,7 +360,7 @@ void mix(
 ) {
     const long step = Across ? 1 : stride, next = Across ? stride : 1;
     const long passes = std::max(1L, width / (columns_at_once(queries) * LANES));  // over the values, for six queries
-    prefetch.spread((queries + 5) / 6 * passes * count);
+    prefetch.distribute((queries + 5) / 6 * passes * count);
     for (long start = 0; start < count; start += MIXED_KEYS) {
         const long some = std::min(MIXED_KEYS, count - start);
         const float *from = weights + start * next, *part = values + start * width;

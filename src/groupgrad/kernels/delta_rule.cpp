@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "memory.h"
-#include "spread.h"
+#include "strided.h"
 
 extern "C" {
 
@@ -18,13 +18,13 @@ struct RecurrentRow {
 
 struct DeltaRule {
     int64_t heads, key_heads, key_width, value_width;
-    Spread queries, keys, values;
+    StridedTensor queries, keys, values;
     const float *decays, *strengths;  // (tokens, heads); of decays the logarithm; no strengths: Mamba-2
     const float *initials;            // states (number, heads, key_width, value_width), as all below
     float *outputs, *finals;          // (tokens, heads, value_width), and states
     const float *gradient;            // of the outputs; null: outputs are computed, otherwise the gradients below
     const float *of_finals;           // given like `gradient`; null: zeros
-    Spread of_queries, of_keys, of_values;
+    StridedTensor of_queries, of_keys, of_values;
     float *of_decays, *of_strengths, *of_initials;
     float scale, epsilon;  // queries are multiplied by `scale`, both have length 1 before unless `epsilon` is negative
 };
@@ -255,7 +255,7 @@ private:
         for (long i = 0; i < p.tokens; i++)
             for (long v = 0; v < value_width; v++) mixed.row(i)[v] *= p.since[i];
         multiply<LOWER>(rows_of(p.query_products), p.written, p.tokens, value_width, p.tokens, mixed, Into::ADD);
-        const Spread outputs{call.outputs, call.heads * value_width, value_width, 1};
+        const StridedTensor outputs{call.outputs, call.heads * value_width, value_width, 1};
         write(mixed, p.start, head, p.tokens, value_width, outputs);
     }
 
@@ -287,7 +287,7 @@ private:
 
     void add_chunk(const Matrix &raw, const Matrix &before, long head) {
         ChunkParts &p = parts;
-        const Spread gradient{const_cast<float *>(call.gradient), call.heads * value_width, value_width, 1};
+        const StridedTensor gradient{const_cast<float *>(call.gradient), call.heads * value_width, value_width, 1};
         double of_sums[CHUNK] = {}, of_end = p.kept * sum_of_products(before);
         read(gradient, p.start, head, p.tokens, value_width, of_outputs);
         transpose(before, key_width, value_width, state_across);
@@ -391,7 +391,7 @@ private:
     }
 
     // Writes the gradients of queries or keys, which several heads may share.
-    void add_to_heads(const Matrix &gradients, long head, const Spread &to) {
+    void add_to_heads(const Matrix &gradients, long head, const StridedTensor &to) {
         if (head % repeat) {
             read(to, parts.start, head / repeat, parts.tokens, key_width, other);
             for (long i = 0; i < parts.tokens; i++)

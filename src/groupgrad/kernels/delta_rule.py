@@ -16,8 +16,8 @@ EPSILON = 1e-6
 """Added to the squared length of queries and keys that are divided by their length."""
 
 
-class _Spread(ctypes.Structure):
-    """Mirrors `Spread` of `delta_rule.cpp`."""
+class _StridedTensor(ctypes.Structure):
+    """Mirrors `StridedTensor` of `strided.h`."""
 
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("token", "head", "channel")))
 
@@ -27,10 +27,10 @@ class _DeltaRule(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "key_heads", "key_width", "value_width")),
-        *((name, _Spread) for name in ("queries", "keys", "values")),
+        *((name, _StridedTensor) for name in ("queries", "keys", "values")),
         *((name, ctypes.c_void_p) for name in ("decays", "strengths", "initials", "outputs", "finals")),
         *((name, ctypes.c_void_p) for name in ("gradient", "of_finals")),
-        *((name, _Spread) for name in ("of_queries", "of_keys", "of_values")),
+        *((name, _StridedTensor) for name in ("of_queries", "of_keys", "of_values")),
         *((name, ctypes.c_void_p) for name in ("of_decays", "of_strengths", "of_initials")),
         *((name, ctypes.c_float) for name in ("scale", "epsilon")),
     )
@@ -196,7 +196,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         of_finals = None if grads[1] is None else grads[1].contiguous()
         of_initial, of_decay, of_strength = of_inputs = [None if x is None else torch.empty_like(x) for x in inputs]
         of_sources = [torch.empty_like(x) for x in sources]
-        parts = map(_spread, setting.vectors(of_sources))
+        parts = map(_strided, setting.vectors(of_sources))
         call = _call(
             setting,
             vectors,
@@ -217,8 +217,8 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr() or None
 
 
-def _spread(values: torch.Tensor) -> _Spread:
-    return _Spread(values.data_ptr(), *values.stride())
+def _strided(values: torch.Tensor) -> _StridedTensor:
+    return _StridedTensor(values.data_ptr(), *values.stride())
 
 
 def _call(
@@ -231,9 +231,9 @@ def _call(
         key_heads=key.shape[1],
         key_width=key.shape[2],
         value_width=value.shape[2],
-        queries=_spread(query),
-        keys=_spread(key),
-        values=_spread(value),
+        queries=_strided(query),
+        keys=_strided(key),
+        values=_strided(value),
         decays=_address(decay),
         strengths=_address(strength),
         initials=_address(initial),

@@ -290,7 +290,7 @@ public:
             const long start = (next_panel - now.first) * now.size, count = std::min(now.size, now.outputs - start);
             next_panel = plan.taken++;
             Prefetch prefetch = next();
-            prefetch.spread(input.inner_steps(count) * (now.twin ? 2 : 1));
+            prefetch.distribute(input.inner_steps(count) * (now.twin ? 2 : 1));
             body(start, count, prefetch);
         }
     }

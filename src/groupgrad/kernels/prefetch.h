@@ -23,7 +23,7 @@ struct Prefetch {
     }
 
     // Distribute the lines over so many inner steps.
-    void spread(long steps) {
+    void distribute(long steps) {
         each = steps ? static_cast<int>((lines + second_lines + steps - 1) / steps) : 0;
     }
 

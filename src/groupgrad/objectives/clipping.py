@@ -5,7 +5,7 @@ from __future__ import annotations
 from groupgrad.batch import Batch
 from groupgrad.metrics import Metric
 from groupgrad.objectives.measure import counted, maximum_where, mean_where, minimum_where
-from groupgrad.objectives.ragged import PerRow, PerToken, row_mean, spread
+from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_mean
 
 
 def clip_metrics(ratio: PerToken | PerRow, batch: Batch, epsilon: float, epsilon_high: float) -> dict[str, Metric]:
@@ -15,7 +15,7 @@ def clip_metrics(ratio: PerToken | PerRow, batch: Batch, epsilon: float, epsilon
     region either. The extremes are over completions; a completion without loss tokens counts nowhere.
     """
     per_token = isinstance(ratio, PerToken)
-    signs = spread(PerRow(batch.advantages), batch) if per_token else batch.advantages
+    signs = broadcast_to_tokens(PerRow(batch.advantages), batch) if per_token else batch.advantages
     low = ((ratio.values < 1 - epsilon) & (signs < 0)).float()
     high = ((ratio.values > 1 + epsilon_high) & (signs > 0)).float()
     counts = counted(ratio, batch)
@@ -31,6 +31,6 @@ def clip_metrics(ratio: PerToken | PerRow, batch: Batch, epsilon: float, epsilon
 
 def ceiling_metrics(ratio: PerToken | PerRow, batch: Batch, ceiling: float) -> dict[str, Metric]:
     """`cispo_clip_ratio`: share of loss tokens (or sequences) with a ratio above the ceiling and positive advantage."""
-    signs = spread(PerRow(batch.advantages), batch) if isinstance(ratio, PerToken) else batch.advantages
+    signs = broadcast_to_tokens(PerRow(batch.advantages), batch) if isinstance(ratio, PerToken) else batch.advantages
     above = (ratio.values > ceiling) & (signs > 0)
     return {"cispo_clip_ratio": mean_where(above.float(), counted(ratio, batch))}

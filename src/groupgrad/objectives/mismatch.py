@@ -10,7 +10,7 @@ from groupgrad.batch import Batch
 from groupgrad.metrics import Metric, maximum
 from groupgrad.objectives.measure import counted, maximum_where, mean_where, minimum_where
 from groupgrad.objectives.options import MismatchOptions
-from groupgrad.objectives.ragged import PerRow, PerToken, row_sum, spread
+from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_sum
 
 FRAC_DROPPED_ROWS = "sampling/frac_dropped_rows"
 FRAC_DROPPED_TOKENS = "sampling/frac_dropped_tokens"
@@ -65,7 +65,7 @@ def _bounds(options: MismatchOptions) -> tuple[float, float]:
 def _dropped(ratio: PerToken | PerRow, batch: Batch, options: MismatchOptions) -> PerToken:
     """(L,) bool, tokens that a mask takes out of the policy term."""
     low, high = _bounds(options)
-    outside = spread(ratio, batch)
+    outside = broadcast_to_tokens(ratio, batch)
     outside = (outside < low) | (outside > high)
     return PerToken(outside & ("mask" in options.mode))
 

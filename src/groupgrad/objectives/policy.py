@@ -14,7 +14,7 @@ from groupgrad.objectives.clipping import ceiling_metrics, clip_metrics
 from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.mismatch import mismatch_ratio
 from groupgrad.objectives.options import PolicyOptions
-from groupgrad.objectives.ragged import PerRow, PerToken, spread, where_trained
+from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, where_trained
 from groupgrad.objectives.reduce import REDUCTIONS, Reduction, even_share, token_mean_share
 from groupgrad.objectives.terms import (
     high_entropy_keep,
@@ -117,7 +117,7 @@ def _vespo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
         options.vespo_k_neg,
         options.vespo_lambda_neg,
     )
-    loss = surrogates.vespo(spread(PerRow(phi), terms.batch), terms.token_advantages, terms.logprobs)
+    loss = surrogates.vespo(broadcast_to_tokens(PerRow(phi), terms.batch), terms.token_advantages, terms.logprobs)
     return TokenLoss(loss, {"vespo/phi_seq_mean": mean_where(phi, terms.batch.loss_tokens > 0)})
 
 
@@ -166,7 +166,7 @@ def policy_loss(
     if threshold is not None:
         per_token = _without_drifted_rows(per_token, terms, threshold)
     if terms.correction is not None and not recipe.folds_mismatch:
-        per_token = per_token * spread(terms.correction, batch)
+        per_token = per_token * broadcast_to_tokens(terms.correction, batch)
     metrics = {"entropy": mean_where(scores.entropy, batch.trained), **policy.metrics}
     if options.beta != 0:
         kl = _kl(scores, terms, options)
@@ -198,8 +198,8 @@ def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyT
         log_ratio,
         ratio,
         correction,
-        token_ratio=spread(ratio, batch),
-        token_advantages=spread(PerRow(batch.advantages), batch),
+        token_ratio=broadcast_to_tokens(ratio, batch),
+        token_advantages=broadcast_to_tokens(PerRow(batch.advantages), batch),
     )
 
 
@@ -222,7 +222,7 @@ def _without_drifted_rows(per_token: torch.Tensor, terms: PolicyTerms, threshold
     if behaviour is None:
         return per_token
     rows = off_policy_keep(terms.logprobs, behaviour, batch, threshold)
-    return torch.where(spread(rows, batch), per_token, torch.zeros_like(per_token))
+    return torch.where(broadcast_to_tokens(rows, batch), per_token, torch.zeros_like(per_token))
 
 
 def _entropy_share(entropy: torch.Tensor, kept: torch.Tensor, batch: Batch) -> torch.Tensor:

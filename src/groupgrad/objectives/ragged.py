@@ -47,7 +47,7 @@ def row_mean(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     return row_sum(values, batch) / batch.loss_tokens.clamp(min=1)
 
 
-def spread(values: PerToken | PerRow, batch: Batch) -> torch.Tensor:
+def broadcast_to_tokens(values: PerToken | PerRow, batch: Batch) -> torch.Tensor:
     """(L,) the value that holds for each token: its own, or its row's."""
     if isinstance(values, PerToken):
         return values.values

@@ -9,7 +9,7 @@ import torch
 
 from groupgrad.batch import Batch
 from groupgrad.objectives.options import RatioLevel
-from groupgrad.objectives.ragged import PerRow, PerToken, row_mean, spread, where_trained
+from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_mean, where_trained
 
 
 def policy_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor | None, batch: Batch) -> torch.Tensor:
@@ -65,4 +65,4 @@ def kl_to_reference(
     gap = where_trained(ref_logprobs.detach() - logprobs, batch)
     # expm1 keeps the difference exact where policy and reference nearly agree, the usual case.
     estimate = torch.expm1(gap) - gap
-    return estimate if correction is None else estimate * spread(correction, batch)
+    return estimate if correction is None else estimate * broadcast_to_tokens(correction, batch)

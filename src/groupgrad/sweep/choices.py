@@ -107,7 +107,7 @@ def _read_range(field: str, given: Mapping[str, Any]) -> Choices:
     if step is not None:
         return Values(_stepped(field, low, high, step, scale))
     if num is not None:
-        return Values(_spread(field, low, high, num, scale == "log", is_whole))
+        return Values(_evenly_spaced(field, low, high, num, scale == "log", is_whole))
     return Range(low, high, scale == "log", is_whole)
 
 
@@ -118,7 +118,7 @@ def _stepped(field: str, low: float, high: float, step: Any, scale: str) -> tupl
     return tuple(low + index * step if isinstance(step, int) else rounded(low + index * step) for index in range(count))
 
 
-def _spread(field: str, low: float, high: float, num: Any, is_log: bool, is_whole: bool) -> tuple[Any, ...]:
+def _evenly_spaced(field: str, low: float, high: float, num: Any, is_log: bool, is_whole: bool) -> tuple[Any, ...]:
     if not isinstance(num, int) or num < 2:
         raise ValueError(f"vary: {field} has num={num!r}; a range with both ends has at least 2 values")
     shares = [index / (num - 1) for index in range(num)]

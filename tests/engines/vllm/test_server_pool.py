@@ -18,7 +18,7 @@ from simulated_server import SimulatedServer, pool_of, pretend_vllm, servers_of
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.vllm import server_pool
 from groupgrad.engines.vllm.http import Address, call
-from groupgrad.engines.vllm.server_pool import VLLMServerPool, spread
+from groupgrad.engines.vllm.server_pool import VLLMServerPool, assign_rows
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import WeightsLost
 from groupgrad.modeling.weights import checkpoint_weights
@@ -89,7 +89,7 @@ def test_rows_that_come_later_go_to_the_server_with_the_least_to_do(
 @settings(max_examples=200, deadline=None)
 def test_loads_become_even(costs: list[int], loads: list[int]) -> None:
     after = list(loads)
-    places = spread(costs, loads)
+    places = assign_rows(costs, loads)
     for cost, place in zip(costs, places):
         after[place] += cost
     assert len(places) == len(costs)

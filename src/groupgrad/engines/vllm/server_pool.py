@@ -336,7 +336,7 @@ class PoolSession(TicketSession):
         for member in [member for member in self._parts if member.cause is not None]:
             self._take_back(member)  # a push has lost it
         self._pool.readmit()
-        self._spread()
+        self._assign_unsent()
         ended: dict[int, Sample] = {}
         for member, rows in list(self._parts.items()):
             try:
@@ -359,7 +359,7 @@ class PoolSession(TicketSession):
         self._open.clear()
         self._unsent.clear()
 
-    def _spread(self) -> None:
+    def _assign_unsent(self) -> None:
         """Hand the requests that no server has to those that are left."""
         while self._unsent:
             try:
@@ -371,7 +371,7 @@ class PoolSession(TicketSession):
                 continue
             tickets, self._unsent = sorted(self._unsent), []
             loads = [sum(map(self._cost, rows.requests)) for rows in parts]
-            places = spread(list(map(self._cost, tickets)), loads)
+            places = assign_rows(list(map(self._cost, tickets)), loads)
             for number, rows in enumerate(parts):
                 own = {ticket: self._open[ticket] for ticket, place in zip(tickets, places) if place == number}
                 if own:
@@ -407,7 +407,7 @@ class PoolSession(TicketSession):
             rows.close()
 
 
-def spread(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
+def assign_rows(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
     """The server of each row, by its index in `loads`, such that the servers' loads become even.
 
     Rows that follow each other stay together, as those of a group share a prompt.

@@ -122,7 +122,7 @@ def score_tokens(
         scores = part.join(scores)
     if options.aux_loss:
         scores = replace(scores, aux_loss=getattr(output, "aux_loss", None))
-    return scores if hook.places is None else _spread_out(scores, hook.places, batch.num_tokens)
+    return scores if hook.places is None else _scatter(scores, hook.places, batch.num_tokens)
 
 
 def _loss_tokens(batch: Batch) -> torch.Tensor:
@@ -131,7 +131,7 @@ def _loss_tokens(batch: Batch) -> torch.Tensor:
     return places if len(places) else places.new_zeros(min(1, batch.num_tokens))
 
 
-def _spread_out(scores: TokenScores, places: torch.Tensor, num_tokens: int) -> TokenScores:
+def _scatter(scores: TokenScores, places: torch.Tensor, num_tokens: int) -> TokenScores:
     """The scores of all tokens from those at `places`; others are 0."""
     logprobs, entropy = (
         values.new_zeros(num_tokens).index_copy(0, places.to(values.device), values)

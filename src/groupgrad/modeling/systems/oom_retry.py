@@ -80,9 +80,9 @@ class MemoryGuard:
         while waiting:
             part, is_first_time = waiting.pop(0)
             is_last = all(other.passes != FORWARD_AND_BACKWARD for other, _ in waiting)
-            loss, gradients_are_whole = self._try(part, forward, backward, is_last=is_last)
+            loss, gradients_are_valid = self._try(part, forward, backward, is_last=is_last)
             if loss is None:
-                waiting[:0] = self._again(part, is_first_time, gradients_are_whole)
+                waiting[:0] = self._again(part, is_first_time, gradients_are_valid)
                 continue
             if part.passes == FORWARD_AND_BACKWARD:
                 self._done.append(part)
@@ -90,10 +90,10 @@ class MemoryGuard:
                 losses.append(loss)
         return losses
 
-    def _again(self, part: MicroBatch, is_first_time: bool, gradients_are_whole: bool) -> list[tuple[MicroBatch, bool]]:
+    def _again(self, part: MicroBatch, is_first_time: bool, gradients_are_valid: bool) -> list[tuple[MicroBatch, bool]]:
         """The parts that are trained in place of one that did not fit; False for those that have been measured."""
         again = [(smaller, is_first_time) for smaller in self._smaller(part)]
-        if not gradients_are_whole:
+        if not gradients_are_valid:
             self._clear()
             again[:0] = [(done, False) for done in self._done]
             self._done = []
@@ -103,13 +103,13 @@ class MemoryGuard:
         self, part: MicroBatch, forward: Forward, backward: Backward, *, is_last: bool
     ) -> tuple[PolicyLoss | None, bool]:
         """The detached loss, or None if memory ran out; False if a failed backward pass may have added to gradients."""
-        gradients_are_whole, result = True, None
+        gradients_are_valid, result = True, None
         passes = self._passes_of(part)
         try:
             with passes:
                 result = forward(part)
                 if part.passes == FORWARD_AND_BACKWARD:
-                    gradients_are_whole = False
+                    gradients_are_valid = False
                     backward(result.loss, is_last)
             return PolicyLoss(result.loss.detach(), result.metrics), True
         except (RuntimeError, MemoryError) as error:
@@ -119,7 +119,7 @@ class MemoryGuard:
                 raise RuntimeError(problem) from error
         result = None  # its graph, and the exception with the frames of the failed pass, are gone now
         collect_what_failed()
-        return None, gradients_are_whole
+        return None, gradients_are_valid
 
     def _passes_of(self, part: MicroBatch) -> AbstractContextManager[None]:
         """Prepares for a part; the context of its passes."""

@@ -7,7 +7,7 @@
 extern "C" {
 
 // Values (tokens, heads, width) wherever they are. `delta_rule.py` mirrors these structures.
-struct Spread {
+struct StridedTensor {
     float *data;
     int64_t token, head, channel;  // strides
 };
@@ -16,7 +16,7 @@ struct Spread {
 namespace {
 
 // Copies tokens from `start` on of a head to rows of `to`.
-void read(const Spread &from, long start, long head, long tokens, long width, const Matrix &to) {
+void read(const StridedTensor &from, long start, long head, long tokens, long width, const Matrix &to) {
     const float *data = from.data + start * from.token + head * from.head;
     if (from.token == 1) {
         const Matrix across{const_cast<float *>(data), from.channel};
@@ -27,7 +27,7 @@ void read(const Spread &from, long start, long head, long tokens, long width, co
 }
 
 // Copies rows of `from` to tokens of a head.
-void write(const Matrix &from, long start, long head, long tokens, long width, const Spread &to) {
+void write(const Matrix &from, long start, long head, long tokens, long width, const StridedTensor &to) {
     float *data = to.data + start * to.token + head * to.head;
     if (to.token == 1) return transpose(from, tokens, width, Matrix{data, to.channel});
     for (long i = 0; i < tokens; i++)
