@@ -22,7 +22,7 @@ def in_order(count: int, bins: int) -> list[list[int]]:
     return [list(range(count * b // bins, count * (b + 1) // bins)) for b in range(bins)]
 
 
-def loads(costs: list[RowCost], bins: list[list[int]]) -> list[int]:
+def bin_costs(costs: list[RowCost], bins: list[list[int]]) -> list[int]:
     return [total_cost(costs[row] for row in rows) for rows in bins]
 
 
@@ -48,8 +48,8 @@ def test_groups_that_the_plan_cut_are_joined():
     """The plan cuts the third group between a micro-batch that is full and one that is nearly empty."""
     costs = rows([8, 8], [1, 1], [8, 8], [1, 1], prompt=2)
     plan = [[0, 1, 4], [2, 3], [5], [6, 7]]
-    assert loads(costs, plan) == [28, 4, 10, 4]
-    assert sorted(loads(costs, pack(costs, plan))) == [4, 4, 18, 18]
+    assert bin_costs(costs, plan) == [28, 4, 10, 4]
+    assert sorted(bin_costs(costs, pack(costs, plan))) == [4, 4, 18, 18]
 
 
 def test_like_work_is_balanced():
@@ -57,17 +57,17 @@ def test_like_work_is_balanced():
     costs = rows([8, 8], [0, 0], [9, 7], [0, 0])
     assert pack(costs, in_order(8, 2)) == in_order(8, 2)
     costs = rows([8, 8], [9, 7], [0, 0], [0, 0])
-    assert loads(costs, in_order(8, 2)) == [32, 0]
+    assert bin_costs(costs, in_order(8, 2)) == [32, 0]
     packed = pack(costs, in_order(8, 2))
-    assert loads(costs, packed) == [16, 16]
+    assert bin_costs(costs, packed) == [16, 16]
     assert [0, 1] in [[row for row in part if costs[row].own] for part in packed]
 
 
 def test_time_comes_before_memory():
     """Cutting the one live group would balance the halves, at the price of its prompt."""
     costs = [*(RowCost(6, 3, 0) for _ in range(4)), *(RowCost(0, 0, 1) for _ in range(4))]
-    assert sorted(loads(costs, pack(costs, in_order(8, 2)))) == [0, 27]
-    assert loads(costs, split(costs, 2)) == [15, 15]
+    assert sorted(bin_costs(costs, pack(costs, in_order(8, 2)))) == [0, 27]
+    assert bin_costs(costs, split(costs, 2)) == [15, 15]
 
 
 GROUPS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=8), min_size=1, max_size=8)
@@ -81,8 +81,8 @@ def test_every_row_once_and_never_worse_than_the_plan(groups: list[list[int]], p
     assert len(packed) == bins
     assert sorted(row for part in packed for row in part) == list(range(len(costs)))
     assert all(part == sorted(part) for part in packed)
-    assert max(loads(costs, packed)) <= max(loads(costs, plan))
-    assert sum(loads(costs, packed)) <= sum(loads(costs, plan))
+    assert max(bin_costs(costs, packed)) <= max(bin_costs(costs, plan))
+    assert sum(bin_costs(costs, packed)) <= sum(bin_costs(costs, plan))
     assert packed == pack(list(costs), [list(part) for part in plan])
     if len(costs) >= bins and packed != plan:
         assert all(packed)
@@ -90,8 +90,8 @@ def test_every_row_once_and_never_worse_than_the_plan(groups: list[list[int]], p
 
 def test_groups_are_cut_where_that_makes_the_largest_part_smaller():
     costs = rows([1, 1, 1], [1, 1, 1], [1, 1, 1], prompt=0)
-    assert sorted(loads(costs, split(costs, 2))) == [4, 5]
-    assert sorted(loads(costs, split(costs, 2, keeps_groups=True))) == [3, 6]
+    assert sorted(bin_costs(costs, split(costs, 2))) == [4, 5]
+    assert sorted(bin_costs(costs, split(costs, 2, keeps_groups=True))) == [3, 6]
 
 
 @given(GROUPS, st.integers(0, 30), st.data())
@@ -102,7 +102,7 @@ def test_the_largest_part_is_bounded(groups: list[list[int]], prompt: int, data:
     parts = data.draw(st.integers(1, len(costs)))
     single = [cost.own + cost.prompt for cost in costs]
     found = split(costs, parts)
-    assert max(loads(costs, found)) <= sum(single) / parts + max(single)
+    assert max(bin_costs(costs, found)) <= sum(single) / parts + max(single)
     assert all(found)
     assert sorted(row for part in found for row in part) == list(range(len(costs)))
 
@@ -125,4 +125,4 @@ def test_groups_within_a_fair_share_stay_whole(groups: list[list[int]], prompt: 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_like_rows_are_cut_evenly(parts: int):
     costs = rows([4] * 12, prompt=6)
-    assert loads(costs, split(costs, parts)) == [6 + 48 // parts] * parts
+    assert bin_costs(costs, split(costs, parts)) == [6 + 48 // parts] * parts

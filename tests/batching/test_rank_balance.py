@@ -10,7 +10,7 @@ from groupgrad.batching.packing import RowCost, total_cost
 from groupgrad.batching.rank_balance import assign_to_ranks
 
 
-def loads(costs, ranks, num_ranks):
+def bin_costs(costs, ranks, num_ranks):
     return [total_cost(cost for cost, rank in zip(costs, ranks) if rank == place) for place in range(num_ranks)]
 
 
@@ -55,7 +55,7 @@ def test_the_largest_load_never_grows_and_no_rank_is_left_without_rows(data):
     holders = [rank for _, _, rank in drawn]
     chosen = assign_to_ranks(costs, holders, num_ranks)
     assert set(chosen) == set(range(num_ranks))
-    assert max(loads(costs, chosen, num_ranks)) <= max(loads(costs, holders, num_ranks))
+    assert max(bin_costs(costs, chosen, num_ranks)) <= max(bin_costs(costs, holders, num_ranks))
 
 
 def test_no_rows_at_all():
@@ -82,5 +82,5 @@ def test_unlike_lengths_are_within_5_percent_of_the_mean(num_ranks, mean, longes
             backward = 0 if has_flat_groups and row // size % 2 else 3
             costs.append(RowCost(backward * int(length), backward * prompt, row // size))
         holders = [row // rows for row in range(len(costs))]
-        found = loads(costs, assign_to_ranks(costs, holders, num_ranks), num_ranks)
+        found = bin_costs(costs, assign_to_ranks(costs, holders, num_ranks), num_ranks)
         assert max(found) <= 1.05 * sum(found) / num_ranks

@@ -23,7 +23,7 @@ from groupgrad.cli.run_paths import RunPaths
 from groupgrad.cli.sweep_on_page import CommandLinePanel
 from groupgrad.cli.view import _listen
 from groupgrad.cockpit.server import make_app
-from groupgrad.sweep.store import Store, Turn
+from groupgrad.sweep.store import ArmTurn, Store
 from groupgrad.telemetry.run_files import LineFile
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
@@ -154,7 +154,7 @@ def make_sweep_folder(folder: Path) -> tuple[Store, Panel]:
     """A sweep of two arms, the first of which has made steps and has a run."""
     store = Store(folder, create=True)
     store.add_arms([("01-beta=0", 0, {"beta": 0.0}), ("02-beta=0.1", 0, {"beta": 0.1})])
-    store.end_turn(1, Turn(0, 5, train_s=5.0, switch_s=0.1), 20, {})
+    store.end_turn(1, ArmTurn(0, 5, train_s=5.0, switch_s=0.1), 20, {})
     write_run(folder / "arms" / "01-beta=0", steps=5, rows=8, tokens=8)
     return store, Panel(folder)
 

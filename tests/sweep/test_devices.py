@@ -11,11 +11,11 @@ import pytest
 
 from groupgrad.concurrency.worker_process import WorkerDied
 from groupgrad.concurrency.workers import Outcome
-from groupgrad.sweep import workers
+from groupgrad.sweep import device_workers
+from groupgrad.sweep.device_workers import DeviceWorkers
 from groupgrad.sweep.devices import Device, find_devices
 from groupgrad.sweep.plan import SweepPlan
 from groupgrad.sweep.store import Arm, Store
-from groupgrad.sweep.workers import Workers
 
 RATES = {"learning_rate": [1e-4, 1e-2, 2e-2, 3e-2]}
 
@@ -131,8 +131,8 @@ def processes(monkeypatch) -> type[Process]:
     """The class that takes the place of worker processes; their output stays this process's."""
     monkeypatch.setattr(Process, "lost", {}, raising=False)
     monkeypatch.setattr(Process, "started", [], raising=False)
-    monkeypatch.setattr(workers, "WorkerProcess", Process)
-    monkeypatch.setattr(workers, "_write_output_to", lambda path: None)
+    monkeypatch.setattr(device_workers, "WorkerProcess", Process)
+    monkeypatch.setattr(device_workers, "_write_output_to", lambda path: None)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
     return Process
 
@@ -142,8 +142,8 @@ def arm(number: int) -> Arm:
 
 
 def test_an_arm_stays_with_its_worker_and_idle_workers_take_others(processes, monkeypatch, tmp_path):
-    monkeypatch.setattr(workers.TurnsOfWorker, "__call__", lambda *arguments: None)
-    team = Workers(SweepPlan({}), tmp_path, None, [Device("first", {}), Device("second", {})])  # pyright: ignore
+    monkeypatch.setattr(device_workers.TurnsOfWorker, "__call__", lambda *arguments: None)
+    team = DeviceWorkers(SweepPlan({}), tmp_path, None, [Device("first", {}), Device("second", {})])  # pyright: ignore
     arms = [arm(number) for number in (1, 2, 3)]
 
     def handed(ready: list[Arm]) -> list[tuple[int, str]]:

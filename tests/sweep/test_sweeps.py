@@ -10,7 +10,7 @@ import torch
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.sweep.arm_turns import FIRST_TURN
 from groupgrad.sweep.sharing import RewardCache, SharedWeights
-from groupgrad.sweep.store import Store, Turn
+from groupgrad.sweep.store import ArmTurn, Store
 
 RATES = {"learning_rate": [1e-2, 3e-2]}
 
@@ -35,7 +35,7 @@ def test_turns_are_few_and_of_about_equal_length(make_sweep, tmp_path):
     sweeper = make_sweep(RATES, args={"max_steps": 100}, halving={"first": 0.4})._sweeper
     store, arm = sweeper.store, sweeper.store.arms()[0]
     assert sweeper.turns.turn_end(arm, 100) == FIRST_TURN  # nothing is known yet, and 40 steps are eight such turns
-    store.end_turn(2, Turn(0, 5, train_s=5.0, switch_s=0.25), 100, {})
+    store.end_turn(2, ArmTurn(0, 5, train_s=5.0, switch_s=0.25), 100, {})
     # At 2.5 %, 9.75 s pay for the next switch, and 4.75 s are missing for the one so far: 3 turns of 15 s for 40 steps.
     assert sweeper.turns.turn_end(store.arms()[0], 100) == 14
     store.set_state(2, "stopped")

@@ -57,12 +57,12 @@ def pack(costs: Sequence[RowCost], plan: Sequence[Sequence[int]]) -> list[list[i
     if it costs more than a fair share. No micro-batch is empty if there are rows enough, unless `plan` is kept. The
     result is a function of the arguments alone.
     """
-    loads = _loads(costs, plan)
-    best, best_score = [list(rows) for rows in plan], (sum(loads), max(loads, default=0))
+    bin_costs = _bin_costs(costs, plan)
+    best, best_score = [list(rows) for rows in plan], (sum(bin_costs), max(bin_costs, default=0))
     for bins in _candidates(costs, len(plan)):
-        found = _loads(costs, bins)
+        found = _bin_costs(costs, bins)
         score = (sum(found), max(found))
-        if score < best_score and score[1] <= max(loads):
+        if score < best_score and score[1] <= max(bin_costs):
             best, best_score = bins, score
     return best
 
@@ -75,7 +75,7 @@ def split(costs: Sequence[RowCost], parts: int, *, keeps_groups: bool = False) -
     candidates = _candidates(costs, parts)
     if not keeps_groups:
         candidates.append(_longest_first(costs, [[row] for row in range(len(costs))], parts))
-    return min(candidates, key=lambda bins: (max(_loads(costs, bins)), sum(_loads(costs, bins))))
+    return min(candidates, key=lambda bins: (max(_bin_costs(costs, bins)), sum(_bin_costs(costs, bins))))
 
 
 def split_to_size(costs: Sequence[RowCost], limit: int) -> list[list[int]]:
@@ -126,7 +126,7 @@ def _rows_by_group(costs: Sequence[RowCost]) -> dict[int, list[int]]:
     return groups
 
 
-def _loads(costs: Sequence[RowCost], bins: Sequence[Sequence[int]]) -> list[int]:
+def _bin_costs(costs: Sequence[RowCost], bins: Sequence[Sequence[int]]) -> list[int]:
     return [total_cost(costs[row] for row in rows) for rows in bins]
 
 
@@ -153,17 +153,17 @@ def _pieces(costs: Sequence[RowCost], num_bins: int, fineness: int) -> list[list
 
 
 def _longest_first(costs: Sequence[RowCost], pieces: list[list[int]], num_bins: int) -> list[list[int]]:
-    """Puts each piece, from the most expensive on, into the bin whose load it leaves least."""
+    """Puts each piece, from the most expensive on, into the bin whose cost it leaves least."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [0] * num_bins
+    bin_costs = [0] * num_bins
     prompts: list[dict[int, int]] = [{} for _ in range(num_bins)]
     for rows in sorted(pieces, key=lambda rows: (-total_cost(costs[row] for row in rows), rows)):
         own = sum(costs[row].own for row in rows)
         group, prompt = costs[rows[0]].group, max(costs[row].prompt for row in rows)
-        after = [loads[b] + own + max(0, prompt - prompts[b].get(group, 0)) for b in range(num_bins)]
+        after = [bin_costs[b] + own + max(0, prompt - prompts[b].get(group, 0)) for b in range(num_bins)]
         chosen = after.index(min(after))
         bins[chosen] += rows
-        loads[chosen] = after[chosen]
+        bin_costs[chosen] = after[chosen]
         prompts[chosen][group] = max(prompt, prompts[chosen].get(group, 0))
     return [sorted(rows) for rows in _filled(costs, bins)]
 

@@ -56,7 +56,7 @@ def assign_to_ranks(costs: Sequence[RowCost], holders: Sequence[int], num_ranks:
     """
     best = [[row for row, holder in enumerate(holders) if holder == rank] for rank in range(num_ranks)]
     least, mean = _largest_and_mean(costs, best)
-    if (1.0 - LEAST_GAIN) * least * num_ranks <= total_cost(costs):  # equal loads, each prompt on one rank
+    if (1.0 - LEAST_GAIN) * least * num_ranks <= total_cost(costs):  # equal costs, each prompt on one rank
         return list(holders)
     for bins in (best, split(costs, num_ranks, keeps_groups=True)):
         candidate = _refined(costs, _filled(costs, bins, least_rows), least_rows)
@@ -91,31 +91,31 @@ def _with_common_groups(described: Sequence[Sequence[tuple[RowCost, str]]]) -> l
 
 
 def _largest_and_mean(costs: Sequence[RowCost], bins: Sequence[Sequence[int]]) -> tuple[int, float]:
-    loads = [total_cost(costs[row] for row in rows) for rows in bins]
-    return max(loads), sum(loads) / len(loads)
+    bin_costs = [total_cost(costs[row] for row in rows) for rows in bins]
+    return max(bin_costs), sum(bin_costs) / len(bin_costs)
 
 
 def _refined(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], least_rows: int) -> list[list[int]]:
     """Moves rows one by one from the fullest bin to the lightest, as long as that lowers the larger of the two."""
     found = [list(rows) for rows in bins]
-    loads = [total_cost(costs[row] for row in rows) for rows in found]
+    bin_costs = [total_cost(costs[row] for row in rows) for rows in found]
     for _ in costs:
-        source, target = loads.index(max(loads)), loads.index(min(loads))
+        source, target = bin_costs.index(max(bin_costs)), bin_costs.index(min(bin_costs))
         there, here = _prompts(costs, found[source]), _prompts(costs, found[target])
         best: tuple[int, int, int] | None = None
         for row in found[source] if len(found[source]) > least_rows else ():
             cost = costs[row]
             others = sorted(there[cost.group])
             others.remove(cost.prompt)
-            left = loads[source] - cost.own - max(0, cost.prompt - max(others, default=0))
-            joined = loads[target] + cost.own + max(0, cost.prompt - max(here.get(cost.group, ()), default=0))
+            left = bin_costs[source] - cost.own - max(0, cost.prompt - max(others, default=0))
+            joined = bin_costs[target] + cost.own + max(0, cost.prompt - max(here.get(cost.group, ()), default=0))
             best = min(best or (max(left, joined), left + joined, row), (max(left, joined), left + joined, row))
-        if best is None or best[0] >= loads[source]:
+        if best is None or best[0] >= bin_costs[source]:
             return found
         found[source].remove(best[2])
         found[target].append(best[2])
         for place in (source, target):
-            loads[place] = total_cost(costs[row] for row in found[place])
+            bin_costs[place] = total_cost(costs[row] for row in found[place])
     return found
 
 

@@ -18,7 +18,7 @@ from groupgrad.garbage import existing_objects_skipped
 from groupgrad.rollout.collector import Experience
 from groupgrad.stopping import Paused, Stopped
 from groupgrad.sweep.compare import COMBINED
-from groupgrad.sweep.store import PromptRewards, Turn
+from groupgrad.sweep.store import ArmTurn, PromptRewards
 
 
 class ArmRun(TrainerCallback):
@@ -44,7 +44,7 @@ class ArmRun(TrainerCallback):
         """Bytes of the trained weights, their gradients and the two moments of Adam."""
         return sum(4 * p.nbytes for p in self.trainer.model.parameters() if p.requires_grad)
 
-    def turn(self, step: int, until: Callable[[int], int]) -> tuple[Turn, int, dict[int, PromptRewards]]:
+    def turn(self, step: int, until: Callable[[int], int]) -> tuple[ArmTurn, int, dict[int, PromptRewards]]:
         """Trains from `step` to the step that `until` gives for the run's length; the turn, the run's length, and the
         rewards of the turn's steps. The model is saved after the last step of all."""
         trainer, started = self.trainer, time.perf_counter()
@@ -64,7 +64,7 @@ class ArmRun(TrainerCallback):
         train_s = 0.0 if self._first_began is None else self._last_ended - self._first_began
         switch_s = max(0.0, time.perf_counter() - started - train_s)
         rewards = {step: found for step, found in self._rewards.items() if step <= last_step}
-        return Turn(step, last_step, train_s, switch_s), trainer.state.max_steps, rewards
+        return ArmTurn(step, last_step, train_s, switch_s), trainer.state.max_steps, rewards
 
     def remove_checkpoints(self, before: int) -> None:
         """Removes the checkpoints of steps before the last turn's end that the arm's own settings do not ask for."""

@@ -28,7 +28,7 @@ COMBINED = "reward"
 
 
 @dataclass(slots=True, frozen=True)
-class Difference:
+class MeanDifference:
     """The difference of two arms, with its uncertainty."""
 
     mean: float
@@ -57,7 +57,7 @@ class Verdict:
     goes_on: bool
     is_clear: bool
     """True if it is worse than the best arm with the confidence that was asked for."""
-    behind: Difference | None
+    behind: MeanDifference | None
     """The best arm's lead over it; None for the best arm itself."""
 
     @property
@@ -90,7 +90,7 @@ def mean(steps: Mapping[int, PromptRewards], metric: str) -> float:
     return float(np.nanmean(found)) if np.isfinite(found).any() else math.nan
 
 
-def difference(better: Mapping[int, PromptRewards], worse: Mapping[int, PromptRewards], metric: str) -> Difference:
+def difference(better: Mapping[int, PromptRewards], worse: Mapping[int, PromptRewards], metric: str) -> MeanDifference:
     """The lead of the first arm over the second one in some steps of theirs."""
     first, second = values(better, metric), values(worse, metric)
     prompts = [[key for rewards in steps.values() for key in rewards.prompts] for steps in (better, worse)]
@@ -102,7 +102,7 @@ def difference(better: Mapping[int, PromptRewards], worse: Mapping[int, PromptRe
     errors = [_error(found) for found in (first, second)]
     error, num = math.hypot(*errors), min(len(first), len(second))
     if num < 2:
-        return Difference(math.nan, math.inf, 1.0, num, False)
+        return MeanDifference(math.nan, math.inf, 1.0, num, False)
     parts = [e**4 / (len(found) - 1) for e, found in zip(errors, (first, second))]
     freedom = error**4 / sum(parts) if sum(parts) else num - 1
     return _difference(float(first.mean() - second.mean()), error, num, freedom, is_paired=False)
@@ -112,12 +112,12 @@ def _error(sample: np.ndarray) -> float:
     return float(sample.std(ddof=1) / math.sqrt(len(sample))) if len(sample) > 1 else math.inf
 
 
-def _difference(mean: float, error: float, num: int, freedom: float, *, is_paired: bool = True) -> Difference:
+def _difference(mean: float, error: float, num: int, freedom: float, *, is_paired: bool = True) -> MeanDifference:
     if num < 2:
-        return Difference(mean, math.inf, 1.0, num, is_paired)
+        return MeanDifference(mean, math.inf, 1.0, num, is_paired)
     if error == 0.0:
-        return Difference(mean, 0.0, 0.0 if mean > 0 else 1.0, num, is_paired)
-    return Difference(mean, error, student_tail(mean / error, freedom), num, is_paired)
+        return MeanDifference(mean, 0.0, 0.0 if mean > 0 else 1.0, num, is_paired)
+    return MeanDifference(mean, error, student_tail(mean / error, freedom), num, is_paired)
 
 
 def student_tail(t: float, freedom: float) -> float:

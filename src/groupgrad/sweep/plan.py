@@ -22,7 +22,7 @@ MAX_ARMS = 1000
 
 
 @dataclass(slots=True, frozen=True)
-class Sample:
+class ArmSampling:
     """The way in which arms are taken from the varied fields."""
 
     kind: str = "grid"
@@ -64,7 +64,7 @@ class SweepPlan:
     vary: dict[str, Choices] = field(default_factory=dict)
     arms: tuple[dict[str, Any], ...] = ()
     """Arms that are named one by one: their changes of the base."""
-    sample: Sample = Sample()
+    sample: ArmSampling = ArmSampling()
     halving: Halving | None = None
     metric: str = "reward"
     """The number by which arms are compared: the weighted reward, or the name of one reward."""
@@ -165,7 +165,7 @@ def read_plan(content: Mapping[str, Any], base: Mapping[str, Any]) -> SweepPlan:
     return plan
 
 
-def _read_sample(given: Any, has_choices: bool) -> Sample:
+def _read_sample(given: Any, has_choices: bool) -> ArmSampling:
     if isinstance(given, str):
         given = {given: None}
     if not isinstance(given, Mapping):
@@ -176,7 +176,7 @@ def _read_sample(given: Any, has_choices: bool) -> Sample:
         raise ValueError(f"sample={dict(given)!r} names {len(kinds)} kinds; name one of {', '.join(SAMPLES)}")
     kind, num = kinds[0], given[kinds[0]]
     if kind == "grid":
-        return Sample()
+        return ArmSampling()
     if not isinstance(num, int) or num < 1:
         raise ValueError(f"sample: {kind}={num!r} is no number of arms; set it to how many are to be trained")
     if not has_choices:
@@ -186,7 +186,7 @@ def _read_sample(given: Any, has_choices: bool) -> Sample:
     seed, parallel = given.get("seed", 0), given.get("parallel", 4)
     if not isinstance(seed, int) or not isinstance(parallel, int) or parallel < 1:
         raise ValueError(f"sample: seed={seed!r} and parallel={parallel!r}; both are whole numbers, parallel from 1 on")
-    return Sample(kind, num, seed, parallel)
+    return ArmSampling(kind, num, seed, parallel)
 
 
 def _read_halving(given: Any) -> Halving | None:

@@ -33,7 +33,7 @@ class Result:
     changes: dict[str, Any]
     reward: float
     """NaN where nothing was scored yet."""
-    behind: compare.Difference | None
+    behind: compare.MeanDifference | None
     """The best arm's lead in the same steps, if both have made them. For an arm that was dropped, the lead of the arm
     that was the best at that rung."""
     reason: str
@@ -77,7 +77,7 @@ def results(store: Store) -> list[Result]:
     for arm, reward, after in found:
         drop, behind = drops.get(arm.id), None
         if drop is not None and drop.behind is not None:
-            behind = compare.Difference(*drop.behind)
+            behind = compare.MeanDifference(*drop.behind)
         elif drop is None and best is not None and arm.id != best.id:
             behind = _behind(store, best, arm, metric)
         numbers = arm.state, arm.step, arm.max_steps, arm.changes, reward, behind, arm.reason
@@ -123,7 +123,7 @@ def _window(arm: Arm) -> int:
     return max(1, math.ceil(LAST_SHARE * (arm.max_steps or 1)))
 
 
-def _behind(store: Store, best: Arm, arm: Arm, metric: str) -> compare.Difference | None:
+def _behind(store: Store, best: Arm, arm: Arm, metric: str) -> compare.MeanDifference | None:
     """The best arm's lead over an arm in the last steps that both have made."""
     until = min(best.step, arm.step)
     better, worse = (store.rewards(each.id, until - _window(arm), until) for each in (best, arm))

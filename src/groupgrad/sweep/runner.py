@@ -14,12 +14,12 @@ from typing import Any
 from groupgrad import dist, stopping
 from groupgrad.sweep import compare
 from groupgrad.sweep.arm_turns import COMMAND_CHECK_S, ERROR_FILE, ArmTurns, arm_folder, arm_settings, fail, ready_arms
+from groupgrad.sweep.device_workers import LOST, DeviceWorkers
 from groupgrad.sweep.devices import Device, find_devices
 from groupgrad.sweep.factory import ArmFactory
 from groupgrad.sweep.plan import SweepPlan, arm_name, merged
 from groupgrad.sweep.store import DONE, FAILED, STOPPED, WAITING, Arm, Command, Decision, Store
 from groupgrad.sweep.trials import ask_trials
-from groupgrad.sweep.workers import LOST, Workers
 from groupgrad.trainer.run_lock import locked
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Sweeper:
         self.devices = find_devices(plan.devices, on_cpu=bool(plan.base.get("use_cpu")))
         self.store = Store(folder, create=True)
         self.turns = ArmTurns(plan, self.store, factory)
-        self._workers: Workers | None = None
+        self._workers: DeviceWorkers | None = None
         self._losses: Counter[tuple[int, int]] = Counter()
         """Worker processes that were lost in a turn, by the arm's number and step."""
 
@@ -101,7 +101,10 @@ class Sweeper:
 
     def _run_on_devices(self) -> None:
         """Stopped, after the checkpoints of all arms in progress, if a signal has come."""
-        with stopping.received_signals(), Workers(self.plan, self.store.folder, self.factory, self.devices) as workers:
+        with (
+            stopping.received_signals(),
+            DeviceWorkers(self.plan, self.store.folder, self.factory, self.devices) as workers,
+        ):
             self._workers = workers
             try:
                 while True:

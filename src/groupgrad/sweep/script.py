@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupgrad.sweep.device_workers import check_sendable
 from groupgrad.sweep.factory import ADAPTER_FIELDS, ScriptArms
 from groupgrad.sweep.plan import read_plan
 from groupgrad.sweep.report import Result, results
 from groupgrad.sweep.runner import Sweeper
-from groupgrad.sweep.workers import check_sendable
 
 
 class Sweep:

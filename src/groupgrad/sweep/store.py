@@ -89,7 +89,7 @@ class PromptRewards:
 
 
 @dataclass(slots=True, frozen=True)
-class Turn:
+class ArmTurn:
     """A turn of an arm: its steps, the seconds that they took, and the seconds around them."""
 
     first_step: int
@@ -110,7 +110,7 @@ class Decision(NamedTuple):
     step: int
     text: str
     behind: Sequence[Any] | None
-    """The fields of the best arm's lead (`compare.Difference`); None for the best arm."""
+    """The fields of the best arm's lead (`compare.MeanDifference`); None for the best arm."""
 
 
 class GivenCommand(NamedTuple):
@@ -219,7 +219,7 @@ class Store:
     # ------------------------------------------------------------------------------------------------------- turns
 
     def end_turn(
-        self, arm: int, turn: Turn, max_steps: int, rewards: Mapping[int, PromptRewards], state: str = WAITING
+        self, arm: int, turn: ArmTurn, max_steps: int, rewards: Mapping[int, PromptRewards], state: str = WAITING
     ) -> None:
         """Writes a turn of an arm, once the checkpoint of its last step is on the disk."""
         with self._connected() as db:
@@ -233,9 +233,9 @@ class Store:
                 row = arm, step, json.dumps(found.prompts), json.dumps(found.means)
                 db.execute("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?, ?)", row)
 
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[ArmTurn]:
         """The turns of all arms, in their order."""
-        return [Turn(*row[1:]) for row in self._rows("SELECT * FROM turns ORDER BY rowid")]
+        return [ArmTurn(*row[1:]) for row in self._rows("SELECT * FROM turns ORDER BY rowid")]
 
     def rewards(self, arm: int, after: int, until: int) -> dict[int, PromptRewards]:
         """The rewards of an arm's steps in (after, until]."""

@@ -42,7 +42,7 @@ OPTIMIZER_OPTIONS = {
 
 
 @dataclass(slots=True, frozen=True)
-class Difference:
+class ChangedOption:
     """An option that is not what it was."""
 
     name: str
@@ -96,13 +96,13 @@ def differences(
     optimizer_now: Mapping[str, Any],
     *,
     new_learning_rate: bool,
-) -> list[Difference]:
+) -> list[ChangedOption]:
     """The options that differ, and which value is in force.
 
     `optimizer_then` and `optimizer_now` are what the optimizer has restored and what it was made with.
     """
     found = [
-        Difference(name, then[name], value)
+        ChangedOption(name, then[name], value)
         for name, value in now.items()
         if name in then and then[name] != value and name not in optimizer_then
     ]
@@ -112,11 +112,11 @@ def differences(
             winner = "then, the optimizer's state has it"
             if name == "learning_rate":
                 winner = "now" if new_learning_rate else "then; resume_learning_rate=True applies the new one"
-            found.append(Difference(name, value, other, winner))
+            found.append(ChangedOption(name, value, other, winner))
     return found
 
 
-def table(rows: list[Difference]) -> str:
+def table(rows: list[ChangedOption]) -> str:
     """The differences as lines of text."""
     cells = [("option", "then", "now", "in force")]
     cells += [(row.name, _short(row.then), _short(row.now), row.winner) for row in rows]
@@ -131,7 +131,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def report(rows: list[Difference], folder: Any) -> None:
+def report(rows: list[ChangedOption], folder: Any) -> None:
     """Logs the differences once over all ranks."""
     if rows and dist.is_main():
         logger.warning("options differ from those of %s:\n%s", folder, table(rows))

@@ -96,7 +96,7 @@ class _Worker:
         return self.process.call(0, (self.log, action, arm))
 
 
-class Workers:
+class DeviceWorkers:
     """The worker processes, seen from the sweep's process. They end with the context, and with this process."""
 
     def __init__(self, plan: SweepPlan, folder: Path, factory: ArmFactory, devices: Sequence[Device]):
@@ -108,7 +108,7 @@ class Workers:
             process = WorkerProcess(functions, name=f"groupgrad-sweep-{number}", environment=device.environment)
             self._workers.append(_Worker(device, process, folder / f"worker-{number}.log"))
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> DeviceWorkers:
         """Starts the processes. ValueError if one cannot load what the sweep trains."""
         try:
             replies = [worker.call("begin") for worker in self._workers]
