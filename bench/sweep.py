@@ -40,9 +40,9 @@ from groupgrad.demo.task import (
     warm_up,
 )
 from groupgrad.sweep.factory import ScriptArms
-from groupgrad.sweep.plan import read_plan
 from groupgrad.sweep.report import cost, results
-from groupgrad.sweep.runner import Sweeper
+from groupgrad.sweep.sweep_plan import read_plan
+from groupgrad.sweep.sweeper import Sweeper
 
 VARY = {"learning_rate": {"range": [1e-5, 1e-2], "num": 4, "scale": "log"}, "loss_type": ["grpo", "dapo"]}
 REWARDS = [correctness_reward, format_reward]

@@ -17,9 +17,9 @@ from transformers.utils import logging as transformers_logging
 
 import sweep as bench
 from groupgrad.sweep import compare
-from groupgrad.sweep.plan import Halving
 from groupgrad.sweep.report import LAST_SHARE
 from groupgrad.sweep.store import STOPPED, WAITING, Arm, Store
+from groupgrad.sweep.sweep_plan import Halving
 
 HOPELESS = (min, max)
 """The learning rates whose arms stop early."""

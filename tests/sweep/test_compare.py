@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from groupgrad.sweep.compare import compared_steps, difference, judge, student_tail
-from groupgrad.sweep.plan import Halving
 from groupgrad.sweep.store import PromptRewards
+from groupgrad.sweep.sweep_plan import Halving
 
 
 def steps(*means: float, prompts: str = "p") -> dict[int, PromptRewards]:

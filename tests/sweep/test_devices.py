@@ -14,8 +14,8 @@ from groupgrad.concurrency.workers import Outcome
 from groupgrad.sweep import device_workers
 from groupgrad.sweep.device_workers import DeviceWorkers
 from groupgrad.sweep.devices import Device, find_devices
-from groupgrad.sweep.plan import SweepPlan
 from groupgrad.sweep.store import Arm, Store
+from groupgrad.sweep.sweep_plan import SweepPlan
 
 RATES = {"learning_rate": [1e-4, 1e-2, 2e-2, 3e-2]}
 

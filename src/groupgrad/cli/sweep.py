@@ -18,8 +18,8 @@ from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.errors import OutputDirInUse
 from groupgrad.spelling import did_you_mean
 from groupgrad.sweep.choices import number
-from groupgrad.sweep.plan import SweepPlan, arm_name, merged, read_plan
 from groupgrad.sweep.store import FILE, Store
+from groupgrad.sweep.sweep_plan import SweepPlan, arm_name, merged, read_plan
 
 ACTIONS = ("status", "stop", "resume", "clone", "delete")
 _FORBIDDEN = ("resume_from_checkpoint", "output_dir", "push_to_hub", "hub_model_id")
@@ -91,7 +91,7 @@ def _run(path: Path, devices: str | None, *, dry_run: bool) -> int:
     plan = read_plan(content, base)
     from groupgrad.cli.sweep_arms import CommandLineArms
     from groupgrad.sweep.devices import find_devices
-    from groupgrad.sweep.runner import Sweeper
+    from groupgrad.sweep.sweeper import Sweeper
 
     factory = CommandLineArms(plan.cache_rewards)
     if dry_run:
@@ -246,7 +246,7 @@ def _take_at_once(store: Store, own: int) -> bool:
     """Has commands taken by this process if no other one trains the sweep; False if one does. Of those that wait from
     before, what is refused is printed."""
     from groupgrad.cli.sweep_arms import CommandLineArms
-    from groupgrad.sweep.runner import Sweeper
+    from groupgrad.sweep.sweeper import Sweeper
     from groupgrad.trainer.run_lock import locked
 
     description = store.fact("plan")

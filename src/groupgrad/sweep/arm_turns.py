@@ -21,10 +21,10 @@ from groupgrad.sweep import compare
 from groupgrad.sweep.arm_run import ArmRun
 from groupgrad.sweep.common_work import CommonWork
 from groupgrad.sweep.factory import ArmFactory
-from groupgrad.sweep.plan import SweepPlan, merged
 from groupgrad.sweep.report import cost
 from groupgrad.sweep.sharing import SharedWeights
 from groupgrad.sweep.store import ARMS, DONE, FAILED, WAITING, Arm, Store
+from groupgrad.sweep.sweep_plan import SweepPlan, merged
 
 FIRST_TURN = 5
 """Steps of a turn before its cost is known."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from groupgrad.sweep.plan import Halving
 from groupgrad.sweep.store import PromptRewards
+from groupgrad.sweep.sweep_plan import Halving
 
 COMBINED = "reward"
 """Name of the weighted sum of all rewards."""

@@ -26,7 +26,7 @@ from groupgrad.sweep.store import Arm, Store
 if TYPE_CHECKING:
     from groupgrad.sweep.arm_turns import ArmTurns
     from groupgrad.sweep.factory import ArmFactory
-    from groupgrad.sweep.plan import SweepPlan
+    from groupgrad.sweep.sweep_plan import SweepPlan
 
 LOST = WorkerDied, WorkerNotStarted
 """Errors of a turn whose process has ended; the arm can go on from its checkpoint."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from groupgrad.sweep.device_workers import check_sendable
 from groupgrad.sweep.factory import ADAPTER_FIELDS, ScriptArms
-from groupgrad.sweep.plan import read_plan
 from groupgrad.sweep.report import Result, results
-from groupgrad.sweep.runner import Sweeper
+from groupgrad.sweep.sweep_plan import read_plan
+from groupgrad.sweep.sweeper import Sweeper
 
 
 class Sweep:

@@ -8,8 +8,8 @@ from typing import Any
 
 from groupgrad.sweep import compare
 from groupgrad.sweep.choices import Choices, Range, rounded
-from groupgrad.sweep.plan import SweepPlan
 from groupgrad.sweep.store import FAILED, Arm, Store
+from groupgrad.sweep.sweep_plan import SweepPlan
 
 
 def ask_trials(plan: SweepPlan, store: Store) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ from groupgrad.sweep.arm_turns import COMMAND_CHECK_S, ERROR_FILE, ArmTurns, arm
 from groupgrad.sweep.device_workers import LOST, DeviceWorkers
 from groupgrad.sweep.devices import Device, find_devices
 from groupgrad.sweep.factory import ArmFactory
-from groupgrad.sweep.plan import SweepPlan, arm_name, merged
 from groupgrad.sweep.store import DONE, FAILED, STOPPED, WAITING, Arm, Command, Decision, Store
+from groupgrad.sweep.sweep_plan import SweepPlan, arm_name, merged
 from groupgrad.sweep.trials import ask_trials
 from groupgrad.trainer.run_lock import locked
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from groupgrad.sweep.choices import Range, Values, read_choices
-from groupgrad.sweep.plan import Halving, arm_name, merged, read_plan
+from groupgrad.sweep.sweep_plan import Halving, arm_name, merged, read_plan
 
 
 @pytest.mark.parametrize(
