@@ -71,11 +71,11 @@ def test_layers_of_gemma_4_have_their_own_heads(build: Any, monkeypatch: pytest.
     assert narrow.parameters == shape.parameters and narrow.kv_values == shape.kv_values
 
 
-def test_layers_that_share_keys_and_values_are_counted(build: Any) -> None:
-    """The native engine stores the keys and values of each layer, shared ones too."""
+def test_layers_that_share_keys_and_values_keep_none(build: Any) -> None:
+    """The third and the fourth layer read those of the first, 1 head of 8, and of the second, 1 head of 16."""
     model = build("gemma4 (shared keys and values)")
     shape = model_shape("gemma4", model.config, half=False)
-    assert shape.kv_values == 2 * 2 * 8 + 2 * 2 * 16
+    assert shape.parameters == model.num_parameters() and shape.kv_values == 2 * 8 + 2 * 16
 
 
 def test_dense_layers_before_experts_are_layers_of_their_own(make_model: Any) -> None:

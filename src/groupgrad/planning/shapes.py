@@ -221,7 +221,7 @@ def _measured(text: Any, places: list[int], factor: int, *, half: bool) -> _Cost
         values = 0
         for number, stored in probe.layers.items():
             is_divided = _num_key_heads(layers[places[number]]) % factor == 0
-            values += stored.num_heads * (stored.key_dim + stored.value_dim) * (factor if is_divided else 1)
+            values += stored.bytes_per_token // stored.dtype.itemsize * (factor if is_divided else 1)
     else:
         values = sum(2 * _num_key_heads(layers[place]) * _head_size(layers[place]) for place in places)
     return _Costs(saved * factor, values, sum(state.num_bytes for state in probe.states) * factor)

@@ -32,7 +32,7 @@ def assert_same_texts(actual: Any, expected: Any) -> None:
         assert ours.entropies == pytest.approx(theirs.entropies, abs=2e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral (sliding window)"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral (sliding window)", "gemma4 (shared keys and values)"])
 def test_when_memory_is_short_rows_wait_and_give_way_and_say_the_same(name: str, build):
     model = build(name, max_position_embeddings=256)
     prompts = ([5, 6, 7, 8, 9], [10, 11], [12, 13, 14])

@@ -167,7 +167,8 @@ def _bytes_that_fit(layers: list[LayerShape], states: list[StateShape], model: n
     for device, num_bytes in [(x.device, x.bytes_per_token) for x in layers] or [
         (x.device, x.num_bytes) for x in states
     ]:
-        shares[device] = shares.get(device, 0) + num_bytes
+        if num_bytes:
+            shares[device] = shares.get(device, 0) + num_bytes
     free = {device: max(0, free_bytes(device) - cast_bytes(model, device)) for device in shares}
     units = min(int(MEMORY_SHARE * free[device]) // share for device, share in shares.items())
     return units * sum(shares.values())

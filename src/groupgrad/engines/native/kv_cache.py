@@ -24,11 +24,13 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    source: int | None = None
+    """The earlier layer whose keys and values this layer reads, as some layers of Gemma 4 do; None: it has its own."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's key and value."""
-        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        """Bytes of one token's key and value; 0 for a layer that reads those of another."""
+        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize if self.source is None else 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,7 +56,7 @@ class KVBuffer:
         self.version = 0
         """Changes when the tensors are replaced."""
         self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Keys and values of each layer, each (num_slots, Hkv, slot_size, D)."""
+        """Keys and values of each layer, each (num_slots, Hkv, slot_size, D); layers that share them have the same."""
         self.states: list[torch.Tensor] = [torch.empty(0, *s.shape, dtype=s.dtype, device=s.device) for s in states]
         """States of each recurrent layer, (num_slots, ...), behind the tokens that each slot has."""
         self.resize(0, 0)
@@ -64,10 +66,18 @@ class KVBuffer:
         """Tokens that fit into the buffer."""
         return self.num_slots * self.slot_size
 
+    @property
+    def own_tensors(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """`tensors` of the layers that have keys and values of their own."""
+        return {number: self.tensors[number] for number, layer in self._layers.items() if layer.source is None}
+
     def resize(self, num_slots: int, slot_size: int, keep_slots: int = 0, keep_tokens: int = 0) -> None:
         """Replaces the tensors; the first `keep_slots` slots keep their first `keep_tokens` tokens."""
         # Matrix products read unused places too, and mask them afterwards: they must be finite.
         for number, layer in self._layers.items():
+            if layer.source is not None:
+                self.tensors[number] = self.tensors[layer.source]
+                continue
             new = []
             for i, dim in enumerate((layer.key_dim, layer.value_dim)):
                 size = (num_slots, layer.num_heads, slot_size, dim)
@@ -88,7 +98,7 @@ class KVBuffer:
     def move(self, moves: Sequence[tuple[int, int]], num_tokens: int) -> None:
         """Copies the first `num_tokens` tokens of slots to others (from, to); no slot is both."""
         sources, targets = [source for source, _ in moves], [target for _, target in moves]
-        for pair in self.tensors.values():
+        for pair in self.own_tensors.values():
             for tensor in pair:
                 tensor[targets, :, :num_tokens] = tensor[sources, :, :num_tokens]
         for state in self.states:
@@ -172,7 +182,7 @@ class KVCache:
         """Copies the first tokens of a suffix out of its slot."""
         self.offloaded_tokens += num_tokens + self.state_tokens
         at = (slot, slice(None), slice(0, num_tokens))
-        stored = self.suffixes.tensors.items()
+        stored = self.suffixes.own_tensors.items()
         tensors = {number: (k[at].clone(), v[at].clone()) for number, (k, v) in stored}
         return OffloadedKV(num_tokens, tensors, [state[slot].clone() for state in self.suffixes.states])
 
