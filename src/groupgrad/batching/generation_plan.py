@@ -50,7 +50,10 @@ class GenerationPlan:
         return self.steps_per_generation * self.num_iterations
 
     def generations_after(self, num_micro_batches: int) -> int:
-        """Generation batches that follow the present one within the next `num_micro_batches`, its own included."""
+        """Number of further generation batches that a rank trains on within `num_micro_batches` micro-batches.
+
+        The first of these micro-batches is the first one of the present generation batch, which does not count.
+        """
         return max(0, -(-num_micro_batches // self.micro_batches_per_generation) - 1)
 
     @functools.cached_property
@@ -88,7 +91,7 @@ class GenerationPlan:
         return sorted(row for rows in slices for row in rows)
 
     def places(self, rank: int, position: int, generation: int = 0) -> list[int]:
-        """Places among a rank's rows of the micro-batch that is the `position`-th to train on a generation batch."""
+        """Indices, within `rank_rows`, of the rows in the `position`-th micro-batch trained on a generation batch."""
         place_of = {row: place for place, row in enumerate(self.rank_rows(rank, generation))}
         return [place_of[row] for row in self.slice_rows(rank, position % self.steps_per_generation, generation)]
 
@@ -99,9 +102,10 @@ class GenerationPlan:
     def prompts_used(self, step: int, num_rows: int | None, *, drop_last: bool, is_shifted: bool = False) -> int:
         """Prompts that `step` optimizer steps have trained on, over all ranks and epochs, rounded up.
 
-        A run that goes on with other sizes begins behind them. A data set of `num_rows` rows counts its rows once an
-        epoch, although its last generation batch may be filled up or left out; a stream (None) has no epochs. If the
-        run `is_shifted` by an offset, an epoch counts what it takes.
+        A run that resumes with other batch sizes skips this many prompts. An epoch over a data set of `num_rows` rows
+        counts as `num_rows` prompts, although its last generation batch may be filled up or dropped. If a resumed run
+        began at an offset (`is_shifted`), an epoch counts the prompts of its generation batches. A stream
+        (`num_rows` None) has no epochs.
         """
         size, per_generation = self.prompts_per_generation, self.micro_batches_per_generation
         if num_rows is None:
@@ -122,6 +126,6 @@ class GenerationPlan:
 
 @functools.lru_cache(maxsize=8)
 def _shuffled(seed: str, size: int, step_rows: int) -> list[int]:
-    """0 to `size` - 1, dealt at random to parts of `step_rows`, each of them ascending."""
+    """A random permutation of 0 to `size` - 1, in which each run of `step_rows` numbers is then sorted."""
     order = random.Random(seed).sample(range(size), size)
     return [row for start in range(0, size, step_rows) for row in sorted(order[start : start + step_rows])]

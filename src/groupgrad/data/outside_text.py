@@ -18,10 +18,10 @@ from typing import Any
 _START = "\ufdd0"
 _DIGITS = "".join(map(chr, range(0xFDD1, 0xFDF0)))
 _MARKS = re.compile(f"{_START}([{_DIGITS}]{{3}})")
-"""A mark: characters that Unicode keeps for use inside programs, the first of them and a number in the others."""
+"""A mark: `_START` and a number of three digits, in characters that Unicode reserves for use inside programs."""
 
 _LONE = re.compile(rf"{_START}(?![{_DIGITS}]{{3}})")
-"""The start of a mark that is none."""
+"""A `_START` that does not begin a mark."""
 
 
 class OutsideText:
@@ -114,7 +114,7 @@ class OutsideText:
         return re.compile(f"(?P<whole>{_MARKS.pattern}|{self._control.pattern})|{self._heads.pattern}")
 
     def is_split_between(self, first: str, second: str) -> bool:
-        """True if two texts behind each other have more control tokens than each alone."""
+        """True if joining two texts forms a control token across their boundary."""
         counts = [sum(1 for _ in self._control.finditer(text)) for text in (first + second, first, second)]
         return counts[0] > counts[1] + counts[2]
 
@@ -159,7 +159,10 @@ class OutsideText:
         return _START + _DIGITS[number // base**2] + _DIGITS[number // base % base] + _DIGITS[number % base]
 
     def _ids_of(self, digits: str) -> list[int]:
-        """The ordinary tokens of the text that a mark stands for; those of the mark itself if it came with the text."""
+        """The ordinary tokens of the text that a mark, given by its digits, stands for.
+
+        A mark with an unknown number was part of the outside text; its own characters are encoded then.
+        """
         number = 0
         for digit in digits:
             number = number * len(_DIGITS) + _DIGITS.index(digit)
@@ -209,7 +212,7 @@ def _texts_of(value: Any) -> Iterator[str]:
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:
-    """A pattern of these texts, the longest first, and of the start of a mark that is none."""
+    """A pattern that matches any of these texts, the longest first, or a `_START` that does not begin a mark."""
     longest_first = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join([*map(re.escape, longest_first), _LONE.pattern]))
 

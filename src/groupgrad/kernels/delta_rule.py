@@ -45,14 +45,14 @@ class StateRows:
     bounds: torch.Tensor
     """(groups + 1,) int64 bounds of the rows that share a prompt, the prompt itself first."""
     num_finals: int
-    """Number of rows whose final states are wanted."""
+    """Number of rows whose final states are returned."""
 
 
 def state_rows(spans: torch.Tensor, continuing: Sequence[int] = (), left: Sequence[int] = ()) -> StateRows:
     """Rows of `spans` (n, 6) (see `span_table`), each of which begins with zeros or with its prompt's final state.
 
-    Those that start at the flat places `continuing` are behind no prompt, and begin with given states in this order.
-    The final states of those that start at `left` are wanted, in this order.
+    Rows that start at the flat places `continuing` have no prompt before them and begin with given states, in this
+    order. The final states of rows that start at `left` are returned, in this order.
     """
     rows, bounds = rows_by_prompt(spans)
     index = {start: row for row, start in enumerate(rows[:, 0].tolist())}
@@ -64,7 +64,7 @@ def state_rows(spans: torch.Tensor, continuing: Sequence[int] = (), left: Sequen
 
 @dataclass(slots=True, frozen=True)
 class _Part:
-    """A view of a tensor, without its memory."""
+    """Shape, strides and offset of a view, without its tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -72,20 +72,20 @@ class _Part:
     """From the tensor's first number."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same part of a tensor."""
+        """This view of another tensor of the same layout."""
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
 
 @dataclass(slots=True, frozen=True)
 class _Setting:
-    """The arguments of a call that have no gradient."""
+    """The non-differentiable arguments of a call."""
 
     kernels: ctypes.CDLL
     rows: StateRows
     norm: bool
     scale: float
     parts: tuple[_Part, ...]
-    """Queries, keys and values in the only tensor that holds them; empty if they are three tensors."""
+    """The views of queries, keys and values in the one tensor that holds them; empty if they are three tensors."""
 
     def vectors(self, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Queries, keys and values, or their gradients."""
@@ -141,10 +141,10 @@ def _computed(
 
 
 def _only_source(vectors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, tuple[_Part, ...]]:
-    """The tensor of which queries, keys and values are the parts, each number once; None if there is no such tensor.
+    """The one tensor that queries, keys and values are disjoint views of, and the views; None if there is none.
 
-    A gradient that is written to one tensor spares autograd from putting it together. In the tensor follow the channels
-    of a token (T, channels), or the tokens of a channel (channels, T), as convolutions have them.
+    The kernel then writes one gradient tensor, which autograd need not assemble from three. The views have to cover the
+    tensor, which is contiguous as (T, channels), or as (channels, T) like the outputs of convolutions.
     """
     source, (num_tokens, *_) = vectors[0]._base, vectors[0].shape
     if source is None or any(x._base is not source or x.dtype != source.dtype for x in vectors):

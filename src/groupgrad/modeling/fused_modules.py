@@ -133,7 +133,7 @@ def _is_untouched(activation: Any) -> bool:
 
 
 class _Replaced:
-    """A module's forward method in this file's computation, where that supports the input."""
+    """A replacement of a module's forward method; inputs that it does not support go to the original."""
 
     def __init__(self, module: Any, compute: _Compute, stays: bool):
         self._module, self._compute, self._stays = module, compute, stays
@@ -150,7 +150,7 @@ class _Replaced:
 
 
 class _Rotary:
-    """A model file's function of rotary embeddings, in the kernels where they support the input."""
+    """A replacement of a model file's rotary function; inputs that the kernels do not support go to the original."""
 
     def __init__(self, original: Callable[..., Any]):
         self.original = original
@@ -173,7 +173,7 @@ def _supports_rotary(inputs: tuple[Any, ...]) -> bool:
 
 
 def _rotary_files(modules: list[nn.Module]) -> list[Any]:
-    """The files of the decoders among `modules` whose function of rotary embeddings is their own."""
+    """The model files of the decoders in `modules` that define a rotary function themselves."""
     names = {type(m).__module__ for m in modules if type(m).__name__ in CAUSAL_LMS and is_transformers_class(type(m))}
     files = [sys.modules[name] for name in names]
     return [file for file in files if getattr(getattr(file, ROTARY, None), "__module__", None) == file.__name__]
@@ -217,9 +217,10 @@ def _is_plain_input(input: torch.Tensor) -> bool:
 
 
 def _is_ordinary_pass(stays: bool = False) -> bool:
-    """False in forward mode, and where saved tensors go through hooks, unless the computation `stays` replaced.
+    """True if a replaced module may compute this call itself: no forward-mode AD, no hooks on saved tensors.
 
-    Under another library's checkpointing, a layer that is computed again later has to save the same tensors.
+    Checkpointing sets such hooks, and a layer that it computes again has to save the same tensors as before. Modules
+    that stay replaced after the pass (`stays`) do, so hooks do not matter to them.
     """
     top_hooks = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     has_hooks = top_hooks is not None and top_hooks(True) is not None

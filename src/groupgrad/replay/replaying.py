@@ -257,7 +257,10 @@ def _check_data(records: RunRecords, trainer: Any) -> None:
 
 
 def notes_on(records: RunRecords, trainer: Any) -> list[str]:
-    """Sentences on what is not as it was when the run was made: versions, settings, reward functions."""
+    """Describes in sentences how versions and settings differ from the recorded run's.
+
+    ReplayError if the reward functions differ.
+    """
     config, notes = records.config, []
     if not config:
         return [f"{records.name} has no run_config.json, so versions, data and settings could not be checked"]
@@ -276,7 +279,7 @@ def notes_on(records: RunRecords, trainer: Any) -> list[str]:
 
 
 def _send_to(trainer: Any, folder: Path) -> None:
-    """Has everything that a training writes, sends or shows go to `folder` or nowhere."""
+    """Redirects the files that training writes to `folder`, and turns off what it sends or shows."""
     args = trainer.args
     for callback in get_reporting_integration_callbacks(args.report_to or []):
         trainer.remove_callback(callback)
@@ -293,14 +296,14 @@ def _send_to(trainer: Any, folder: Path) -> None:
 
 
 class _UntilStep(TrainerCallback):
-    """Ends a replay after its last step, without evaluations, and has weights saved where the run did."""
+    """Ends a replay after its last step, without evaluations, and saves weights at the steps where the run did."""
 
     def __init__(self, trainer: Any, records: RunRecords, start: Start, last_step: int, saves: frozenset[int]):
         self._trainer, self._records, self._start, self._last_step = trainer, records, start, last_step
         self._saves = saves
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks the weights of the start, and that the run is as long as it was."""
+        """Checks that the replay starts from the run's weights; notes a different number of steps."""
         then = self._records.config.get("max_steps", state.max_steps)
         if then != state.max_steps:
             self._start.notes.append(f"the run had {then} steps and would now have {state.max_steps}")
@@ -315,7 +318,7 @@ class _UntilStep(TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Decides what follows the step."""
+        """Requests a save where the run saved, and the end of training after the last step."""
         logger.info("%s: step %d of %d repeated", self._records.name, state.global_step, self._last_step)
         control.should_evaluate = False
         control.should_save = state.global_step in self._saves

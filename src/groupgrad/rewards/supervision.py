@@ -62,7 +62,7 @@ class SupervisionOptions:
 
 
 def pause_s(attempt: int) -> float:
-    """Seconds before another attempt, after this many."""
+    """Seconds to wait before the next attempt, after `attempt` failed ones: doubling up to `LONGEST_PAUSE_S`."""
     return min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S)
 
 
@@ -77,7 +77,7 @@ class CallStatistics:
     timeouts: int = 0
 
     def take(self, name: str) -> dict[str, Metric]:
-        """The metrics of the last call; over several ranks those of the slowest."""
+        """The metrics of the last call: durations of the slowest rank, sums of failures and timeouts."""
         median, late = np.percentile(self.times, [50, 95]) if self.times else (math.nan, math.nan)
         metrics = {
             f"time/rewards/{name}/p50": maximum(float(median)),
@@ -91,7 +91,7 @@ class CallStatistics:
 
 
 def failure(error: BaseException, name: str, inputs: CallInputs, timeout_s: float | None) -> RewardError | None:
-    """The error of a call that has passed its deadline or ended its process; None for what the function raised."""
+    """The error for a call that passed its deadline or whose worker process died; None if the function raised."""
     place = f"(step {inputs.step}, rank {dist.rank()}, {inputs.describe_all()})"
     if isinstance(error, NoAnswer):
         return RewardError(

@@ -31,7 +31,7 @@ FIRST_TURN = 5
 SWITCH_SHARE = 0.025
 """Share of the time that switching between arms should take."""
 LONGEST_TURN = 5
-"""Times of a turn that pays for its own switch alone. A sweep that is killed loses the turn that it is in."""
+"""Maximum length of a turn, in multiples of the turn that pays for one switch; a killed sweep loses its last turn."""
 COMMAND_CHECK_S = 1.0
 """Time between two looks for commands, which end a turn after its present step."""
 MEMORY_SHARE = 0.5
@@ -55,13 +55,13 @@ def arm_settings(plan: SweepPlan, store: Store, factory: ArmFactory, arm: Arm) -
 
 
 def ready_arms(plan: SweepPlan, store: Store) -> list[Arm]:
-    """The arms that have steps to make and do not wait for a rung, those that have come least far first."""
+    """The arms that have steps to make and do not wait for a rung, the least advanced first."""
     ready = [arm for arm in store.arms() if arm.state == WAITING and not plan.is_at_rung(arm)]
     return sorted(ready, key=lambda arm: (arm.cohort, arm.step / (arm.max_steps or math.inf), arm.id))
 
 
 def fail(store: Store, arm: Arm, error: BaseException) -> None:
-    """Writes down that an error has ended an arm."""
+    """Records that an error has ended an arm: its traceback in `ERROR_FILE`, its state in the store."""
     folder = arm_folder(store, arm)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ERROR_FILE).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
@@ -74,14 +74,14 @@ class ArmTurns:
     def __init__(self, plan: SweepPlan, store: Store, factory: ArmFactory, num_workers: int = 0):
         self.plan, self.store, self.factory, self.num_workers = plan, store, factory, num_workers
         self._runs: dict[int, ArmRun] = {}
-        """Trainers that are kept, the one of the last turn last."""
+        """Kept runs by the id of their arm, the most recently used last."""
         self._bases, self._weights, self._work = BaseModels(), SharedWeights(), CommonWork()
         self._free_at_start = psutil.virtual_memory().available / max(1, num_workers)
 
     def take(self, arm: Arm) -> Stopped | None:
-        """Trains an arm for a turn and writes down how far it came; its failure is written down and ends no other arm.
+        """Trains an arm for one turn and records its progress; a failure is recorded and ends this arm only.
 
-        Returns what has stopped the turn, if a signal has.
+        Returns the exception of the signal that stopped the turn, or None.
         """
         try:
             run = self.run_of(arm)
@@ -102,7 +102,7 @@ class ArmTurns:
         return run.stopped
 
     def drop(self, arm: int) -> None:
-        """Gives up an arm's trainer, if there is one."""
+        """Drops an arm's trainer, if there is one."""
         if self._runs.pop(arm, None) is not None:
             gc.collect()
 
@@ -129,9 +129,11 @@ class ArmTurns:
     # --------------------------------------------------------------------------------------------- length of a turn
 
     def _end_of_turn(self, arm: Arm) -> Callable[[int], int]:
-        """A function that is asked after each step of a run of so many steps for the last one of the turn: the one that
-        was planned when the turn began, or 0, the present one, if a command has come. A worker's turn is ended by
-        commands for its own arm, since the sweep's process takes the others."""
+        """A function of the run's number of steps that returns the last step of the turn; it is called after each step.
+
+        It returns the step planned at its first call, or 0 once a command has come, which ends the turn at the present
+        step. In a worker only commands for this arm end the turn, since the sweep's process takes the others.
+        """
         planned: int | None = None
         next_look = 0.0
 
@@ -161,9 +163,12 @@ class ArmTurns:
         return arm.step + math.ceil((limit - arm.step) / num_turns)
 
     def _steps_by_cost(self, *, is_alone: bool) -> int:
-        """As many steps as bring the cost of all switches so far, and of the next one, within its share; turns that
-        rungs have cut short are made up for. An arm that is alone in its process takes the longest turns: their ends
-        serve only a sweep that is killed."""
+        """Number of steps of a turn that keeps the time of switching between arms within `SWITCH_SHARE`.
+
+        The turn pays for its own switch, and for earlier switches whose turns a rung cut short. It takes `LONGEST_TURN`
+        times the training time that pays for one switch at most. An arm that is alone in its process takes that
+        longest turn: the end of a turn serves it only as a checkpoint.
+        """
         turns = [turn for turn in self.store.turns() if turn.last_step > turn.first_step]
         turns = [turn for turn in turns if turn.first_step > 0] or turns  # a first turn writes and warms up more
         if not turns:
@@ -179,8 +184,7 @@ class ArmTurns:
     # ------------------------------------------------------------------------------------------------------- memory
 
     def _keep_within_memory(self) -> None:
-        """Gives up the trainers that were used longest ago where all of them take too much memory; their checkpoints
-        are on the disk."""
+        """Drops the least recently used trainers until the others fit into memory; their checkpoints are on disk."""
         while len(self._runs) > 1 and not self._fit_in_memory(list(self._runs.values())):
             self.drop(next(iter(self._runs)))
 

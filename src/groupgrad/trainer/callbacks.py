@@ -20,7 +20,7 @@ _SHARED_FILE = "groupgrad_state_shared.pt"
 
 
 class Shared(Protocol):
-    """Something that a step depends on and a checkpoint must hold, the same on all ranks."""
+    """State that steps depend on and that is the same on all ranks; a checkpoint stores it once."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -28,15 +28,15 @@ class Shared(Protocol):
 
 
 class Stateful(Shared, Protocol):
-    """The same with a state of its own on each rank."""
+    """State that steps depend on and that differs between ranks; a checkpoint stores it for each rank."""
 
     def join_states(self, states: Any) -> Mapping[str, Any] | None:
-        """The state of this rank from those that another number of ranks has saved; None to start anew."""
+        """Makes this rank's state from `states`, saved by another number of ranks; None to start anew."""
         ...
 
 
 class SameOnRanks:
-    """A part of each rank that is in the same state on all of them."""
+    """Mixin for a `Stateful` whose state is the same on all ranks, so that any saved state will do."""
 
     def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """The state of any rank."""
@@ -53,11 +53,11 @@ class RunState:
         self._parts, self._shared = dict(parts), dict(shared or {})
 
     def states(self) -> dict[str, Any]:
-        """The state of each of this rank's parts, as a checkpoint gets it."""
+        """The states of this rank's parts by name, as a checkpoint stores them."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Restore parts from what `states` has returned in this process; what all share stays as it is."""
+        """Restores parts from a result of `states` in this process; the shared parts stay as they are."""
         for name, state in states.items():
             self._parts[name].load_state_dict(state)
 

@@ -1,4 +1,4 @@
-"""Keeps what one optimizer step has sampled and trained, which is logged, shown and watched when the step has ended."""
+"""Collects the rollouts, losses and durations of an optimizer step for its log line, progress bar and watches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _READ_BY_CONTROLLERS = ("entropy", MISMATCH, FRAC_DROPPED_ROWS, FRAC_DROPPED_TOK
 
 @dataclass
 class StepLog:
-    """Rollouts, losses and seconds of the present step, which are logged when the step has ended."""
+    """Rollouts, losses and durations of the present step; logged when it has ended."""
 
     experiences: list[Experience] = field(default_factory=list)
     """Generation batches that the step has sampled."""
@@ -32,7 +32,7 @@ class StepLog:
     sampling_s: float = 0.0
     """Time of sampling; known when the step has ended."""
     measured: dict[str, Metric] = field(default_factory=dict)
-    """Metrics of the losses that decide on the next step or on a warning; known when the step has ended."""
+    """Metrics of the losses that controllers and watches read; known when the step has ended."""
 
     def finish(self, timings: Timings, *, has_weights: bool) -> dict[str, Metric]:
         """Ends the step; `step_time` and `time/...` (seconds), with the time of sending weights if `has_weights`."""
@@ -47,13 +47,13 @@ class StepLog:
 
 
 class StepWatches(TrainerCallback):
-    """Shows on the progress bar what a step has done, and has the watches warn of what needs attention."""
+    """Passes the numbers of each finished step to the progress bar and to the watches that warn."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Reads what the step has sampled and measured."""
+        """Passes on rewards, lengths, speed and mismatch of the step."""
         trainer, step = self._trainer, self._trainer._step_log
         trainer.mismatch_watch.end_step(state.global_step, step.measured)
         for experience in step.experiences:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class LastStep:
-    """The state that sampling and scoring change, as the step before left it."""
+    """The state that sampling and scoring change, as it was when a step began."""
 
     step: int
     """Optimizer steps made."""
@@ -59,13 +59,13 @@ class RememberLastStep(TrainerCallback):
         self._trainer = trainer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Replaces the state of the step before."""
+        """Stores the state at the beginning of this step, in place of the previous step's."""
         batches = dict(self._trainer.buffer.batches)
         self._trainer._last_step = LastStep(state.global_step, batches, random_states(), state.num_input_tokens_seen)
 
 
 class StopAtStepEnd(TrainerCallback):
-    """Has a step logged and saved, and ends training, once a signal has come to any rank. Collective."""
+    """Logs and saves the step, and ends training, once any rank has received a signal. Collective."""
 
     name: str | None = None
     """The signal that training was stopped by."""
@@ -74,8 +74,10 @@ class StopAtStepEnd(TrainerCallback):
         self._evaluation, self._pause_at = evaluation, pause_at
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ask for a log event, a checkpoint and the end, without an evaluation before them; after the last step for
-        nothing."""
+        """Requests a log event, a checkpoint and the end of training, and postpones a due evaluation.
+
+        After the run's last step it requests nothing.
+        """
         self.name = next(filter(None, dist.all_gather_objects(stopping.requested())), None)
         is_stopped = self.name is not None
         if not is_stopped and self._pause_at is not None and state.global_step >= self._pause_at(state.max_steps):
@@ -88,7 +90,7 @@ class StopAtStepEnd(TrainerCallback):
 
 
 class DueEvaluation(SameOnRanks, TrainerCallback):
-    """Makes up, before the first step of a resumed run, for an evaluation that a signal has left out."""
+    """Makes an evaluation that a signal has postponed, before the first step of the resumed run."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
@@ -96,18 +98,18 @@ class DueEvaluation(SameOnRanks, TrainerCallback):
         """True for an evaluation of the last step that is to be made when the run goes on."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluate behind the random states that the checkpoint has restored. Collective."""
+        """Makes the postponed evaluation, starting from the random states of the checkpoint. Collective."""
         if self.is_due and args.eval_strategy != "no":
             metrics = self._trainer._evaluate(self._trainer.trial, None)
             self._trainer._determine_best_metric(metrics=metrics, trial=self._trainer.trial)
         self.is_due = False
 
     def state_dict(self) -> dict[str, Any]:
-        """True also while an evaluation is in progress."""
+        """Contains `is_due`, which is also true while an evaluation is in progress."""
         return {"is_due": self.is_due or self._trainer.control.should_evaluate}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Evaluate before the next step."""
+        """Restores `is_due`."""
         self.is_due = state["is_due"]
 
 
@@ -117,8 +119,10 @@ class StoppableRun(CheckpointedRun):
     completion_log: CompletionLog
     due_evaluation: DueEvaluation
     pause_at: Callable[[int], int] | None = None
-    """Gives, for the number of steps of the run, the step after which `train` saves a checkpoint and raises
-    `stopping.Paused`, so that other work can be done before the run is resumed from there; None for no pause."""
+    """Maps the run's number of steps to the step after which it pauses; None for no pause.
+
+    To pause, `train` saves a checkpoint and raises `stopping.Paused`; the run can be resumed from there later.
+    """
     _receives_signals = False
     _stop_at_step_end: StopAtStepEnd | None = None
     _last_step: LastStep | None = None
@@ -131,9 +135,9 @@ class StoppableRun(CheckpointedRun):
 
     @contextmanager
     def _stops_at_signals(self) -> Iterator[None]:
-        """Collective. Receives signals while the body trains. Stopped if one has ended it before its last step.
+        """Collective. Receives signals while the body trains; raises Stopped if one ends it before its last step.
 
-        Nothing is received if some rank trains on another thread than its main one, which Python's signals need.
+        No rank receives signals if any of them trains outside of its main thread, which alone gets Python's signals.
         """
         on_main_thread = threading.current_thread() is threading.main_thread()
         self._receives_signals = all(dist.all_gather_objects(on_main_thread))
@@ -165,7 +169,7 @@ class StoppableRun(CheckpointedRun):
                     self.remove_callback(callback)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """`Trainer._run_epoch`. StopRequested if a signal has ended it, since no training is to be finished then."""
+        """`Trainer._run_epoch`; raises StopRequested if a signal ended it, which skips the end of training."""
         super()._run_epoch(*args, **kwargs)
         stop = self._stop_at_step_end
         if stop is not None and stop.name is not None and self.state.global_step < self.state.max_steps:
@@ -181,7 +185,7 @@ class StoppableRun(CheckpointedRun):
             self._kept_state = KeptState.of(self, Path(self._get_output_dir(self.trial)) / Path(output_dir).name)
 
     def _save_last_step(self) -> None:
-        """Collective. Writes the checkpoint of the last whole step, unless there is one or no step was made."""
+        """Collective. Writes the checkpoint of the last whole step, unless it exists already or no step was made."""
         with stopping.finishing():
             self._finish_save()
         step, last, resumed = self.state.global_step, self._last_step, self._resumed_from

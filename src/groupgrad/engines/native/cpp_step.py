@@ -118,7 +118,7 @@ class UnfilteredSampling:
     ends: torch.Tensor
     """Tokens that end a row."""
     idle: int = 0
-    """Tokens that may be computed of rows that have ended."""
+    """Maximum number of tokens to compute after the ends of rows."""
 
 
 class CompiledModel:
@@ -257,7 +257,7 @@ class CompiledStep:
     ) -> torch.Tensor:
         """(steps, n) tokens of up to `num_steps` steps, fewer where rows end.
 
-        The step after the last one would compute more than `state.idle` tokens behind the ends of rows.
+        Sampling stops before the step that would exceed `state.idle` tokens computed after the ends of rows.
         """
         model, rows = self._model, self._bound_rows()
         tokens, positions = tokens.contiguous(), positions.contiguous()

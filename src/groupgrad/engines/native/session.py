@@ -199,7 +199,10 @@ class NativeSession:
                     group.first_logits = row
 
     def _prefill_suffixes(self, sequences: list[tuple[int, Sequence]]) -> None:
-        """Computes suffix tokens, by slot, that are not stored: replies, and what preemption or dropping freed."""
+        """Computes the suffix tokens of each (slot, sequence) that have no stored keys and values.
+
+        They are replies between turns, and tokens whose keys and values preemption or dropping freed.
+        """
         runs = []
         for slot, s in sequences:
             ids, group = s.suffix_ids[s.num_restored : s.num_stored], s.group
@@ -273,7 +276,7 @@ class NativeSession:
         return max(1, min(budget, room, int(RUN_SECONDS / self._step_seconds)))
 
     def _next_tokens(self, batch: _RunningBatch, running: list[Sequence]) -> torch.Tensor:
-        """(steps, n) tokens of one or several steps; those behind the end of a sequence mean nothing."""
+        """(steps, n) tokens of one or several steps; tokens after the end of a sequence are meaningless."""
         positions, num_steps = batch.starts + batch.counts - 1, self._num_free_steps(running)
         if num_steps > 1:
             idle = self._num_idle_tokens(running)
@@ -285,10 +288,10 @@ class NativeSession:
         return self._sampler.choose(logits, batch.table_rows, batch.counts)[None]
 
     def _num_idle_tokens(self, running: list[Sequence]) -> int:
-        """Tokens that may be computed of rows that have ended: they cost at most what a batch without them would.
+        """Maximum number of tokens to waste on ended sequences before the batch is rebuilt without them.
 
-        None while sequences wait for the room of those that end, or if the states of those that end are retained: they
-        have to be those behind the last token.
+        That many cost about as much time as rebuilding the batch does. The number is 0 while sequences wait for room,
+        and for models with recurrent states if a state is retained: it must be the one after the last token.
         """
         num_rows, has_states = len(running), bool(self._cache.state_tokens)
         if self._scheduler.waiting or (has_states and any(sequence.request.keep for sequence in running)):
@@ -313,7 +316,7 @@ class NativeSession:
         )
 
     def _append(self, sequences: list[Sequence], tokens: list[list[int]]) -> int:
-        """Appends sampled tokens to sequences up to their ends, and notes why a sequence ends; how many it appends."""
+        """Appends sampled tokens to sequences up to their ends, sets `finish_reason`; returns the number appended."""
         eos_ids, has_stops, num_appended = self._eos_ids, bool(self._stop_strings), 0
         for sequence, new_ids in zip(sequences, tokens):
             ids = sequence.sampled_ids

@@ -305,7 +305,7 @@ class VLLMServerPool(VLLMEngine):
             future.result()
 
     def _loss(self, what: str) -> Exception:
-        """The error for servers that are lost: that of the only one, or one that names each with its cause."""
+        """The error to raise for lost servers: the only server's own error, or one that names each with its cause."""
         cause = self.members[0].cause
         if len(self.members) == 1 and isinstance(cause, Exception):
             return cause
@@ -317,7 +317,7 @@ class VLLMServerPool(VLLMEngine):
 
 
 class PoolSession(TicketSession):
-    """A session that spreads rows over the servers of a pool, and those of a lost server over the others."""
+    """A session that spreads rows over a pool's servers, and moves a lost server's rows to the remaining ones."""
 
     def __init__(self, pool: VLLMServerPool, options: SamplingOptions, pushed: Sequence[str]):
         super().__init__()
@@ -360,7 +360,7 @@ class PoolSession(TicketSession):
         self._unsent.clear()
 
     def _assign_unsent(self) -> None:
-        """Hand the requests that no server has to those that are left."""
+        """Sends the requests that no server has to the remaining servers."""
         while self._unsent:
             try:
                 self._pool.wait_for_one()

@@ -20,8 +20,10 @@ import torch
 from groupgrad.modeling.layer_configs import common_field
 
 PROTOCOL = 4
-"""Version of the routes under `/groupgrad` and of what they carry; a change that one side alone would not understand
-makes it the next number."""
+"""Version of the routes under `/groupgrad` and of their payloads.
+
+Raise it by one with each change that an older trainer or server would misread.
+"""
 
 AS_LOADED = "as loaded"
 """Version of the weights that a server read from disk when it started."""
@@ -193,8 +195,9 @@ def running_checksum(data: torch.Tensor, before: int = 0) -> int:
 def digest(data: torch.Tensor, before: int = 0) -> int:
     """A 64-bit checksum computed on the data's device, which any changed bit changes.
 
-    `data` is (bytes,) uint8, a multiple of 8 long. Words are weighted by odd numbers modulo 2^64, so that no single
-    change is lost, and an exchange of parts only by rare chance.
+    `data` is (bytes,) uint8, a multiple of 8 long. The checksum is a sum modulo 2^64 of 64-bit words, each times an odd
+    weight. An odd weight has an inverse, so a change of one word always changes the sum. The weights differ, so
+    exchanged words are missed only by rare chance.
     """
     words = data.view(torch.int64)
     total = torch.tensor(before - 2**64 if before >= 2**63 else before, dtype=torch.int64, device=data.device)

@@ -29,9 +29,9 @@ _WIDTH_STEP = 8
 
 
 class PlanMask:
-    """Passes an attention plan to a model's layers in place of the mask.
+    """An attention plan passed in place of the mask to a model whose attention is routed.
 
-    It has the few attributes that the model files ask of a mask, and the positions of the flat tokens.
+    It has the few attributes that the model files read from a mask, and the positions of the flat tokens.
     """
 
     ndim = 0
@@ -47,7 +47,7 @@ class PlanMask:
         return self._plan.recurrence
 
     def to(self, *_: object, **__: object) -> PlanMask:
-        """Returns itself; a mask is brought to another type."""
+        """Returns itself. Model files call `to` to convert the dtype of a mask; a plan has none."""
         return self
 
     def __getitem__(self, _: object) -> PlanMask:
@@ -77,9 +77,9 @@ class PlanMask:
     ) -> torch.Tensor:
         """`attend_heads` with ALiBi (arXiv:2108.12409): a key's score grows by its position times its head's slope.
 
-        `slopes` (Hq,) are in the type in which the model multiplies them with positions. The bias of a key is one more
-        of its numbers. The queries' number beside it undoes the scale, unless the model scales the bias too
-        (`is_scaled`); it is split in two, so that half precision rounds it less.
+        `slopes` (Hq,) have the dtype in which the model multiplies them with positions. The bias of a key is an extra
+        channel of the key. The query holds 1 / scale there, or 1 if the model scales the bias too (`is_scaled`). Both
+        channels are doubled: the query's pair is 1 / scale as rounded to half precision and what the rounding lost.
         """
         width, dtype = query.shape[-1], value.dtype
         more = -(width + 2) % _WIDTH_STEP + 2

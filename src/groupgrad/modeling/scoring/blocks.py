@@ -23,7 +23,10 @@ _SLACK, _SLACK_TOKENS = 0.15, 8
 """Rows share a block if the shorter ones fall short by at most this share, or this many tokens."""
 
 _SPARE_SCORES = 4096
-"""Scores per head of missing rows that a group may bring into a block: a block of its own would cost about as much."""
+"""Maximum number of padded scores per head that a group with fewer rows may add to a block.
+
+A block of its own would cost about as much as this padding.
+"""
 
 
 @dataclass(slots=True, frozen=True)

@@ -260,13 +260,14 @@ def _delta_parts(
     to_state: torch.Tensor,
     kept: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Prepares chunks for the states (n, H, Dk, Dv) of a delta rule that pass through them; results are (n, H, ...).
+    """Solves each chunk's triangular system for its tokens' writes, as a function of the state before the chunk.
 
-    These are `written` and `read` (C, Dv or Dk): what the tokens write is written - read @ state. Of the arguments,
-    `system` (C, C) times what the tokens write is `right` (C, Dv + Dk), the values to write and the keys by which the
-    state is read. `inside` (C, C) weights what earlier tokens of the chunk wrote, `from_state` (C, Dk) are queries to
-    the state, `to_state` (Dk, C) the keys under which tokens write into the state behind the chunk, and `kept` (1 or
-    Dk, 1) is the share of the state that the chunk keeps.
+    All tensors are (n, H, ...), for n chunks and H heads; the state is (Dk, Dv). The tokens of a chunk write
+    `written` - `read` @ state, with `written` (C, Dv) and `read` (C, Dk): the solution of (I + the strictly lower
+    triangle of `system` (C, C)) @ solution = `right` (C, Dv + Dk). `right` holds the values to write and the keys that
+    read the state. The other arguments are returned unchanged: `inside` (C, C) weights the writes of the chunk's
+    tokens in each output, `from_state` (C, Dk) are queries to the state, `to_state` (Dk, C) are the keys under which
+    tokens write into the state after the chunk, and `kept` (1 or Dk, 1) is the share of the state that is left then.
     """
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     key_width = to_state.shape[-2]
@@ -277,7 +278,10 @@ def _delta_parts(
 def _delta_rule(
     recurrence: Recurrence, chunks: Chunks, prepare: Prepare, inputs: tuple[torch.Tensor, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """(1, T, H, Dv) outputs of a delta rule whose parts `prepare` makes of chunks of `inputs`: q, k, v, g and beta."""
+    """(1, T, H, Dv) outputs of a delta rule over chunks of `inputs` (q, k, v, g and beta).
+
+    `prepare` computes of them what does not depend on the state; the states then pass from chunk to chunk.
+    """
     chunked = [_chunked(chunks, tensor) for tensor in inputs]
     steps = chunks.steps(prepare, *chunked)
 
@@ -332,12 +336,12 @@ def _chunked(chunks: Chunks, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
-    """(N, H * times, ...) of (N, H, ...): each head for the heads of its group."""
+    """Repeats each head of (N, H, ...) `times` times; returns (N, H * times, ...)."""
     return heads if times == 1 else heads.repeat_interleave(times, dim=1)
 
 
 def _query_and_key(query: torch.Tensor, key: torch.Tensor, norm: bool) -> list[torch.Tensor]:
-    """Queries, divided by the root of their width, and keys, both of length 1 before if `norm`."""
+    """Scales queries by 1 / sqrt(D) and returns them with the keys; `norm` L2-normalises both first."""
     pair = [tensor.to(_state_dtype(tensor)) for tensor in (query, key)]
     if norm:
         pair = [tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6) for tensor in pair]
@@ -345,9 +349,9 @@ def _query_and_key(query: torch.Tensor, key: torch.Tensor, norm: bool) -> list[t
 
 
 def _decay_between(decay: torch.Tensor) -> torch.Tensor:
-    """(..., C, C) what is left at each token of a chunk of what each earlier one wrote; 0 for later ones.
+    """(..., C, C) decay factors: entry (i, j) is the decay of token j's write when token i reads it, 0 for j > i.
 
-    `decay` (..., C) is the logarithm of what is left since the chunk's beginning.
+    `decay` (..., C) is the logarithm of the decay from the chunk's beginning to each token.
     """
     size = decay.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1)

@@ -23,9 +23,11 @@ Backward = Callable[[torch.Tensor, bool], object]
 logger = logging.getLogger(__name__)
 
 TOKENS_PER_PASS_CPU, _WIDTH, _MOST_TIMES = 2048, 256, 8
-"""Tokens of a training pass on a CPU beyond which a larger pass only takes more memory, in models of this hidden size
-or a larger one. A narrower model takes more of them, up to this many times: its passes cost the host more than the
-processor, and its activations have few bytes."""
+"""Tokens per training pass on a CPU, for models of hidden size `_WIDTH` or larger: larger passes only take more memory.
+
+Narrower models get more tokens, up to `_MOST_TIMES` as many. Python's overhead dominates their passes, and their
+activations are small.
+"""
 
 
 def tokens_per_pass(hidden_size: int = _WIDTH) -> int:
@@ -34,14 +36,14 @@ def tokens_per_pass(hidden_size: int = _WIDTH) -> int:
 
 
 class MemoryGuard:
-    """Trains the micro-batches of a step one after the other, and cuts those that run out of memory.
+    """Trains the micro-batches of a step one after the other, and cuts a micro-batch that runs out of memory.
 
     A failed backward pass may have added a part of its gradient. Then `clear` drops all gradients and the step's
     earlier parts are trained again, so that no copy of the gradients is ever needed. (Dropout is drawn anew when that
-    happens, and a load-balancing loss is measured in each part.) The size that fitted is remembered and part of a
-    checkpoint: larger micro-batches are cut beforehand.
+    happens, and a load-balancing loss is measured in each part.) The size that fitted is kept, also in checkpoints:
+    larger micro-batches are cut beforehand.
 
-    `obstacle` names the reason why this run cannot do so; None: it can. Micro-batches above `max_tokens`
+    `obstacle` is the reason why this run cannot cut micro-batches; with None it can. Micro-batches above `max_tokens`
     are cut beforehand: cost follows tokens, so smaller passes take less memory and hardly more time. Groups are cut
     only where computing their prompt again costs little. Passes without gradients may have three times as many tokens.
     `prepare` is called with each batch before its passes with a gradient.
@@ -91,7 +93,7 @@ class MemoryGuard:
         return losses
 
     def _again(self, part: MicroBatch, is_first_time: bool, gradients_are_valid: bool) -> list[tuple[MicroBatch, bool]]:
-        """The parts that are trained in place of one that did not fit; False for those that have been measured."""
+        """The parts to train after `part` did not fit, each with False if its loss has been recorded before."""
         again = [(smaller, is_first_time) for smaller in self._smaller(part)]
         if not gradients_are_valid:
             self._clear()
@@ -135,11 +137,11 @@ class MemoryGuard:
         return {"limit": self._limit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut as the run did that `state_dict` was taken from, unless each rank has learned a size of its own."""
+        """Restores the learned size, except where several ranks make each pass together (`num_ranks`)."""
         self._limit = state["limit"] if self._num_ranks == 1 else None
 
     def join_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """None: on another number of ranks the size is learned anew."""
+        """Returns None: with another number of ranks the size is learned anew."""
 
     def _hopeless(self, part: MicroBatch) -> str | None:
         """The error if a part that has run out of memory cannot be cut; None if it can."""
@@ -189,7 +191,7 @@ class MemoryGuard:
         return parts
 
     def _cut(self, part: MicroBatch, limit: int) -> list[MicroBatch]:
-        """As few parts of similar cost as the limit allows, rows at the most."""
+        """Splits a part into as few parts of similar cost as the limit allows; a row is never split."""
         parts = [part]
         while max(p.cost for p in parts) > limit and len(parts) < len(part.rows):
             parts = part.split(len(parts) + 1)

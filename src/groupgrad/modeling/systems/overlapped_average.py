@@ -13,12 +13,12 @@ from groupgrad import dist
 
 
 class OverlappedAverage:
-    """Sends the gradients of one optimizer step bucket by bucket, each as soon as this rank's own are complete.
+    """Averages gradients over ranks in buckets, each sent as soon as this rank's gradients in it are complete.
 
     Gradients are sent in place, in the order in which backward passes complete them. Ranks may make different passes:
-    what a rank's last pass has not sent, `send_rest` sends. A pass that runs out of memory may be made again, since
-    what it has sent was complete; then the means take the place of what is computed anew. The last bucket waits for
-    `send_rest`, so that the caller can still change a gradient (`unsent`).
+    `send_rest` sends the buckets that a rank's last pass has not sent. A pass that runs out of memory may be repeated:
+    the buckets it has sent were complete, and `take` overwrites what the repetition computes for them. The last bucket
+    waits for `send_rest`, so that the caller can still change a gradient (`unsent`).
 
     `parameters` are pairs of a parameter and of its holder, whose `.grad` is its gradient (`GradientSums`); they are
     the same on all ranks.
@@ -39,7 +39,7 @@ class OverlappedAverage:
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
-        """Inside is this rank's last backward pass of the step, after which its gradients are complete."""
+        """Wraps this rank's last backward pass of the step: its gradients are sent as they become complete."""
         self._complete = set()
         handles = [p.register_post_accumulate_grad_hook(partial(self._completed, holder)) for p, holder in self._pairs]
         try:
@@ -49,19 +49,19 @@ class OverlappedAverage:
                 handle.remove()
 
     def unsent(self) -> list[nn.Parameter]:
-        """Holders whose gradients are not sent yet, of which one at least has a gradient, 0 if this rank made none."""
+        """Holders whose gradients are not sent yet; if none has a gradient, the first one gets a gradient of zeros."""
         found = [holder for bucket in self._buckets[len(self._sent) :] for holder in bucket]
         if found and all(holder.grad is None for holder in found):
             found[0].grad, self._made_up = torch.zeros_like(found[0]), found[0]
         return found
 
     def send_rest(self) -> None:
-        """Sends what is not sent yet; gradients that this rank has not made are 0. All ranks call it."""
+        """Sends the remaining buckets; missing gradients of this rank count as 0. All ranks call it."""
         while len(self._sent) < len(self._buckets):
             self._send()
 
     def take(self) -> None:
-        """Puts the means into the holders; a gradient that no rank has made is None. Collective, after `send_rest`."""
+        """Stores the mean gradients in the holders, None where no rank has one. Collective, after `send_rest`."""
         had_gradient = dist.all_gather_objects(bytes(self._had_gradient))
         means: list[torch.Tensor] = []
         for tensors, reduce in self._sent:
