@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 WAITING = "waiting for the other ranks"
-"""Activity of a rank whose silence is that of another."""
+"""Activity of a rank that waits in a collective, so that another rank is to blame for its silence."""
 
 
 EXIT_HUNG = 70
@@ -16,11 +16,11 @@ EXIT_HUNG = 70
 
 
 class Hung(BaseException):
-    """Raised in a thread whose activity has shown no sign of life; no `except Exception` takes it for its own."""
+    """Raised in a thread that has shown no sign of life for too long; `except Exception` does not catch it."""
 
 
 class OtherRankFailed(BaseException):
-    """Raised in a thread whose work is in vain since another rank has ended; no `except Exception` takes it."""
+    """Raised in a thread whose work is useless because another rank has ended; `except Exception` does not catch it."""
 
 
 @dataclass(slots=True, frozen=True)

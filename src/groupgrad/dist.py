@@ -161,10 +161,10 @@ def consecutive_groups(size: int, *, timeout_s: float) -> RankGroup:
 
 
 class RingHop:
-    """Tensors on their way to the next rank of a ring, while those of the rank before come in.
+    """Sends tensors to the next rank of a ring and receives the previous rank's. Collective in the group.
 
-    `sent` are (H, T, ...); those that come in have `num_tokens` in the place of T. The transfer runs until `wait`.
-    `channel` keeps hops apart that are under way at the same time. Collective in the group.
+    `sent` are (H, T, ...); the received tensors are (H, `num_tokens`, ...). The transfer runs until `wait`. Hops that
+    run at the same time need different values of `channel`.
     """
 
     def __init__(self, sent: Sequence[torch.Tensor], num_tokens: int, group: RankGroup, *, channel: int = 0):

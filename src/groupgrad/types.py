@@ -29,8 +29,8 @@ class Media:
     """The processor's tensors of the images (`pixel_values`, `image_grid_thw`, ...), of this prompt alone, on the CPU,
     with the first dimension that the processor gives."""
     token_tensors: dict[str, torch.Tensor]
-    """The processor's numbers of the prompt tokens (`token_type_ids`, `mm_token_type_ids`), (P_i,) each; those of
-    completion tokens are 0."""
+    """Tensors (P_i,) that the processor makes for the prompt tokens, such as `token_type_ids` and
+    `mm_token_type_ids`; they are 0 for completion tokens."""
     key: str
     """Digest of the images' content: two media with the same key are the same."""
 
@@ -82,7 +82,7 @@ class Trace:
     wait_s: float = 0.0
     """Wall-clock seconds that it waited for tools and its environment."""
     hidden_s: float = 0.0
-    """Those of them during which the engine worked for other rollouts."""
+    """Seconds of `wait_s` during which the engine worked for other rollouts."""
     problem: str = ""
     """Why it ended as `error`, or what its environment failed at; empty if nothing did."""
 
@@ -112,7 +112,7 @@ class Rollout:
     """Optimizer step whose weights sampled it; the earliest, where they changed meanwhile."""
     policy_versions: list[int] | None = None
     """Optimizer step whose weights sampled each token; None if it is `policy_version` for all. A token that the policy
-    did not sample has that of the one before."""
+    did not sample has the step of the token before it."""
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further values for the reward functions, by argument name."""
     own_rewards: dict[str, float | None] = field(default_factory=dict[str, "float | None"])

@@ -126,7 +126,8 @@ class GenerationSampler:
 
 
 SamplerKey = tuple[int, int, tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""Generation batch, position, data-set indices of its prompts, and those of the generation batches sampled ahead."""
+"""(generation batch, position of the micro-batch in it, data-set indices of its prompts, the same indices for each
+generation batch that may be sampled ahead)."""
 
 
 class GenerationRows(torch.utils.data.Dataset):

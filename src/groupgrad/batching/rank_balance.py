@@ -14,13 +14,13 @@ from groupgrad.batch import Batch
 from groupgrad.batching.packing import RowCost, row_costs, split, total_cost
 
 LEAST_GAIN, LEAST_GAIN_UNEVEN = 0.03, 0.01
-"""Part of the slowest rank's cost that must be won, or no row is moved; less is enough where ranks are not `EVEN`."""
+"""Minimum share of the slowest rank's cost that moving rows must save; the second if ranks are not `EVEN` before."""
 EVEN = 1.03
-"""Largest cost of a rank, in means of all ranks, with which ranks count as even."""
+"""Ranks count as even if the most expensive one costs at most this many times their mean."""
 
 
 def balance_over_ranks(batch: Batch, passes: Sequence[int], least_rows: int = 1, *, may_move: bool = True) -> Batch:
-    """The rows of a step that this rank trains, at least `least_rows`, out of those of all ranks. Collective.
+    """Redistributes a step's rows over ranks for equal cost; returns this rank's, at least `least_rows`. Collective.
 
     `batch` has this rank's rows, on the CPU, and `passes` (B,) the passes that each of them needs. Rows that stay keep
     their order and come first. No row moves if `may_move` is False on any rank.
@@ -120,7 +120,7 @@ def _refined(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], least_rows
 
 
 def _filled(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], least_rows: int) -> list[list[int]]:
-    """Gives bins of fewer than `least_rows` the cheapest rows of those that have the most."""
+    """Moves the cheapest rows of the largest bins to bins with fewer than `least_rows` rows."""
     found = [list(rows) for rows in bins]
     for rows in found:
         while len(rows) < least_rows < len(longest := max(found, key=len)):

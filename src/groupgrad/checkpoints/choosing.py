@@ -37,7 +37,7 @@ class ResumePoint:
 
     @property
     def world_size(self) -> int:
-        """Processes that wrote it; those of this run if it does not say."""
+        """Number of processes that wrote the checkpoint; the present number if it has no manifest."""
         return dist.world_size() if self.manifest is None else self.manifest.world_size
 
 

@@ -45,7 +45,7 @@ class SaveFailed(RuntimeError):
 
 @dataclass(slots=True, frozen=True)
 class _FolderView:
-    """The ranks that see the same run folder, all of them or those of one machine."""
+    """The ranks that share a file system for the run folder: all ranks, or the ranks of one machine."""
 
     members: tuple[int, ...]
 

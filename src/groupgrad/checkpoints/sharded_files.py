@@ -84,7 +84,7 @@ def _load(folder: Path, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raises the exception of a rank in place of the one that collects those of all ranks."""
+    """Replaces torch's CheckpointException, which collects the errors of all ranks, by the first of these errors."""
     try:
         yield
     except CheckpointException as error:

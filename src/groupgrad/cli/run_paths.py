@@ -29,8 +29,7 @@ class RunPaths:
             self.sweeps += [folder for folder in sweeps if folder.resolve() not in places]
 
     def runs(self) -> list[RunFolder]:
-        """All runs, those that have come since the last time at the end. Runs of equal names have their paths as
-        names."""
+        """All runs; runs that are new since the last call come last. Runs with equal names get their paths as names."""
         for run in (run for path in self._paths for run in _runs_at(path)):
             self._known.setdefault(run.path.resolve(), run)
         runs = list(self._known.values())

@@ -243,8 +243,10 @@ def _check(store: Store, settings: dict[str, Any], is_command_line: bool) -> Non
 
 
 def _take_at_once(store: Store, own: int) -> bool:
-    """Has commands taken by this process if no other one trains the sweep; False if one does. Of those that wait from
-    before, what is refused is printed."""
+    """Applies the waiting commands in this process, unless another one trains the sweep, which returns False.
+
+    Refusals of commands other than `own` are printed.
+    """
     from groupgrad.cli.sweep_arms import CommandLineArms
     from groupgrad.sweep.sweeper import Sweeper
     from groupgrad.trainer.run_lock import locked

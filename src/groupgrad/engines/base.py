@@ -72,8 +72,10 @@ class Engine(Protocol):
 
     @property
     def is_exact(self) -> bool:
-        """True if log-probs and entropies are, but for rounding, those that training's modules assign in evaluation
-        mode. Training then uses them instead of computing them again."""
+        """True if log-probs and entropies equal, up to rounding, what the trained modules compute in evaluation mode.
+
+        Training then uses them instead of computing them again.
+        """
         ...
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:

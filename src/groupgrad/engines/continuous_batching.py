@@ -130,7 +130,7 @@ def _failure(error: object) -> RuntimeError:
 
 @contextmanager
 def _weights_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Puts copies in `dtype` in the place of the float32 parameters of `model` inside; nothing for None.
+    """Replaces the float32 parameters of `model` by copies in `dtype` inside the context; no change for None.
 
     The parameters themselves are not touched, so that their gradients and optimizer states stay theirs. A float32 head
     stays float32.

@@ -1,4 +1,4 @@
-"""Causal attention of many tokens by the compiled kernels, behind prompts that rows may share."""
+"""Causal attention over flat tokens in the compiled kernels; rows may share the prompt before them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def slot_spans(
     """Returns the memory addresses of the keys and values of n spans, as (n, 10) integers.
 
     Each row of `table` describes one span. `prompts` and `own` are keys and values (slots, Hkv, places, D) of prompts
-    and of the tokens behind them. Flat keys (T, Hkv, D) are slots too: one for each token, which the tokens behind it
-    overlap.
+    and of the tokens after them. Flat keys (T, Hkv, D) work as overlapping slots: the slot of a token begins at it and
+    contains the tokens after it.
     """
     tensors = (*prompts, *own)
     factors = [1, 1, 1, 1, 0, 0, *(4 * x.stride(0) for x in tensors)]
@@ -72,11 +72,11 @@ def attend(
     """(T, Hq, D) float32 outputs of queries (Hq, T, D).
 
     `spans` (n, 10) int64 are records in which every query occurs once. A span is consecutive query tokens of one
-    sequence, each of which attends to the tokens before it and to itself. Its record has the first query, the number of
-    queries, the tokens between the prompt and the first query, the tokens of the prompt, and the strides and addresses
-    of keys and values (see `Span` of `attention_tile.h`). `totals` (T, Hq, 2) float32, if given, get each query's
-    largest score and 1 / the sum of exponentials of its scores less that. MemoryError if the scores of a tile do not
-    fit.
+    sequence, each of which attends to the tokens before it and to itself. Its record has the index of the first query,
+    the number of queries, the number of tokens between the prompt and the first query, the length of the prompt, and
+    the strides and addresses of keys and values (see `Span` of `attention_tile.h`). `totals` (T, Hq, 2) float32, if
+    given, receives each query's largest score m and 1 / sum(exp(score - m)). MemoryError if the scores of a tile do not
+    fit into memory.
     """
     query = query if query.stride(2) == 1 else query.contiguous()
     num_heads, num_tokens, width = query.shape
@@ -114,8 +114,11 @@ class _AttentionGradient(ctypes.Structure):
 
 
 def rows_by_prompt(spans: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n, 4) rows for `attend_gradient` of `spans` (n, 6) (see `span_table`), and (groups + 1,) bounds of those that
-    share a prompt, the prompt itself first."""
+    """Sorts `spans` (n, 6) (see `span_table`) by prompt for `attend_gradient`.
+
+    Returns (n, 4) rows, in which each prompt is followed by the rows that share it, and the (groups + 1,) bounds of
+    these groups.
+    """
     starts, lengths, _, prompt_lengths, prompts, _ = spans.unbind(1)
     is_behind = prompt_lengths > 0
     owners = torch.where(is_behind, prompts, starts)

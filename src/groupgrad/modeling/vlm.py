@@ -280,7 +280,7 @@ def _images_of_prompts(model: nn.Module, batch: Batch) -> list[PromptImages | No
 
 
 def _images_of_rows(model: nn.Module, batch: Batch, of_prompts: list[PromptImages | None]) -> list[PromptImages | None]:
-    """(B,) images of each row: those of its prompt, or more where tools returned some."""
+    """(B,) images of each row: its prompt's images, and images that tools returned."""
     images = [of_prompts[prompt] for prompt in batch.prompt_of_row.tolist()]
     for row, media in enumerate(batch.row_media or ()):
         if media is not None:

@@ -1,8 +1,8 @@
-"""Measures how far each token's gradient agrees with that of the whole step, at the input of the output head.
+"""Measures how far each token's gradient agrees with the whole step's, for an imagined layer before the output head.
 
-The gradient is that of a linear layer `h -> W h`, W the identity, in front of the output head. With `d_t` the gradient
-of the loss with respect to the head's input `h_t` of token t, it is G, the (H, H) sum of `d_t h_t^T` over all tokens.
-Inner products of tokens and rows with G need no further pass, and no tensor of the size of the vocabulary.
+The layer is linear, `h -> W h` with W the identity. With `d_t` the gradient of the loss with respect to the head's
+input `h_t` of token t, the gradient of W is G, the (H, H) sum of `d_t h_t^T` over all tokens. Inner products of tokens
+and rows with G need no further pass, and no tensor of the size of the vocabulary.
 """
 
 from __future__ import annotations

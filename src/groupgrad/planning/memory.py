@@ -169,7 +169,7 @@ def pass_sizes(sizes: RunSizes, hidden_size: int) -> list[int]:
 
 
 def _update(shape: ModelShape, sizes: RunSizes) -> int:
-    """Bytes of temporary tensors of the largest weight's update. Those of an adapter are small."""
+    """Bytes of temporary tensors in the update of the largest weight; 0 for an adapter, whose weights are small."""
     largest = shape.largest_parameter if sizes.adapter == "full" else 0
     return int(UPDATE_TENSORS[sizes.optimizer] * largest * _state_bytes(sizes))
 

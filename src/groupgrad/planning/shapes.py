@@ -44,7 +44,7 @@ _WIDTHS = (
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k")
-"""Fields with the experts of a layer, and with those of a token. Copies have few, since a token computes no others."""
+"""Fields with the number of experts of a layer, and of a token. Copies have few experts: a token computes no others."""
 
 
 @dataclass(slots=True, frozen=True)

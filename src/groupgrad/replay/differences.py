@@ -220,7 +220,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _bits(column: pa.Array) -> bytes:
-    """The bits of a column of numbers or of lists of them; empty for others, which have no second zero."""
+    """The sign bits of a column of floats or lists of floats, as 0.0 == -0.0; empty for other columns."""
     values = column.flatten() if pa.types.is_list(column.type) else column
     if not pa.types.is_floating(values.type):
         return b""

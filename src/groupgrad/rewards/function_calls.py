@@ -206,7 +206,7 @@ def _result(future: futures.Future[Outcome], longest_s: float | None = None) -> 
 
 
 def _runs_in_workers(function: RewardFunction) -> bool:
-    """False for async functions, and for those of groupgrad that have workers of their own."""
+    """False for async functions, and for groupgrad's own functions that start workers themselves."""
     return not function.is_async and not getattr(innermost(function.call), "has_own_workers", False)
 
 

@@ -36,7 +36,7 @@ T = TypeVar("T")
 DEVICES = ("cpu", "cuda")
 """Types of devices on which samples and log-probs are shared; on others the digest of weights has not been tested."""
 MAX_BYTES = 64 * 2**20
-"""Memory that kept results may take; those that were used longest ago are dropped."""
+"""Memory limit of the kept results; beyond it the least recently used are dropped."""
 _WORDS_AT_ONCE = 2**22
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIXES = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
@@ -208,9 +208,9 @@ def _weights(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def weighted_sum_of_bits(bits: torch.Tensor) -> torch.Tensor:
-    """() int64: the sum of 64-bit words of a tensor of bytes, each times a number of its own, modulo 2^64.
+    """() int64 checksum of a tensor of bytes: the sum of its 64-bit words, each times its own weight, modulo 2^64.
 
-    The numbers are odd and look random (splitmix64), so every change of one word changes the sum, and changes of
+    The weights are odd and look random (splitmix64), so every change of one word changes the sum, and changes of
     several cancel with a probability of about 2^-63. Nothing leaves the device.
     """
     words = torch.cat([bits, bits.new_zeros(-bits.numel() % 8)]).view(torch.int64)

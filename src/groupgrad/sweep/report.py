@@ -62,7 +62,7 @@ class Cost:
 
 
 def results(store: Store) -> list[Result]:
-    """All arms, the best one first: those that came further before those that were dropped on the way."""
+    """All arms, the best one first; an arm that got further comes before one that was dropped earlier."""
     metric = store.fact("metric") or compare.COMBINED
     last = {decision.arm: decision for decision in store.decisions()}
     drops = {arm.id: last[arm.id] for arm in store.arms() if arm.state == DROPPED}
@@ -100,7 +100,7 @@ def cost(store: Store) -> Cost:
 
 
 def steps_so_far(store: Store) -> dict[str, int]:
-    """Steps of each arm, by its name, with those of a turn that lasts, which the store has when it ends."""
+    """Steps of each arm by name, including the steps of a turn in progress, which the store does not have yet."""
     steps = {arm.name: arm.step for arm in store.arms()}
     if is_trained(store.folder):  # a killed sweep goes on from the arms' checkpoints
         for arm in store.arms():

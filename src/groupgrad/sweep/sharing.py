@@ -98,7 +98,7 @@ class RewardCache:
 
 
 def cached_functions(functions: Any, names: Iterable[str], cache: RewardCache) -> list[Any]:
-    """The reward functions, those of some names with the cache. ValueError for a name that none of them has."""
+    """Wraps the reward functions in `names` with the cache. ValueError for a name that no function has."""
     items = list(functions) if isinstance(functions, (list, tuple)) else [functions]
     wanted, own = set(names), [getattr(function, "__name__", str(function)) for function in items]
     missing = sorted(wanted - set(own))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 FILE = "sweep.sqlite"
 ARMS = "arms"
-"""Folder of the arms' runs within that of the sweep."""
+"""Folder of the arms' runs within the sweep's folder."""
 FORMAT = 2
 
 WAITING, STOPPED, DROPPED, DONE, FAILED, DELETED = "waiting", "stopped", "dropped", "done", "failed", "deleted"
@@ -54,7 +54,7 @@ class Arm:
     cohort: int
     parent: int | None
     changes: dict[str, Any]
-    """Its changes to the sweep's base; for a clone, those of its parent too."""
+    """Its changes to the sweep's base; a clone's include its parent's."""
     state: str
     step: int
     max_steps: int | None
@@ -202,7 +202,7 @@ class Store:
     def pass_rung(
         self, arms: Iterable[int], rung: int, dropped: Mapping[int, str], decided: Iterable[Decision]
     ) -> None:
-        """Writes a decision of halving: the arms that go on, those that do not and why, and the rows of its table."""
+        """Records a decision of halving: which arms go on, which are dropped and why, and the rows of its table."""
         with self._connected() as db:
             for arm in arms:
                 db.execute("UPDATE arms SET rung = ? WHERE id = ?", (rung, arm))

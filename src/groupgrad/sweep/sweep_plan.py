@@ -35,7 +35,7 @@ class ArmSampling:
 
 @dataclass(slots=True, frozen=True)
 class Halving:
-    """Successive halving: at each rung only the best arms of those that have come so far go on (arXiv:1502.07943)."""
+    """Successive halving: at each rung only the best of the arms that reached it go on (arXiv:1502.07943)."""
 
     factor: int = 2
     """One arm of this many goes on."""
@@ -126,8 +126,10 @@ class SweepPlan:
 
 
 def read_plan(content: Mapping[str, Any], base: Mapping[str, Any]) -> SweepPlan:
-    """The plan that a mapping of `KEYS` describes, with `base` in the place of what `base` names. ValueError, with what
-    to set, if it cannot work; ImportError if it needs Optuna, which is missing."""
+    """Reads a sweep's plan from a mapping of `KEYS`; `base` holds the settings that its key `base` names.
+
+    ValueError, with what to set, if the plan cannot work; ImportError if it needs Optuna, which is missing.
+    """
     _known("the sweep", content, KEYS)
     vary = content.get("vary") or {}
     if not isinstance(vary, Mapping):

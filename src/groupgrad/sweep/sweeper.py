@@ -146,7 +146,7 @@ class Sweeper:
         self._decide()
 
     def _next(self) -> Arm | None:
-        """The arm whose turn it is: the one that has come least far of those that do not wait for a rung."""
+        """The arm to train next: the least advanced one that does not wait for a rung."""
         return next(iter(ready_arms(self.plan, self.store)), None)
 
     def _turn(self, arm: Arm) -> None:

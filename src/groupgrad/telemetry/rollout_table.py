@@ -90,7 +90,7 @@ class StoredRows:
 
 
 def rollout_values(part: StoredRows, row: int) -> dict[str, Any]:
-    """The numbers of a row by their columns' names; those that it does not have are left out."""
+    """The numbers of a row by column; columns without a number are left out."""
     rollout, number = part.rollouts[row], part.first_row + part.rollouts[row].index
     values: dict[str, Any] = {
         "row": number,
@@ -170,7 +170,7 @@ def message_text(value: Any) -> str:
 
 
 def image_hashes(media: Any) -> list[str]:
-    """Names of the images of a rollout: the digest of all of them, and the place of each."""
+    """Names of a rollout's images: the digest of all its images, and each one's index."""
     if media is None:
         return []
     key = hashlib.sha1(media.key.encode()).hexdigest()[:16]

@@ -25,7 +25,7 @@ _CURRENT_RUN: dict[str, Callable[[Any], Any]] = {
 def log_to_trackers(
     records: Sequence[Mapping[str, Any]], *, step: int, report_to: Sequence[str], with_images: bool
 ) -> None:
-    """Logs the records as a table named `completions` to those of wandb and trackio in `report_to` that have a run.
+    """Logs the records as a table `completions` to wandb and trackio, if they are in `report_to` and have a run.
 
     Prompts, completions and other structured values are logged as text, and with `with_images` the images of a record
     go to a column `image`. A tracker that fails is reported by a warning, since a lost table must not end a run.

@@ -281,7 +281,7 @@ class CheckpointedRun(Trainer):
             known[name] = found if len(found) > 1 else found[0]
 
     def _expected_bytes(self) -> int:
-        """Bytes of the next checkpoint: those of the last one, or else of weights and optimizer state."""
+        """Expected bytes of the next checkpoint: as many as the last one has, or else weights and optimizer state."""
         if self._last_size is not None:
             return self._last_size
         model, optimizer = unwrap(self.model), self.optimizer

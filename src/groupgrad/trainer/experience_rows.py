@@ -26,7 +26,7 @@ def stored_rows(
     *,
     num_generations: int,
 ) -> StoredRows:
-    """A generation batch as it is stored, with the log-probs and entropies of the engine, or else those of `scores`.
+    """Converts a generation batch for storage; log-probs and entropies come from the engine, or else from `scores`.
 
     `shares` are the gradient shares of the tokens of rows.
     """

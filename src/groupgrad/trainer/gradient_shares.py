@@ -159,7 +159,7 @@ class GradientShares:
 
 
 def _names_of_ranks(names: set[GroupName]) -> tuple[int, list[GroupName]]:
-    """Collective. The number of groups of the step, and those that have rows on several ranks, in order."""
+    """Collective. The number of groups of the step, and the sorted names of groups with rows on several ranks."""
     counts = Counter(name for own in dist.all_gather_objects(names) for name in own)
     return len(counts), sorted(name for name, count in counts.items() if count > 1)
 

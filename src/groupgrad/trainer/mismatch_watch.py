@@ -85,7 +85,7 @@ def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | str) -> floa
 
 
 def computing_types(model: nn.Module, mixed_precision: str) -> set[torch.dtype]:
-    """The floating-point dtypes of the model's parameters, and that of mixed precision ("bf16", "fp16").
+    """The floating-point dtypes of the model's parameters, and the dtype of `mixed_precision` ("bf16", "fp16").
 
     Layers that round to 8 bits count as bfloat16, which has 8 bits of precision too.
     """

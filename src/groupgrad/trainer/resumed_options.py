@@ -59,7 +59,7 @@ def deciding_options(config: GRPOConfig) -> dict[str, Any]:
 
 
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a configuration's fields that decide a run's results."""
+    """Keeps the configuration fields that influence a run's results."""
     return {
         name: value
         for name, value in settings.items()
@@ -153,7 +153,7 @@ def apply_learning_rate(optimizer: Any, scheduler: Any, new: Mapping[str, Any], 
 
 
 def apply_schedule(optimizer: Any, scheduler: Any) -> None:
-    """Gives a restored optimizer the learning rates of this run's schedule at its step, not those of the checkpoint's.
+    """Sets a restored optimizer's learning rates by this run's schedule instead of the checkpoint's.
 
     Only schedules that are functions of the step have them; others go on from the checkpoint's.
     """

@@ -27,7 +27,7 @@ class PromptLengths:
 
     lengths: Sequence[int]
     is_all: bool
-    """The lengths are those of all prompts."""
+    """True if `lengths` covers all prompts of the data set."""
 
     def __str__(self) -> str:
         if not self.lengths:

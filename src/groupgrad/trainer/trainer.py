@@ -264,7 +264,7 @@ class GRPOTrainer(TrainingRun):
             return reread_rows(key, self.train_dataset, groups, self.buffer.incompatibility)
 
     def _upcoming(self, key: MicroBatchKey, index: int) -> list[GenerationRequest]:
-        """The generation batches that may be sampled ahead behind that of the `index`-th micro-batch of a step."""
+        """Requests for the generation batches after the `index`-th micro-batch's that may be sampled ahead."""
         step = self.state.global_step
         num_left = (self.state.max_steps - step) * self.args.gradient_accumulation_steps - index
         numbered = enumerate(key.ahead[: self.plan.generations_after(num_left)], start=key.generation + 1)

@@ -111,7 +111,7 @@ def _refuse_reading(*_: object) -> Any:
 
 
 class MetricList:
-    """One metric of a mode (`train` or `eval`); what is appended is averaged over the log window and over ranks."""
+    """TRL's list of one metric's values; appended values are averaged over the log window and over ranks."""
 
     def __init__(self, store: MetricStore, name: str):
         self._store, self._name = store, name
@@ -155,7 +155,7 @@ SETTINGS = (
 
 
 class TRLNames:
-    """Attributes of TRL's trainer, with their meaning there, beside those of `SETTINGS`."""
+    """Attributes of TRL's trainer with TRL's meaning, in addition to those in `SETTINGS`."""
 
     temperature = setting("temperature_resolved")
     chat_template_kwargs = ReadOnly(

@@ -34,7 +34,7 @@ class ProbePlan:
         self.layers: dict[int, LayerShape] = {}
         self.calls: dict[int, AttentionCall] = {}
         self.direct_agrees: dict[type, bool] = {}
-        """True, by the class of the direct form, if its logits were those of the model's modules."""
+        """Class of a direct form -> True if its logits agreed with the logits of the model's modules."""
         self.can_record = True
         """False once a step of the model could not be recorded."""
         self._recurrence = ProbeRecurrence()

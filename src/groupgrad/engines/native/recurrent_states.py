@@ -74,7 +74,7 @@ class SlotRecurrence(Recurrence):
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Inside, decode steps leave the stored states as they are."""
+        """Makes decode steps inside the context leave the stored states unchanged."""
         self._is_trial = True
         try:
             yield
@@ -101,7 +101,7 @@ class SlotRecurrence(Recurrence):
         self._write(torch.arange(len(finals), device=finals.device), finals)
 
     def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
-        """(D, n * (width - 1)) inputs of a convolution that are stored for the runs; the last ones now replace them."""
+        """(D, n * (width - 1)) stored inputs of a convolution before the runs; stores the runs' last inputs instead."""
         initial, write = self._next_states()
         before = initial.to(values.dtype).transpose(0, 1).flatten(1).clone()  # the states are written below
         last = self._last_places(width - 1, values.device)
@@ -113,7 +113,7 @@ class SlotRecurrence(Recurrence):
         return list(range(first, first + count))
 
     def _last_places(self, count: int, device: torch.device) -> torch.Tensor:
-        """(n, count) places, as those of `heads`, of the last inputs of each run."""
+        """(n, count) places of the last inputs of each run, numbered as in `heads`."""
         if (count, device) not in self._ends:
             rows = []
             for number, segment in enumerate(self._segments):
@@ -123,7 +123,7 @@ class SlotRecurrence(Recurrence):
         return self._ends[count, device]
 
     def _next_states(self) -> tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], None]]:
-        """(n, ...) states that the runs begin with in the next layer, and what writes the final ones of some runs."""
+        """(n, ...) initial states of the runs in the next layer, and a function that stores final states of runs."""
         index = self._num_computed
         self._num_computed += 1
         target = self._buffer.states[index]

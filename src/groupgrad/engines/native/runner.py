@@ -22,7 +22,7 @@ DIRECT_TOLERANCE = 1e-5
 
 
 class EagerStep:
-    """A step in the model's direct form, once that has given the logits of the model's modules, or through these."""
+    """A decode step that runs in the model's direct form if its logits agree with the modules', else in the modules."""
 
     def __init__(self, runner: DecodeRunner, batch: DecodeBatch):
         self._runner, self._plan = runner, DecodePlan(runner.cache, batch)
@@ -41,10 +41,10 @@ class EagerStep:
         return logits
 
     def _checked(self, tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan) -> torch.Tensor | None:
-        """The logits of the direct form, compared with those of the model's modules; None if they differ.
+        """Runs a step in the modules and in the direct form; returns the direct form's logits, None if they differ.
 
-        The model's modules come first, so that the cache holds the same numbers as in all later sessions. Both begin
-        with the same states of recurrent layers, and so does the step that is computed again.
+        The modules come first, so that the cache holds the direct form's numbers, as in all later sessions. Recurrent
+        states are put back between the two, and before the caller repeats the step.
         """
         runner = self._runner
         assert self._direct is not None
@@ -100,11 +100,11 @@ class DecodeRunner:
 
     @property
     def is_checked(self) -> bool:
-        """True if the direct form's logits have been compared with those of the model's modules."""
+        """True if the direct form's logits have been compared with the modules' logits."""
         return self._direct_type in self._probe.direct_agrees
 
     def check(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compares the direct form's logits (n, V) with those of the model's modules; drops it if they differ."""
+        """Compares the direct form's (n, V) logits with the modules' (`expected`); drops the form if they differ."""
         if not expected.isfinite().all():
             # Broken weights prove nothing about later ones.
             self.direct = None

@@ -108,7 +108,7 @@ class ServerClient:
         call(self.address, "init", {}, timeout_s=PROBE_S)
 
     def is_restarted(self) -> bool:
-        """True if the server is another start of it than that of `info`, or does not answer."""
+        """True if the server has been restarted since `info` was read, or does not answer."""
         try:
             return self.look()["start_id"] != self.info.get("start_id")
         except (ConnectionError, ServerRefused):

@@ -107,7 +107,7 @@ def call(
 
 
 class Stream:
-    """A call whose answer has one JSON object a line. Parameters and errors are those of `call`."""
+    """A call whose answer has one JSON object per line. Parameters and errors are as in `call`."""
 
     def __init__(
         self,

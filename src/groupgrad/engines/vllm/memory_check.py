@@ -37,7 +37,7 @@ class TrainingBytes:
     gradients: int
     optimizer: int
     activations: int
-    """Those of the largest micro-batch, scratch memory included."""
+    """Activations of the largest micro-batch, scratch memory included."""
 
     @property
     def while_sampling(self) -> int:

@@ -37,7 +37,7 @@ class ContextPart:
     """L."""
 
     def hook(self, hook: HeadHook) -> HeadHook:
-        """The hook of this rank's tokens, from that of all L tokens that the pass predicts.
+        """Narrows a hook that scores all L predicted tokens to this rank's tokens.
 
         The head cannot run on an empty input, so a rank without any scores token 0, which `join` leaves out.
         """
@@ -49,7 +49,7 @@ class ContextPart:
         return replace(own, shape=self.inputs.shape, places=hook.places)
 
     def join(self, scores: TokenScores) -> TokenScores:
-        """The (L,) scores of all ranks on each of them, from those of this rank's tokens. Collective, also backward."""
+        """Joins the ranks' scores; returns the (L,) scores of all predicted tokens. Collective, also backward."""
         own = torch.stack([scores.logprobs, scores.entropy])[:, : len(self.scored)]
         everywhere = own.new_zeros(2, self.num_predicted).index_copy(1, self.scored.to(own.device), own)
         logprobs, entropy = sum_over_group(everywhere, self.group).unbind()

@@ -27,8 +27,8 @@ ENTROPY_TOKENS = 512
 """Tokens whose logits become entropies at a time, which bounds the scratch memory to tokens x vocabulary."""
 
 StatesTap = Callable[[torch.Tensor, "torch.Tensor | None"], None]
-"""Gets the (L', H) input of the output head in a pass with gradients, and the places (L',) of its tokens among those of
-the batch; None for all of them."""
+"""Called with the (L', H) input of the output head in a pass with gradients, and the (L',) indices of its tokens in the
+batch; None for all tokens."""
 
 
 @dataclass(slots=True)
@@ -47,9 +47,9 @@ class HeadHook:
     entropy_gradient: bool = False
     precomputed: PrecomputedGradient | None = None
     tap: StatesTap | None = None
-    """Gets the hidden states that predict the tokens."""
+    """Called with the hidden states that predict the tokens."""
     places: torch.Tensor | None = None
-    """(L,) int64, the places of the tokens among those of the batch; None for all of them."""
+    """(L,) int64 indices of the tokens in the batch; None for all tokens."""
     is_narrowed: bool = False
     """The head got the hidden states at `rows` and `positions` alone."""
     scores: TokenScores | None = None

@@ -86,7 +86,7 @@ class HeadTask:
     temperature: float
     tiles: Tiles
     dtype: torch.dtype
-    """Type of the matrix products, that of the head's own module."""
+    """Dtype of the matrix products; the head's module has the same."""
     entropy_gradient: bool = False
     keep_direction: bool = False
     """Compute d log-prob / d hidden in the forward pass already."""
@@ -174,7 +174,7 @@ class HeadGradRequest:
 
 @dataclass(slots=True)
 class Gradients:
-    """Gradients of the loss; None where one is not needed. Those of hidden states and bias are `HeadTask.exact`."""
+    """Gradients of the loss, None where not needed; `hidden` and `bias` have the dtype `HeadTask.exact`."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
@@ -329,7 +329,7 @@ def gradient_pass(
     *,
     add: bool = False,
 ) -> None:
-    """Fills `grads` in one pass; `add` adds to those of weight and bias.
+    """Fills `grads` in one pass; with `add` the gradients of weight and bias are added to.
 
     `hidden` has the products' dtype and holds the tokens of `request` alone, as does `grads.hidden`.
     """

@@ -22,17 +22,20 @@ CHUNK_SIZES = (16, 32, 64)
 """Sizes of chunks to choose from; small ones waste less on short rows, large ones take fewer steps."""
 
 _STATE_WIDTH = 128
-"""Width of a state for which the chunk size is chosen: a token of a chunk of C costs about C + this many products."""
+"""State width assumed in choosing a chunk size: a token in a chunk of C costs about C + `_STATE_WIDTH` products."""
 
 BLOCK_TOKENS = 2048
-"""Tokens whose chunks are prepared at a time. The results for a longer row would leave the processor's caches, and be
-new memory in each layer, so that a token of it would cost more."""
+"""Number of tokens whose chunks are prepared at a time.
+
+The results for more tokens would not fit into the processor's caches and would be allocated anew in each layer, so that
+a token of a long row would cost more.
+"""
 
 Advance = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Initial states of the chunks of the next step -> (their outputs, their final states)."""
 
 Zeros = Callable[[int], torch.Tensor]
-"""Makes the states (n, ...) of n segments that begin anew."""
+"""Number of segments n -> (n, ...) states of zeros."""
 
 Prepare = Callable[..., tuple[torch.Tensor, ...]]
 """Chunks (n, ...) of some inputs -> what the steps need of them, each (n, ...)."""
@@ -45,9 +48,10 @@ class _Level:
     counts: list[int]
     """Number of segments that still have a chunk, for each step."""
     is_first: bool
-    """True if its segments are behind no prompt of these tokens."""
+    """True if no prompt among these tokens comes before its segments."""
     sources: torch.Tensor
-    """(n,) int64, the state that each begins with: of the initial ones, or of the final ones of the level before."""
+    """(n,) int64 index of each segment's initial state: in `initial` of `scan` if `is_first`, else in the final states
+    of the level before."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,9 +59,9 @@ class Chunks:
     """All flat tokens in chunks, in the order in which states pass through them."""
 
     places: torch.Tensor
-    """(N, C) int64 flat places of the chunks' tokens; T stands for padding, which is last in a chunk."""
+    """(N, C) int64 flat places of the chunks' tokens; padding at the end of a chunk has the place T."""
     inverse: torch.Tensor
-    """(T,) int64, the place in the flattened chunks of each token."""
+    """(T,) int64 index of each token in the flattened chunks."""
     levels: tuple[_Level, ...]
     ends: torch.Tensor
     """(m,) int64, the segments whose final states are wanted, in the order of the levels."""
@@ -73,8 +77,8 @@ class Chunks:
     def steps(self, prepare: Prepare, *inputs: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Applies `prepare` to the chunks (N, ...) of `inputs`, and yields its results for each step of `scan`.
 
-        It is made for the steps of a block at a time. Tensors are split at once: the gradient of a slice is as large as
-        the whole, so the cost of the backward pass would grow with the square of the number of steps.
+        `prepare` is called for a block of steps at a time. Each tensor is split by one call: the gradient of a slice is
+        as large as the tensor, so with slices the cost of the backward pass would be quadratic in the number of steps.
         """
         blocks = self._blocks()
         split = [values.split([sum(counts) for counts in blocks]) for values in inputs]
@@ -82,7 +86,7 @@ class Chunks:
             yield from zip(*(part.split(counts) for part in prepare(*values)))
 
     def _blocks(self) -> list[list[int]]:
-        """The number of chunks of each step, in blocks of at most `BLOCK_TOKENS` tokens or of one step."""
+        """The number of chunks of each step, grouped into blocks of at most `BLOCK_TOKENS` tokens or one step."""
         size = self.places.shape[1]
         blocks: list[list[int]] = []
         room = 0
@@ -121,13 +125,13 @@ class PackedLevel:
     bounds: torch.Tensor
     """(n + 1,) int64 bounds of the segments in `places`."""
     sources: torch.Tensor
-    """(n,) int64, the state that each begins with: of the given ones, behind which are zeros, or of the final ones of
-    the level before."""
+    """(n,) int64 index of each segment's initial state: in the first level in the given states followed by zeros, else
+    in the final states of the level before."""
 
 
 @dataclass(slots=True, frozen=True)
 class Packed:
-    """All flat tokens for kernels that take segments of unlike length: prompts first, then the rows behind them."""
+    """All flat tokens for kernels that take segments of unlike length: prompts first, then the rows that share them."""
 
     levels: tuple[PackedLevel, ...]
     inverse: torch.Tensor
@@ -137,7 +141,7 @@ class Packed:
 
 
 def inputs_at(values: torch.Tensor, before: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """(D, ...) inputs at `places`, of (D, T) flat ones and, from place T on, those of `before` (D, E)."""
+    """(D, ...) inputs at `places`: of the flat `values` (D, T), or for places from T on, of `before` (D, E)."""
     num_tokens = values.shape[1]
     own = values[:, places.clamp(max=num_tokens - 1)]
     return torch.where(places < num_tokens, own, before[:, (places - num_tokens).clamp(min=0)])
@@ -153,7 +157,7 @@ class Recurrence:
         self._packed: dict[torch.device, Packed] = {}
         self._heads: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self._continuing: list[int] = []
-        """Numbers of segments that begin with `initial_states`; the others begin with zeros, or behind their prompt."""
+        """Segments (by number) that begin with `initial_states`; others with zeros or their prompt's final state."""
         self._left: list[int] = []
         """Numbers of segments of which `keep_states` gets the final states."""
 
@@ -182,24 +186,24 @@ class Recurrence:
         return output
 
     def initial_states(self, zeros: Zeros) -> torch.Tensor | None:
-        """(k, ...) states with which the continuing segments begin in a layer's next scan; None if there are no such.
+        """(k, ...) initial states of the continuing segments in the layer's next scan; None if no segment continues.
 
         A scan calls this once before its first step, and `keep_states` once after its last one.
         """
 
     def keep_states(self, finals: torch.Tensor) -> None:
-        """Takes the (m, ...) final states that are wanted."""
+        """Stores the (m, ...) final states of the segments in `_left`."""
 
     def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
-        """(D, E) inputs that `heads` names beside the flat ones (D, T) of a convolution over `width` tokens."""
+        """(D, E) inputs of a convolution over `width` tokens that `heads` places after the flat ones (D, T)."""
         return values.new_zeros(len(values), 1)
 
     def states_in_place(self) -> torch.Tensor:
-        """(n, ...) states of the next layer, which the caller computes and updates. For an `is_step` alone."""
+        """(n, ...) states of the next layer, which the caller reads and overwrites; only if `is_step`."""
         raise RuntimeError("only a pass with one token a row has states that can be updated in place")
 
     def chunks(self, device: torch.device, size: int | None = None) -> Chunks:
-        """The tokens in chunks of `size`, by default the one that costs least; made once for all layers."""
+        """The tokens in chunks of `size`, by default the cheapest of `CHUNK_SIZES`; made once for all layers."""
         if max(segment.length for segment in self._segments) == 1:
             size = 1
         size = size or min(CHUNK_SIZES, key=self._cost)
@@ -288,10 +292,10 @@ class Recurrence:
         )
 
     def heads(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens whose last `width` tokens are not the last `width` flat ones.
+        """The first tokens of segments, whose last `width` tokens in their row are not consecutive flat tokens.
 
-        (M,) int64 ascending places of these tokens, and (M, width) places of what comes up to each in its row, itself
-        last. Places from T on are those in `inputs_before`.
+        Returns the (M,) int64 ascending places of these tokens, and the (M, width) places of each one's last `width`
+        tokens, itself last. A place of T + i is column i of `inputs_before`.
         """
         if (width, device) not in self._heads:
             places, windows = [], []
@@ -308,7 +312,7 @@ class Recurrence:
         return self._heads[width, device]
 
     def _places_before(self, number: int, segment: Segment, count: int) -> list[int]:
-        """Places, as those of `heads`, of the last `count` inputs before a segment in its row."""
+        """Places of the last `count` inputs before a segment in its row, numbered as in `heads`."""
         shared = segment.shared
         places = [] if shared is None else list(range(shared.start, shared.start + shared.length))[-count:]
         return [self._num_tokens] * (count - len(places)) + places

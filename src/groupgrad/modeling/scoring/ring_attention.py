@@ -32,7 +32,7 @@ class Piece:
     """Consecutive tokens of one row, or of a prompt that rows share, on one rank."""
 
     start: int
-    """Place of the first token among those of its rank."""
+    """Index of the first token among its rank's tokens."""
     length: int
     position: int
     """Position of the first token in its row, the prompt counted."""
@@ -49,7 +49,7 @@ class _Tile:
     queries: slice
     keys: slice
     distance: int
-    """Position of the first query less that of the first key."""
+    """Position of the first query minus the position of the first key."""
 
     def hidden(self, window: int | None, device: torch.device) -> torch.Tensor | None:
         """(queries, keys) bool, True for keys that a query does not attend to; None if it attends to all."""
@@ -65,7 +65,7 @@ class _Tile:
 class RingPlan:
     """Attention plan of one rank's tokens (see `attention.AttentionPlan`). `attend` is a collective of the group.
 
-    `pieces` are those of each rank of the group, in its order; each rank has at least one token.
+    `pieces` holds each rank's pieces, in the order of the group's ranks; each rank has at least one token.
     """
 
     def __init__(self, pieces: Sequence[Sequence[Piece]], group: RankGroup):

@@ -163,10 +163,10 @@ def reshard(model: nn.Module) -> None:
 def whole_parameters(
     module: nn.Module, *, dtype: torch.dtype | None = None, keep_changes: bool = False
 ) -> Iterator[None]:
-    """Inside, `module` has whole parameters in the place of its shards. Collective on entry.
+    """Replaces the shards of `module` by whole parameters inside the context. Collective on entry.
 
-    `dtype` converts those in floating point. With `keep_changes` each rank takes its part of the parameters as they are
-    on rank 0 at the end, which is a collective too; otherwise nothing may be changed.
+    `dtype` converts floating-point parameters. With `keep_changes` each rank's shard is cut at the end from rank 0's
+    parameters, which is a collective too; otherwise the parameters must not be changed.
     """
     reshard(module)
     owners = [

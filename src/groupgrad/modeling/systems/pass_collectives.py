@@ -14,7 +14,7 @@ class PassCollectives:
 
     def __init__(self) -> None:
         self.num_made = 0
-        """Collectives of the pass so far, with those that were left out."""
+        """Number of the pass's collectives so far, skipped ones included."""
         self._num_left_out = 0
 
     def begin_pass(self) -> None:
@@ -22,10 +22,10 @@ class PassCollectives:
         self.num_made = self._num_left_out = 0
 
     def begin_rest(self) -> None:
-        """After a failed pass: the next one makes the collectives that the failed pass has left. Not a collective."""
+        """After a failed pass: the next pass skips the collectives that the failed one has made. Not a collective."""
         self.num_made, self._num_left_out = 0, self.num_made
 
     def is_due(self) -> bool:
-        """Counts a collective; False if the failed pass has made it already."""
+        """Counts a collective; False if the failed pass has made it already, so that it must be skipped."""
         self.num_made += 1
         return self.num_made > self._num_left_out
