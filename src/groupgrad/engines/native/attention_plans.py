@@ -27,7 +27,7 @@ from groupgrad.modeling.vlm import PromptImages
 class ProbePlan:
     """Records the attention calls of a model's layers, and the shapes of their keys and values, for one token.
 
-    Sessions add what they learn of the model's decode steps.
+    Sessions also store here whether the model's direct form agrees and whether its steps can be recorded.
     """
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class TokenRun:
 
     ids: list[int]
     slot: int
-    """In the buffer in which they are stored."""
+    """Slot in the slab in which they are stored."""
     offset: int
-    """Tokens of the slot that are stored already and precede the run."""
+    """Number of tokens that the slot holds already, before the run."""
     prefix_slot: int = 0
     prefix_length: int = 0
-    """Tokens of the prompt in `prefix_slot` that precede the slot's own; 0: the slot holds the beginning."""
+    """Number of tokens of the prompt in `prefix_slot` that come before the slot's; 0 if the run belongs to a prompt."""
     images: PromptImages | None = None
     """Images of the prompt."""
 
@@ -84,9 +84,10 @@ class TokenRun:
 
 
 class PrefillPlan:
-    """Stores the keys and values of runs of tokens in `buffer`, which are the flat tokens in this order.
+    """Attention of a prefill pass; stores the keys and values of its runs in `slab`.
 
-    A run attends to its prompt, to the tokens that its slot holds already, and causally to itself.
+    The flat tokens are the runs' tokens, in this order. A run attends to its prompt, to the tokens that its slot holds
+    already, and causally to itself.
     """
 
     def __init__(self, runs: Sequence[TokenRun], buffer: KVBuffer, prompts: KVBuffer):
@@ -103,7 +104,7 @@ class PrefillPlan:
 
     @property
     def recurrence(self) -> Recurrence:
-        """Runs go on from what their slot holds, or else from the states behind their prompt."""
+        """Runs continue from their slot's states, or, if the slot has no tokens, from their prompt's final states."""
         if self._recurrence is None:
             self._recurrence = self._make_recurrence()
         return self._recurrence
@@ -218,7 +219,7 @@ class DecodeBatch:
 
 @dataclass(slots=True, frozen=True)
 class StepShape:
-    """Sizes of a step. A recorded one has fixed sizes; results beyond the actual rows are computed and ignored."""
+    """Sizes of a step. In a recorded step they are fixed; results beyond the actual rows are computed and ignored."""
 
     num_rows: int
     num_groups: int
@@ -258,7 +259,7 @@ class DecodePlan:
         return self._recurrence
 
     def advance(self, num_tokens: int = 1) -> None:
-        """Moves on to the step after `num_tokens` more tokens of each row."""
+        """Prepares the next step, after each row got `num_tokens` more tokens."""
         self._num_steps += num_tokens
         if self._shape is None:
             self._num_suffix += num_tokens
@@ -270,7 +271,7 @@ class DecodePlan:
         self._masks = {key: masks for key, masks in self._masks.items() if key[0] is None and masks[1] is None}
 
     def change(self, batch: DecodeBatch) -> None:
-        """Replaces the rows by others that the shape covers, in the same tensors."""
+        """Replaces the rows by others within the same shape; the plan's tensors keep their memory."""
         self._batch, self._num_steps = batch, 0
         for table in self._tables.values():
             table.copy_(self._make_table())
@@ -279,7 +280,7 @@ class DecodePlan:
                 tensor.copy_(new)
 
     def drop_masks(self) -> None:
-        """Lets the next step compute its masks itself."""
+        """Drops the masks, so that the next step computes them."""
         self._masks = {}
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -308,7 +309,7 @@ class DecodePlan:
         return mixed.view(rows, -1, own_values.shape[2]).to(query.dtype)
 
     def _spans_of(self, layer: int) -> torch.Tensor:
-        """(n, 10) the rows' records for the kernels, a span of one token each."""
+        """(n, 10) records of the rows for the kernels (see `kernels.attend`), each a span of one token."""
         if self._spans is None:
             batch = self._batch
             # Rows of a group are adjacent, so that their prompt is read once for all of them.
@@ -332,7 +333,7 @@ class DecodePlan:
         return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)
 
     def _write(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Stores the new keys and values: pairs of what is stored (n, Hkv, places, D) and the new (Hkv, n, D)."""
+        """Stores new keys and values; each pair is a cache tensor (n, Hkv, places, D) and what to write (Hkv, n, D)."""
         for stored, new in pairs:
             if self._is_even:
                 stored[:, :, self._num_suffix - 1] = new.transpose(0, 1)
@@ -354,10 +355,10 @@ class DecodePlan:
         return table
 
     def _order_on(self, heads: int, device: torch.device) -> list[torch.Tensor]:
-        """Permutations, for layers with this many key heads, of (row, head) pairs and (group, head, row) places.
+        """Permutations between (row, head) pairs and (group, head, row in the group), for `heads` key heads.
 
-        (groups * Hkv * R,) the pair of each place, pair 0 for padding; (n * Hkv,) the place of each pair, place 0 for
-        padding.
+        Returns two index tensors: (groups * Hkv * R,), the pair at each place, and (n * Hkv,), the place of each pair.
+        Padding has index 0 in both.
         """
         if (heads, device) not in self._orders:
             self._orders[heads, device] = [tensor.to(device) for tensor in self._make_order(heads)]

@@ -22,13 +22,17 @@ from groupgrad.engines.native.logits import step_logits
 Work = Callable[[], torch.Tensor]
 
 Recorder = Callable[[Work, Iterable[torch.Tensor], Work], Work]
-"""Takes work, the tensors it reads that have other owners, and the same work as a trial that changes nothing else;
-returns work that replays it."""
+"""(work, tensors that it reads and that outlive the recording, the same work as a trial run) -> work that replays it.
+
+The trial runs before the recording, so it must not change state that the first replay would change a second time.
+"""
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-"""The stream of each device that work is recorded on. The allocator and cuBLAS keep memory for every stream that was
-ever used, so there is one for all sessions."""
+"""The stream of each device on which work is recorded, shared by all sessions.
+
+The allocator and cuBLAS keep memory for every stream that was ever used.
+"""
 
 
 @dataclass(slots=True)
@@ -50,7 +54,7 @@ class RecordedStep:
         return logits
 
     def sample(self, *_arguments: object) -> None:
-        """None: recorded steps run one at a time."""
+        """Returns None: recorded steps run one at a time."""
 
 
 class StepRecorder:
@@ -94,7 +98,7 @@ class StepRecorder:
             return step_logits(self._model, ids, positions, plan)
 
         def trial() -> torch.Tensor:
-            # The first replay writes the same keys and values again, but states would move on twice.
+            # The first replay writes the same keys and values again, but would update recurrent states a second time.
             with plan.recurrence.trial():
                 return work()
 
@@ -177,10 +181,10 @@ def _leave_failed_capture(pool: Any) -> None:
 
 
 class _InputCollector(TorchDispatchMode):
-    """Collects the tensors that operations read, except `owned` ones and those the operations make themselves.
+    """Collects the tensors that operations read, except `owned` tensors and results of earlier operations.
 
-    Some have no other owner for as long as a graph reads them: weights cast by mixed precision are freed when any
-    thread leaves autocast.
+    Some of these tensors have no other owner that lives as long as the graph: weights cast by mixed precision are freed
+    when any thread leaves autocast.
     """
 
     def __init__(self, owned: Iterable[torch.Tensor]) -> None:

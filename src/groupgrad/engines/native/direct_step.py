@@ -1,11 +1,11 @@
-"""The decode step of common decoders in fewer calls than a general model's code makes.
+"""The direct form of common decoders: a decode step in fewer calls than the model's modules make.
 
 On a CPU a small model's step spends a fifth of its time between the matrix products: in module calls, and in norms and
 rotary embeddings of many small operations each. The direct form applies the same formulas to the same weights in fewer
-calls, or in a single compiled one where all modules are plain and there is a compiler (see `kernels`). Decoders with
-recurrent layers have the compiled form alone. A probe run of the model records which attention each layer
-computes. The first step is computed both ways and compared (`runner.EagerStep`), again whenever the model has other
-modules.
+calls, or in one compiled call where all modules are plain and there is a compiler (see `kernels`). Decoders with
+recurrent layers have only the compiled form. A probe run of the model records which attention each layer computes. The
+first step runs in both forms, whose logits are compared (`runner.EagerStep`); so does the first step after the model's
+modules have changed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from groupgrad.modeling.vlm import is_multimodal
 
 
 class DirectModel:
-    """Logits of one token each of n rows, float32, on one CPU."""
+    """Computes the logits of one token for each of n rows, in float32 on a CPU."""
 
     def __init__(self, decoder: Decoder):
         self._embed, self._rotary = decoder.embedding, decoder.rotary
@@ -45,7 +45,7 @@ class DirectModel:
         self._layers = [_as_functions(layer) for layer in decoder.layers]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """(n, V) logits behind `tokens` (n,) at `positions` (n,)."""
+        """(n, V) logits after `tokens` (n,) at `positions` (n,)."""
         hidden = self._embed(tokens)
         cos, sin = (table[0, :, None] for table in self._rotary(hidden[None], positions[None]))
         half = sin.shape[-1] // 2
@@ -89,7 +89,7 @@ def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledM
 
 
 def _known_parts(inner: Any) -> tuple[Any, ...] | None:
-    """The modules that compute the logits of a known family's text, the decoder and the head last."""
+    """The modules that compute a known family's logits, of which the last two are the decoder and the head."""
     if not is_transformers_class(type(inner)):
         return None
     if type(inner).__name__ in CAUSAL_LMS | HYBRID_LMS:
@@ -115,7 +115,7 @@ def _as_functions(layer: LayerModules) -> LayerModules:
 
 
 def _function(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The bare formula of a plain module; others (adapters) are called."""
+    """The formula of a plain module as a function; any other module, such as an adapter, itself."""
     if type(module) is nn.Linear:
         return module.forward
     if is_rms_norm(module):

@@ -48,7 +48,7 @@ class StateShape:
 
 
 class KVBuffer:
-    """Keys and values of up to `num_slots` token sequences of up to `slot_size` tokens, for every layer, and states."""
+    """Keys, values and recurrent states, for every layer, of up to `num_slots` sequences of `slot_size` tokens."""
 
     def __init__(self, layers: dict[int, LayerShape], states: Sequence[StateShape] = ()):
         self._layers, self._states = layers, states
@@ -58,7 +58,7 @@ class KVBuffer:
         self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Keys and values of each layer, each (num_slots, Hkv, slot_size, D); layers that share them have the same."""
         self.states: list[torch.Tensor] = [torch.empty(0, *s.shape, dtype=s.dtype, device=s.device) for s in states]
-        """States of each recurrent layer, (num_slots, ...), behind the tokens that each slot has."""
+        """States of each recurrent layer, (num_slots, ...), after the tokens that each slot has."""
         self.resize(0, 0)
 
     @property
@@ -113,7 +113,7 @@ class OffloadedKV:
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]]
     """Keys and values of each layer, each (Hkv, num_tokens, D)."""
     states: list[torch.Tensor]
-    """States of each recurrent layer behind these tokens."""
+    """States of each recurrent layer after these tokens."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -158,7 +158,7 @@ class KVCache:
         self.bytes_per_token = max(1, sum(layer.bytes_per_token for layer in layers.values()))
         self.max_bytes, self.max_tokens = max_bytes, max_bytes // self.bytes_per_token
         self.state_tokens = -(-sum(state.num_bytes for state in states) // self.bytes_per_token)
-        """Tokens whose keys and values take the memory of one sequence's states, rounded up."""
+        """Memory of one sequence's recurrent states, in tokens of keys and values, rounded up."""
         self.offloaded_tokens = 0
         """Tokens of offloaded suffixes, with `state_tokens` for each."""
         self.prompts, self.suffixes = KVBuffer(layers, states), KVBuffer(layers, states)
@@ -173,7 +173,7 @@ class KVCache:
         return self.suffixes.version, self.prompts.version
 
     def fits(self, need: Need, num_offloaded: int = 0) -> bool:
-        """True if the bound allows `need` and `num_offloaded` tokens beside what is offloaded already."""
+        """True if the bound allows `need` and `num_offloaded` tokens in addition to what is offloaded already."""
         num_states = need.num_suffixes + need.num_prompts + bool(num_offloaded)
         num_tokens = need.num_tokens + num_offloaded + num_states * self.state_tokens
         return num_tokens <= self.max_tokens - self.offloaded_tokens
@@ -195,7 +195,7 @@ class KVCache:
             state[slot] = saved
 
     def begin_suffixes(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Gives each suffix slot of (suffix slot, prompt slot) the states behind the prompt."""
+        """Copies recurrent states for each pair (suffix slot, prompt slot): a suffix begins with its prompt's state."""
         slots, prompts = [slot for slot, _ in pairs], [prompt for _, prompt in pairs]
         for suffix, prompt in zip(self.suffixes.states, self.prompts.states):
             suffix[slots] = prompt[prompts]
@@ -229,7 +229,7 @@ class KVCache:
         return True
 
     def _sizes(self, need: Need) -> tuple[int, int, int, int] | None:
-        """(slots, slot size) of the suffixes and of the prompts that cover `need`; None if the bound forbids them."""
+        """(slots, slot size) of the suffix slab, then of the prompt slab, for `need`; None if the bound forbids it."""
         suffixes, prompts = self.suffixes, self.prompts
         num_suffixes, num_prompts = need.num_suffixes, need.num_prompts
         if self._is_recorded:

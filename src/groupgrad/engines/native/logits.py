@@ -36,10 +36,10 @@ def step_logits(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, pl
 
 @contextmanager
 def weights_cast_once(model: nn.Module) -> Iterator[None]:
-    """Lets autocast, which has to be active already, cast frozen weights once instead of in each step.
+    """Makes autocast, which must be active already, cast frozen weights once instead of in each step.
 
-    Autocast caches the casts of weights that require gradients only, so frozen weights require them inside. Without
-    gradients nothing else changes. The casts take `cast_bytes`.
+    Autocast caches only the casts of weights that require gradients, so frozen weights require gradients inside the
+    context. Nothing else changes, since no gradients are computed there. The casts take `cast_bytes`.
     """
     device_types = {name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)}
     frozen = [

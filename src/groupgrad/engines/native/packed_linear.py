@@ -1,8 +1,8 @@
 """Runs linear layers by oneDNN during sampling, on CPUs where our own kernels cannot be compiled.
 
-For the few rows of a decode step the matrix product behind `nn.functional.linear` repacks the whole weight at every
-call; oneDNN's reads it in place, and sums in another order. It is faster still with a copy of the weight in its own
-layout, which lasts for one session.
+For the few rows of a decode step `nn.functional.linear` repacks the whole weight at every call. oneDNN's product reads
+the weight in place, and sums in another order. It is faster still with a copy of the weight in oneDNN's own layout,
+which lasts for one session.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def is_plain_memory(parameter: torch.Tensor) -> bool:
 
 
 def is_plain(module: Any) -> bool:
-    """True if the module is a linear layer and computes nothing else."""
+    """True for a plain linear layer, whose `forward` nothing but groupgrad may have replaced."""
     forward = module.__dict__.get("forward")
     is_unchanged = forward is None or getattr(forward, "func", None) is _forward or is_replaced(module)
     return (

@@ -16,7 +16,7 @@ from groupgrad.kernels import library
 from groupgrad.kernels.choose import Choice, choose, score
 
 TILE = 1 << 19
-"""Logits processed at a time on a CPU; with their exponentials they fit into its cache."""
+"""Number of logits processed at a time on a CPU; they and their exponentials fit into its cache."""
 
 BLOCK = 128
 """Neighbouring tokens per partial sum; sampling first finds the block, then the token in it."""
@@ -45,7 +45,7 @@ class Sampler:
         self._id_masks: dict[tuple[int, ...], torch.Tensor] = {}
         self._library = library() if device.type == "cpu" else None
         self._kernels = None if params.greedy or params.is_filtered else self._library
-        """Kernels that sample tokens; None unless a draw alone decides a token."""
+        """Kernels that sample tokens by a draw from the plain softmax; None for greedy or filtered sampling."""
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """Gives new requests table rows; all tokens of `prompt_ids` count as prompt."""
@@ -98,7 +98,7 @@ class Sampler:
     def unfiltered(
         self, rows: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor, idle: int = 0
     ) -> UnfilteredSampling | None:
-        """Sampling state of the requests in `rows` (n,) that have `counts` (n,) tokens; None unless draws decide."""
+        """Sampling state of the requests in `rows` (n,) with `counts` (n,) tokens; None without kernels to sample."""
         if self._kernels is None:
             return None
         return UnfilteredSampling(
@@ -204,7 +204,7 @@ class Sampler:
 
 
 def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
-    """Filters behind the temperature, in the order of `generate`."""
+    """Filters applied after the temperature, in the order of `generate`."""
     warpers: list[LogitsProcessor] = []
     if params.top_k:
         warpers.append(TopKLogitsWarper(top_k=params.top_k))

@@ -1,4 +1,4 @@
-"""Reads sampling options for the native engine, and names those that it lacks."""
+"""Parses sampling options for the native engine, and names the options that it does not support."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SamplingParams:
     eos_ids: tuple[int, ...]
     suppressed: tuple[int, ...]
     suppressed_first: tuple[int, ...]
-    """Excluded as first token of a completion."""
+    """Ids excluded as the first token of a completion."""
     stop_strings: tuple[str, ...]
 
     @property
@@ -59,7 +59,7 @@ class SamplingParams:
 
 
 def unsupported(options: SamplingOptions) -> list[str]:
-    """Names of the options with an effect that the native engine lacks, in order."""
+    """Names of the options in effect that the native engine does not support, in order."""
     names = [
         name
         for name, value in options.extra.items()

@@ -1,4 +1,4 @@
-"""Decides which sequences run: admission, preemption when memory is full, and what finished sequences leave behind.
+"""Decides which sequences run: admission, preemption when memory is full, retention of finished sequences.
 
 Requests first gather, then wait, then run in a slot of the cache until they finish or are preempted. A finished
 sequence may be retained for a request that continues it: its keys and values are offloaded from its slot, and its
@@ -27,12 +27,16 @@ PADDING = 8192
 prompt tokens if that is more."""
 
 CLAIMED_SHARE = 0.5
-"""While sequences run, admission drops offloaded tokens that waiting sequences will restore only beyond this share of
-the cache: computing them again costs less than running few sequences at a time."""
+"""Share of the cache that offloaded tokens of waiting sequences may keep while other sequences run.
+
+Beyond it, admission drops them: computing them again costs less than running few sequences at a time.
+"""
 
 GATHERING = 8
-"""An admission's prefill costs about a step however few sequences it has. New requests wait for each other for this
-many steps, or until there is one for this many running sequences."""
+"""New requests wait up to this many steps for further ones, until there is one for every `GATHERING` running sequences.
+
+An admission's prefill takes about as long as a step, however few sequences it has.
+"""
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,7 +45,7 @@ class Admission:
 
     sequences: list[Sequence]
     new_groups: list[Group]
-    """Groups whose prompts have got a slot and are not computed yet."""
+    """Groups whose prompts have been given a slot and must still be computed."""
 
 
 class Scheduler:
@@ -62,7 +66,7 @@ class Scheduler:
         """Prefixes by the tickets of their sequences, in the order in which these finished."""
         self._slots_version = 0
         self._is_admission_due = True
-        """False after an admission or a preemption, until requests arrive or a sequence or a prefix leaves."""
+        """False from an admission or a preemption until requests arrive, a sequence ends, or a prefix is released."""
         self._num_groups = self._num_admitted = 0
         self.num_waited = self.num_preempted = 0
 
@@ -113,7 +117,7 @@ class Scheduler:
         return retained is not None and image_key(retained.group.media) != image_key(request.media)
 
     def _claim(self, ticket: int, prompt_ids: list[int]) -> RetainedPrefix:
-        """The prefix that a new request continues; no other request may continue it."""
+        """Claims the retained prefix that a new request continues; no other request may continue it then."""
         retained = self._unclaimed(ticket)
         if retained is None:
             is_open = any(s.ticket == ticket for s in [*self.running, *self.waiting, *self._gathering])
@@ -138,7 +142,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------ admission
 
     def admit(self) -> Admission:
-        """Gives slots to waiting sequences that fit; considers them only after something has changed."""
+        """Gives slots to the waiting sequences that fit. Does nothing if nothing has changed since the last call."""
         self._enqueue_arrivals()
         sequences: list[Sequence] = []
         if self._is_admission_due:
@@ -161,7 +165,7 @@ class Scheduler:
         return Admission(sequences, new_groups)
 
     def _enqueue_arrivals(self) -> None:
-        """Moves gathered requests to the queue; sequences that have tokens are ahead of fresh ones."""
+        """Moves gathered requests to the queue, in which sequences that have tokens come before fresh ones."""
         arrived = self._gathering
         if not arrived:
             return
@@ -236,11 +240,11 @@ class Scheduler:
                 self._preempt(max(self.running, key=lambda sequence: sequence.admission))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Puts a running sequence back at the head of the queue. It keeps its tokens, to be computed again."""
+        """Puts a running sequence back at the head of the queue with its tokens, whose keys and values it loses."""
         self._leave([sequence])
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
-        # Admission would give its slot back to it.
+        # Otherwise the next admission would give the freed slot back to the same sequence.
         self._is_admission_due = False
 
     def _need(self, admitted: Collection[Sequence] = ()) -> Need:
@@ -257,7 +261,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------ retention
 
     def finish(self, sequences: Collection[Sequence]) -> None:
-        """Removes finished sequences; those to be kept become retained prefixes."""
+        """Removes finished sequences; a sequence whose request has `keep` becomes a retained prefix."""
         has_offloaded = any(sequence.request.keep for sequence in sequences) and self._retain(sequences)
         self._leave(sequences)
         if has_offloaded:
@@ -267,7 +271,7 @@ class Scheduler:
             assert is_reserved, "offloaded tokens fit beside the remaining sequences"
 
     def _retain(self, sequences: Collection[Sequence]) -> bool:
-        """Keeps prefixes of those finished sequences that are to be kept; True if keys and values were offloaded."""
+        """Retains prefixes of the finished sequences with `keep`; True if keys and values were offloaded."""
         slots = {id(sequence): slot for slot, sequence in enumerate(self.running)}
         finished = {id(sequence) for sequence in sequences}
         others = [sequence for sequence in self.running if id(sequence) not in finished]
@@ -295,9 +299,10 @@ class Scheduler:
             self._is_admission_due = True
 
     def _drop_for_admission(self, candidates: Collection[Sequence], num_others: int) -> bool:
-        """Drops retained keys and values to admit `candidates`, the last of which does not fit beside `num_others`.
+        """Drops retained keys and values so that the last of `candidates` fits beside `num_others` sequences.
 
-        False if none may be dropped. What the candidates restore themselves goes only if nothing else runs.
+        False if none may be dropped. Keys and values that the candidates will restore are dropped only if no other
+        sequence runs.
         """
         if self._drop_unclaimed():
             return True
@@ -307,11 +312,11 @@ class Scheduler:
         return self._drop_claimed(spared=own) or (not num_others and self._drop_claimed())
 
     def _drop_unclaimed(self) -> bool:
-        """Drops the oldest keys and values that no request continues yet; False if there are none."""
+        """Drops the oldest keys and values that no request has claimed; False if there are none."""
         return self._drop_first(r for r in self._retained.values() if not r.is_claimed)
 
     def _drop_claimed(self, spared: Collection[int] = ()) -> bool:
-        """Drops the newest claimed keys and values, which are needed last; False if there are none but `spared`."""
+        """Drops the newest claimed keys and values, which are needed last; False if only `spared` tickets have any."""
         newest = reversed(self._retained.items())
         return self._drop_first(r for ticket, r in newest if r.is_claimed and ticket not in spared)
 

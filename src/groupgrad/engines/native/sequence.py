@@ -31,13 +31,13 @@ class Group:
     ref_count: int = 0
     """Running sequences and offloaded prefixes that need the stored prompt."""
     num_fresh: int = 0
-    """Sequences right behind the prompt that have no token yet."""
+    """Sequences that begin directly after the prompt and have no token yet."""
     first_logits: torch.Tensor | None = None
-    """(V,) logits behind the prompt, while it is stored and fresh sequences remain."""
+    """(V,) logits after the prompt's last token, while the prompt is stored and fresh sequences remain."""
 
     @property
     def position_shift(self) -> int:
-        """Difference between a position and the number of tokens before it, for tokens behind the prompt's images."""
+        """Position of a token minus the number of tokens before it, for tokens after the prompt's images."""
         return 0 if self.prompt_images is None else self.prompt_images.shift
 
 
@@ -54,9 +54,9 @@ class Sequence:
     context_ids: list[int] = field(default_factory=list)
     """Tokens between the group's prompt and the completion: earlier turns, and the replies to them."""
     sampled_ids: list[int] = field(default_factory=list)
-    """The last one's keys and values are not stored yet."""
+    """Sampled tokens; the keys and values of the last one are not stored yet."""
     table_row: int = -1
-    """In the sampler's tables; -1: in none yet."""
+    """Row in the sampler's tables; -1: none yet."""
     finish_reason: Literal["eos", "length"] | None = None
     admission: int = 0
     """Admissions are numbered; the highest number is preempted first."""
@@ -65,7 +65,7 @@ class Sequence:
 
     @property
     def is_fresh(self) -> bool:
-        """True for a sequence right behind its group's prompt that has no token yet."""
+        """True for a sequence that begins directly after its group's prompt and has no token yet."""
         return not self.context_ids and not self.sampled_ids
 
     @property
@@ -80,7 +80,7 @@ class Sequence:
 
     @property
     def suffix_ids(self) -> list[int]:
-        """All tokens behind the group's prompt."""
+        """All tokens after the group's prompt."""
         return [*self.context_ids, *self.sampled_ids]
 
 
@@ -90,11 +90,11 @@ class RetainedPrefix:
 
     group: Group
     suffix_ids: list[int]
-    """All tokens behind the group's prompt. The last one was never computed."""
+    """All tokens after the group's prompt. The last one has no keys and values, since it was sampled last."""
     offloaded: OffloadedKV | None = None
-    """Keys and values of the suffix but for the last token; None: dropped, to be computed again."""
+    """Keys and values of the suffix without its last token; None if they were dropped and must be computed again."""
     is_claimed: bool = False
-    """The request that continues it has arrived."""
+    """True once the request that continues it has arrived."""
 
 
 def image_key(media: Media | None) -> str:

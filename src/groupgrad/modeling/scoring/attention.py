@@ -40,7 +40,7 @@ _PLANNABLE_LAYERS = frozenset({"attention", "full_attention", "sliding_attention
 """Entries of a configuration's `layer_types` in which tokens interact by attention alone."""
 
 _ROUTABLE_LAYERS = _PLANNABLE_LAYERS | {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
-"""The same, with layers that a `Recurrence` can compute."""
+"""`_PLANNABLE_LAYERS`, and layers that a `Recurrence` can compute."""
 
 _WHOLE_CALL_ROPE = frozenset({"dynamic", "longrope"})
 """Types of rotary embeddings whose frequencies depend on the largest position of a call."""
@@ -189,10 +189,10 @@ def _parameters(model_class: type[PreTrainedModel]) -> frozenset[str]:
 
 @contextmanager
 def _wrapped_attention(inner: PreTrainedModel, *, is_kept: bool) -> Iterator[None]:
-    """Wraps the attention implementations of the configurations inside a model.
+    """Wraps the attention implementations that the configurations inside a model name.
 
-    With `is_kept` they stay wrapped until `unplug`, because layers are computed again after the call, unless the layers
-    are routed, which do not ask the configuration.
+    With `is_kept` they stay wrapped until `unplug`, because checkpointing computes layers again after the call. Models
+    with routed layers are restored at once, since routed layers do not read the configuration.
     """
     if inner not in _configs:
         _configs[inner] = _decoder_configs(inner)
@@ -211,7 +211,7 @@ def _is_kept_for_backward(model: nn.Module) -> bool:
 
 
 def _decoder_configs(inner: PreTrainedModel) -> list[Any]:
-    """The configurations that the text decoder's attention reads, without those of a vision tower."""
+    """The configurations that the text decoder's attention reads; a vision tower's are not among them."""
     text = inner.config.get_text_config(decoder=True)
     decoder = inner if text is inner.config else inner.get_decoder()
     configs = [text, *(c for module in decoder.modules() if (c := getattr(module, "config", None)) is not None)]

@@ -55,10 +55,10 @@ class ForwardOptions:
     tiled_head: bool = True
     """Never keep the logits of all tokens, where the head's arithmetic is known."""
     context: RankGroup | None = None
-    """Ranks that have the same batches, and that the tokens of each pass are cut over; None: this rank takes all."""
+    """Ranks that hold the same batches and share the tokens of each pass; None if this rank computes all tokens."""
     image_example: Prompt | None = None
-    """A prompt with an image, which ranks under ZeRO-3 compute in passes without images, so that all of them gather the
-    weights of the vision tower; None for models that take text alone."""
+    """A prompt with an image; None for text-only models. Under ZeRO-3 a rank adds it to passes without images, so that
+    all ranks gather the weights of the vision tower."""
 
 
 def layout_for(model: nn.Module, options: ForwardOptions) -> InputLayout:
@@ -83,17 +83,17 @@ def score_tokens(
 ) -> TokenScores:
     """Log-probs and entropies of the completion tokens of `batch` under `model`, differentiable in its parameters.
 
-    `model` may be wrapped for data parallelism. Logits are computed for loss tokens (`trained`) alone; all other tokens
-    (tool results, masked rows) score 0. The head's own scales, caps and biases are kept. `precomputed` saves the
-    tiled head work and changes no result. `tap` gets the input of the output head, where that can be observed.
+    `model` may be wrapped for data parallelism. Logits are computed only for loss tokens (`trained`); all other tokens
+    (tool results, masked rows) score 0. The head's own scales, caps and biases are applied. `precomputed` saves the
+    tiled head work and changes no result. `tap` is called with the input of the output head, where the head is hooked.
 
-    Collective for a model whose parameters are sharded over ranks, also without tokens. Collective with
-    `options.context`, and so is the backward pass: all ranks of the group get the scores of all tokens, and the
-    gradients of all ranks add up to that of the sum of their losses.
+    Collective for a model whose parameters are sharded over ranks, even for a batch without tokens. Collective with
+    `options.context`, and so is the backward pass: all ranks of the group get the scores of all tokens, and the ranks'
+    gradients add up to the gradient of the sum of their losses.
     """
     if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
         return _score_nothing(model, batch, options)
-    # Other ranks may run the vision tower in this pass, whose weights all ranks gather together.
+    # Other ranks may run the vision tower in this pass, and its weights are gathered by all ranks together.
     if options.image_example is not None and not batch.has_images and is_zero_sharded(model):
         return _score_beside_an_image(model, batch, options, precomputed, tap)
     layout = layout_for(model, options) if batch.num_tokens else "dense"
@@ -126,13 +126,13 @@ def score_tokens(
 
 
 def _loss_tokens(batch: Batch) -> torch.Tensor:
-    """Places of the loss tokens; of one token where there is none, since the head cannot run on an empty input."""
+    """Indices of the loss tokens. Keeps at least one token: the head cannot run on an empty input."""
     places = batch.trained.nonzero().flatten()
     return places if len(places) else places.new_zeros(min(1, batch.num_tokens))
 
 
 def _scatter(scores: TokenScores, places: torch.Tensor, num_tokens: int) -> TokenScores:
-    """The scores of all tokens from those at `places`; others are 0."""
+    """Spreads the scores of the tokens at `places` over all tokens; the others score 0."""
     logprobs, entropy = (
         values.new_zeros(num_tokens).index_copy(0, places.to(values.device), values)
         for values in (scores.logprobs, scores.entropy)
@@ -141,7 +141,7 @@ def _scatter(scores: TokenScores, places: torch.Tensor, num_tokens: int) -> Toke
 
 
 def _score_nothing(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
-    """Empty scores from a pass over one placeholder token, which other ranks need to run their part of a sharded model.
+    """Empty scores from a pass over one placeholder token, whose collectives the other ranks of a sharded model need.
 
     The scores depend on the pass, so a backward pass runs through the model too.
     """
@@ -220,7 +220,7 @@ def score_without_gradient(
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module of `model` in evaluation mode inside; each returns to its own mode afterwards, also on errors."""
+    """Puts every module of `model` into evaluation mode; restores each module's own mode afterwards, also on errors."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,7 +1,7 @@
 """Lays out a batch for the forward pass that scores it, in one of three layouts.
 
-The shared layout has each distinct prompt once, with its rows behind it. The packed layout has a copy of the prompt for
-each row. Both are flat and do not pad; the last token of a completion predicts nothing, so it is not computed. The
+The shared layout has each distinct prompt once, followed by its rows. The packed layout has a copy of the prompt for
+each row. Both are flat and without padding; the last token of a completion predicts nothing, so it is left out. The
 dense layout has a padded row for each completion.
 """
 
@@ -32,12 +32,12 @@ class ForwardInputs:
     rows: torch.Tensor
     """(L,) int64, the input row that predicts each completion token; 0 for flat tokens."""
     predictors: torch.Tensor
-    """(L,) int64, the place in that input row whose output predicts the token."""
+    """(L,) int64, the index within that input row whose output predicts the token."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the model."""
     positions: torch.Tensor | None = None
-    """(T,) positions of flat tokens in their rows, the prompt counted; (3, T) or (3, B, T) where they depend on images;
-    None: a token's place."""
+    """(T,) positions of flat tokens in their rows, the prompt counted; (3, T) or (3, B, T) where they depend on images.
+    None for dense rows, where the position is the index in the row."""
     plan: AttentionPlan | None = None
     """Attention of flat tokens; None for dense rows."""
     segments: list[Segment] = field(default_factory=list)
@@ -147,7 +147,7 @@ def _tensor(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
 
 
 def _rows_per_token(segments: list[Segment]) -> torch.Tensor:
-    """(T,) float: the number of rows that have each flat token, more than 1 for shared prompts alone."""
+    """(T,) float: the number of rows that each flat token belongs to; more than 1 only in shared prompts."""
     num_rows = Counter(segment.prompt for segment in segments if segment.shared is not None)
     counts = [float(num_rows[s.prompt]) if s.row is None else 1.0 for s in segments]
     return torch.tensor(counts).repeat_interleave(torch.tensor([s.length for s in segments], dtype=torch.int64))

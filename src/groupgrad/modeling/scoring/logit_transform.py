@@ -1,8 +1,8 @@
 """Reads from a model's config how its forward pass transforms the output of its head into logits.
 
-`families.FAMILIES` lists the operations after the head in the causal language models of transformers 5. A model has no
-transform if its config has unknown fields about logits, or if its head is something else than a plain linear layer, one
-with LoRA, or one that an adapter trains as a whole. Such models compute their logits themselves.
+`families.FAMILIES` lists the operations after the head in the causal language models of transformers 5. A head has a
+transform if it is a linear layer, plain, with LoRA, or trained as a whole by an adapter, and if the config has no
+unknown fields about logits. Other models compute their logits themselves.
 """
 
 from __future__ import annotations

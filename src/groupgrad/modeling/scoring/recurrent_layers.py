@@ -1,10 +1,10 @@
 """Routes the recurrent layers of transformers models through a `Recurrence` for the length of a pass.
 
-The model files of transformers call their recurrent computations by a few names (`causal_conv1d_fn`,
-`torch_chunk_gated_delta_rule`, ...), which are functions of the file. Each is wrapped once: the wrapper calls its
-counterpart in `recurrent_scans` while one is active, and the original otherwise. The layers' `forward` is wrapped too:
-it takes the tokens of long rows in stretches, and a layer that computes its recurrence there (MiniMax) is replaced. No
-model file is copied.
+The model files of transformers compute recurrences in a few functions (`causal_conv1d_fn`,
+`torch_chunk_gated_delta_rule`, ...), which are globals of the file. Each is wrapped once: the wrapper calls the
+function's counterpart in `recurrent_scans` while a `Recurrence` is active, and the original otherwise. The layers'
+`forward` is wrapped too: the wrapper computes long rows in stretches, and replaces layers that compute their recurrence
+in `forward` itself (MiniMax). No model file is copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from groupgrad.modeling.scoring.stretches import STRETCH_TOKENS, Carried, Stretc
 
 
 def _not_fused(*_: object, **__: object) -> None:
-    """Tells a layer that there is no fused kernel, so that it calls the convolution and the scan by themselves."""
+    """Returns None in place of a fused kernel, so that the layer calls the convolution and the scan separately."""
 
 
 _COUNTERPARTS: dict[str, Callable[..., Any]] = {
@@ -40,13 +40,13 @@ _COUNTERPARTS: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": _not_fused,
     "mamba_inner_fn": _not_fused,
 }
-"""Name of a function in transformers' model files -> what computes it for flat tokens."""
+"""Name of a function in transformers' model files -> its counterpart for flat tokens."""
 
 
 def _lightning(module: Any, order: Recurrence, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
-    """Lightning attention (arXiv:2401.04658): a state decays by the same share with each token and takes in k v'.
+    """Lightning attention (arXiv:2401.04658): each token decays the state by a fixed factor and adds k v' to it.
 
-    That is Mamba-2's scan with steps of one.
+    This is Mamba-2's scan with all steps dt equal to 1.
     """
     states = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, -1))
     query, key, value = states.split(module.head_dim, dim=-1)
@@ -59,14 +59,14 @@ def _lightning(module: Any, order: Recurrence, hidden_states: torch.Tensor, **_:
 
 
 _LAYERS: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": _lightning}
-"""Class of layers that compute a recurrence themselves -> what computes them for flat tokens."""
+"""Class of layers that compute a recurrence in `forward` -> the counterpart of `forward` for flat tokens."""
 
 _classes: WeakKeyDictionary[nn.Module, list[type[nn.Module]]] = WeakKeyDictionary()
 
 _wrappers: set[Callable[..., Any]] = set()
 
 _stretches: WeakKeyDictionary[Recurrence, list[Stretch]] = WeakKeyDictionary()
-"""The stretches of passes that may be cut, made when a long row is computed."""
+"""Recurrences of passes whose layers may be cut -> their stretches, made when a long row is computed."""
 
 
 class _Passes(threading.local):
@@ -84,8 +84,11 @@ _kept: WeakKeyDictionary[nn.Module, Recurrence] = WeakKeyDictionary()
 
 @contextmanager
 def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]:
-    """Computes the recurrent layers of `model` in the body with `order`; with `keep` in backward passes too, until
-    `drop_kept_recurrence` is called."""
+    """Makes the recurrent layers of `model` compute with `order` inside the context.
+
+    With `keep` they also do so in backward passes, where checkpointing computes layers again, until
+    `drop_kept_recurrence`.
+    """
     for cls in recurrent_classes(model):
         for name in _routable(cls):
             _wrap(inspect.unwrap(cls.forward).__globals__, name)
@@ -94,7 +97,7 @@ def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]
         _stretches.setdefault(order, [])
     _running.orders.append(order)
     if keep:
-        _kept.pop(model, None)  # the last entry is that of the last pass
+        _kept.pop(model, None)  # the last entry of the dict has to be the last pass
         _kept[model] = order
     order.begin_pass()
     try:
@@ -104,12 +107,12 @@ def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]
 
 
 def drop_kept_recurrence(model: nn.Module) -> None:
-    """Drops what `routed` has kept of `model` for backward passes."""
+    """Drops the recurrence that `routed` has kept for backward passes of `model`."""
     _kept.pop(model, None)
 
 
 def _present() -> Recurrence | None:
-    """The recurrence of the running pass, or the kept one inside a backward pass."""
+    """The recurrence of the running pass; inside a backward pass the one that `routed` kept last; else None."""
     if _running.orders:
         return _running.orders[-1]
     is_backward = torch._C._current_graph_task_id() != -1
@@ -188,14 +191,14 @@ def _wrap_layer(cls: type[nn.Module]) -> None:
 
 
 def _is_for_all_tokens(option: object) -> bool:
-    """True for an argument of a layer that does not name tokens one by one."""
+    """True for an argument of a layer that has no value per token, so that every stretch can take it."""
     return option is None or isinstance(option, (bool, int, float, str))
 
 
 def _in_stretches(
     order: Recurrence, compute: Callable[[Recurrence, torch.Tensor], Any], hidden_states: torch.Tensor
 ) -> Any:
-    """A layer's output (1, T, H), computed for one stretch of the tokens after the other."""
+    """A layer's output (1, T, H), computed stretch by stretch."""
     stretches = _stretches[order]
     if not stretches:
         stretches += cut(order.segments, STRETCH_TOKENS)

@@ -1,9 +1,9 @@
 """Cuts the flat tokens of recurrent layers into stretches that a layer computes one after the other.
 
-Everything but the convolutions and states of such a layer takes one token at a time. A stretch begins with the last
-inputs and the states that the stretches before it have left, gradients included, so the result is that of the whole.
-The tensors of a long row stay as small as those of a short one: they fit into the processor's caches, and none is so
-large that the C library gives its memory back to the system and maps new pages for the next one.
+Everything but the convolutions and states of such a layer treats each token alone. A stretch begins with the last
+inputs and the states of the stretches before it, gradients included, so the result is the same as without cuts. The
+tensors of a long row stay as small as a short row's: they fit into the processor's caches, and none is so large that
+the C library returns its memory to the system and maps new pages for the next one.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Recurrence, Zeros
 from groupgrad.modeling.systems.oom_retry import tokens_per_pass
 
 STRETCH_TOKENS = 2048
-"""Tokens of a stretch."""
+"""Maximum number of tokens in a stretch."""
 
 
 def is_long(states: torch.Tensor) -> bool:
-    """True if a pass over states (..., T, width) has more tokens than passes are cut to, because one row is long."""
+    """True if hidden `states` (..., T, width) have more tokens than a pass is cut to, which only a long row causes."""
     return states.shape[-2] > tokens_per_pass(states.shape[-1])
 
 
 Carried = list[dict[int, torch.Tensor]]
-"""Inputs and states that earlier stretches of a layer pass on to later ones. There is a dict for each convolution and
-each scan of the layer, in the order of its calls. It holds a segment's last inputs or its state by its number."""
+"""Inputs and states that a layer's earlier stretches pass on to later ones.
+
+There is a dict for each convolution and each scan of the layer, in the order of the layer's calls. It maps the number
+of a segment to the segment's last inputs or to its state.
+"""
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,7 +41,7 @@ class _Piece:
     number: int
     """The segment's number."""
     segment: Segment
-    """The tokens, with their places in the stretch; behind its prompt if that ends in the same stretch."""
+    """The tokens, with their places in the stretch; `shared` is its prompt if that ends in the same stretch."""
     source: int | None
     """Number of the segment whose tokens come before these, if they are in earlier stretches."""
 
@@ -62,23 +65,23 @@ class Stretch(Recurrence):
         return self._num_tokens
 
     def begin_layer(self, carried: Carried) -> None:
-        """Called before a layer computes the stretch. `carried` is empty for its first one, and is added to."""
+        """Prepares for a layer, whose stretches share `carried`: empty before the first one, filled by each."""
         self._carried, self._num_computed = carried, 0
 
     def initial_states(self, zeros: Zeros) -> torch.Tensor | None:
-        """(k, ...) states that earlier stretches have left."""
+        """(k, ...) final states of earlier stretches, with which segments continue here."""
         carried = self._next()
         states = [carried[source] for source in self._sources if source is not None]
         return torch.stack(states) if states else None
 
     def keep_states(self, finals: torch.Tensor) -> None:
-        """Takes the (m, ...) final states that later stretches begin with."""
+        """Stores the (m, ...) final states that later stretches begin with."""
         carried = self._carried[self._num_computed - 1]
         carried.update(zip((self._numbers[index] for index in self._left), finals.unbind()))
 
     def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
-        """(D, 1 + n * (width - 1)) inputs of a convolution: zeros, and the last ones of the `n` segments that continue
-        here."""
+        """(D, 1 + n * (width - 1)) inputs of a convolution before the stretch: a zero, then the last inputs of the n
+        segments that continue here."""
         carried = self._next()
         continued = [carried[source] for source in self._sources if source is not None]
         before = torch.cat([super().inputs_before(values, width), *continued], dim=1)
@@ -111,7 +114,7 @@ class Stretch(Recurrence):
 def cut(segments: Sequence[Segment], most: int) -> list[Stretch]:
     """Stretches of at most `most` tokens, in flat order, over segments that are in flat order.
 
-    A segment that does not fit into its stretch is cut behind whole chunks.
+    A segment that does not fit into its stretch is cut at the end of a whole chunk.
     """
     number_of = {segment.start: number for number, segment in enumerate(segments)}
     stretches: list[list[_Piece]] = [[]]
