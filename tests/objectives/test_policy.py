@@ -250,6 +250,11 @@ def test_wild_values_outside_the_loss_tokens_reach_neither_loss_nor_gradient(mak
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
+def test_every_loss_measures_what_its_row_of_the_table_names(run, loss_type):
+    assert run(loss_type=loss_type).metrics.keys() == {"entropy", *LOSSES[loss_type].metrics}
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_float32_stays_float32(make_batch, make_scores, loss_type):
     batch = make_batch(ALL, ADVANTAGES, old=OLD, ref=REF)
     for name in ("advantages", "old_logprobs", "ref_logprobs"):

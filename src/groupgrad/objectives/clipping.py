@@ -7,6 +7,9 @@ from groupgrad.metrics import Metric
 from groupgrad.objectives.measure import counted, maximum_where, mean_where, minimum_where
 from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_mean
 
+CLIP_METRICS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
+"""Names of the metrics of the clipped surrogate."""
+
 
 def clip_metrics(ratio: PerToken | PerRow, batch: Batch, epsilon: float, epsilon_high: float) -> dict[str, Metric]:
     """The `clip_ratio/...` metrics: shares of loss tokens, or of sequences for a sequence ratio, that were clipped.

@@ -10,7 +10,7 @@ import torch
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.objectives import surrogates
-from groupgrad.objectives.clipping import ceiling_metrics, clip_metrics
+from groupgrad.objectives.clipping import CLIP_METRICS, ceiling_metrics, clip_metrics
 from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.mismatch import mismatch_ratio
 from groupgrad.objectives.options import PolicyOptions
@@ -71,6 +71,13 @@ class LossRecipe:
     reduction: Reduction
     folds_mismatch: bool = False
     """The surrogate has the mismatch ratio in its own weight already."""
+    own_metrics: tuple[str, ...] = ()
+    """Names of the metrics that the surrogate measures, unless it is the clipped one."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that the surrogate measures."""
+        return CLIP_METRICS if self.clips_ratio else self.own_metrics
 
     @property
     def clips_ratio(self) -> bool:
@@ -126,10 +133,10 @@ LOSSES: Mapping[str, LossRecipe] = {
     "bnpo": LossRecipe(_clipped, "local_token_mean"),
     "dr_grpo": LossRecipe(_clipped, "constant"),
     "dapo": LossRecipe(_clipped, "token_mean"),
-    "cispo": LossRecipe(_cispo, "token_mean"),
+    "cispo": LossRecipe(_cispo, "token_mean", own_metrics=("cispo_clip_ratio",)),
     "sapo": LossRecipe(_sapo, "sequence_mean"),
     "luspo": LossRecipe(_clipped, "sequence_sum"),
-    "vespo": LossRecipe(_vespo, "token_mean", folds_mismatch=True),
+    "vespo": LossRecipe(_vespo, "token_mean", folds_mismatch=True, own_metrics=("vespo/phi_seq_mean",)),
 }
 
 

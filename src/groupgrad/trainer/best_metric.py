@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from groupgrad.config import GRPOConfig
+from groupgrad.objectives import LOSSES
 from groupgrad.rewards.call_inputs import TRAINER_METRIC_PREFIXES, TRAINER_METRICS
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.sources import RolloutComponents
@@ -19,13 +20,6 @@ _ALWAYS = (
     *(f"completions/{kind}_{name}" for kind in ("mean", "min", "max") for name in ("length", "terminated_length")),
     "completions/clipped_ratio",
 )
-_OF_LOSS = {
-    "cispo": ("cispo_clip_ratio",),
-    "sapo": (),
-    "vespo": ("vespo/phi_seq_mean",),
-}
-_CLIPPED = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
-"""Metrics of the losses that are not in `_OF_LOSS`."""
 _OF_CALLS = ("call_frequency", "failure_frequency", "timeouts")
 _OF_VLLM = (
     *("sampling/frac_dropped_rows", "sampling/frac_dropped_tokens"),
@@ -73,7 +67,7 @@ def check_best_metric(
 
 def _of_objective(config: GRPOConfig) -> list[str]:
     """Names of the metrics that this loss and its further terms have."""
-    names = [*_OF_LOSS.get(config.loss_type, _CLIPPED), "policy_loss", "aux_loss"]
+    names = [*LOSSES[config.loss_type].metrics, "policy_loss", "aux_loss"]
     return names + ["kl"] * (config.beta != 0) + list(_OF_VLLM) * config.use_vllm
 
 
