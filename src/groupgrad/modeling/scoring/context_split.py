@@ -4,6 +4,9 @@ In attention the keys and values of all tokens travel around the ring (`ring_att
 model take one token at a time. The tokens are cut into two chunks a rank, of equal length, wherever rows begin and end.
 Rank r has the chunks r and 2 C - 1 - r of C ranks: a token attends to those before it, so early tokens cost less than
 late ones, and these pairs cost about the same.
+
+Each pass is a collective of the group. The ranks do not agree on an exception inside it: it ends its own rank, and
+`trainer/rank_watch.py` ends the others.
 """
 
 from __future__ import annotations
