@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 LARGE_BYTES = 2**20
-"""Tensors of a file from which on it is held back; smaller files are written at once."""
+"""Minimum bytes of a file's tensors for it to be held back; smaller files are written at once."""
 
 _WRITERS = (
     ("torch", "save"),
@@ -30,10 +30,10 @@ Write = Callable[[], None]
 
 @contextmanager
 def held_back(folder: Path) -> Iterator[list[Write]]:
-    """Context in which large tensors saved below `folder` are copied in place of written.
+    """Context in which large tensors saved below `folder` are copied instead of written.
 
-    Yields a list that gets one function for each file, which writes it as it would have been written. A file for whose
-    copy memory does not suffice is written at once.
+    Yields a list to which a function is added for each such file; calling it writes the file. A file is written at once
+    if memory does not suffice for a copy of its tensors.
     """
     waiting: list[Write] = []
 
@@ -52,8 +52,10 @@ def held_back(folder: Path) -> Iterator[list[Write]]:
 
 @contextmanager
 def replaced_writers(folder: Path, replacement: Callable[..., None]) -> Iterator[None]:
-    """Context in which `replacement(write, tensors, path, ...)` takes the place of `write(tensors, path, ...)` for
-    each of the functions that write tensors, where the path is below `folder`."""
+    """Context in which the functions that write tensors (`_WRITERS`) are replaced for paths below `folder`.
+
+    A call `write(tensors, path, ...)` becomes `replacement(write, tensors, path, ...)`.
+    """
 
     def replaced(write: Callable[..., None], tensors: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(path, (str, os.PathLike)) and Path(path).is_relative_to(folder):

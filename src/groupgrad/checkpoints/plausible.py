@@ -19,7 +19,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
 
 
 def implausible(folder: Path) -> dict[str, str]:
-    """The reason by file for each part of a checkpoint without manifest that is certainly damaged.
+    """The certainly damaged or missing files of a checkpoint without manifest, each with the reason.
 
     Archives are read in full, since they have checksums; of safetensors files only sizes are checked.
     """

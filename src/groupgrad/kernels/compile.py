@@ -1,7 +1,7 @@
 """Compiles the kernels with the user's C++ compiler and caches the library on disk.
 
-The library is linked with the OpenMP runtime that torch has loaded, so that both share one pool of threads. Of two
-pools on few cores each would spin while the other works.
+The library is linked with the OpenMP runtime that torch has loaded, so that both share one pool of threads. With two
+pools on few cores, the threads of one would spin while the other works.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def load() -> ctypes.CDLL:
 def _alone() -> Iterator[None]:
     """Lets one process at a time compile into the cache folder.
 
-    A process that has waited for as long as compiling may take goes on beside the other one, and so does one whose
-    cache cannot be locked: each of its files is written atomically.
+    A process that has waited for `LOCK_S`, or that cannot lock the cache, compiles without the lock. That is safe,
+    since each file is written atomically.
     """
     lock = FileLock(cache_folder().parent / LOCK)
     try:

@@ -25,7 +25,7 @@ class _Convolution(ctypes.Structure):
 
 @dataclass(slots=True, frozen=True)
 class _Setting:
-    """The arguments of a call that have no gradient."""
+    """The non-differentiable arguments of a call."""
 
     kernels: ctypes.CDLL
     heads: tuple[torch.Tensor, torch.Tensor]
@@ -44,9 +44,10 @@ def convolution(
 ) -> torch.Tensor:
     """(T, D) depthwise convolutions of flat tokens over the last K inputs of each token's row, float32 on the CPU.
 
-    `inputs` are (T, D), `weight` is (D, K), `bias` (D,). With `gates` the results go through silu. `heads` are the
-    ascending places (M,) of the tokens whose last K inputs are not the last K flat ones, and the places (M, K) of
-    these, the token's own last, int64; places from T on are those in `before` (E, D). There are no second derivatives.
+    `inputs` are (T, D), `weight` is (D, K), `bias` (D,). With `gates` silu is applied to the results. `heads` names the
+    tokens whose last K inputs are not consecutive flat inputs: their ascending places (M,), and the places (M, K) of
+    each one's last K inputs, its own last, all int64. A place of T + i is row i of `before` (E, D). There are no second
+    derivatives.
     """
     setting = _Setting(kernels, heads, gates)
     return _CausalConvolution.apply(setting, inputs, before, weight, bias)  # pyright: ignore[reportReturnType]

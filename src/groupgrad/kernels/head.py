@@ -34,7 +34,7 @@ class SoftmaxSums:
     """Running softmax sums of some tokens' distributions, over the vocabulary's tiles in order."""
 
     sums: torch.Tensor
-    """(n, 3) float64: peaks in bits, and totals and moments relative to them."""
+    """(n, 3) float64: the peak in bits, then the sum of 2^(bits - peak), and that sum weighted by bits - peak."""
     chosen: torch.Tensor
     """(n,) the tokens' own logits in bits; NaN before their tile."""
 
@@ -63,7 +63,7 @@ class SoftmaxSums:
 
 @dataclass(slots=True, frozen=True)
 class TileGradient:
-    """The gradient that overwrites a tile, from vectors (t,) float32.
+    """Vectors (t,) float32 from which the kernel computes the gradient that overwrites a tile.
 
     With p = 2^(bits - normaliser) a logit becomes p * (prob_factor + bits_factor * (bits - normaliser)). The row's own
     token becomes `own_gradient`, or 0 if that is None.

@@ -1,7 +1,7 @@
 """Linear layers, RMS norms, gates and rotary embeddings of many tokens by the compiled kernels, with gradients.
 
-All take float32 tensors on the CPU. A token's numbers do not depend on the tokens beside it, and a decode step computes
-bit-exactly the same. There are no second derivatives.
+All take float32 tensors on the CPU. A token's numbers do not depend on the other tokens of the call, and a decode step
+computes bit-exactly the same numbers. There are no second derivatives.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def gated(kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor) -> torch.T
 def gated_linear(
     kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`linear` of `gated`, whose output is not kept for the backward pass but computed again."""
+    """`linear` of `gated`; the backward pass computes `gated` again instead of keeping its output."""
     if _needs_gradient(gate, up) and _needs_gradient(weight):
         return _GatedLinear.apply(kernels, gate, up, weight, bias)  # pyright: ignore[reportReturnType]
     return linear(kernels, gated(kernels, gate, up), weight, bias)

@@ -1,4 +1,4 @@
-"""One token of each row in recurrent layers, which updates states where they are stored."""
+"""Decode steps of recurrent layers: one token for each row, with states and convolution inputs updated in place."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ def state_step(
     scale: float = 1.0,
     norm: bool = False,
 ) -> torch.Tensor:
-    """(n, H, Dv) outputs q' S of n rows, whose `states` S (n, H, Dk, Dv), contiguous, take in a token before.
+    """Updates the states of n rows by a token each, in place; returns (n, H, Dv) outputs q' S of the new states.
 
-    A state becomes diag(decay) S + k u', where u is v, or strength (v - k' diag(decay) S). Query and key are
+    A state S (of `states` (n, H, Dk, Dv), contiguous) becomes diag(decay) S + k u'. Here u is v, or with a `strength`
+    strength (v - k' diag(decay) S). Query and key are
     (n, Hk, Dk), where Hk divides H, value is (n, H, Dv), decay (n, H, 1 or Dk), strength (n, H). The query is
     multiplied by `scale`; with `norm` query and key are divided by their lengths before. Without kernels PyTorch
     computes the step on any device, in the type of the states.
@@ -113,10 +114,10 @@ def convolution_step(
     *,
     gates: bool = False,
 ) -> torch.Tensor:
-    """(n, D) convolutions of `inputs` (n, D) with the last K - 1 ones (n, D, K - 1), contiguous, which move on by one.
+    """(n, D) convolutions of `inputs` (n, D) and the K - 1 inputs before them, which are then shifted by one in place.
 
-    `weight` is (D, K), `bias` (D,). With `gates` the results go through silu. Without kernels PyTorch computes the step
-    on any device.
+    `last` (n, D, K - 1), contiguous, holds the earlier inputs; `weight` is (D, K), `bias` (D,). With `gates` silu is
+    applied to the results. Without kernels PyTorch computes the step on any device.
     """
     if kernels is None:
         window = torch.cat([last, inputs[..., None].to(last.dtype)], dim=-1)

@@ -19,13 +19,15 @@ WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """Environment variables that say how libgomp's threads wait; the user's choice stays."""
 
 CHECK_S = 0.5
-"""Seconds between two looks at whether this process's threads find a core."""
+"""Seconds between two measurements of how long this process's threads wait for a core."""
 
 CROWDED, CALM = 0.10, 0.05
-"""Shares of their time that threads wait for a core: above the first others use the cores, below the second none do."""
+"""Shares of their time that threads wait for a core: other processes use the cores above the first, none below the
+second."""
 
 MAX_PATIENCE = 64
-"""Calm looks in a row, at most, after which threads may spin again. It starts with one and doubles with each change."""
+"""Maximum number of consecutive calm measurements before threads may spin again; it starts at 1 and doubles each time
+that the cores were crowded again."""
 
 _lock = threading.Lock()
 _watched_process: int | None = None
@@ -37,8 +39,8 @@ def limit_spinning() -> None:
     By default a thread that waits for the others spins for milliseconds. On cores of its own that is the fastest way.
     Where other processes use the cores, the spinning keeps the awaited thread from running, and each of the many short
     parallel regions of a small model takes a scheduler's time slice. libgomp has no function that changes this, but it
-    spins 3,000 times less while a process has more OpenMP threads than cores. A `ParkedTeam` therefore makes more of
-    them, and is released while the cores are free. The threads that compute stay the same, and with them all numbers.
+    spins 3,000 times less while a process has more OpenMP threads than cores. A `ParkedTeam` therefore adds idle
+    threads, and is released while the cores are free. The threads that compute stay the same, so all numbers do too.
     `bench/NOTES-threads.md` has measurements.
 
     Does nothing on one thread, where `WAIT_SETTINGS` are set, and with other OpenMP runtimes.
@@ -112,7 +114,7 @@ class CoreWaits:
         self._last: dict[str, tuple[int, int]] = {}
 
     def share(self) -> float | None:
-        """Waiting as a share of running and waiting since the last call; None where threads did hardly anything.
+        """Waiting time divided by running and waiting time since the last call; None if threads were almost idle.
 
         Raises:
             OSError: Where the kernel has no such counts.
@@ -134,7 +136,7 @@ class CoreWaits:
 
 
 class SpinningWatch:
-    """Parks the team while others use the cores, and releases it when they no longer do."""
+    """Parks the team while other processes use the cores, and releases it when they no longer do."""
 
     def __init__(self, team: ParkedTeam, waits: CoreWaits) -> None:
         self._team = team
@@ -143,7 +145,7 @@ class SpinningWatch:
         self._calm_looks = 0
 
     def run(self) -> None:
-        """Looks every `CHECK_S` seconds, to the end of the process. Where Linux counts no waits the team stays."""
+        """Measures every `CHECK_S` seconds until the process ends; where Linux counts no waits, parks the team."""
         try:
             while True:
                 time.sleep(CHECK_S)
@@ -154,7 +156,7 @@ class SpinningWatch:
                 self._team.park()
 
     def look(self) -> None:
-        """Changes how threads wait if what was seen since the last look asks for it."""
+        """Parks or releases the team by what threads waited since the last call."""
         share = self._waits.share()
         if share is None:
             return

@@ -39,7 +39,7 @@ class ToolWait:
 
 @types.coroutine
 def wait_for(futures: Sequence[Future[Any]]) -> Generator[Sequence[Future[Any]], ToolWait, ToolWait]:
-    """Waits for all of some futures, which must not fail."""
+    """Waits until all `futures` are done; none of them may raise."""
     return (yield futures)
 
 
@@ -65,7 +65,7 @@ class Driver(Generic[T]):
     """Seconds that the engine has worked."""
 
     def run(self) -> list[T]:
-        """The return value of each coroutine, in order. An exception of one is raised after all are closed."""
+        """Runs all coroutines; returns their values, in order. If one raises, all are closed before it is raised."""
         try:
             for index in range(len(self.rollouts)):
                 self._resume(index, None)

@@ -25,7 +25,7 @@ from groupgrad.rollout.requests import GenerationRequest
 class Evaluator:
     """Samples, scores and measures evaluation batches.
 
-    The same rows get the same random streams in every evaluation, so that changes are the policy's.
+    The same rows get the same random streams in every evaluation, so that only the policy changes the results.
     """
 
     model: nn.Module

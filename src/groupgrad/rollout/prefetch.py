@@ -21,13 +21,13 @@ ATTEMPTS = 3
 
 
 class RolloutPrefetcher:
-    """Rollouts of one generation batch after the other, from vLLM, whose weights are a copy of the policy's.
+    """Samples generation batches from vLLM, each when it is requested or ahead of time.
 
     With `ahead=k` a thread samples up to k following generation batches while one is trained, from weights that are at
-    most k generation batches old. New weights are sent when no rank samples, or with `in_flight` for each generation
-    batch: rows under way go on with them. If an engine loses its weights on any rank, all ranks sample the generation
-    batch again from the present weights, `ATTEMPTS` times at most. Other exceptions of the thread are raised when its
-    generation batch is requested.
+    most k generation batches old. New weights are sent when no rank samples. With `in_flight` they are sent for each
+    generation batch, and rows in progress continue with them. If an engine loses its weights on any rank, all ranks
+    sample the generation batch again from the present weights, `ATTEMPTS` times at most. Other exceptions of the thread
+    are raised when its generation batch is requested.
     """
 
     def __init__(

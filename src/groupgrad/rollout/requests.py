@@ -86,16 +86,17 @@ def row_seed(run_seed: int, phase: str, generation: int, row: int) -> int:
 
 
 def versions_of(tokens: Sequence[int] | None, step: int) -> dict[str, Any]:
-    """The fields `policy_version` and `policy_versions` of a rollout with these optimizer steps of its tokens' weights.
+    """The fields `policy_version` and `policy_versions` of a rollout.
 
-    `step` is that of the weights when it was requested, for tokens without steps.
+    `tokens` has, for each token, the optimizer step whose weights sampled it. Without it `step` counts for all tokens,
+    the step at which the rollout was requested.
     """
     tokens = tokens or [step]
     return {"policy_version": min(tokens), "policy_versions": list(tokens) if len(set(tokens)) > 1 else None}
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a turn's random stream, from its row's; the first turn's is the row's own."""
+    """The seed of a turn's random stream, derived from its row's `seed`; the first turn uses the row's seed itself."""
     return seed if turn == 0 else _number(f"{seed}/turn/{turn}")
 
 

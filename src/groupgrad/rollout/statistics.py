@@ -31,9 +31,9 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 
 
 def lag_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, Metric]:
-    """Optimizer steps between the weights that sampled a token and those of `step`: the most, and the mean of tokens.
+    """Age of the weights that sampled the tokens, in optimizer steps at `step`: the maximum and the mean over tokens.
 
-    `sampling/frac_mixed_rows` is the share of rows whose tokens are of several weights.
+    `sampling/frac_mixed_rows` is the share of rows whose tokens were sampled by weights of several steps.
     """
     lags = [
         step - version
@@ -55,12 +55,12 @@ def lag_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, Metric]:
 def agent_metrics(
     rollouts: Sequence[Rollout], tools: Collection[str], reasons: Sequence[FinishReason]
 ) -> dict[str, Metric]:
-    """Turns, calls by tool, failures, latencies (seconds a call) and waiting times (seconds a rollout) of agents, and
-    the shares of the `reasons` for which they may end.
+    """Metrics of agents: turns, tool calls, failures, latencies, waiting times, and the `reasons` for which they end.
 
-    `tools` are the names of existing tools; other names, which models invent without end, have no metrics. Without
-    tools there are no calls and no turns but one. `tools/wait_s` is for tools and environments, `tools/wait_hidden` the
-    share of it during which the engine worked for other rollouts.
+    Latencies are in seconds per call, waiting times in seconds per rollout. `tools` are the names of existing tools;
+    names that a model invents have no metrics. Without tools there are no metrics of calls and turns. `tools/wait_s` is
+    the time spent waiting for tools and environments, `tools/wait_hidden` the share of it during which the engine
+    worked for other rollouts.
     """
     traces = [rollout.trace for rollout in rollouts if rollout.trace is not None]
     uses = [use for trace in traces for use in trace.tool_uses]

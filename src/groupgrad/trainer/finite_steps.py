@@ -30,8 +30,8 @@ FOLDER = "nonfinite_steps"
 class FiniteSteps(SameOnRanks):
     """Counts and skips the optimizer steps whose loss or gradient is not finite.
 
-    A rank whose loss is not finite makes a gradient of its own NaN, so averaging carries it to all ranks and the norm
-    of the gradient, which every rank computes, says the same to each. The rows of skipped steps are written to
+    A rank whose loss is not finite makes a number of its gradient NaN. Averaging carries it to all ranks, so every rank
+    finds the same norm of the gradient and skips the same steps. The rows of skipped steps are written to
     `output_dir`, decoded by `tokenizer`. With `applies_early` the optimizer steps within the backward pass, so that no
     step can be skipped.
     """
@@ -98,7 +98,7 @@ class FiniteSteps(SameOnRanks):
         return {"num_skipped": self.num_skipped, "num_in_row": self._num_in_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from `state_dict`."""
+        """Restores the counts of `state_dict`."""
         self.num_skipped, self._num_in_row = state["num_skipped"], state["num_in_row"]
 
 

@@ -23,7 +23,7 @@ class KeptState:
     """
 
     checkpoint: Path
-    """The checkpoint with the same state."""
+    """Folder of the checkpoint that holds the same state."""
     run: dict[str, Any]
     """State of the run's parts, by name."""
     random_states: tuple[Any, ...]
@@ -34,19 +34,18 @@ class KeptState:
 
     @classmethod
     def of(cls, trainer: Any, checkpoint: Path) -> KeptState | None:
-        """The state with which a checkpoint is being written; None where ranks share a model, whose parts other
-        libraries keep."""
+        """Copies the state while `checkpoint` is being written; None with several ranks, DeepSpeed or FSDP."""
         if dist.is_active() or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             return None
         return cls(checkpoint, copy.deepcopy(trainer.run_state.states()), random_states())
 
     def fits(self, trainer: Any, request: Any) -> bool:
-        """True if a training that is to resume from `request` finds this state in the trainer."""
+        """True if this state can replace the checkpoint that a training resumes from (`request`)."""
         is_asked = isinstance(request, str) and Path(request) == self.checkpoint and self.checkpoint.is_dir()
         return is_asked and self.checkpoint.name == f"checkpoint-{trainer.state.global_step}"
 
     def take_schedule(self, trainer: Any) -> None:
-        """Takes what the beginning of a training sets anew: the schedule, and the learning rates with it."""
+        """Copies the schedule and the learning rates, which the next training sets anew when it begins."""
         self.groups = [
             {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
             for group in trainer.optimizer.param_groups
@@ -54,7 +53,7 @@ class KeptState:
         self.schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
 
     def restore(self, trainer: Any) -> None:
-        """Puts the schedule and the parts of the run back, which the training has made anew."""
+        """Restores the schedule and the run's parts, after the new training has made its own."""
         for group, kept in zip(trainer.optimizer.param_groups, self.groups, strict=True):
             group.update(kept)
         trainer.lr_scheduler.load_state_dict(self.schedule)

@@ -1,7 +1,7 @@
 """The gradient of an on-policy step, known before its forward pass.
 
-Where the weights are those that sampled, the log-probs of the forward pass are those of the sampler, and so the loss's
-gradient with respect to them is known beforehand. The output head then finds its own gradients while it computes its
+If the batch was sampled from the present weights, the forward pass will give the sampler's log-probs, so the loss's
+gradient with respect to them is known beforehand. The output head then computes its own gradients together with its
 scores, instead of computing its logits twice.
 """
 

@@ -15,7 +15,7 @@ from groupgrad.trainer.mismatch_watch import MISMATCH, has_dropout
 class SamplerLogprobs:
     """Reads the engine's log-probs and entropies of a batch where they equal the policy's own.
 
-    Numbers that a user's rollout function reports are never taken for the policy's, whatever the engine.
+    Log-probs that a user's rollout function reports never replace a forward pass, whatever the engine.
     """
 
     def __init__(self, source: RolloutSource, model: nn.Module, correction: MismatchOptions | None = None):
@@ -23,16 +23,21 @@ class SamplerLogprobs:
         self._is_exact = False
 
     def begin_training(self, *, is_shared: bool) -> None:
-        """Notes if ranks share the model: they go through it together, but may not know the same numbers."""
+        """Prepares for training. With a model that ranks share (`is_shared`) nothing replaces a pass.
+
+        Such ranks make their passes together, and the engine's numbers may be missing on some of them.
+        """
         self._is_exact = self._source.is_exact and not is_shared
 
     def on_policy(self, step: int) -> OnPolicyInfo:
-        """Policy freshness for the training passes of this step. With dropout the engine's numbers are never exact."""
+        """Describes which engine numbers are exact in this step's training passes; with dropout none are."""
         return OnPolicyInfo(step, self._is_exact and not has_dropout(self._model))
 
     def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        """(L,) log-probs of the policy that sampled the batch, 0 for other tokens without one; None if a loss token has
-        none, or if the engine's are not the policy's own."""
+        """(L,) log-probs of the policy that sampled the batch, as the engine reported them; None if a pass is needed.
+
+        That is so if the engine is not exact, or if a loss token has no log-prob. Other tokens without one get 0.
+        """
         known = batch.sampling_logprobs
         if not self._is_exact or known is None or bool((batch.trained & ~known.isfinite()).any()):
             return None

@@ -122,7 +122,7 @@ def _saved_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int
 class CheckpointingByNeed:
     """Switches gradient checkpointing on for micro-batches whose activations would not fit, and off for the others.
 
-    With `is_joint` the ranks share the model, and compute it in the same way: all switch it on if one of them needs it.
+    With `is_joint` the ranks share the model and must run it in the same way: all switch it on if one rank needs it.
     """
 
     def __init__(

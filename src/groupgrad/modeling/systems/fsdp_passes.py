@@ -25,13 +25,13 @@ class FSDPPassCollectives(PassCollectives):
         self._model = model
 
     def begin_rest(self) -> None:
-        """As `PassCollectives.begin_rest`; the units forget the failed pass. Not a collective."""
+        """As `PassCollectives.begin_rest`; resets the units' state of the failed pass. Not a collective."""
         self._model.reset_iter_state()
         super().begin_rest()
 
 
 class _Counted:
-    """A kind of collective that `PassCollectives` counts; one that is left out fills its output with zeros."""
+    """A kind of collective that `PassCollectives` counts; a skipped one fills its output with zeros."""
 
     def __init__(self, collectives: PassCollectives, run: Any):
         self._collectives, self._run = collectives, run
@@ -51,9 +51,9 @@ class _Counted:
 
 
 def count_collectives(model: Any, units: list[Any]) -> None:
-    """Has the collectives of these FSDP units, which are all of the model's, counted from now on.
+    """Counts the collectives of all the model's FSDP units from now on.
 
-    Nothing happens where torch cannot recover from a failed pass (before 2.13).
+    Does nothing where torch cannot recover from a failed pass (before 2.13).
     """
     if not all(hasattr(model, name) for name in ("reset_iter_state", "set_custom_all_gather")):
         return

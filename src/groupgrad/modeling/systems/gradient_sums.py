@@ -17,7 +17,7 @@ from groupgrad.modeling.systems.fsdp import is_shard, local_part
 
 
 class GradientSums:
-    """The gradients of an optimizer step: of half-precision weights float32 sums, of others their own `.grad`.
+    """The gradients of an optimizer step: float32 sums for half-precision weights, `.grad` itself for others.
 
     A float32 sum takes 4 bytes a weight, a gradient in half precision 2. Without `in_float32` every weight's `.grad`
     is the sum, in the weight's type.
@@ -30,16 +30,16 @@ class GradientSums:
 
     @property
     def holders(self) -> list[nn.Parameter]:
-        """For each trained parameter, the one whose `.grad` is its sum during a step: itself or its stand-in.
+        """For each trained parameter, the parameter whose `.grad` holds its sum during a step: itself or a stand-in.
 
-        A stand-in is a float32 parameter without memory. Of a shard it has this rank's part.
+        A stand-in is a float32 parameter without memory. The stand-in of a shard has the shape of this rank's part.
         """
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         return [self._stand_in(parameter) if parameter.dtype in self._summed else parameter for parameter in trained]
 
     @contextmanager
     def passes(self, *, is_last: bool) -> Iterator[None]:
-        """Inside, backward passes add to the sums; after the step's last ones the weights have them as `.grad`."""
+        """Makes backward passes add to the sums; after the step's last passes, rounds the sums into `.grad`."""
         summed = [p for p in self._model.parameters() if p.requires_grad and p.dtype in self._summed]
         handles = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in summed]
         try:

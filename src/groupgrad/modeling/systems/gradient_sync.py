@@ -20,13 +20,14 @@ class GradientSync:
 
     DistributedDataParallel reduces gradients inside the step's last backward pass, so all ranks must make the same
     passes. Here each rank makes as many passes as its memory and rows need, and the complete gradients are averaged in
-    place, without the wrapper's second copy of all gradients. Those that a rank's last backward pass completes are sent
-    while it still runs (`overlaps`), from the second step on: the first one shows which parameters have gradients.
+    place, without the wrapper's second copy of all gradients. With `overlaps` gradients are sent during a rank's last
+    backward pass, as it completes them. This begins with the second step, since the first one shows which parameters
+    have gradients. A backward pass must then add to each gradient only once.
 
-    `sums` has the gradients, in the type that they are sent in; without it they are the parameters' own. With `buffers`
-    the model's buffers are copied from rank 0 too. With `joint_passes` ranks make passes together: when one of them
-    fails, the others wait for it inside a pass and can agree on nothing, so its error ends it alone, and the loss of a
-    process ends the others. Gradients must be made at once within each backward pass with `overlaps`.
+    `sums` holds the gradients, in the type in which they are sent; by default each parameter's `.grad` does. With
+    `buffers` the model's buffers are copied from rank 0 too. With `joint_passes` ranks make passes together. When one
+    of them fails, the others wait for it inside a pass and cannot agree on an error, so the error ends its own rank,
+    and the lost process ends the others.
     """
 
     def __init__(

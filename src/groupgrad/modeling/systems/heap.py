@@ -1,10 +1,10 @@
-"""Gives the memory of large CPU tensors back to the system as soon as they are freed.
+"""Returns the memory of large CPU tensors to the system as soon as they are freed.
 
-PyTorch takes the memory of CPU tensors from the C library. glibc takes tensors of up to 32 MB from one heap, whose free
-memory it gives back only behind the last block in use. A pass over a long row frees its tensors around others that live
-on, so the next pass finds gaps of other sizes, and the process grows by almost as much again. A block in a mapping of
-its own goes back at once. The system then clears new pages for each tensor, which costs a pass 5 to 11 % more processor
-time at 4,096 and 8,192 tokens and more than that for short rows (see "Long rows" in `bench/NOTES.md`).
+PyTorch takes the memory of CPU tensors from the C library. glibc takes tensors of up to 32 MB from one heap, and
+returns only the heap's end, after the last block in use. A pass over a long row frees its tensors around others that
+stay, so the next pass finds gaps of other sizes, and the process grows by almost as much again. A block in a mapping of
+its own is returned at once. The system then clears new pages for each tensor, which costs a pass 5 to 11 % more
+processor time at 4,096 and 8,192 tokens and more than that for short rows (see "Long rows" in `bench/NOTES.md`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of `mallopt` in glibc's `malloc.h`."""
 _MEGABYTE = 2**20
 _LARGE = 4 * _MEGABYTE
-"""Bytes from which a block gets a mapping of its own inside `large_tensors_mapped`."""
+"""Minimum bytes of a block with a mapping of its own inside `large_tensors_mapped`."""
 _MOST_LARGE = 32 * _MEGABYTE
-"""The limit to which glibc itself raises that size, after a mapped block as large has been freed."""
+"""Maximum of that minimum in glibc, which raises it to the size of each mapped block that is freed."""
 
 
 @contextmanager
 def large_tensors_mapped() -> Iterator[None]:
-    """Inside, each tensor of 4 MB or more gets a mapping of its own, and gaps in the heap are given back first.
+    """Gives each tensor of 4 MB or more a mapping of its own inside the context, after it has returned the heap's gaps.
 
     Afterwards blocks below 32 MB come from the heap again. The setting holds for all threads and changes no number. It
-    does nothing without glibc, or where the environment sets glibc's allocator.
+    does nothing without glibc, or where the environment configures glibc's allocator.
     """
     library = _glibc()
     if library is None:

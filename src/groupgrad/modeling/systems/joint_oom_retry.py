@@ -1,4 +1,4 @@
-"""Trains micro-batches of a model that ranks share; one that runs out of memory on any rank is cut on all together."""
+"""Trains micro-batches of a model that ranks share; after one runs out of memory, all ranks train the step again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class JointMemoryGuard(MemoryGuard):
         return losses
 
     def _filled(self, parts: list[MicroBatch], count: int, micro_batch: MicroBatch) -> list[MicroBatch]:
-        """`count` parts, those beyond `parts` without rows."""
+        """Appends parts without rows until there are `count`."""
         return parts + [micro_batch.without_rows()] * (count - len(parts))
 
     def _try_jointly(self, part: MicroBatch, forward: Forward, backward: Backward) -> tuple[PolicyLoss | None, bool]:

@@ -17,8 +17,10 @@ from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.modeling.systems.zero3_passes import Zero3PassCollectives
 
 LONG_ROW = 4096
-"""Tokens of a row from which training on a CPU gives the memory of large tensors back at once. Shorter rows take little
-memory, and their passes would take longer."""
+"""Minimum tokens of a row for which training on a CPU returns the memory of large tensors at once (see `heap.py`).
+
+Shorter rows take little memory, and their passes would take longer.
+"""
 
 
 def memory_guard(
@@ -33,7 +35,7 @@ def memory_guard(
     """The guard for a run with these training arguments.
 
     `clear` drops the gradients of a step, `prepare` is called with each batch before its passes with a gradient.
-    `zero3` has the passes of a model that DeepSpeed ZeRO-3 shards when training begins.
+    `zero3` counts the collectives of a model that DeepSpeed ZeRO-3 shards when training begins.
 
     A CPU's matrix products run at full speed from few tokens on, so larger micro-batches are cut there. A
     load-balancing loss depends on the cut, so its micro-batches stay whole. ValueError if `max_tokens_per_pass` is set
