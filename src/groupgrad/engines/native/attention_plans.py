@@ -68,7 +68,7 @@ class TokenRun:
 
     ids: list[int]
     slot: int
-    """Slot in the slab in which they are stored."""
+    """Slot in the buffer in which they are stored."""
     offset: int
     """Number of tokens that the slot holds already, before the run."""
     prefix_slot: int = 0
@@ -84,7 +84,7 @@ class TokenRun:
 
 
 class PrefillPlan:
-    """Attention of a prefill pass; stores the keys and values of its runs in `slab`.
+    """Attention of a prefill pass; stores the keys and values of its runs in `buffer`.
 
     The flat tokens are the runs' tokens, in this order. A run attends to its prompt, to the tokens that its slot holds
     already, and causally to itself.
