@@ -229,7 +229,7 @@ class KVCache:
         return True
 
     def _sizes(self, need: Need) -> tuple[int, int, int, int] | None:
-        """(slots, slot size) of the suffix buffer, then of the prompt buffer, for `need`; None if the bound forbids it."""
+        """(slots, slot size) of suffixes, then of prompts, that cover `need`; None if the bound forbids them."""
         suffixes, prompts = self.suffixes, self.prompts
         num_suffixes, num_prompts = need.num_suffixes, need.num_prompts
         if self._is_recorded:
