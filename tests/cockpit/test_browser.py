@@ -33,6 +33,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: 
 GONE = "ERR_CONNECTION_REFUSED"
 """In the message of a page that asks once more after its server has ended."""
 MAX_OPEN_S, MIN_FRAMES, MAX_MIB = 2.0, 30.0, 300.0
+ZOOM = "document.querySelector('.chart').zoom()"
+"""The steps that the first chart is zoomed to."""
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +211,19 @@ def test_a_run_that_was_stopped_and_goes_on_is_followed(tmp_path, open_page):
         metrics.append({"step": 5, "loss": 0.0, "reward": 7.5})
         wait_until(page, "document.querySelector('.tiles').innerText.includes('7.5')")
         assert page.inner_text("#top .state") == "running" and "the run was stopped" not in page.inner_text(".notes")
+        # A reader's zoom and an opened card outlast the next log event.
+        page.click("details.settings summary")
+        page.evaluate("scrollTo(0, 0)")
+        plot = page.locator(".chart .u-over").first.bounding_box()
+        page.mouse.move(plot["x"] + 0.3 * plot["width"], plot["y"] + 40)
+        page.mouse.down()
+        page.mouse.move(plot["x"] + 0.8 * plot["width"], plot["y"] + 40, steps=4)
+        page.mouse.up()
+        zoomed = page.evaluate(ZOOM)
+        assert zoomed["min"] > 1
         metrics.append({"step": 6, "loss": 0.0, "reward": 8.5})
         wait_until(page, "document.querySelector('.tiles').innerText.includes('8.5')")
+        assert page.evaluate(ZOOM) == zoomed and page.locator("details.settings").get_attribute("open") is not None
         events.append({"time": time.time(), "step": 6, "event": "ended"})
         wait_until(page, "document.querySelector('#top .state').innerText === 'ended'")
 
@@ -268,6 +281,10 @@ def test_it_fits_and_can_be_read(tmp_path, open_page, size, scheme):
                 page.wait_for_selector(".chart, .tokens, .sweep")
                 assert page.evaluate("document.documentElement.scrollWidth") <= size[0], where
                 assert page.evaluate(CONTRASTS) >= 4.5, where
+                if "rollouts" in where:
+                    assert page.locator(".list").bounding_box()["height"] > 200
+                    page.locator(".item").nth(1).click()
+                    page.wait_for_selector('.item[aria-selected="true"]')
                 shots = os.environ.get("GROUPGRAD_SCREENSHOTS")
                 if shots:
                     shown = {"#/": "overview", "#/sweep": "sweep"}.get(where, "rollouts")

@@ -130,7 +130,7 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
       if (at === null || at === undefined) for (at = values.length - 1; at > 0 && (values[at] ?? null) === null; at -= 1);
       return el("span", { class: "value", title: label(s, chart, runs.length > 1) }, swatch(partColor(s)), chart.prefix && (runs.length === 1 || s.run === runs[0]) ? `${label(s, chart, false)} ` : "", short(values[at]));
     });
-    fill(last, place === null ? "" : `step ${data[0][place]} `, parts.slice(0, 6));
+    fill(last, place === null ? "" : `step ${data[0][place]} `, parts);
   };
   const plot = new uPlot(options, data, holder);
   readOut(plot);
@@ -140,6 +140,14 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
   });
   const observer = new ResizeObserver(() => plot.setSize({ width: Math.max(180, holder.clientWidth), height: 170 }));
   observer.observe(holder);
+  figure.dataset.chart = chart.title;
+  /** The steps that are zoomed to, null for all of them; with an argument zooms to these. */
+  figure.zoom = (range) => {
+    if (range) plot.setScale("x", range);
+    const { min, max } = plot.scales.x;
+    const isKnown = Number.isFinite(min) && Number.isFinite(max); // not before the first drawing
+    return isKnown && (min > data[0][0] || max < data[0].at(-1)) ? { min, max } : null;
+  };
   figure.dispose = () => { observer.disconnect(); plot.destroy(); };
   const spoken = series.map((s) => `${label(s, chart, runs.length > 1)} ${short(s.column.findLast((value) => value !== null))}`);
   holder.setAttribute("role", "img");

@@ -28,6 +28,7 @@ export function overview(state, { openStep }) {
   }
 
   function draw() {
+    const zooms = new Map(drawn.map((figure) => [figure.dataset.chart, figure.zoom()]));
     dispose();
     const runs = state.runs.filter((run) => run.shown);
     const options = { weight: state.smoothing, sync: "steps", onStep: (step) => openStep(runs[0].index, step) };
@@ -37,6 +38,7 @@ export function overview(state, { openStep }) {
     fill(more, rare);
     fill(charts, made.length ? made : el("p", { class: "quiet" }, "No metrics yet: the first log event comes after logging_steps steps."));
     drawn = [...made, ...rare];
+    drawn.forEach((figure) => figure.zoom(zooms.get(figure.dataset.chart)));
   }
 
   function updateTiles() {
@@ -48,7 +50,9 @@ export function overview(state, { openStep }) {
     updateTiles();
     fill(notes, notesOf(runs));
     draw();
+    const isOpen = rest.querySelector("details.settings")?.open ?? false;
     fill(rest, timeCard(runs), runs.length > 1 ? differences(runs) : settingsCard(runs[0]), ...runs.map(eventsCard));
+    rest.querySelector("details.settings")?.toggleAttribute("open", isOpen);
   }
 
   update();
@@ -108,13 +112,13 @@ function timeCard(runs) {
     const bar = el("div", { class: "stack" }, seconds.map((value, place) => {
       if (!value) return null;
       const part = el("i", { class: `phase-${PHASES[place]}`, title: `${PHASES[place]} ${duration(value)}` });
-      part.style.flexGrow = value;
+      part.style.flexGrow = value / total; // grows of less than 1 in all would leave a part of the bar empty
       return part;
     }));
-    const words = PHASES.map((phase, place) => seconds[place] && el("span", {}, el("i", { class: `swatch phase-${phase}` }), `${phase} ${duration(seconds[place])} (${Math.round((100 * seconds[place]) / total)} %)`));
+    const words = PHASES.map((phase, place) => seconds[place] > 0 && el("span", {}, el("i", { class: `swatch phase-${phase}` }), `${phase} ${duration(seconds[place])} (${Math.round((100 * seconds[place]) / total)} %)`));
     return el("div", {}, runs.length > 1 && el("small", {}, run.name), bar, el("p", { class: "keys" }, words));
   }).filter(Boolean);
-  return bars.length ? el("section", { class: "card" }, el("h2", {}, "Where the time went"), el("small", {}, "mean of the last 50 log events"), bars) : null;
+  return bars.length ? el("section", { class: "card" }, el("h2", {}, "Where the time went"), el("p", { class: "quiet" }, "mean of the last 50 log events"), bars) : null;
 }
 
 function mean(values) {
@@ -144,7 +148,7 @@ function differences(runs) {
 function settingsCard(run) {
   if (!run) return null;
   const entries = Object.entries(settingsOf(run)).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return el("section", { class: "card" }, el("details", {}, el("summary", {}, el("h2", {}, "Settings")),
+  return el("section", { class: "card" }, el("details", { class: "settings" }, el("summary", {}, el("h2", {}, "Settings")),
     el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, entries.map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, text(value)))))))));
 }
 
