@@ -102,9 +102,12 @@ def test_a_shell_completes_commands_and_flags(tmp_path: Path, capsys: Any) -> No
         'echo "${COMPREPLY[@]}"\n'
         "COMP_WORDS=(groupgrad vl) COMP_CWORD=1\n_shtab_groupgrad groupgrad vl groupgrad\n"
         'echo "${COMPREPLY[@]}"\n'
+        "complete -p groupgrad\n"
     )
     done = subprocess.run(["bash", "-c", script], check=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["--num_generations --num_generations_eval", "vllm-serve"]
+    *words, registered = done.stdout.splitlines()
+    assert words == ["--num_generations --num_generations_eval", "vllm-serve"]
+    assert "-o default" in registered  # names of files where no flag fits
 
 
 def test_the_exit_codes_of_the_help_are_those_of_the_package(capsys: Any) -> None:

@@ -104,9 +104,9 @@ class CommandParser(argparse.ArgumentParser):
 def refuse(command: str, error: Exception, status: int = 2) -> int:
     """Prints why a command cannot do what it was asked for, and returns its exit status.
 
-    With the variable GROUPGRAD_TRACEBACK the error is raised instead.
+    With the variable GROUPGRAD_TRACEBACK the error is raised instead, and so is BrokenPipeError: nobody reads on.
     """
-    if os.environ.get("GROUPGRAD_TRACEBACK"):
+    if os.environ.get("GROUPGRAD_TRACEBACK") or isinstance(error, BrokenPipeError):
         raise error
     print(f"groupgrad {command}: error: {error}\n(GROUPGRAD_TRACEBACK=1 shows where)", file=sys.stderr)
     return status

@@ -20,7 +20,9 @@ tcsh: groupgrad completion tcsh > ~/.groupgrad.csh, and `source ~/.groupgrad.csh
 def main(argv: Sequence[str]) -> int:
     """Prints the script for a shell. Returns 0."""
     arguments = parser().parse_args(argv)
-    print(shtab.complete(command_parser(), arguments.shell))
+    script = shtab.complete(command_parser(), arguments.shell)
+    # Without `default`, bash would complete no file names for this command.
+    print(script.replace("complete -o bashdefault -F", "complete -o bashdefault -o default -F"))
     return 0
 
 

@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if name == "train" and (status := start_processes(rest)) is not None:
         return status
-    return _printed(name, rest) if name in PRINTING else module_of(name).main(rest)
+    is_printing = name in PRINTING or (name == "sweep" and rest[:1] == ["status"])
+    return _printed(name, rest) if is_printing else module_of(name).main(rest)
 
 
 def _printed(command: str, arguments: Sequence[str]) -> int:
