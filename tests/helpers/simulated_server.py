@@ -210,8 +210,8 @@ class SimulatedServer:
     def start(self) -> None:
         """Start it, with weights that were never pushed."""
         self.engine = Engine(self._model, self._dtype)
-        app = Starlette(routes=[Route("/health", _ok), Route("/version", _version), Route("/v1/completions", _ok)])
-        app.router.routes[-1].methods = {"POST"}  # type: ignore[attr-defined]
+        posts = [Route(f"/v1/{name}", _ok, methods=["POST"]) for name in ("completions", "chat/completions")]
+        app = Starlette(routes=[Route("/health", _ok), Route("/version", _version), *posts])
         app.add_middleware(Routes)  # type: ignore[arg-type]
         app.state.engine_client = self.engine
         app.middleware_stack = app.build_middleware_stack()  # now, with the key that is in the environment

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from simulated_server import Receiver, Weights, pretend_weight_transfer
 
+from groupgrad.engines.vllm import server_requests
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS
 from groupgrad.engines.vllm.server import Routes
 from groupgrad.engines.vllm.server_requests import Call, Refusal
@@ -134,8 +135,13 @@ class App:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
 
-async def call_vllm(routes: Routes) -> dict[str, Any]:
-    """The answer to a call of vLLM's own route: `status`, `headers`, `error`."""
+async def no_body() -> dict[str, Any]:
+    """ASGI's `receive` of a request without a body."""
+    return {"type": "http.request"}
+
+
+async def call_vllm(routes: Routes, receive: Any = no_body, **changes: Any) -> dict[str, Any]:
+    """The answer to a call of vLLM's own route: `status`, `headers`, `error`. `changes` are of ASGI's scope."""
     answer: dict[str, Any] = {}
 
     async def send(event: Any) -> None:
@@ -144,8 +150,14 @@ async def call_vllm(routes: Routes) -> dict[str, Any]:
         else:
             answer.update(json.loads(event["body"]))
 
-    await routes(scope("/v1/completions"), None, send)
+    await routes({**scope("/v1/completions"), **changes}, receive, send)
     return answer
+
+
+async def until_sampling(routes: Routes, number: int) -> None:
+    """Wait until so many calls sample."""
+    while routes._load.num_sampling != number:
+        await asyncio.sleep(0.001)
 
 
 async def begin_push(routes: Routes, engine: Weights, timeout_s: float) -> asyncio.Task[Any]:
@@ -172,7 +184,7 @@ def test_calls_are_refused_while_a_push_waits() -> None:
         app = App()
         routes = Routes(app)
         early = asyncio.create_task(call_vllm(routes))
-        await asyncio.sleep(0)
+        await until_sampling(routes, 1)
         engine = Weights(Empty())
         push = await begin_push(routes, engine, 5.0)
         late = await call_vllm(routes)
@@ -192,16 +204,76 @@ def test_a_push_that_times_out_leaves_the_server_as_it_was() -> None:
         app = App()
         routes = Routes(app)
         early = asyncio.create_task(call_vllm(routes))
-        await asyncio.sleep(0)
+        await until_sampling(routes, 1)
         push = await begin_push(routes, Weights(Empty()), 0.1)
         with pytest.raises(Refusal, match=r"1 rows still sample after 0\.1 s"):
             await push
         late = asyncio.create_task(call_vllm(routes))
-        await asyncio.sleep(0)
+        await until_sampling(routes, 2)
         app.may_end.set()
         assert [(await early)["status"], (await late)["status"]] == [200, 200]
 
     asyncio.run(run())
+
+
+def test_a_call_whose_body_comes_after_a_push_has_begun_is_refused() -> None:
+    async def run() -> None:
+        body_is_here = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await body_is_here.wait()
+            return {"type": "http.request", "body": b"{}"}
+
+        routes, engine = Routes(App()), Weights(Empty())
+        early = asyncio.create_task(call_vllm(routes, receive))
+        await (await begin_push(routes, engine, 0.1))
+        assert routes._load.num_sampling == 0 and not early.done()
+        body_is_here.set()
+        answer = await early
+        assert answer["status"] == 503 and answer["error"].startswith("the push '3-a' of weights has not ended")
+        await routes.route_finish(engine, call_of({"weight_version": "3-a", "checksum": 0}))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "GET"])
+@pytest.mark.parametrize(("headers", "limit_s"), [([], 1024.05), ([(b"content-length", b"1000")], 0.051)])
+def test_the_time_for_a_body_is_bounded_by_the_length_that_it_announces(
+    method: str, headers: Any, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that sends a byte now and then; the clock of the wait is faked where it would be long."""
+    limits: list[float] = []
+    wait_for = asyncio.wait_for
+
+    async def record(read: Any, timeout: float) -> Any:
+        limits.append(timeout)
+        return await wait_for(read, 0.05)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    monkeypatch.setattr(server_requests, "SILENCE_S", 0.05)
+    monkeypatch.setattr(server_requests.asyncio, "wait_for", record)
+    given = {"method": method, "headers": [*scope("/")["headers"], *headers]}
+    answer = asyncio.run(call_vllm(Routes(None), receive, **given))
+    assert answer["status"] == 408 and answer["headers"][b"connection"] == b"close"
+    assert limits == [pytest.approx(limit_s, abs=1e-3)]
+
+
+def test_vllm_gets_the_whole_body_and_then_hears_that_the_caller_left() -> None:
+    parts = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"b"}]
+    parts.append({"type": "http.request", "body": b"a", "more_body": True})
+    heard: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return parts.pop()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heard.extend([await receive(), await receive()])
+
+    asyncio.run(call_vllm(Routes(app), receive))
+    assert heard == [{"type": "http.request", "body": b"ab", "more_body": False}, {"type": "http.disconnect"}]
 
 
 def test_an_adapter_is_taken_once_and_as_it_was_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

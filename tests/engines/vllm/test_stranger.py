@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import json
 import pickle
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from raw_http import raw_exchange, request
 from simulated_server import KEY, SimulatedServer, pretend_vllm, servers_of
+from stranger_cases import (
+    BUCKETS,
+    announce,
+    answered_408,
+    bucket_is_refused,
+    head_of,
+    pickles_stay_closed,
+    replay_is_refused,
+    slow_bodies,
+)
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.vllm import server as server_module
@@ -118,21 +127,12 @@ def test_a_slow_body_is_given_up_and_holds_nothing_up(
     server: SimulatedServer, trainer: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_requests, "SILENCE_S", 0.5)
-    heads = [request(f"/groupgrad/{route}", key=KEY, length=1000) for route in ("init", "check")]
-    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=5.0) for _ in heads]
-    try:
-        for connection, head in zip(connections, heads):
-            connection.sendall(head + b'{"name": ')
+    with slow_bodies(server.port, KEY) as connections:
         started = time.monotonic()
         trainer.push(model, 1)  # waits for none of them
         assert len(trainer.sample(ROWS, OPTIONS)) == 3 and time.monotonic() - started < 0.4
-        for connection in connections:
-            answer = connection.recv(65536)
-            assert answer.startswith(b"HTTP/1.1 408"), answer
+        answered_408(connections)
         assert time.monotonic() - started < 4.0
-    finally:
-        for connection in connections:
-            connection.close()
 
 
 @pytest.mark.parametrize(
@@ -203,67 +203,24 @@ def test_rows_without_a_prompt_are_a_bad_request(server: SimulatedServer, traine
 def test_a_recorded_push_is_refused(
     server: SimulatedServer, trainer: VLLMServerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from groupgrad.engines.vllm import client, weight_transport
-
-    recorded: list[tuple[Any, ...]] = []
-
-    def record(address: Any, route: str, body: Any = None, *, query: Any = None, timeout_s: float) -> Any:
-        data = bytes(body) if isinstance(body, memoryview) else body
-        recorded.append((route, data, query))
-        return call(address, route, body, query=query, timeout_s=timeout_s)
-
-    for module in (client, weight_transport):
-        monkeypatch.setattr(module, "call", record)
-    monkeypatch.setattr(trainer.members[0].client, "transport", weight_transport.HttpTransport())
     assert trainer._last_push is not None
-    trainer.push(trainer._last_push.model, 1)
-    replayed = [entry for entry in recorded if entry[0] in ("start", "update", "finish")]
-    assert {route for route, _, _ in replayed} == {"start", "update", "finish"}
-    for route, data, query in replayed:
-        with pytest.raises(ServerRefused) as caught:
-            call(trainer.members[0].client.address, route, data, query=query, timeout_s=5.0)
-        assert caught.value.status == 409, route
+    replay_is_refused(trainer, trainer._last_push.model, monkeypatch)
 
 
-def announce(trainer: VLLMServerPool, version: str, tensors: list[list[Any]]) -> None:
-    """Begin a push."""
-    body = {"weight_version": version, "tensors": tensors, "timeout_s": 1.0}
-    body["push"] = call(trainer.members[0].client.address, "info", timeout_s=5.0)["next_push"]
-    call(trainer.members[0].client.address, "start", body, timeout_s=5.0)
-
-
-HEAD = ["lm_head.weight", "float32", [92, 32]]
-
-
-@pytest.mark.parametrize(
-    ("body", "query", "status"),
-    [
-        (bytes(64), {"first": 0, "count": 1}, 422),
-        (bytes(92 * 32 * 4 + 64), {"first": 0, "count": 1}, 413),
-        (bytes(92 * 32 * 4), {"first": 1, "count": 1}, 409),
-        (bytes(92 * 32 * 4), {"first": 0, "count": 2}, 409),
-        (bytes(92 * 32 * 4), {"first": 0, "count": 0}, 409),
-        (bytes(92 * 32 * 4), {"first": -1, "count": 1}, 409),
-        (bytes(92 * 32 * 4), {"first": "a", "count": 1}, 400),
-        (b"", {"first": 0, "count": 1}, 422),
-        (b"x", {"first": 0, "count": 1, "shared": "s"}, 413),
-        (b"x", {"first": 0, "count": 1, "group": "g"}, 413),
-    ],
-)
+@pytest.mark.parametrize(("body", "query", "status"), BUCKETS)
 def test_a_bucket_of_other_tensors_reaches_no_worker(
     server: SimulatedServer,
     trainer: VLLMServerPool,
     model: Any,
-    body: bytes,
+    body: int | bytes,
     query: dict[str, Any],
     status: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    announce(trainer, "1-x", [HEAD])
-    with monkeypatch.context() as patch, pytest.raises(ServerRefused) as caught:
+    announce(trainer, "1-x", [head_of(model)])
+    with monkeypatch.context() as patch:
         patch.setattr(server.engine.worker, "update_weights", lambda *given: pytest.fail("it reached a worker"))
-        call(trainer.members[0].client.address, "update", body, query={"weight_version": "1-x", **query}, timeout_s=5.0)
-    assert caught.value.status == status
+        bucket_is_refused(trainer, model, body, query, status)
     trainer.push(model, 0)
 
 
@@ -275,11 +232,11 @@ def test_a_bucket_of_other_tensors_reaches_no_worker(
 def test_half_a_push_and_then_silence_holds_up_no_other_push(
     server: SimulatedServer, trainer: VLLMServerPool, model: Any
 ) -> None:
-    announce(trainer, "1-x", [HEAD, ["model.norm.weight", "float32", [32]]])
+    announce(trainer, "1-x", [head_of(model), ["model.norm.weight", "float32", [32]]])
     call(
         trainer.members[0].client.address,
         "update",
-        bytes(HEAD[2][0] * 32 * 4),
+        bytes(92 * 32 * 4),
         query={"weight_version": "1-x", "first": 0, "count": 1},
         timeout_s=5.0,
     )
@@ -291,28 +248,8 @@ def test_half_a_push_and_then_silence_holds_up_no_other_push(
     assert time.monotonic() - started < 2.0
 
 
-class Bomb:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return Path.touch, (self._path,)
-
-
 def test_nothing_is_unpickled(server: SimulatedServer, trainer: VLLMServerPool, tmp_path: Path, model: Any) -> None:
-    bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
-    pickle.loads(bomb)  # it works
-    (tmp_path / "exploded").unlink()
-    for route in ("check", "generate", "start", "finish", "init", "adapter"):
-        raw_exchange(server.port, request(f"/groupgrad/{route}", bomb, KEY))
-    announce(trainer, "1-x", [["lm_head.weight", "uint8", [len(bomb)]]])
-    padded = bomb + bytes(-len(bomb) % 64)
-    query = {"weight_version": "1-x", "first": 0, "count": 1}
-    with pytest.raises(ServerRefused):  # the worker's tensor has another shape
-        call(trainer.members[0].client.address, "update", padded, query=query, timeout_s=5.0)
-    assert not (tmp_path / "exploded").exists()
+    pickles_stay_closed(server.port, KEY, trainer, tmp_path)
     sources = Path(server_module.__file__).parent.glob("*.py")
     assert not [path for path in sources if "pickle" in path.read_text() or "torch.load" in path.read_text()]
     trainer.push(model, 0)

@@ -40,7 +40,7 @@ from groupgrad.engines.vllm.api_keys import VARIABLE, check_key
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, MISSING_KEY_STATUS
 from groupgrad.engines.vllm.lora import lora_request
 from groupgrad.engines.vllm.row_stream import RowStream, ServerLoad
-from groupgrad.engines.vllm.server_requests import Call, Refusal, check_length, header, limited, take, take_timeout
+from groupgrad.engines.vllm.server_requests import Call, Refusal, header, replayed, take, take_timeout
 from groupgrad.engines.vllm.transfer_plugin import TRANSFER_CONFIG
 from groupgrad.engines.vllm.vllm_params import sampling_params, verify
 from groupgrad.engines.vllm.weight_receiver import REFUSED
@@ -166,31 +166,40 @@ class Routes:
             await _reply(MISSING_KEY_STATUS, {"error": story}, scope, receive, send)
         elif scope["path"].startswith(PREFIX):
             await self._answer(scope, receive, send)
-        elif scope["method"] != "POST":
-            await self._app(scope, receive, send)
         else:
-            await self._sample_with_vllm(scope, receive, send)
+            await self._call_vllm(scope, receive, send)
 
     def _has_key(self, scope: Any) -> bool:
         scheme, _, given = header(scope, b"authorization").partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(given, self._key)
 
-    async def _sample_with_vllm(self, scope: Any, receive: Any, send: Any) -> None:
-        """Call one of vLLM's POST routes, while weights are complete and no push waits."""
+    async def _call_vllm(self, scope: Any, receive: Any, send: Any) -> None:
+        """Call one of vLLM's routes with its whole body; a POST only while weights are complete and no push waits.
+
+        A call counts as sampling from when its body is here, so a body that does not arrive keeps no push waiting.
+        """
+        samples = scope["method"] == "POST"
         try:
-            check_length(scope, ROWS_BYTES)
-            if not self._weights.is_complete:
-                raise self._weights.not_complete()
-            if self._weights.push_is_waiting:  # new calls could keep a push waiting for ever
-                raise Refusal(503, "a push of weights waits for rows to end; ask again in a moment")
+            if samples:
+                self._check_sampling()
+            body = await Call(scope, receive).body(ROWS_BYTES)
+            if samples:
+                self._check_sampling()  # a push may have begun meanwhile
         except Refusal as refusal:
             await _reply(refusal.status, {"error": str(refusal)}, scope, receive, send)
             return
-        self._load.num_sampling += 1
+        self._load.num_sampling += samples
         try:
-            await self._app(scope, limited(receive, ROWS_BYTES), send)
+            await self._app(scope, replayed(body, receive), send)
         finally:
-            self._load.num_sampling -= 1
+            self._load.num_sampling -= samples
+
+    def _check_sampling(self) -> None:
+        """Refuses a call of vLLM's routes while weights are incomplete or a push waits."""
+        if not self._weights.is_complete:
+            raise self._weights.not_complete()
+        if self._weights.push_is_waiting:  # new calls could keep a push waiting for ever
+            raise Refusal(503, "a push of weights waits for rows to end; ask again in a moment")
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         call = Call(scope, receive)

@@ -1,4 +1,4 @@
-"""Requests to groupgrad's routes: bodies of a bounded size, read in a bounded time, with checked fields."""
+"""Requests to the server: bodies of a bounded size, read in a bounded time, with checked fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JSON_BYTES = 2**20
 MAX_TIMEOUT_S = 86400.0
 """Longest wait that a caller may ask for."""
 SILENCE_S = 60.0
-"""Time to send a body, plus one second for each MiB that it may have."""
+"""Time to send a body, plus one second for each MiB that it announces, or may have if it announces no length."""
 
 
 class Refusal(Exception):
@@ -29,7 +29,7 @@ class Refusal(Exception):
 
 
 class Call:
-    """A request to one of groupgrad's routes, by ASGI's scope and `receive`."""
+    """A request to the server, by ASGI's scope and `receive`."""
 
     def __init__(self, scope: Mapping[str, Any], receive: Any):
         self._scope, self._receive = scope, receive
@@ -45,8 +45,7 @@ class Call:
 
     async def body(self, max_bytes: int) -> bytes:
         """The body, which is refused before it is read if it announces more bytes, and as soon as it has more."""
-        check_length(self._scope, max_bytes)
-        limit_s = SILENCE_S + max_bytes / 2**20
+        limit_s = SILENCE_S + body_bytes(self._scope, max_bytes) / 2**20
         try:
             return await asyncio.wait_for(self._read(max_bytes), limit_s)
         except asyncio.TimeoutError:
@@ -75,11 +74,13 @@ class Call:
                 return bytes(data)
 
 
-def check_length(scope: Mapping[str, Any], max_bytes: int) -> None:
-    """Refuses a request whose headers announce a longer body."""
+def body_bytes(scope: Mapping[str, Any], max_bytes: int) -> int:
+    """The length of the body that the headers announce, else `max_bytes`. Refuses a longer one."""
     announced = header(scope, b"content-length")
-    if announced.isdigit() and int(announced) > max_bytes:
-        raise _too_large(int(announced), max_bytes)
+    num_bytes = int(announced) if announced.isdigit() else max_bytes
+    if num_bytes > max_bytes:
+        raise _too_large(num_bytes, max_bytes)
+    return num_bytes
 
 
 def header(scope: Mapping[str, Any], name: bytes) -> bytes:
@@ -87,17 +88,14 @@ def header(scope: Mapping[str, Any], name: bytes) -> bytes:
     return next((value for key, value in scope.get("headers", ()) if key == name), b"")
 
 
-def limited(receive: Any, max_bytes: int) -> Any:
-    """ASGI's `receive`, which reports that the caller went away as soon as the body is longer than `max_bytes`."""
-    num_bytes = 0
+def replayed(body: bytes, receive: Any) -> Any:
+    """ASGI's `receive` of a request whose body was read: the body first, then what `receive` reports."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def receive_limited() -> Any:
-        nonlocal num_bytes
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        return message if num_bytes <= max_bytes else {"type": "http.disconnect"}
+    async def receive_replayed() -> Any:
+        return messages.pop() if messages else await receive()
 
-    return receive_limited
+    return receive_replayed
 
 
 def take(values: Mapping[str, Any], name: str, kind: type[T]) -> T:

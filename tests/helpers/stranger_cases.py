@@ -1,0 +1,131 @@
+"""Attacks on a vLLM server, for the simulated one and for a real one."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from raw_http import raw_exchange, request
+
+from groupgrad.engines.vllm import client, weight_transport
+from groupgrad.engines.vllm.http import Address, ServerRefused, call
+from groupgrad.engines.vllm.server_pool import VLLMServerPool
+
+SLOW_PATHS = ("/groupgrad/init", "/groupgrad/check", "/groupgrad/generate", "/v1/completions", "/v1/chat/completions")
+"""Routes of groupgrad and of vLLM that read a body."""
+
+PICKLE_ROUTES = ("check", "generate", "start", "finish", "init", "adapter")
+PICKLE_PATHS = ("/v1/completions", "/v1/chat/completions", "/init_weight_transfer_engine", "/update_weights")
+"""Routes of groupgrad, and paths of vLLM's own, that get a pickle as their body."""
+
+BUCKETS: list[tuple[int | bytes, dict[str, Any], int]] = [
+    (bytes(64), {"first": 0, "count": 1}, 422),
+    (64, {"first": 0, "count": 1}, 413),
+    (-64, {"first": 0, "count": 1}, 422),
+    (0, {"first": 1, "count": 1}, 409),
+    (0, {"first": 0, "count": 2}, 409),
+    (0, {"first": 0, "count": 0}, 409),
+    (0, {"first": -1, "count": 1}, 409),
+    (0, {"first": "a", "count": 1}, 400),
+    (b"", {"first": 0, "count": 1}, 422),
+    (b"x", {"first": 0, "count": 1, "shared": "s"}, 413),
+    (b"x", {"first": 0, "count": 1, "group": "g"}, 413),
+]
+"""Buckets that a push of `head_of` refuses: body (a number: so many zeros more than the tensor has), query, status."""
+
+
+def address_of(trainer: VLLMServerPool) -> Address:
+    """The trainer's only server."""
+    return trainer.members[0].client.address
+
+
+def head_of(model: Any) -> list[Any]:
+    """The announcement of the model's output layer."""
+    return ["lm_head.weight", "float32", list(model.lm_head.weight.shape)]
+
+
+def announce(trainer: VLLMServerPool, version: str, tensors: list[list[Any]]) -> None:
+    """Begin a push."""
+    body = {"weight_version": version, "tensors": tensors, "timeout_s": 1.0}
+    body["push"] = call(address_of(trainer), "info", timeout_s=5.0)["next_push"]
+    call(address_of(trainer), "start", body, timeout_s=5.0)
+
+
+@contextlib.contextmanager
+def slow_bodies(port: int, key: str) -> Iterator[list[socket.socket]]:
+    """Connections that have sent the first bytes of a body, one for each of `SLOW_PATHS`."""
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for path in SLOW_PATHS:
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5.0))
+            connection.sendall(request(path, key=key, length=1000) + b'{"name": ')
+            connections.append(connection)
+        yield connections
+
+
+def answered_408(connections: list[socket.socket]) -> None:
+    """Each connection is answered with status 408, within the connection's time."""
+    for connection, path in zip(connections, SLOW_PATHS):
+        answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 408"), (path, answer)
+
+
+def replay_is_refused(trainer: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records a push over HTTP, and sends each of its calls again."""
+    recorded: list[tuple[Any, ...]] = []
+
+    def record(address: Any, route: str, body: Any = None, *, query: Any = None, timeout_s: float) -> Any:
+        data = bytes(body) if isinstance(body, memoryview) else body
+        recorded.append((route, data, query))
+        return call(address, route, body, query=query, timeout_s=timeout_s)
+
+    for module in (client, weight_transport):
+        monkeypatch.setattr(module, "call", record)
+    monkeypatch.setattr(trainer.members[0].client, "transport", weight_transport.HttpTransport())
+    trainer.push(model, 1)
+    replayed = [entry for entry in recorded if entry[0] in ("start", "update", "finish")]
+    assert {route for route, _, _ in replayed} == {"start", "update", "finish"}
+    for route, data, query in replayed:
+        with pytest.raises(ServerRefused) as caught:
+            call(address_of(trainer), route, data, query=query, timeout_s=5.0)
+        assert caught.value.status == 409, route
+
+
+def bucket_is_refused(
+    trainer: VLLMServerPool, model: Any, body: int | bytes, query: dict[str, Any], status: int
+) -> None:
+    """Sends one of `BUCKETS` to a push of `head_of` that is under way as 1-x."""
+    data = body if isinstance(body, bytes) else bytes(4 * model.lm_head.weight.numel() + body)
+    with pytest.raises(ServerRefused) as caught:
+        call(address_of(trainer), "update", data, query={"weight_version": "1-x", **query}, timeout_s=5.0)
+    assert caught.value.status == status
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self._path,)
+
+
+def pickles_stay_closed(port: int, key: str, trainer: VLLMServerPool, folder: Path) -> None:
+    """Sends a pickle that writes a file, as the body of each route and as a tensor. It leaves a push under way."""
+    bomb = pickle.dumps(Bomb(folder / "exploded"))
+    pickle.loads(bomb)  # it works
+    (folder / "exploded").unlink()
+    for path in (*(f"/groupgrad/{route}" for route in PICKLE_ROUTES), *PICKLE_PATHS):
+        raw_exchange(port, request(path, bomb, key))
+    announce(trainer, "1-x", [["lm_head.weight", "uint8", [len(bomb)]]])
+    padded = bomb + bytes(-len(bomb) % 64)
+    query = {"weight_version": "1-x", "first": 0, "count": 1}
+    with pytest.raises(ServerRefused):  # the worker's tensor has another shape
+        call(address_of(trainer), "update", padded, query=query, timeout_s=5.0)
+    assert not (folder / "exploded").exists()
