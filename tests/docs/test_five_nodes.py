@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from groupgrad.cli.main import main
+from groupgrad.cli.plan import parser
 from groupgrad.engines.vllm.serve_arguments import vllm_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +39,9 @@ done
     "groupgrad": 'echo "$NODE: groupgrad $* (key of ${#VLLM_API_KEY})" >> "$COMMANDS"',
     "accelerate": 'echo "$NODE: accelerate $* (key of ${#VLLM_API_KEY})" >> "$COMMANDS"',
 }
+PLAN = re.findall(r"^(?:GiB on a device|full, zero3) .*$", SECTION, re.MULTILINE)
+"""The lines of `groupgrad plan` that the page shows; the slow test compares them with what it prints."""
+SERVING_GIB = re.findall(r"([\d.]+) GiB of weights on each of the serving GPUs", SECTION)
 QWEN_72B = {
     "model_type": "qwen2",
     "hidden_size": 8192,
@@ -64,6 +69,8 @@ def commands(tmp_path: Path) -> dict[str, list[str]]:
     while len(lines := log.read_text().splitlines()) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)  # the serving node runs beside the script
     print("\n".join(lines))
+    print("each GPU of node-1 to node-4:", *PLAN, sep="\n")
+    print("each GPU of node-5:", *SERVING_GIB, "GiB of weights")
     return {node: words.split() for node, _, words in (line.partition(": ") for line in sorted(lines))}
 
 
@@ -86,6 +93,24 @@ def test_each_node_has_its_command(commands: dict[str, list[str]]) -> None:
         assert options.training_script_args == ["--server", "node-5", "--model", "Qwen/Qwen2.5-72B"]
 
 
+def test_the_plan_and_the_server_hold_what_the_script_trains(commands: dict[str, list[str]]) -> None:
+    (script,) = re.findall(r"```python\n(# train\.py\n.*?)```", SECTION, re.DOTALL)
+    (config,) = [
+        node
+        for node in ast.walk(ast.parse(script))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "GRPOConfig"
+    ]
+    set_to = {word.arg: ast.unparse(word.value) for word in config.keywords}
+    (plan,) = re.findall(r"^groupgrad plan .*$", SECTION, re.MULTILINE)
+    options = parser().parse_args(plan.split()[2:])
+    assert set_to["max_completion_length"] == "4096" == str(options.completion)
+    assert set_to["per_device_train_batch_size"] == str(options.micro_batch)
+    assert set_to["gradient_checkpointing"] == "True"
+    assert PLAN[1].endswith(f"{options.micro_batch} with checkpointing") and options.devices == 32
+    served = vllm_arguments(commands["node-5"][2:-3])
+    assert options.prompt + options.completion <= int(served[served.index("--max-model-len") + 1])
+
+
 @pytest.mark.slow
 def test_the_plan_of_the_nodes_is_what_the_page_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (command,) = re.findall(r"^groupgrad (plan .*)$", SECTION, re.MULTILINE)
@@ -93,6 +118,6 @@ def test_the_plan_of_the_nodes_is_what_the_page_shows(tmp_path: Path, capsys: py
     assert main(command.replace("Qwen/Qwen2.5-72B", str(tmp_path)).split()) == 0
     printed = capsys.readouterr().out.splitlines()
     shown = [line for line in printed if line.startswith(("GiB on a device", "full, zero3"))]
-    assert len(shown) == 2
-    for line in shown:
-        assert line.rstrip() in SECTION
+    assert [line.rstrip() for line in shown] == PLAN and len(shown) == 2
+    (parameters,) = re.findall(r": ([\d,]+) parameters in", printed[0])
+    assert [f"{2 * int(parameters.replace(',', '')) / 8 / 2**30:.2f}"] == SERVING_GIB
