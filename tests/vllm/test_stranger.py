@@ -1,14 +1,52 @@
-"""A stranger on the network of a real vLLM server."""
+"""A stranger on the network of a real vLLM server, and a trainer that misbehaves.
+
+After each attack the weights are what they were, and the same process samples from them.
+"""
 
 from __future__ import annotations
 
 import json
+import select
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from raw_http import raw_exchange, request
 from real_vllm import OPTIONS, Served, requests
+from stranger_cases import (
+    BUCKETS,
+    announce,
+    answered_408,
+    bucket_is_refused,
+    head_of,
+    pickles_stay_closed,
+    replay_is_refused,
+    slow_bodies,
+)
 
-from groupgrad.engines.vllm.http import call
+from groupgrad.engines.vllm.http import ServerRefused, call
+from groupgrad.engines.vllm.server_pool import VLLMServerPool
+from groupgrad.engines.vllm.server_requests import SILENCE_S
+from groupgrad.engines.vllm.wire import running_checksum
+
+
+@pytest.fixture
+def trainer(server: Served, policy: Any) -> Iterator[VLLMServerPool]:
+    """A trainer that has pushed. When a test ends, weights and samples have to be those of the push."""
+    engine = server.engine()
+    engine.push(policy, 0)
+    process, samples = server.process, engine.sample(requests(), OPTIONS)
+    yield engine
+    assert [(sample.ids, sample.logprobs) for sample in engine.sample(requests(), OPTIONS)] == [
+        (sample.ids, sample.logprobs) for sample in samples
+    ]
+    info = call(server.address, "info", timeout_s=30.0)
+    assert info["weight_version"] == engine.weight_version and info["complete"] and info["num_sampling"] == 0
+    assert process is not None and server.process is process and process.poll() is None
+    assert raw_exchange(server.port, request("/health"))[0] == 200
 
 
 def test_without_the_key_nothing_is_told_changed_or_stopped(server: Served, policy: Any) -> None:
@@ -38,3 +76,40 @@ def test_without_the_key_nothing_is_told_changed_or_stopped(server: Served, poli
     assert server.process.poll() is None
     # The log of vLLM, which tells its arguments, has the key once: where it is printed.
     assert server.log.read_text(errors="replace").count(server.key) == 1
+
+
+def test_a_slow_body_is_given_up_and_holds_nothing_up(server: Served, trainer: VLLMServerPool, policy: Any) -> None:
+    with slow_bodies(server.port, server.key) as connections:
+        started = time.monotonic()
+        trainer.push(policy, 1)  # waits for none of them
+        assert len(trainer.sample(requests(), OPTIONS)) == 6
+        assert not select.select(connections, [], [], 0.0)[0] and time.monotonic() - started < SILENCE_S
+        for connection in connections:
+            connection.settimeout(SILENCE_S + 10.0)
+        answered_408(connections)
+        assert SILENCE_S - 1.0 < time.monotonic() - started < SILENCE_S + 10.0
+
+
+def test_a_recorded_push_is_refused(trainer: VLLMServerPool, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_is_refused(trainer, policy, monkeypatch)
+
+
+@pytest.mark.parametrize(("body", "query", "status"), BUCKETS)
+def test_a_bucket_of_other_tensors_reaches_no_worker(
+    server: Served, trainer: VLLMServerPool, policy: Any, body: int | bytes, query: dict[str, Any], status: int
+) -> None:
+    """The workers' checksum is that of the good bucket alone: `finish` misses the other tensors only."""
+    announce(trainer, "1-x", [head_of(policy)])
+    bucket_is_refused(trainer, policy, body, query, status)
+    good = policy.lm_head.weight.detach().contiguous().view(torch.uint8).flatten()
+    where = {"weight_version": "1-x", "first": 0, "count": 1}
+    call(server.address, "update", good.numpy().tobytes(), query=where, timeout_s=30.0)
+    commit = {"weight_version": "1-x", "checksum": running_checksum(good)}
+    with pytest.raises(ServerRefused, match=r"nothing was sent for model\.embed_tokens\.weight"):
+        call(server.address, "finish", commit, timeout_s=30.0)
+    trainer.push(policy, 0)
+
+
+def test_nothing_is_unpickled(server: Served, trainer: VLLMServerPool, policy: Any, tmp_path: Path) -> None:
+    pickles_stay_closed(server.port, server.key, trainer, tmp_path)
+    trainer.push(policy, 0)
