@@ -13,6 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from groupgrad import compat
 from groupgrad.cli.launch import PROFILES, launch_command
 from groupgrad.cli.main import main
 
@@ -43,7 +44,8 @@ def test_a_number_is_for_torchs_launcher_and_the_other_flags_stay():
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2"])
-def test_a_profile_is_a_file_for_accelerate(name):
+def test_a_profile_is_a_file_for_accelerate(name, monkeypatch):
+    monkeypatch.setattr(compat, "is_available", lambda name: True)
     command = launch_command(["--accelerate-config", name, "--num-processes=8", "--config", "run.yaml"])
     assert command is not None
     assert command[1:4] == ["-m", "accelerate.commands.launch", "--config_file"]
@@ -87,6 +89,29 @@ def test_what_cannot_be_launched(argv, words, monkeypatch):
     numbers = [] if argv[0] == "--num-processes" else ["--num-processes", "2"]
     with pytest.raises(ValueError, match=words):
         launch_command([*argv, *numbers])
+
+
+@pytest.mark.parametrize("name", ["zero3", "own.yaml"])
+def test_deepspeed_that_is_missing_is_named_before_processes_start(name, tmp_path, monkeypatch, capsys):
+    """Without a traceback: the launcher would end in one."""
+    (tmp_path / "own.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compat, "is_available", lambda name: name != "deepspeed")
+    monkeypatch.setattr(os, "execv", lambda *_: 0)
+    assert main(["train", "--accelerate-config", name, "--num-processes", "2"]) == 2
+    shown = capsys.readouterr().err
+    assert f"groupgrad train: error: --accelerate-config {name} needs 'deepspeed', which is not installed" in shown
+    assert "pip install 'deepspeed>=0.16'" in shown and "--accelerate-config fsdp2" in shown
+
+
+def test_a_profile_without_a_number_is_told_what_was_typed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError) as refused:
+        launch_command(["--accelerate-config", "fsdp2"])
+    assert str(refused.value) == (
+        "--accelerate-config fsdp2 starts one process for each GPU, and no GPU is visible; add --num-processes with a "
+        "number"
+    )
 
 
 def test_a_process_of_a_launcher_launches_nothing_itself(monkeypatch):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from groupgrad import compat
 from groupgrad.cli.command_parser import refuse
 from groupgrad.spelling import did_you_mean
 
@@ -42,7 +43,7 @@ def start_processes(argv: Sequence[str]) -> int | None:
     """
     try:
         command = launch_command(argv)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         return refuse("train", error)
     return None if command is None else os.execv(command[0], command)
 
@@ -50,7 +51,8 @@ def start_processes(argv: Sequence[str]) -> int | None:
 def launch_command(argv: Sequence[str]) -> list[str] | None:
     """The command that starts the processes which the flags in `argv` ask for; None if there are none.
 
-    ValueError for a number or a profile that cannot be, or if this process was started by a launcher already.
+    ValueError for a number or a profile that cannot be, or if this process was started by a launcher already;
+    ImportError without the DeepSpeed that a profile needs.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
@@ -70,10 +72,12 @@ def launch_command(argv: Sequence[str]) -> list[str] | None:
     train = ["-m", "groupgrad", "train", *rest]
     if profile is None:
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *train]
-    numbers = [] if count is None else ["--num_processes", str(count)]
+    file = _profile(profile)
+    _require_deepspeed(profile, file)
     if profile in PROFILES and count is None:
-        numbers = ["--num_processes", str(_count("all"))]
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(_profile(profile)), *numbers]
+        count = _one_for_each_gpu(f"--accelerate-config {profile}", "add --num-processes with a number")
+    numbers = [] if count is None else ["--num_processes", str(count)]
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(file), *numbers]
     return [sys.executable, *launcher, *train]
 
 
@@ -81,12 +85,7 @@ def _count(text: str, *, is_local: bool = True) -> int:
     import torch
 
     if text == "all":
-        count = torch.cuda.device_count()
-        if not count:
-            raise ValueError(
-                "--num-processes all starts one process for each GPU, and no GPU is visible; give a number"
-            )
-        return count
+        return _one_for_each_gpu("--num-processes all", "give a number")
     if not text.isdecimal() or not int(text):
         raise ValueError(f"--num-processes {text} is not a number from 1 on, or 'all'")
     if is_local and 0 < torch.cuda.device_count() < int(text):
@@ -95,6 +94,32 @@ def _count(text: str, *, is_local: bool = True) -> int:
             "one; give at most that number, or 'all'"
         )
     return int(text)
+
+
+def _one_for_each_gpu(typed: str, remedy: str) -> int:
+    """Returns the number of GPUs. ValueError, with the flag that was typed and the remedy, without any."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        raise ValueError(f"{typed} starts one process for each GPU, and no GPU is visible; {remedy}")
+    return count
+
+
+def _require_deepspeed(name: str, file: Path) -> None:
+    """Raises ImportError if a profile or configuration file is for DeepSpeed, which is missing."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (ValueError, yaml.YAMLError):  # the launcher says what is wrong with the file
+        return
+    if not isinstance(content, dict) or content.get("distributed_type") != "DEEPSPEED":
+        return
+    try:
+        compat.require("deepspeed", f"--accelerate-config {name}")
+    except ImportError as error:
+        raise ImportError(f"{error}, or choose --accelerate-config fsdp2, which shards without DeepSpeed") from None
 
 
 def _profile(name: str) -> Path:
