@@ -14,9 +14,9 @@ from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.cli import check
 from groupgrad.cli.main import main
-from groupgrad.preflight.findings import Finding, as_text
 from groupgrad.preflight.round_findings import round_findings
 from groupgrad.preflight.small_round import Round
+from groupgrad.telemetry.findings import Finding, as_text
 
 PLAN = GenerationPlan(
     micro_batch_rows=8, world_size=1, accumulation=4, steps_per_generation=4, num_iterations=1, num_generations=4
@@ -47,7 +47,7 @@ def judged(context: int | None = None, **metrics: Any) -> dict[str, Finding]:
     """The findings about a round of a model with this context with these metrics, by topic."""
     done = Round({**METRICS, **metrics}, rows=8, micro_batch_rows=8, sample="", peak_bytes=95, total_bytes=100)
     trainer = SimpleNamespace(
-        args=SimpleNamespace(max_completion_length=256),
+        args=SimpleNamespace(max_completion_length=256, mask_truncated_completions=False),
         rewards=SimpleNamespace(names=["one"]),
         model=torch.nn.Linear(1, 1),
         prompt_maker=SimpleNamespace(max_context=context),

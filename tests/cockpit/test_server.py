@@ -19,9 +19,9 @@ from synthetic_run import HOSTILE, write_run
 
 from groupgrad.cli import view
 from groupgrad.cli.main import main
-from groupgrad.cockpit.advice import advice
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.server import FILES, make_app
+from groupgrad.telemetry.advice import advice
 
 
 @pytest.fixture(scope="module")

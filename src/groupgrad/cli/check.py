@@ -12,7 +12,7 @@ from typing import Any
 
 from groupgrad.cli.command_parser import epilog, refuse
 from groupgrad.cli.parsing import Parsed, TrainParser, parse
-from groupgrad.preflight.findings import Finding, as_text, count
+from groupgrad.telemetry.findings import Finding, as_text, count
 
 _EXAMPLES = """\
 groupgrad check --config run.yaml

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from groupgrad.cockpit.advice import advice
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.row_selection import Selection
 from groupgrad.cockpit.sweep_panel import SweepPanel
+from groupgrad.telemetry.advice import advice
 
 MAX_POINTS = 4000
 """Log events of a run that the page gets; of a longer run every second, third, ... one."""

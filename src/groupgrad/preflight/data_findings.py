@@ -6,7 +6,7 @@ from typing import Any
 
 from groupgrad.chat import ChatFormat
 from groupgrad.modeling.load import inner_tokenizer
-from groupgrad.preflight.findings import Finding
+from groupgrad.telemetry.findings import Finding
 from groupgrad.trainer import dataset_checks, run_summary
 
 MEASURED_PROMPTS = 1024

@@ -7,29 +7,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupgrad.batching.generation_plan import GenerationPlan
-from groupgrad.cockpit.advice import advice
-from groupgrad.preflight.findings import Finding, Status
 from groupgrad.preflight.small_round import Round
+from groupgrad.telemetry.advice import Advice, advice_on_step
+from groupgrad.telemetry.findings import Finding
+from groupgrad.trainer.batch_findings import NO_VARIANCE, TRUNCATED, ending, percent, variance
 from groupgrad.trainer.mismatch_watch import MISMATCH, computing_types, tolerance
 
 FULL = 0.9
 """Share of the memory from which on a round is warned of."""
 
-_TRUNCATED, _NO_VARIANCE, _REWARD_SECONDS = "completions/clipped_ratio", "frac_reward_zero_std", "time/rewards"
-_DIFFERENCE = "sampling/sampling_logp_difference/mean"
-_HAVE_ROWS = (_TRUNCATED, _NO_VARIANCE, _REWARD_SECONDS, _DIFFERENCE)
+_REWARD_SECONDS, _DIFFERENCE = "time/rewards", "sampling/sampling_logp_difference/mean"
+_HAVE_ROWS = (TRUNCATED, NO_VARIANCE, _REWARD_SECONDS, _DIFFERENCE)
 
 
 def round_findings(trainer: Any, done: Round, plan: GenerationPlan, num_steps: int) -> list[Finding]:
     """Returns what a small round shows of a run with this plan and number of steps."""
-    advices = {found["metric"]: found for found in advice([done.metrics])}
+    advices = advice_on_step(done.metrics)
     further = [found for metric, found in advices.items() if metric not in _HAVE_ROWS]
     return [
         Finding("round", _round_in_words(done, plan)),
-        _ending(trainer, done.metrics, advices),
+        ending(trainer, done.metrics),
         *_rewards(done.metrics, advices, trainer.rewards.names),
         _agreement(trainer, done.metrics, advices),
-        *(Finding("advice", found["text"], "warning", found["setting"]) for found in further),
+        *(Finding("advice", found.text, "warning", found.setting) for found in further),
         _seconds(done, plan, num_steps),
         _memory(done, plan),
     ]
@@ -41,29 +41,7 @@ def _round_in_words(done: Round, plan: GenerationPlan) -> str:
     return f"{text}; {done.sample}" if done.sample else text
 
 
-def _ending(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, Mapping[str, str]]) -> Finding:
-    truncated, longest = float(metrics[_TRUNCATED]), float(metrics["completions/max_length"])
-    lengths = f"they are {metrics['completions/min_length']:,.0f} to {longest:,.0f} tokens long"
-    if _TRUNCATED not in advices:
-        others = ", the others were truncated" if truncated else ""
-        return Finding("ended", f"{_percent(1 - truncated)} of completions ended by themselves{others}; {lengths}")
-    status: Status = "error" if truncated == 1 else "warning"
-    share = "all" if truncated == 1 else f"{_percent(truncated)} of"
-    seen = f"{share} completions were truncated, so unfinished answers would be rewarded; {lengths}."
-    limit, context = trainer.args.max_completion_length, trainer.prompt_maker.max_context
-    mend = f"max_completion_length is {limit:,}."
-    if context is not None and (limit >= context or longest < limit):
-        mend = (
-            f"{mend[:-1]}, but prompt and completion have a context of {context:,} positions together, which truncates "
-            "them. Take a model with a longer context, shorten prompts, reward short answers, or set "
-            "mask_truncated_completions=True."
-        )
-    else:
-        mend = f"{mend} {advices[_TRUNCATED]['setting']}"
-    return Finding("ended", seen, status, mend)
-
-
-def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Mapping[str, str]], names: list[str]) -> list[Finding]:
+def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Advice], names: list[str]) -> list[Finding]:
     """Findings about the rewards, the groups with variance and the seconds of the reward functions."""
     found = []
     means = {name: metrics.get(f"rewards/{name}/mean") for name in names}
@@ -77,26 +55,21 @@ def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Mapping[str, str]
         found.append(Finding("rewards", text, "error" if len(silent) == len(names) else "warning", mend))
     else:
         found.append(Finding("rewards", text))
-    flat = float(metrics[_NO_VARIANCE])
-    advised = advices.get(_NO_VARIANCE)
-    if advised is None:
-        found.append(Finding("variance", f"{_percent(1 - flat)} of groups have rewards that differ"))
-    else:
-        found.append(Finding("variance", advised["text"], "warning", advised["setting"]))
+    found.append(variance(metrics))
     took, slow = float(metrics[_REWARD_SECONDS]), advices.get(_REWARD_SECONDS)
     seconds = f"reward functions took {took:.2g} s"
     if slow is None:
         found.append(Finding("scoring", seconds))
     else:
-        share = _percent(took / metrics["step_time"])
-        found.append(Finding("scoring", f"{seconds}, {share} of the round.", "warning", slow["setting"]))
+        share = percent(took / metrics["step_time"])
+        found.append(Finding("scoring", f"{seconds}, {share} of the round.", "warning", slow.setting))
     return found
 
 
-def _agreement(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, Mapping[str, str]]) -> Finding:
+def _agreement(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, Advice]) -> Finding:
     gap, served = metrics.get(MISMATCH), advices.get(_DIFFERENCE)
     if served is not None:
-        return Finding("agreement", served["text"], "warning", served["setting"])
+        return Finding("agreement", served.text, "warning", served.setting)
     if gap is None:
         mean = metrics.get(_DIFFERENCE)
         known = "was not measured" if mean is None else f"is {mean:.2g} nats a token on average"
@@ -130,10 +103,6 @@ def _memory(done: Round, plan: GenerationPlan) -> Finding:
         return Finding("memory", text)
     mend = "Lower per_device_train_batch_size, set gradient_checkpointing=True, or train an adapter."
     return Finding("memory", f"{text}.", "warning", mend)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def _duration(seconds: float) -> str:

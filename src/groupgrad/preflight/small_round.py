@@ -13,6 +13,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.telemetry.progress import ProgressCallback
+from groupgrad.trainer.batch_findings import FirstBatch
 from groupgrad.trainer.run_summary import StartLines
 
 try:
@@ -53,6 +54,7 @@ def make_round(trainer: Any, num_prompts: int) -> Round:
     config.resume_from_checkpoint = None
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(StartLines)
+    trainer.remove_callback(FirstBatch)
     trainer._start_anew()
     trainer.train()
     event = next(event for event in reversed(trainer.state.log_history) if "step_time" in event)

@@ -27,6 +27,7 @@ from groupgrad.modeling.weights_digest import weights_digest
 from groupgrad.replay.differences import Compared, compare_settings, compare_step, compare_weights
 from groupgrad.replay.run_records import RunRecords
 from groupgrad.trainer import build
+from groupgrad.trainer.batch_findings import FirstBatch
 from groupgrad.trainer.resumed_options import deciding
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.types import RewardTable
@@ -291,6 +292,7 @@ def _send_to(trainer: Any, folder: Path) -> None:
     trainer.hub_model_id = None
     trainer.remove_callback(trainer.progress)  # its lines are of a run's own steps
     trainer.remove_callback(StartLines)
+    trainer.remove_callback(FirstBatch)
     trainer.recorder.keep_bytes, trainer.recorder.senders = 2**62, []
     trainer.completion_log = build.build_completion_log(args)
 

@@ -63,6 +63,7 @@ from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_only
 from groupgrad.telemetry.run_card import write_run_card
 from groupgrad.trainer import build, dataset_checks
+from groupgrad.trainer.batch_findings import FirstBatch
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import LossWindow
 from groupgrad.trainer.exit_guard import exits_are_errors
@@ -187,7 +188,8 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     def _follow_steps(self) -> None:
         """Adds the callbacks that keep or record a part of the run."""
         self._loss_window, self.due_evaluation, self.recorder = LossWindow(self), DueEvaluation(self), RunRecorder(self)
-        for callback in (self._loss_window, self.due_evaluation, StepWatches(self), self.recorder, StartLines(self)):
+        watches = StepWatches(self), FirstBatch(self)
+        for callback in (self._loss_window, self.due_evaluation, *watches, self.recorder, StartLines(self)):
             self.add_callback(callback)
 
     @contextmanager

@@ -56,6 +56,12 @@ def advice(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return [asdict(found) for check in _CHECKS if (found := check(numbers)) is not None]
 
 
+def advice_on_step(metrics: Mapping[str, Any]) -> dict[str, Advice]:
+    """Returns warnings about the metrics of one step, each by the metric that shows it."""
+    numbers = Numbers([metrics])
+    return {found.metric: found for check in _CHECKS if (found := check(numbers)) is not None}
+
+
 def _no_variance(numbers: Numbers) -> Advice | None:
     share = numbers.recent("frac_reward_zero_std")
     if share is None or share < 0.5:
