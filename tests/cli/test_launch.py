@@ -114,6 +114,53 @@ def test_a_profile_without_a_number_is_told_what_was_typed(monkeypatch):
     )
 
 
+def test_check_starts_the_processes_that_train_would(monkeypatch, capsys):
+    """So a command line is checked by writing `check` in place of `train`."""
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, command: started.append(command) or 0)
+    flags = ["--config", "run.yaml", "--num-processes", "2"]
+    assert main(["train", *flags]) == main(["check", *flags]) == 0
+    train, check = started
+    assert check == [{"train": "check"}.get(word, word) for word in train]
+    assert main(["check", "--num-processes", "0"]) == 2
+    assert "groupgrad check: error: --num-processes 0 is not a number from 1 on" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_check_makes_its_round_on_all_processes(model_dir, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"what {i}"}) + "\n" for i in range(8)))
+    content = {**CONFIG, "generation_batch_size": None, "per_device_train_batch_size": 4, "max_completion_length": 40}
+    content |= {"model_name_or_path": str(model_dir), "dataset_name": "rows.jsonl"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "own_rewards.py").write_text(
+        "def first_token(completion_ids, **columns):\n    return [float(ids[0] % 7) for ids in completion_ids]\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "groupgrad",
+            "check",
+            "--config",
+            "run.yaml",
+            "--output_dir",
+            "out",
+            "--num-processes",
+            "2",
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "1000"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode in (0, 1), done.stderr[-3000:]
+    assert "an optimizer step trains 8 completions (4 a micro-batch x 1 micro-batch x 2 processes)" in done.stdout
+    assert "8 completions of 4 prompts were sampled" in done.stdout
+    assert done.stdout.count("an optimizer step") == 1 and not (tmp_path / "out").exists()
+
+
 def test_a_process_of_a_launcher_launches_nothing_itself(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ValueError, match="a process that a launcher has started"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from groupgrad.cli.command_parser import epilog, refuse
+from groupgrad.cli.launch import add_flags
 from groupgrad.cli.parsing import Parsed, TrainParser, parse
 from groupgrad.telemetry.findings import Finding, as_text, count
 
@@ -18,6 +19,7 @@ _EXAMPLES = """\
 groupgrad check --config run.yaml
 groupgrad check --config run.yaml --max_completion_length 2048 --prompts 8
 groupgrad check --config run.yaml --no-round
+groupgrad check --config run.yaml --num-processes all --accelerate-config fsdp2
 """
 
 
@@ -39,6 +41,7 @@ class CheckParser(TrainParser):
             metavar="N",
             help="prompts of the small round, at most those of a generation batch",
         )
+        add_flags(self)
         self.add_argument("--no-round", "--no_round", action="store_true", help="check without sampling and training")
 
 

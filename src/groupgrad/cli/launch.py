@@ -1,4 +1,4 @@
-"""Starts `groupgrad train` on several processes, by torch's launcher or accelerate's.
+"""Starts `groupgrad train` or `check` on several processes, by torch's launcher or accelerate's.
 
 The process that starts them imports neither transformers nor the trainer, and torch only to count GPUs.
 """
@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--num-processes",
         "--num_processes",
         metavar="N",
-        help="train on N processes of this machine, or on one for each GPU with `all`; unset: one process",
+        help="start N processes on this machine, or one for each GPU with `all`; unset: one process",
     )
     group.add_argument(
         "--accelerate-config",
@@ -36,21 +36,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def start_processes(argv: Sequence[str]) -> int | None:
-    """Lets a launcher take the place of this process if flags in `argv` ask for one.
+def start_processes(name: str, argv: Sequence[str]) -> int | None:
+    """Lets a launcher of a command take the place of this process if flags in `argv` ask for one.
 
     Returns None if they do not, and 2 after a sentence that says what to change if they cannot be followed.
     """
     try:
-        command = launch_command(argv)
+        command = launch_command(argv, name)
     except (ValueError, ImportError) as error:
-        return refuse("train", error)
+        return refuse(name, error)
     return None if command is None else os.execv(command[0], command)
 
 
-def launch_command(argv: Sequence[str]) -> list[str] | None:
-    """The command that starts the processes which the flags in `argv` ask for; None if there are none.
+def launch_command(argv: Sequence[str], name: str = "train") -> list[str] | None:
+    """The command that starts the processes of `groupgrad train`, or of another command, by the flags in `argv`.
 
+    None without such flags.
     ValueError for a number or a profile that cannot be, or if this process was started by a launcher already;
     ImportError without the DeepSpeed that a profile needs.
     """
@@ -69,16 +70,16 @@ def launch_command(argv: Sequence[str]) -> list[str] | None:
     # A configuration file may be for several machines, whose processes are counted together.
     is_local = profile is None or profile in PROFILES
     count = None if number is None else _count(number, is_local=is_local)
-    train = ["-m", "groupgrad", "train", *rest]
+    run = ["-m", "groupgrad", name, *rest]
     if profile is None:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *train]
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *run]
     file = _profile(profile)
     _require_deepspeed(profile, file)
     if profile in PROFILES and count is None:
         count = _one_for_each_gpu(f"--accelerate-config {profile}", "add --num-processes with a number")
     numbers = [] if count is None else ["--num_processes", str(count)]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(file), *numbers]
-    return [sys.executable, *launcher, *train]
+    return [sys.executable, *launcher, *run]
 
 
 def _count(text: str, *, is_local: bool = True) -> int:

@@ -38,6 +38,9 @@ COMMANDS: dict[str, Command] = {
     "completion": Command("print a script that completes commands in a shell", "set up"),
 }
 
+LAUNCHED = ("train", "check")
+"""Commands that flags start on several processes."""
+
 PRINTING = ("plan", "rollouts", "bisect", "env", "completion")
 """Commands whose work is what they print."""
 
@@ -90,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(name, COMMANDS, before="; ")
         print(f"groupgrad: error: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr, end="")
         return 2
-    if name == "train" and (status := start_processes(rest)) is not None:
+    if name in LAUNCHED and (status := start_processes(name, rest)) is not None:
         return status
     is_printing = name in PRINTING or (name == "sweep" and rest[:1] == ["status"])
     return _printed(name, rest) if is_printing else module_of(name).main(rest)
