@@ -30,7 +30,11 @@ DEEPSPEED ?= deepspeed==0.19.8 hjson ninja py-cpuinfo msgpack einops
 DEEPSPEED_FOLDER = $(abspath $(VENV))/deepspeed
 DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py tests/faults/test_zero_saves.py
 
-.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-vllm test-vllm-floor check format clean help vision
+# Torchao in a folder of its own too: transformers would import it in every process, which takes time and prints warnings.
+TORCHAO ?= torchao==0.18.0
+TORCHAO_FOLDER = $(abspath $(VENV))/torchao
+
+.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-torchao test-vllm test-vllm-floor check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -42,6 +46,7 @@ help:
 	@echo "make test-vllm     run the tests on a real vLLM, on CPUs"
 	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
+	@echo "make test-torchao  run the tests of torchao's optimizers"
 	@echo "make test-floor    run a part of the suite with the oldest releases that are supported"
 	@echo "make check         lint, check format, types and import floors"
 	@echo "make format        mend lint and format"
@@ -77,6 +82,10 @@ test-vllm-floor:
 
 test-deepspeed: $(VENV)/.groupgrad-deepspeed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(DEEPSPEED_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" -k zero $(DEEPSPEED_TESTS) $(TEST_ARGS)
+
+test-torchao: $(VENV)/.groupgrad-torchao
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TORCHAO_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" \
+		-k "torchao or adamw_torch" tests/trainer/test_quantized.py $(TEST_ARGS)
 
 test-floor: $(FLOOR_VENV)/.groupgrad-floor
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(FLOOR_VENV)/bin/python -m pytest -n $(WORKERS) \
@@ -125,6 +134,11 @@ $(VENV)/.groupgrad-dev: $(VENV)/.groupgrad pyproject.toml constraints.txt
 $(VENV)/.groupgrad-deepspeed: $(VENV)/.groupgrad-dev
 	@echo "installing DeepSpeed into $(DEEPSPEED_FOLDER) ..."
 	$(PIP) --no-deps --upgrade --target $(DEEPSPEED_FOLDER) $(DEEPSPEED)
+	@touch $@
+
+$(VENV)/.groupgrad-torchao: $(VENV)/.groupgrad-dev
+	@echo "installing torchao into $(TORCHAO_FOLDER) ..."
+	$(PIP) --no-deps --upgrade --target $(TORCHAO_FOLDER) $(TORCHAO)
 	@touch $@
 
 $(VENV)/.groupgrad-docs: $(VENV)/.groupgrad pyproject.toml constraints.txt
