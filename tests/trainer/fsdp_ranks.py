@@ -28,6 +28,8 @@ OWN: dict[str, dict[str, Any]] = {
     "clipped": {**TWO_STEPS, "loss_type": "grpo", "max_grad_norm": 0.1, "tied": True, **LARGE},
     "reference": {**TWO_STEPS, "beta": 0.1, "flat": True, "num_iterations": 2, **LARGE},
     "lora": {**TWO_STEPS, "peft": True, "beta": 0.1, "gradient_checkpointing": True},
+    # Defined by its micro-batch: one of each process, which are as many micro-batches of one process.
+    "bnpo": {"loss_type": "bnpo", "micro_batches": 1, "num_iterations": 2, "max_steps": 4, **LARGE},
     # One evaluation set has one prompt, so that one rank has nothing to measure.
     "saved": {**SAVED, "eval": "sets", "eval_steps": 2, "beta": 0.1},
     # Few groups have a signal and rows stay on their ranks, so that a rank is without a gradient now and then.

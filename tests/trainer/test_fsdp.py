@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
 FAST = ["saved", "saved_lora"]
 SLOW = [
     *("dapo", "grpo", "luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy", "flat_groups", "reward_model"),
-    *("cut_groups", "agents", "hybrid", "clipped", "lora", "reference", "images"),
+    *("cut_groups", "agents", "hybrid", "clipped", "lora", "reference", "images", "bnpo"),
 ]
 Results = list[dict[str, Any]]
 
@@ -41,16 +41,17 @@ def ranks(script: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def one(script: Any, ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """`one(case)` makes the run in this process, without FSDP."""
+def one(script: Any, ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """`one(case)` makes the run in this process, without FSDP, perhaps with other settings."""
     out, made = tmp_path_factory.mktemp("one"), {}
 
-    def make(case: str) -> dict[str, Any]:
-        if case not in made:
-            trainer = script.build(ranks, case, out, save_strategy="no")
+    def make(case: str, **changes: Any) -> dict[str, Any]:
+        key = case, *changes.items()
+        if key not in made:
+            trainer = script.build(ranks, case, out, save_strategy="no", **changes)
             trainer.train()
-            made[case] = script.result(ranks, trainer)
-        return made[case]
+            made[key] = script.result(ranks, trainer)
+        return made[key]
 
     return make
 
@@ -150,7 +151,8 @@ def test_every_loss_and_kind_of_run(one, tools, ranks, script, tmp_path, num_ran
     assert {*FAST, *SLOW} == set(script.cases(ranks))
     out = made(num_ranks, tmp_path, SLOW)
     for case in SLOW:
-        assert_equal(results(out, case, num_ranks), one(case), tools)
+        split = {"micro_batches": num_ranks} if case == "bnpo" else {}
+        assert_equal(results(out, case, num_ranks), one(case, **split), tools)
 
 
 @pytest.mark.slow
