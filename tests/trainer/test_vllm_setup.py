@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from groupgrad.config import GRPOConfig
 from groupgrad.config.sampling import sampling_options
@@ -124,3 +125,12 @@ def test_training_is_counted_by_the_parameters_of_the_policy(make_model: Any, tm
 def test_vllm_computes_in_the_types_of_training(start: Any) -> None:
     assert start().dtype == "float32"
     assert start(bf16=True).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("kind", "size"), [("auto", 4), ("float32", 4), ("weights", 2)])
+def test_gradients_of_half_precision_weights_count_as_they_are_summed(
+    kind: str, size: int, make_model: Any, tmp_path: Any
+) -> None:
+    model = make_model().to(torch.bfloat16)
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, gradient_dtype=kind)
+    assert vllm_setup.training_bytes(config, model).gradients == size * model.num_parameters()

@@ -228,7 +228,7 @@ def _context_remark(shape: Any, sizes: Any) -> str | None:
 
 
 def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
-    from groupgrad.planning.fitting import smallest_device, vllm_utilization
+    from groupgrad.planning.fitting import smallest_device, vllm_share
 
     remedies = _remedies(shape, sizes, device, is_needed=best is None)
     if best is None:
@@ -237,9 +237,9 @@ def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
             f"Nothing fits. With micro-batches of one row and checkpointing the least demanding way needs devices of "
             f"{_gib(least)}; otherwise lower --completion ({sizes.completion}) or --rows ({sizes.rows}).{remedies}"
         )
-    share = vllm_utilization(shape, best.sizes, device)
+    share = vllm_share(shape, best.sizes, device)
     vllm = (
-        f"vllm_gpu_memory_utilization={share} leaves room for vLLM on the same device."
+        f"{_vllm_settings(share)} leaves room for vLLM on the same device."
         if share is not None
         else "vLLM does not fit on the same device; use the native engine, or vllm_mode='server' on another one."
     )
@@ -251,6 +251,13 @@ def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
         settings.append(f"context_parallel_size={sizes.context_parallel_size}")
     beside = f" {vllm}" if sizes.on_gpu and sizes.samples else ""
     return f"Recommended: {best.name}, {', '.join(settings)}.{beside}{remedies}"
+
+
+def _vllm_settings(share: Any) -> str:
+    text = f"vllm_gpu_memory_utilization={share.utilization:g}"
+    if share.max_model_length is not None:
+        text += f" with vllm_max_model_length={share.max_model_length}"
+    return text
 
 
 def _remedies(shape: Any, sizes: Any, device: int, *, is_needed: bool) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from groupgrad.engines.vllm import memory_check
+from groupgrad.engines.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
 from groupgrad.planning.memory import Memory, RunSizes, predict
 from groupgrad.planning.shapes import ModelShape
 
@@ -13,8 +16,6 @@ USABLE = 0.92
 
 MOST_DEVICES = 1024
 """Devices up to which a plan looks for a number that would do."""
-
-_VLLM_OVERHEAD = int(1.5 * 2**30)
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,15 +42,48 @@ def recommended(found: list[Choice]) -> Choice | None:
     return next((choice for choice in found if choice.fits), None)
 
 
-def vllm_utilization(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> float | None:
+@dataclass(slots=True, frozen=True)
+class VLLMShare:
+    """Settings of a vLLM beside training that `memory_check.misfit` accepts."""
+
+    utilization: float
+    """`vllm_gpu_memory_utilization`: share of the device."""
+    max_model_length: int | None
+    """`vllm_max_model_length`, in tokens; None where a row of the model's whole context fits."""
+
+
+def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMShare | None:
     """Returns the share of a device for vLLM beside a trainer that does not sample; None if it does not fit.
 
-    It holds a copy of the weights in two bytes each, and the keys and values of the rows that it samples.
+    The share holds what the trainer demands (weights, a workspace and one row of the context), and the keys and values
+    of the rows that vLLM samples where there is room for them. Where the model's context is
+    too long, that of the run's rows is tried.
     """
-    sampling = predict(shape, replace(sizes, half=True, samples=True)).keys_values
-    needed = 2 * shape.parameters + sampling + _VLLM_OVERHEAD
-    left = device_bytes * USABLE - predict(shape, sizes).training
-    return None if needed > left else round(needed / device_bytes + 0.005, 2)
+    sampling = replace(sizes, samples=True, rows=min(sizes.rows, MAX_NUM_SEQS))
+    all_rows = predict(shape, sampling).keys_values
+    training = training_bytes(predict(shape, replace(sizes, samples=False)))
+    memory = memory_check.Memory(total=device_bytes, available=int(device_bytes * USABLE))
+    room = memory.available - training.total
+    itemsize, dtype = (2, "bfloat16") if sizes.half or sizes.weight_bytes == 2 else (4, "float32")
+    for length in (None, sizes.prompt + sizes.completion):
+        options = ColocateOptions(max_num_seqs=sampling.rows, max_model_len=length, dtype=dtype)
+        served = memory_check.ServedBytes.of_config(shape.parameters * itemsize, shape.text, options)
+        wanted = served.total + max(0, all_rows - served.one_row)
+        share = math.ceil(1000 * wanted / device_bytes) / 1000
+        share = min(share, math.floor(1000 * room / device_bytes) / 1000)
+        if memory_check.misfit(served, training, memory, replace(options, memory_utilization=share)) is None:
+            return VLLMShare(share, length)
+    return None
+
+
+def training_bytes(memory: Memory) -> memory_check.TrainingBytes:
+    """Returns the predicted memory of training in the parts that the trainer compares with vLLM's."""
+    return memory_check.TrainingBytes(
+        weights=memory.context + memory.weights + memory.reference,
+        gradients=memory.gradients,
+        optimizer=memory.optimizer,
+        activations=max(memory.activations + memory.scratch, memory.update),
+    )
 
 
 def smallest_device(shape: ModelShape, sizes: RunSizes) -> int:

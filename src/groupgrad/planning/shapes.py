@@ -79,6 +79,8 @@ class ModelShape:
     """Bytes of activations that all layers together save per token."""
     other_bytes: float
     """Bytes of activations per token outside of the layers."""
+    text: Any
+    """Configuration of the text decoder."""
 
 
 _Kind = tuple[tuple[str, tuple[int, ...]], ...]
@@ -158,6 +160,7 @@ def _shape(name: str, config: Any, *, half: bool) -> ModelShape:
         layer_bytes=max(layer.saved for layer in of_layers),
         all_layers_bytes=sum(layer.saved for layer in of_layers),
         other_bytes=other,
+        text=text,
     )
 
 

@@ -252,6 +252,11 @@ def checkpointing_by_need(
         return CheckpointingByNeed(model, forward_options, chosen, precision, example, is_joint=is_joint)
 
 
+def sums_in_float32(config: GRPOConfig) -> bool:
+    """Returns True if gradients of half-precision weights are summed in float32, which takes 4 bytes a weight."""
+    return config.gradient_dtype != "weights" and obstacle_to_cutting(config) is None
+
+
 def gradient_memory(
     config: GRPOConfig,
     model: nn.Module,
@@ -261,8 +266,7 @@ def gradient_memory(
 ) -> tuple[GradientSums, MemoryGuard]:
     """The sums of a step's gradients, and the guard that trains micro-batches again that ran out of memory."""
     prepare = None if checkpointing is None else checkpointing.prepare
-    in_float32 = config.gradient_dtype != "weights" and obstacle_to_cutting(config) is None
-    sums = GradientSums(model, in_float32=in_float32)
+    sums = GradientSums(model, in_float32=sums_in_float32(config))
     passes = Zero3PassCollectives(accelerator) if zero_stage(config) == 3 and can_recover() else None
     guard = memory_guard(model, config, sums.clear, aux_loss=forward_options.aux_loss, prepare=prepare, zero3=passes)
     return sums, guard

@@ -15,7 +15,7 @@ from groupgrad.config.launcher import uses_deepspeed, zero_stage
 from groupgrad.config.sampling import sampling_options, vllm_fields
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.vllm.colocate import VLLMColocateEngine
-from groupgrad.engines.vllm.colocate_start import ColocateOptions
+from groupgrad.engines.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
 from groupgrad.engines.vllm.http import Address
 from groupgrad.engines.vllm.memory_check import TrainingBytes, check_memory
 from groupgrad.engines.vllm.server_pool import VLLMServerPool
@@ -29,12 +29,9 @@ from groupgrad.modeling.vlm import is_multimodal
 from groupgrad.modeling.weights import adapter_obstacle, adapter_rank
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.trainer import room_options
-from groupgrad.trainer.build import PolicyBundle
+from groupgrad.trainer.build import PolicyBundle, sums_in_float32
 
 logger = logging.getLogger(__name__)
-
-MAX_NUM_SEQS = 256
-"""Most rows that colocated vLLM samples at the same time; further ones wait."""
 
 
 def serve_policy(config: GRPOConfig, model: nn.Module, bundle: PolicyBundle, rollout: RolloutComponents) -> VLLMPolicy:
@@ -139,6 +136,9 @@ def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:
     has_two_states = config.optimizer_name in ("adamw_torch", "adamw_torch_fused") and not uses_deepspeed(config)
     # ZeRO shards gradients from stage 2 on; an unknown stage counts as sharded.
     has_gradients = not uses_deepspeed(config) or zero_stage(config) in (0, 1)
+    # Summed in float32, the gradient of a half-precision weight takes 4 bytes. DeepSpeed keeps its own gradients.
+    itemsize = 4 if sums_in_float32(config) and not uses_deepspeed(config) else 1
+    gradient_bytes = sum(p.numel() * max(itemsize, p.itemsize) for p in parameters if p.requires_grad)
     tokens = config.per_device_train_batch_size * int(config.max_completion_length or 0)
     if config.gradient_checkpointing is False:
         pad_id = int(getattr(getattr(inner, "config", None), "pad_token_id", 0) or 0)
@@ -150,7 +150,7 @@ def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:
         bytes_per_token = itemsize * text.hidden_size * (text.num_hidden_layers + 1)
     return TrainingBytes(
         weights=all_bytes * (2 if has_reference else 1) + sum(buffer.nbytes for buffer in model.buffers()),
-        gradients=trained_bytes if has_gradients else 0,
+        gradients=gradient_bytes if has_gradients else 0,
         optimizer=2 * trained_bytes if has_two_states else 0,
         activations=int(tokens * bytes_per_token),
     )

@@ -25,6 +25,9 @@ from groupgrad.engines.vllm.vllm_params import PROCESSED
 from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.scoring.forward import unwrap
 
+MAX_NUM_SEQS = 256
+"""Most rows that colocated vLLM samples at the same time; further ones wait."""
+
 
 @dataclass(slots=True, frozen=True)
 class ColocateOptions:

@@ -93,9 +93,14 @@ class ServedBytes:
         shapes = checkpoint_weights(model, merge=False, shapes_only=True)
         weights = sum(spec.num_bytes for spec in specs_of(shapes, dtype))
         inner: Any = unwrap(model)
-        text = inner.config.get_text_config()
+        return cls.of_config(weights, inner.config.get_text_config(), options)
+
+    @classmethod
+    def of_config(cls, weights: int, text: Any, options: ColocateOptions) -> ServedBytes:
+        """From the bytes of all weights, in vLLM's type, and the configuration of the text decoder."""
         context = options.max_model_len or int(getattr(text, "max_position_embeddings", 0) or 0)
-        one_row = cache_bytes(text, context, dtype.itemsize, options.tensor_parallel_size)
+        itemsize = torch_dtype(options.dtype).itemsize
+        one_row = cache_bytes(text, context, itemsize, options.tensor_parallel_size)
         return cls(weights // options.tensor_parallel_size, one_row, context)
 
     @property
