@@ -165,6 +165,14 @@ def test_gradients_of_weights_in_two_bytes_are_summed_in_four(make_model: Any) -
     assert predict(shape, sizes).optimizer == 4 * count
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_adamw_in_8_bits_keeps_two_bytes_whatever_the_weights(size: int, make_model: Any) -> None:
+    """bitsandbytes keeps both moments of a parameter as uint8."""
+    shape = model_shape("small", make_model().config, half=False)
+    memory = predict(shape, replace(SIZES, optimizer="adamw_8bit", weight_bytes=size))
+    assert memory.optimizer == 2 * shape.parameters
+
+
 def test_a_pass_on_a_cpu_is_cut_between_groups() -> None:
     sizes = replace(SIZES, micro_batch=64, completion=300)
     assert pass_sizes(sizes, 512) == [1210] * 16  # one group each; two would have more than 2,048 tokens

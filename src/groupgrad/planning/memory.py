@@ -15,6 +15,9 @@ Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 OPTIMIZER_BYTES: dict[str, float] = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.1, "sgd": 0.0}
 """Bytes of the optimizer's states for each trained parameter in float32."""
 
+_FIXED_STATES = ("adamw_8bit",)
+"""Optimizers whose states are of one type, whatever the weights' is."""
+
 UPDATE_TENSORS: dict[str, float] = {"adamw": 0.0, "adamw_8bit": 0.0, "adafactor": 2.0, "sgd": 0.0}
 """Temporary tensors of the size of one weight in the optimizer's update; torch's fused AdamW has none."""
 
@@ -123,7 +126,8 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         weights, reference = shards + gathered, reference // sizes.devices
     is_own = sizes.float32_gradients and not sizes.sharding.startswith("zero")
     gradients = trained * (4 if is_own else _state_bytes(sizes))
-    optimizer = int(trained * OPTIMIZER_BYTES[sizes.optimizer] * _state_bytes(sizes) / 4)
+    scale = 1.0 if sizes.optimizer in _FIXED_STATES else _state_bytes(sizes) / 4
+    optimizer = int(trained * OPTIMIZER_BYTES[sizes.optimizer] * scale)
     if is_sharded or sizes.sharding == "zero2":
         gradients //= sizes.devices
     if sizes.sharding != "ddp":
