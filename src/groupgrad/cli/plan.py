@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
         group=options.num_generations,
         rows=options.rows,
         micro_batch=options.micro_batch,
+        step_rows=options.step_rows,
+        generation_rows=options.generation_rows,
         lora_rank=options.lora_r,
         optimizer=options.optim,
         weight_bytes=2 if options.dtype == "bfloat16" else 4,
@@ -81,6 +84,11 @@ def main(argv: Sequence[str]) -> int:
     print(_table(shape, sizes, options.device, found))
     if (remark := _context_remark(shape, sizes)) is not None:
         print(remark)
+    if options.cut is not None:
+        print(
+            f"num_generations={options.num_generations} does not divide the {options.cut} completions of a generation "
+            f"batch, so {sizes.generation_rows * sizes.devices} are planned.\n"
+        )
     best = recommended(found)
     print(_advice(shape, sizes, options.device, best))
     return 0 if best else 1
@@ -92,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "plan",
         description="Predict the memory of a run from a model's configuration, offline, and say which ways to run fit. "
-        "Each way is shown with the largest micro-batch that fits, halved from --micro-batch on.",
+        "Each way is shown with the largest micro-batch that fits, a divisor of the step's.",
         examples="groupgrad plan --config run.yaml --device 24GB\n"
         "groupgrad plan --model Qwen/Qwen2.5-7B-Instruct --device 80GB --devices 8 --completion 8192\n"
         "groupgrad plan --model ./config.json --device 24GB --completion 1024 --dtype bfloat16",
@@ -116,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(f"--{flag}", type=_count, default=default, help=f"{text} (default {default})")
     parser.add_argument(
-        "--rows", type=_count, help="completions that a device samples at a time (default: micro-batch)"
+        "--rows", type=_count, help="completions that a device samples at a time (default: those of a step)"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
     parser.add_argument("--optim", choices=["adamw", "adamw_8bit", "adafactor", "sgd"], default="adamw")
@@ -188,19 +196,35 @@ def _checked(action: argparse.Action, name: str, value: Any) -> Any:
 
 
 def _completed(options: argparse.Namespace, settings: dict[str, Any]) -> argparse.Namespace:
-    """The options with `rows`, `half` and `way`, which follow from others and from the settings of a run."""
-    if options.rows is None:
-        rows = options.micro_batch
-        if settings.get("generation_batch_size"):
-            rows = -(-settings["generation_batch_size"] // options.devices)
-        elif settings:
-            rows *= settings.get("steps_per_generation") or options.accumulation
-        options.rows = rows
+    """The options with those that follow from others and from the settings of a run, such as `rows` and `half`."""
+    _complete_batches(options, settings)
     bf16 = settings.get("bf16")
     by_autocast = settings.get("fp16") or (not options.cpu if bf16 is None else bf16)
     options.half = options.dtype == "bfloat16" or bool(by_autocast)
     options.way = "4-bit" if settings.get("load_in_4bit") else "LoRA" if settings.get("use_peft") else ""
     return options
+
+
+def _complete_batches(options: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Sets `step_rows`, `generation_rows`, `rows`, and `cut`, the completions of a generation batch that is not planned.
+
+    A generation batch over all devices holds whole groups, so one that would cut a group is made longer, together with
+    the step if both are the same.
+    """
+    step = generation = options.micro_batch * options.accumulation
+    if settings.get("generation_batch_size"):
+        generation = -(-settings["generation_batch_size"] // options.devices)
+    elif settings.get("steps_per_generation"):
+        generation = options.micro_batch * settings["steps_per_generation"]
+    elif options.rows is not None and options.rows % step == 0:
+        generation = options.rows
+    is_step, options.cut = generation == step, None
+    part = options.num_generations // math.gcd(options.num_generations, options.devices)
+    if generation % part:
+        options.cut, unit = generation * options.devices, math.lcm(part, options.micro_batch)
+        generation = -(-generation // unit) * unit
+    options.step_rows, options.generation_rows = generation if is_step else step, generation
+    options.rows = options.rows or generation
 
 
 def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
@@ -243,10 +267,11 @@ def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
         if share is not None
         else "vLLM does not fit on the same device; use the native engine, or vllm_mode='server' on another one."
     )
-    settings = [
-        f"per_device_train_batch_size={best.sizes.micro_batch}",
-        f"gradient_checkpointing={best.sizes.checkpointing}",
-    ]
+    rows = best.sizes.micro_batch
+    settings = [f"per_device_train_batch_size={rows}", f"gradient_accumulation_steps={sizes.step_rows // rows}"]
+    if sizes.generation_rows != sizes.step_rows:
+        settings.append(f"generation_batch_size={sizes.generation_rows * sizes.devices}")
+    settings.append(f"gradient_checkpointing={best.sizes.checkpointing}")
     if sizes.context_parallel_size > 1:
         settings.append(f"context_parallel_size={sizes.context_parallel_size}")
     beside = f" {vllm}" if sizes.on_gpu and sizes.samples else ""

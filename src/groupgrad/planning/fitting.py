@@ -88,7 +88,7 @@ def training_bytes(memory: Memory) -> memory_check.TrainingBytes:
 
 def smallest_device(shape: ModelShape, sizes: RunSizes) -> int:
     """Returns the bytes of a device on which the least demanding of the ways fits."""
-    least = min(predict(shape, replace(way, micro_batch=1, checkpointing=True)).peak for _, way in _ways(sizes))
+    least = min(predict(shape, _with_micro_batch(way, 1, checkpointing=True)).peak for _, way in _ways(sizes))
     return int(least / USABLE)
 
 
@@ -132,12 +132,23 @@ def _all_ways(sizes: RunSizes) -> Iterator[tuple[str, RunSizes]]:
 def _largest(shape: ModelShape, name: str, sizes: RunSizes, device_bytes: int) -> Choice:
     """A way with the largest micro-batch that fits, or of one row with checkpointing if none does."""
     for checkpointing in (sizes.checkpointing, True):
-        rows = sizes.micro_batch
-        while rows >= 1:
-            tried = replace(sizes, micro_batch=rows, checkpointing=checkpointing)
+        for rows in _micro_batches(sizes):
+            tried = _with_micro_batch(sizes, rows, checkpointing=checkpointing)
             memory = predict(shape, tried)
             if memory.peak <= device_bytes * USABLE:
                 return Choice(name, tried, memory, fits=True)
-            rows //= 2
-    tried = replace(sizes, micro_batch=1, checkpointing=True)
+    tried = _with_micro_batch(sizes, 1, checkpointing=True)
     return Choice(name, tried, predict(shape, tried), fits=False)
+
+
+def _micro_batches(sizes: RunSizes) -> list[int]:
+    """Micro-batches up to the one asked for, the largest first, that steps and generation batches are multiples of."""
+    step = sizes.step_rows or sizes.micro_batch
+    both = math.gcd(step, sizes.generation_rows or step)
+    return [rows for rows in range(min(sizes.micro_batch, both), 0, -1) if both % rows == 0]
+
+
+def _with_micro_batch(sizes: RunSizes, rows: int, *, checkpointing: bool) -> RunSizes:
+    """The same step in micro-batches of `rows`."""
+    accumulates = rows < sizes.step_rows if sizes.step_rows else sizes.accumulates
+    return replace(sizes, micro_batch=rows, checkpointing=checkpointing, accumulates=accumulates)

@@ -42,6 +42,10 @@ class RunSizes:
     """Completions that a device samples at a time."""
     micro_batch: int
     """Completions of a training pass."""
+    step_rows: int = 0
+    """Completions of an optimizer step on a device; 0 for those of the micro-batch."""
+    generation_rows: int = 0
+    """Completions of a generation batch on a device; 0 for those of a step."""
     adapter: Adapter = "full"
     lora_rank: int = 16
     optimizer: str = "adamw"
