@@ -75,3 +75,103 @@ def test_a_step_that_would_cut_a_group_is_made_longer(planned: Any, capsys: Any)
     assert settings_of(shown)["gradient_accumulation_steps"] == 4
     assert planned("--device", "80GB") == 0
     assert "does not divide" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Any:
+    """Writes a run's YAML file with these settings, and returns its path."""
+
+    def write(**settings: Any) -> str:
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({"dtype": "bfloat16", **settings}))
+        return str(tmp_path / "run.yaml")
+
+    return write
+
+
+def ways_of(shown: str) -> dict[str, bool]:
+    """The ways of the table, and for each whether it fits."""
+    lines = shown.split("\n\n")[1].splitlines()[1:]
+    return {line.split("  ")[0]: not line.endswith("does not fit") for line in lines}
+
+
+def test_a_colocated_vllm_must_fit_beside_training(planned: Any, capsys: Any, run_file: Any) -> None:
+    """Full weights fit alone, beside a vLLM that sleeps and with a server, but not beside one that does not sleep."""
+    colocate = {"use_vllm": True}
+    shown = {}
+    for name, settings in {
+        "alone": {},
+        "colocate": colocate,
+        "asleep": {**colocate, "vllm_enable_sleep_mode": True},
+        "server": {**colocate, "vllm_mode": "server"},
+    }.items():
+        planned("--config", run_file(**settings), "--device", "5.5GB")
+        shown[name] = capsys.readouterr().out
+    assert {name: ways_of(text)["full"] for name, text in shown.items()} == {
+        "alone": True,
+        "colocate": False,
+        "asleep": True,
+        "server": True,
+    }
+    assert "vllm_gpu_memory_utilization=" in shown["asleep"] and "vllm_gpu_memory" not in shown["server"]
+    assert "If a vLLM server on other devices samples (--vllm-server), full fits." in shown["colocate"]
+    planned("--vllm-colocate", "--dtype", "bfloat16", "--accumulation", "1", "--device", "5.5GB")
+    assert capsys.readouterr().out == shown["colocate"]
+    planned("--config", run_file(**colocate), "--vllm-server", "--device", "5.5GB")
+    assert capsys.readouterr().out == shown["server"], "a flag wins"
+
+
+def test_the_share_of_the_file_is_kept_where_it_fits(planned: Any, capsys: Any, run_file: Any) -> None:
+    for share, text in ((0.4, "=0.4 leaves"), (0.01, "(not 0.01) leaves")):
+        file = run_file(use_vllm=True, vllm_gpu_memory_utilization=share, vllm_max_model_length=2048)
+        assert planned("--config", file, "--device", "80GB") == 0
+        shown = capsys.readouterr().out
+        assert text in shown.replace(" with vllm_max_model_length=2048", "")
+    assert planned("--config", run_file(use_vllm=True), "--device", "1GB") == 1
+    shown = capsys.readouterr().out
+    least = re.search(r"needs devices of ([\d.]+) GiB", shown)
+    assert least is not None
+    assert planned("--config", run_file(use_vllm=True), "--device", f"{float(least[1]) + 0.1:.1f}GiB") == 0
+    assert planned("--config", run_file(use_vllm=True), "--device", f"{float(least[1]) - 0.2:.1f}GiB") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "ways"),
+    [
+        ({"fsdp": True}, ["full, fsdp2", "LoRA, fsdp2"]),
+        ({"fsdp": "full_shard", "use_peft": True}, ["LoRA, fsdp2"]),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, ["full, zero2", "LoRA, zero2", "4-bit, zero2"]),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}, "use_peft": True}, ["LoRA, zero3"]),
+        ({"deepspeed": {}, "use_peft": True, "load_in_4bit": True}, ["4-bit"]),
+    ],
+)
+def test_the_file_says_how_a_model_is_divided(
+    settings: dict[str, Any], ways: list[str], planned: Any, capsys: Any, run_file: Any
+) -> None:
+    assert planned("--config", run_file(**settings), "--device", "80GB", "--devices", 2) == 0
+    assert list(ways_of(capsys.readouterr().out)) == ways
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"fsdp": True, "deepspeed": {}}, "fsdp=True and deepspeed={} exclude each other; remove one of them"),
+        ({"deepspeed": "nowhere.json"}, "deepspeed='nowhere.json' has no ZeRO stage from 0 to 3 that can be read"),
+        ({"fsdp": True, "load_in_4bit": True}, "remove fsdp, deepspeed or load_in_4bit"),
+        ({"fsdp": True, "context_parallel_size": 2}, "fsdp and deepspeed exclude --context-parallel-size (now 2)"),
+    ],
+)
+def test_settings_of_the_file_that_exclude_each_other(
+    settings: dict[str, Any], text: str, planned: Any, capsys: Any, run_file: Any
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        planned("--config", run_file(**settings), "--device", "80GB", "--devices", 2)
+    assert ended.value.code == 2
+    assert text in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+def test_settings_that_are_not_considered_are_named_in_a_line(planned: Any, capsys: Any, run_file: Any) -> None:
+    file = run_file(learning_rate=1e-5, vllm_max_model_length=64, gradient_dtype="auto", max_steps=None)
+    assert planned("--config", file, "--device", "80GB") == 0
+    assert capsys.readouterr().err == f"Not considered of {file}: learning_rate, vllm_max_model_length\n"
+    assert planned("--config", run_file(use_vllm=True, vllm_max_model_length=1024), "--device", "80GB") == 0
+    assert capsys.readouterr().err == ""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from groupgrad.engines.vllm import memory_check
 from groupgrad.engines.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
-from groupgrad.planning.memory import Memory, RunSizes, predict
+from groupgrad.planning.memory import Adapter, Colocate, Memory, RunSizes, predict
 from groupgrad.planning.shapes import ModelShape
 
 USABLE = 0.92
@@ -59,20 +60,23 @@ def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMSha
     of the rows that vLLM samples where there is room for them. Where the model's context is
     too long, that of the run's rows is tried.
     """
-    sampling = replace(sizes, samples=True, rows=min(sizes.rows, MAX_NUM_SEQS))
+    colocate, sampling = sizes.colocate or Colocate(), replace(sizes, samples=True, rows=min(sizes.rows, MAX_NUM_SEQS))
     all_rows = predict(shape, sampling).keys_values
     training = training_bytes(predict(shape, replace(sizes, samples=False)))
     memory = memory_check.Memory(total=device_bytes, available=int(device_bytes * USABLE))
-    room = memory.available - training.total
-    itemsize, dtype = (2, "bfloat16") if sizes.half or sizes.weight_bytes == 2 else (4, "float32")
-    for length in (None, sizes.prompt + sizes.completion):
-        options = ColocateOptions(max_num_seqs=sampling.rows, max_model_len=length, dtype=dtype)
-        served = memory_check.ServedBytes.of_config(shape.parameters * itemsize, shape.text, options)
+    room = memory.available - (training.while_sampling if colocate.sleeps else training.total)
+    lengths = (
+        (None, sizes.prompt + sizes.completion) if colocate.max_model_length is None else (colocate.max_model_length,)
+    )
+    for length in lengths:
+        options = _vllm_options(sizes, length)
+        served = memory_check.ServedBytes.of_config(*_served(shape, sizes), options)
         wanted = served.total + max(0, all_rows - served.one_row)
         share = math.ceil(1000 * wanted / device_bytes) / 1000
         share = min(share, math.floor(1000 * room / device_bytes) / 1000)
-        if memory_check.misfit(served, training, memory, replace(options, memory_utilization=share)) is None:
-            return VLLMShare(share, length)
+        for tried in (share,) if colocate.utilization is None else (colocate.utilization, share):
+            if memory_check.misfit(served, training, memory, replace(options, memory_utilization=tried)) is None:
+                return VLLMShare(tried, length)
     return None
 
 
@@ -88,8 +92,9 @@ def training_bytes(memory: Memory) -> memory_check.TrainingBytes:
 
 def smallest_device(shape: ModelShape, sizes: RunSizes) -> int:
     """Returns the bytes of a device on which the least demanding of the ways fits."""
-    least = min(predict(shape, _with_micro_batch(way, 1, checkpointing=True)).peak for _, way in _ways(sizes))
-    return int(least / USABLE)
+    least = min(_needed(shape, _with_micro_batch(way, 1, checkpointing=True)) for _, way in _ways(sizes))
+    # The share of a colocated vLLM is a multiple of 1/1000.
+    return int(least / (USABLE if sizes.colocate is None else USABLE - 0.001))
 
 
 def with_server(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> Choice | None:
@@ -98,7 +103,7 @@ def with_server(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> Choice
     A model in shards is sampled from by the native engine as a whole copy, which a server does without.
     """
     here = recommended(choices(shape, sizes, device_bytes))
-    there = recommended(choices(shape, replace(sizes, samples=False), device_bytes))
+    there = recommended(choices(shape, replace(sizes, samples=False, colocate=None), device_bytes))
     return None if there is None or (here is not None and here.name == there.name) else there
 
 
@@ -113,7 +118,17 @@ def with_more_devices(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> 
 
 
 def _ways(sizes: RunSizes) -> list[tuple[str, RunSizes]]:
-    return [(name, way) for name, way in _all_ways(sizes) if name.startswith(sizes.way)]
+    only = sizes.only_sharding
+    if only is not None:
+        adapters: tuple[tuple[str, Adapter], ...] = (("full", "full"), ("LoRA", "lora"), ("4-bit", "4bit"))
+        ending = "" if only == "ddp" else f", {only}"
+        # bitsandbytes' packed weights are not divided.
+        whole = only not in ("zero3", "fsdp2")
+        found = [(name + ending, kind) for name, kind in adapters if whole or kind != "4bit"]
+        ways = [(name, replace(sizes, adapter=kind, sharding=only)) for name, kind in found]
+    else:
+        ways = list(_all_ways(sizes))
+    return [(name, way) for name, way in ways if name.startswith(sizes.way)]
 
 
 def _all_ways(sizes: RunSizes) -> Iterator[tuple[str, RunSizes]]:
@@ -135,10 +150,40 @@ def _largest(shape: ModelShape, name: str, sizes: RunSizes, device_bytes: int) -
         for rows in _micro_batches(sizes):
             tried = _with_micro_batch(sizes, rows, checkpointing=checkpointing)
             memory = predict(shape, tried)
-            if memory.peak <= device_bytes * USABLE:
+            if memory.peak <= device_bytes * USABLE and (
+                tried.colocate is None or vllm_share(shape, tried, device_bytes) is not None
+            ):
                 return Choice(name, tried, memory, fits=True)
     tried = _with_micro_batch(sizes, 1, checkpointing=True)
     return Choice(name, tried, predict(shape, tried), fits=False)
+
+
+def _needed(shape: ModelShape, sizes: RunSizes) -> int:
+    """Bytes of the peak, and of a colocated vLLM with rows of the run's length beside training."""
+    memory = predict(shape, sizes)
+    if sizes.colocate is None:
+        return memory.peak
+    training = training_bytes(memory)
+    length = sizes.colocate.max_model_length or sizes.prompt + sizes.completion
+    beside = training.while_sampling if sizes.colocate.sleeps else training.total
+    served = memory_check.ServedBytes.of_config(*_served(shape, sizes), _vllm_options(sizes, length))
+    return max(memory.peak, training.total, beside + served.total)
+
+
+def _vllm_options(sizes: RunSizes, length: int | None) -> ColocateOptions:
+    colocate = sizes.colocate or Colocate()
+    return ColocateOptions(
+        max_num_seqs=min(sizes.rows, MAX_NUM_SEQS),
+        max_model_len=length,
+        dtype="bfloat16" if sizes.half or sizes.weight_bytes == 2 else "float32",
+        tensor_parallel_size=colocate.tensor_parallel_size,
+        sleep_mode=colocate.sleeps,
+    )
+
+
+def _served(shape: ModelShape, sizes: RunSizes) -> tuple[int, Any]:
+    """Bytes of the weights that vLLM serves, and the configuration of the text decoder."""
+    return shape.parameters * (2 if sizes.half else sizes.weight_bytes), shape.text
 
 
 def _micro_batches(sizes: RunSizes) -> list[int]:

@@ -29,6 +29,19 @@ _CPU_CONTEXT = 32 * 2**20
 
 
 @dataclass(slots=True, frozen=True)
+class Colocate:
+    """Settings of a vLLM that samples on the training devices."""
+
+    utilization: float | None = None
+    """Share of a device that is asked for; None for any that fits."""
+    max_model_length: int | None = None
+    """Tokens of prompt and completion together; None for the model's context, or those of the run's rows."""
+    tensor_parallel_size: int = 1
+    sleeps: bool = False
+    """vLLM frees its memory during training."""
+
+
+@dataclass(slots=True, frozen=True)
 class RunSizes:
     """Sizes and choices of a run."""
 
@@ -60,7 +73,9 @@ class RunSizes:
     float32_gradients: bool = True
     """Sum gradients of weights in two bytes in float32 (`gradient_dtype`); DeepSpeed keeps its own."""
     samples: bool = True
-    """Sample on this device; otherwise a vLLM server on others does."""
+    """Sample on this device with the native engine; otherwise vLLM does."""
+    colocate: Colocate | None = None
+    """A vLLM on the training devices, which must fit beside training."""
     accumulates: bool = False
     """A step has several micro-batches, so gradients of the first are held beside activations of the next."""
     devices: int = 1
@@ -69,6 +84,8 @@ class RunSizes:
     on_gpu: bool = True
     way: str = ""
     """The ways to run that are asked for, by the beginning of their names, such as "LoRA"; empty for all."""
+    only_sharding: Sharding | None = None
+    """The way to shard that is asked for; None for all."""
 
 
 @dataclass(slots=True, frozen=True)
