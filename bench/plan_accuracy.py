@@ -8,6 +8,7 @@ at once (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`); otherwise freed bl
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -32,6 +33,10 @@ CASES: dict[str, dict[str, Any]] = {
     "Qwen3.5, LoRA, long rows": {"family": "qwen3_5", "adapter": "lora", "completion": 512, "group": 4},
     "Nemotron-H": {"family": "nemotron_h"},
     "LFM2": {"family": "lfm2", "hidden": 768},
+    "fsdp2": {"sharding": "fsdp2", "hidden": 768},
+    "zero2": {"sharding": "zero2", "hidden": 768, "layers": 4, "completion": 32},
+    "zero3": {"sharding": "zero3", "hidden": 768, "layers": 4, "completion": 32},
+    "4bit": {"adapter": "4bit", "hidden": 768, "completion": 32},
 }
 """Name -> what differs from `BASE`."""
 
@@ -49,7 +54,11 @@ BASE: dict[str, Any] = {
     "weight_bytes": 4,
     "optimizer": "adamw",
     "family": "qwen3",
+    "sharding": "ddp",
 }
+
+RANKS = 2
+"""Processes of a case whose model is divided."""
 
 
 def make_config(case: dict[str, Any]) -> Any:
@@ -92,15 +101,63 @@ def make_config(case: dict[str, Any]) -> Any:
     return getattr(transformers, name)(**sizes)
 
 
+def ranks_of(case: dict[str, Any]) -> int:
+    """The number of processes of a case."""
+    return 1 if case["sharding"] == "ddp" else RANKS
+
+
 def predicted(case: dict[str, Any]) -> int:
     """Bytes that the plan predicts."""
     from groupgrad.planning.memory import RunSizes, predict
     from groupgrad.planning.shapes import model_shape
 
     names = ("prompt", "completion", "group", "adapter", "checkpointing", "reference", "half", "weight_bytes")
-    sizes = {name: case[name] for name in (*names, "optimizer")}
+    sizes = {name: case[name] for name in (*names, "optimizer", "sharding")}
+    sizes["devices"] = ranks_of(case)
     shape = model_shape("case", make_config(case), half=case["half"])
     return predict(shape, RunSizes(**sizes, rows=case["group"], micro_batch=case["group"], on_gpu=False)).peak
+
+
+def sharded(case: dict[str, Any]) -> dict[str, Any]:
+    """The settings that divide a model among processes, with DeepSpeed's own defaults."""
+    if case["sharding"] == "fsdp2":
+        return {"fsdp": True}
+    if not case["sharding"].startswith("zero"):
+        return {}
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    return {"deepspeed": {"zero_optimization": {"stage": int(case["sharding"][-1])}, **dict.fromkeys(names, "auto")}}
+
+
+def start_deepspeed(case: dict[str, Any]) -> None:
+    """Starts DeepSpeed, which on CPUs the training arguments do not."""
+    if case["sharding"].startswith("zero"):
+        import deepspeed  # pyright: ignore[reportMissingImports]
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes minutes
+        deepspeed.init_distributed("gloo")
+
+
+def four_bit_model(case: dict[str, Any], memory: Any) -> tuple[Any, int]:
+    """A model in 4 bits, and the resident memory before it was loaded a second time.
+
+    The first load brings in bitsandbytes and its libraries.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(make_config(case)).save_pretrained(folder)
+
+        def load() -> Any:
+            model = AutoModelForCausalLM.from_pretrained(folder, device_map={"": "cpu"}, quantization_config=chosen)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()  # otherwise the whole file stays mapped, and counts
+            return model
+
+        load()
+        held = memory.settle()
+        return load(), held
 
 
 def measured(case: dict[str, Any]) -> int:
@@ -120,11 +177,15 @@ def measured(case: dict[str, Any]) -> int:
     prompts = [" ".join(f"w{2 + (7 * row + place) % 97}" for place in range(case["prompt"])) for row in range(4)]
     memory = PeakMemory()
     torch.manual_seed(0)
-    held = memory.settle()
+    start_deepspeed(case)
     dtype = torch.bfloat16 if case["weight_bytes"] == 2 else torch.float32
-    model = AutoModelForCausalLM.from_config(make_config(case), dtype=dtype)
+    if case["adapter"] == "4bit":
+        model, held = four_bit_model(case, memory)
+    else:
+        held = memory.settle()
+        model = AutoModelForCausalLM.from_config(make_config(case), dtype=dtype)
     peft_config = None
-    if case["adapter"] == "lora":
+    if case["adapter"] != "full":
         from peft import LoraConfig
 
         peft_config = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -148,6 +209,7 @@ def measured(case: dict[str, Any]) -> int:
                 save_strategy="no",
                 rollouts_keep="0",
                 dataloader_pin_memory=False,
+                **sharded(case),
             ),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             processing_class=tokenizer,
@@ -172,12 +234,20 @@ def main() -> int:
     within = 0
     print(f"{'':28}{'predicted':>12}{'measured':>12}{'difference':>12}")
     for name in options.only:
+        case = {**BASE, **CASES[name]}
+        if case["sharding"].startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+            print(f"{name:28}not measured: DeepSpeed is not installed")
+            continue
         command = [sys.executable, __file__, "--measure", name]
+        if (ranks := ranks_of(case)) > 1:
+            command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
         if done.returncode:
             print(f"{name:28}failed: {done.stderr.strip().splitlines()[-1]}")
             continue
-        found, expected = json.loads(done.stdout.splitlines()[-1]), predicted({**BASE, **CASES[name]})
+        # Of several processes the one that took most.
+        found = max(int(line) for line in done.stdout.splitlines() if line.isdecimal())
+        expected = predicted(case)
         within += abs(expected / found - 1) <= 0.1
         print(
             f"{name:28}{expected / 2**20:8,.0f} MiB{found / 2**20:8,.0f} MiB{expected / found - 1:+12.1%}", flush=True

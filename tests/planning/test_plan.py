@@ -128,7 +128,9 @@ def test_parts_by_hand(make_model: Any) -> None:
     assert (sharded.gradients, sharded.optimizer) == (count, 2 * count)
     lora = predict(shape, replace(SIZES, adapter="lora", lora_rank=2))
     assert lora.optimizer == 8 * 2 * shape.adapter_inputs
-    assert predict(shape, replace(SIZES, adapter="4bit")).weights < lora.weights
+    quantized = predict(shape, replace(SIZES, adapter="4bit", lora_rank=2))
+    assert quantized.weights < lora.weights
+    assert quantized.scratch - lora.scratch == 4 * 32 * shape.text.intermediate_size
 
 
 def test_shards_by_hand(make_model: Any) -> None:
@@ -141,14 +143,39 @@ def test_shards_by_hand(make_model: Any) -> None:
     memory, whole = predict(shape, sizes), predict(shape, SIZES)
     assert memory.weights == count + 4 * (outside + 2 * layer)
     assert (memory.gradients, memory.optimizer) == (count, 2 * count)
-    assert memory.scratch - whole.scratch == 4 * (outside + layer) + 4 * layer
-    assert memory.sampling - whole.sampling == count - 6 * count
+    assert memory.scratch - whole.scratch == 4 * (outside + layer) + 2 * 4 * layer, "gloo reduces in a copy"
+    code = memory.context - whole.context
+    assert code == 35 * 2**20 and memory.sampling - whole.sampling == count - 6 * count + code
+    on_gpu = [predict(shape, replace(chosen, on_gpu=True)) for chosen in (sizes, SIZES)]
+    assert on_gpu[0].scratch - on_gpu[1].scratch == 4 * (outside + layer) + 4 * layer
+    assert on_gpu[0].context == on_gpu[1].context
     apart = predict(shape, replace(sizes, samples=False))
     assert (apart.sampled, apart.keys_values, apart.training) == (memory.weights, 0, memory.training)
     half = predict(shape, replace(sizes, half=True))
     assert half.weights == count + 2 * (outside + 2 * layer), "in mixed precision bfloat16 copies are gathered"
     by_layers = predict(shape, replace(sizes, sharding="zero3"))
-    assert by_layers.weights == count + 4 * 2 * layer and by_layers.sampled == memory.sampled
+    assert by_layers.weights == count + 4 * count + count, "the shard, all weights gathered and a float32 shard"
+    assert by_layers.sampled == memory.sampled + count
+
+
+def test_deepspeed_by_hand(make_model: Any) -> None:
+    """DeepSpeed keeps float32 copies and moments of bfloat16 weights, and ZeRO 1 and 2 whole gradients at first."""
+    shape = model_shape("small", make_model().config, half=False)
+    count, sizes = shape.parameters, replace(SIZES, weight_bytes=2, devices=2, half=True)
+    plain, bucket = predict(shape, sizes), 5 * 10**8
+    for sharding, weights, gradients, update, scratch in (
+        ("zero1", 2 * count + 2 * count, 2 * count, count, 0),
+        ("zero2", 2 * count + 2 * count, count, 2 * count, 0),
+        ("zero3", count + 2 * count + 2 * count, count, 0, 2 * (count + count)),
+    ):
+        memory = predict(shape, replace(sizes, sharding=sharding))
+        assert (memory.weights, memory.gradients, memory.update) == (weights, gradients, update), sharding
+        assert memory.optimizer == 8 * count // 2
+        assert memory.scratch - plain.scratch == scratch
+        on_gpu = predict(shape, replace(sizes, sharding=sharding, on_gpu=True))
+        assert on_gpu.scratch - predict(shape, replace(sizes, on_gpu=True)).scratch == (
+            2 * (bucket + count) if sharding == "zero3" else 0
+        )
 
 
 def test_gradients_of_weights_in_two_bytes_are_summed_in_four(make_model: Any) -> None:

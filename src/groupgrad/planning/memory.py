@@ -28,6 +28,14 @@ _CPU_CONTEXT = 32 * 2**20
 """Code and tables that the first step of a process loads; measured, see `bench/plan_accuracy.py`."""
 
 
+_ZERO_BUCKET = 5 * 10**8
+"""Numbers of DeepSpeed's buffer of gradients, `reduce_bucket_size`."""
+_ZERO_LIVE = 10**9
+"""Weights that ZeRO-3 leaves gathered, `stage3_max_live_parameters` and `stage3_max_reuse_distance`."""
+_SHARDS_CODE = 35 * 2**20
+"""Code and tables of FSDP or DeepSpeed in a process on a CPU; measured."""
+
+
 @dataclass(slots=True, frozen=True)
 class Colocate:
     """Settings of a vLLM that samples on the training devices."""
@@ -145,9 +153,14 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         shards, gathered = weights // sizes.devices, _gathered(shape, sizes)
         sampled = shards + (shape.parameters * _compute_bytes(sizes) if sizes.samples else gathered)
         weights, reference = shards + gathered, reference // sizes.devices
-    is_own = sizes.float32_gradients and not sizes.sharding.startswith("zero")
+    is_zero = sizes.sharding.startswith("zero")
+    if is_zero:
+        # DeepSpeed updates a float32 copy of what it trains, also of float32 weights.
+        copies = 4 * trained // sizes.devices
+        weights, sampled = weights + copies, sampled and sampled + copies
+    is_own = sizes.float32_gradients and not is_zero
     gradients = trained * (4 if is_own else _state_bytes(sizes))
-    scale = 1.0 if sizes.optimizer in _FIXED_STATES else _state_bytes(sizes) / 4
+    scale = 1.0 if is_zero or sizes.optimizer in _FIXED_STATES else _state_bytes(sizes) / 4
     optimizer = int(trained * OPTIMIZER_BYTES[sizes.optimizer] * scale)
     if is_sharded or sizes.sharding == "zero2":
         gradients //= sizes.devices
@@ -162,6 +175,8 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         activations = int((kept * shape.layers + shape.other_bytes) * tokens) + one_layer
     if sizes.adapter == "full":
         activations += shape.head_parameters * sizes.weight_bytes
+    if sizes.sharding == "zero2":
+        activations = max(activations, trained * _state_bytes(sizes))
     return Memory(
         weights=weights,
         sampled=sampled or weights,
@@ -172,10 +187,12 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         scratch=_HEAD_SCRATCH["cuda" if sizes.on_gpu else "cpu"]
         + one_layer // 2
         + _unreduced(shape, sizes)
+        + _zero_buffers(trained, sizes)
+        + _dequantized(shape, sizes)
         + _ring(shape, sizes, tokens),
         keys_values=_keys_values(shape, sizes) if sizes.samples else 0,
-        update=_update(shape, sizes),
-        context=_CUDA_CONTEXT if sizes.on_gpu else _CPU_CONTEXT,
+        update=_update(shape, sizes) + _before_update(trained, sizes),
+        context=_CUDA_CONTEXT if sizes.on_gpu else _CPU_CONTEXT + (sizes.sharding != "ddp") * _SHARDS_CODE,
         accumulates=sizes.accumulates or len(passes) > 1,
     )
 
@@ -214,8 +231,13 @@ def _outside_layers(shape: ModelShape) -> int:
 
 
 def _gathered(shape: ModelShape, sizes: RunSizes) -> int:
-    """Bytes of gathered weights: a layer and the next, under FSDP embeddings and head throughout a pass too."""
+    """Bytes of gathered weights: a layer and the next, under FSDP embeddings and head throughout a pass too.
+
+    ZeRO-3 releases no weight that it uses again within `_ZERO_LIVE` numbers.
+    """
     count = 2 * shape.layer_parameters
+    if sizes.sharding == "zero3":
+        count = max(count, min(shape.parameters, _ZERO_LIVE))
     if sizes.sharding == "fsdp2":
         count += _outside_layers(shape)
     return count * _compute_bytes(sizes)
@@ -224,11 +246,36 @@ def _gathered(shape: ModelShape, sizes: RunSizes) -> int:
 def _unreduced(shape: ModelShape, sizes: RunSizes) -> int:
     """Bytes of whole gradients under FSDP, which wait to be reduced in float32.
 
-    Those of a layer, and of embeddings and head from the head's backward pass on.
+    Those of a layer, and of embeddings and head from the head's backward pass on. Processes on CPUs (gloo) reduce in a
+    copy.
     """
     if sizes.sharding != "fsdp2" or sizes.adapter != "full":
         return 0
-    return (_outside_layers(shape) + shape.layer_parameters) * _compute_bytes(sizes) + 4 * shape.layer_parameters
+    reduced = 4 if sizes.on_gpu else 8
+    return (_outside_layers(shape) + shape.layer_parameters) * _compute_bytes(sizes) + reduced * shape.layer_parameters
+
+
+def _zero_buffers(trained: int, sizes: RunSizes) -> int:
+    """Bytes of ZeRO-3's buffer of gradients, and of the copy of its content that is scattered.
+
+    Of the buffer only what is used is resident on a CPU.
+    """
+    if sizes.sharding != "zero3":
+        return 0
+    used = min(trained, _ZERO_BUCKET)
+    return ((_ZERO_BUCKET if sizes.on_gpu else used) + used) * _state_bytes(sizes)
+
+
+def _dequantized(shape: ModelShape, sizes: RunSizes) -> int:
+    """Bytes of the weight in 4 bits that a backward pass computes with, in the type that it computes in."""
+    return shape.largest_linear * (2 if sizes.half else 4) if sizes.adapter == "4bit" else 0
+
+
+def _before_update(trained: int, sizes: RunSizes) -> int:
+    """Bytes of gradients beside the planned ones when DeepSpeed averages: ZeRO 1 and 2 divide whole ones then."""
+    if sizes.sharding == "zero1":
+        return trained * _state_bytes(sizes) // sizes.devices
+    return trained * _state_bytes(sizes) if sizes.sharding == "zero2" else 0
 
 
 def _ring(shape: ModelShape, sizes: RunSizes, tokens: int) -> int:

@@ -62,6 +62,8 @@ class ModelShape:
     """Numbers of the largest weight."""
     linear_parameters: int
     """Parameters of linear layers within the layers; these can be quantized."""
+    largest_linear: int
+    """Parameters of the largest of these linear layers."""
     adapter_inputs: int
     """Inputs and outputs of all these linear layers together: parameters of an adapter of rank 1."""
     hidden: int
@@ -151,6 +153,7 @@ def _shape(name: str, config: Any, *, half: bool) -> ModelShape:
         head_parameters=head.weight.numel() if (head := model.get_output_embeddings()) is not None else 0,
         largest_parameter=max(p.numel() for p in model.parameters()),
         linear_parameters=sum(part.weight.numel() for part in linear),
+        largest_linear=max((part.weight.numel() for part in linear), default=0),
         adapter_inputs=sum(sum(part.weight.shape) for part in linear),
         hidden=text.hidden_size,
         kv_values=sum(layer.kv_values for layer in of_layers),
