@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from synthetic_run import HOSTILE, write_run
@@ -29,6 +30,33 @@ def run(folder: Path) -> RunFolder:
     run = RunFolder(folder)
     run.refresh()
     return run
+
+
+def test_conversations_are_listed_by_what_was_said(tmp_path):
+    """The list shows the question and the answer, not the system prompt or JSON."""
+    folder = write_run(tmp_path / "chat", steps=1, rows=2)
+    (path,) = (folder / "rollouts").glob("*.parquet")
+    table = pq.read_table(path)
+    prompt = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]},
+    ]
+    call = {"type": "function", "function": {"name": "count", "arguments": {}}}
+    completion = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "Three."},
+    ]
+    changed = {"prompt": json.dumps(prompt), "completion": json.dumps(completion), "is_messages": True}
+    for name, value in changed.items():
+        place = table.column_names.index(name)
+        table = table.set_column(place, name, pa.array([value, table[name][1].as_py()], table[name].type))
+    pq.write_table(table, path)
+    run = RunFolder(folder)
+    run.refresh()
+    first, second = run.find(Selection(), limit=2)[1]
+    assert (first["prompt"], first["completion"]) == ("[image] How many?", "→ count Three.")
+    assert second["prompt"].startswith("What is")
 
 
 def test_rows_are_found_by_each_condition(run):
@@ -216,7 +244,7 @@ def test_files_without_shares_and_phases_are_read(tmp_path):
 def test_the_page_on_curves_has_the_bounds_of_the_advice() -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "reading-a-run.md").read_text()
-    code = (root / "src" / "groupgrad" / "cockpit" / "advice.py").read_text()
+    code = (root / "src" / "groupgrad" / "telemetry" / "advice.py").read_text()
     bounds = dict(re.findall(r'_above\(\s*"([^"]+)",\s*(0[.]\d+),', code))
     assert bounds.pop("tools/failure_frequency") and len(bounds) == 3  # tools have no row there
     bounds["frac_reward_zero_std"] = re.findall(r"share < (0[.]\d+)", code)[0]

@@ -213,8 +213,8 @@ class RunFolder:
             ["\n".join(sorted({c["name"] for c in calls or ()})) for calls in table["tool_calls"].to_pylist()]
         )
         columns = {n: table[n] for n in table.column_names if n not in ("prompt", "completion", "tool_calls")}
-        for text in ("prompt", "completion"):
-            columns[text] = pc.utf8_slice_codeunits(table[text], 0, HEAD_CHARS)
+        for text, role in (("prompt", "user"), ("completion", "assistant")):
+            columns[text] = pc.utf8_slice_codeunits(_words(table, text, role), 0, HEAD_CHARS)
         if "phase" not in columns:
             columns["phase"] = pa.array([TRAINING] * table.num_rows)
         return pa.table({**columns, "tools": tools})
@@ -254,6 +254,35 @@ def _is_alive(start: dict[str, Any]) -> bool:
         return False
     known = start.get("process_started")
     return not isinstance(known, (int, float)) or abs(created - known) < SAME_START_S
+
+
+def _words(table: pa.Table, column: str, role: str) -> pa.Array | pa.ChunkedArray:
+    """The texts of a column; of a conversation the last message of a prompt that has this role, of a completion all."""
+    if not pc.any(table["is_messages"]).as_py():
+        return table[column]
+    texts, are_messages = table[column].to_pylist(), table["is_messages"].to_pylist()
+    last_alone = column == "prompt"
+    return pa.array([_said(t, role, last_alone) if m else t for t, m in zip(texts, are_messages)], pa.string())
+
+
+def _said(text: str, role: str, last_alone: bool) -> str:
+    """What the messages of this role say, or all of them if there are none; `text` itself if it is no conversation."""
+    try:
+        messages = json.loads(text)
+        chosen = [message for message in messages if message["role"] == role] or messages
+        return " ".join(filter(None, map(_content, chosen[-1:] if last_alone else chosen)))
+    except (ValueError, TypeError, KeyError):
+        return text
+
+
+def _content(message: dict[str, Any]) -> str:
+    """The text of a message, its other blocks by their types, and the names of the tools that it calls."""
+    content = message.get("content") or []
+    if isinstance(content, str):
+        content = [{"text": content}]
+    blocks = [block.get("text") or f"[{block.get('type', 'block')}]" for block in content]
+    calls = [f"→ {call.get('function', call).get('name')}" for call in message.get("tool_calls") or ()]
+    return " ".join(filter(None, [*blocks, *calls]))
 
 
 def _facets(table: pa.Table) -> dict[str, list[Any]]:

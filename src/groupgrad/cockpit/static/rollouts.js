@@ -183,7 +183,7 @@ function messages(row) {
   } catch {
     return null;
   }
-  return el("details", {}, el("summary", {}, `as ${parts.length} messages`), parts.map((message) =>
+  return el("details", {}, el("summary", {}, parts.length === 1 ? "as a message" : `as ${parts.length} messages`), parts.map((message) =>
     el("div", { class: `message ${message.role === "tool" ? "tool" : ""}` }, el("small", {}, message.role), el("pre", {}, contentText(message)))));
 }
 
