@@ -270,10 +270,8 @@ def test_the_command_plans_from_a_configuration_alone(tmp_path: Path, make_model
     assert f"{make_model().num_parameters():,} parameters in 2 layers; 4 x 954 MiB" in shown
     names = ["full", "full, zero1", "full, zero2", "full, zero3", "full, fsdp2", "LoRA", "LoRA, zero3", "LoRA, fsdp2"]
     assert [line.split("  ")[0] for line in shown.splitlines()[3:11]] == names
-    assert (
-        "Recommended: full, per_device_train_batch_size=8, gradient_accumulation_steps=2, gradient_checkpointing=False."
-        in shown
-    )
+    settings = "per_device_train_batch_size=16, gradient_accumulation_steps=1, gradient_checkpointing=False."
+    assert f"Recommended: full, {settings}" in shown
     make_model(vocab_size=500_000).config.save_pretrained(tmp_path)
     bf16 = [*flags, "--dtype", "bfloat16", "--rows", "4096", "--device", "4GB"]
     tables = []

@@ -175,3 +175,17 @@ def test_settings_that_are_not_considered_are_named_in_a_line(planned: Any, caps
     assert capsys.readouterr().err == f"Not considered of {file}: learning_rate, vllm_max_model_length\n"
     assert planned("--config", run_file(use_vllm=True, vllm_max_model_length=1024), "--device", "80GB") == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_micro_batch_grows_up_to_the_step_unless_it_is_asked_for(planned: Any, capsys: Any) -> None:
+    size = ["--device", "80GB", "--accumulation", "4"]
+    for flags, rows, label in (([], 32, "  32\n"), (["--micro-batch", "8"], 8, "  8 (asked for)\n")):
+        assert planned(*size, *flags) == 0
+        shown = capsys.readouterr().out
+        settings = settings_of(shown)
+        assert settings["per_device_train_batch_size"] == rows and settings["gradient_accumulation_steps"] == 32 // rows
+        assert label in shown
+    assert planned("--device", "7GB", "--completion", "4096", "--micro-batch", "8") == 0
+    shown = capsys.readouterr().out
+    assert settings_of(shown)["per_device_train_batch_size"] < 8 and "full" in shown
+    assert "asked for" not in next(line for line in shown.splitlines() if line.startswith("full"))

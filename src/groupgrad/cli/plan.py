@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
         group=options.num_generations,
         rows=options.rows,
         micro_batch=options.micro_batch,
+        most_rows=0 if options.is_asked else options.step_rows,
         step_rows=options.step_rows,
         generation_rows=options.generation_rows,
         lora_rank=options.lora_r,
@@ -78,7 +79,12 @@ def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
     lines = [head, "", f"{'GiB on a device':<16}" + "".join(f"{name:>12}" for name in names) + "  micro-batch"]
     for choice in found:
         numbers = "".join(f"{getattr(choice.memory, part) / 2**30:>12.2f}" for part in _PARTS)
-        how = f"  {choice.sizes.micro_batch:>3}" + (" with checkpointing" if choice.sizes.checkpointing else "")
+        is_asked = sizes.most_rows == 0 and choice.sizes.micro_batch == sizes.micro_batch
+        how = (
+            f"  {choice.sizes.micro_batch:>3}"
+            + (" (asked for)" if is_asked else "")
+            + (" with checkpointing" if choice.sizes.checkpointing else "")
+        )
         lines.append(f"{choice.name:<16}{numbers}{how if choice.fits else '  does not fit'}")
     return "\n".join([*lines, ""])
 

@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "plan",
         description="Predict the memory of a run from a model's configuration, offline, and say which ways to run fit. "
-        "Each way is shown with the largest micro-batch that fits, a divisor of the step's.",
+        "Each way is shown with the largest micro-batch that fits, a divisor of the step's completions.",
         examples="groupgrad plan --config run.yaml --device 24GB\n"
         "groupgrad plan --model Qwen/Qwen2.5-7B-Instruct --device 80GB --devices 8 --completion 8192\n"
         "groupgrad plan --model ./config.json --device 24GB --completion 1024 --dtype bfloat16",
@@ -68,12 +68,16 @@ def parser() -> argparse.ArgumentParser:
         ("prompt", 512, "tokens of the longest prompt"),
         ("completion", 256, "max_completion_length"),
         ("num-generations", 8, "completions of a prompt"),
-        ("micro-batch", 8, "per_device_train_batch_size to begin with"),
         ("accumulation", 2, "gradient_accumulation_steps; from 2 on gradients are held beside activations"),
         ("context-parallel-size", 1, "devices that train each row together, with a part of its tokens each"),
         ("lora-r", 16, "rank of adapters, on all linear layers"),
     ):
         parser.add_argument(f"--{flag}", type=_count, default=default, help=f"{text} (default {default})")
+    parser.add_argument(
+        "--micro-batch",
+        type=_count,
+        help="most per_device_train_batch_size (default: 8, up to the completions of a step where they fit)",
+    )
     parser.add_argument(
         "--rows", type=_count, help="completions that a device samples at a time (default: those of a step)"
     )
@@ -205,6 +209,7 @@ def _checked(action: argparse.Action, name: str, value: Any) -> Any:
 
 def _completed(options: argparse.Namespace, settings: dict[str, Any]) -> argparse.Namespace:
     """The options with those that follow from others and from the settings of a run, such as `rows` and `half`."""
+    options.is_asked, options.micro_batch = options.micro_batch is not None, options.micro_batch or 8
     _complete_batches(options, settings)
     bf16 = settings.get("bf16")
     by_autocast = settings.get("fp16") or (not options.cpu if bf16 is None else bf16)

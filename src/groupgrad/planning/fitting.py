@@ -187,10 +187,10 @@ def _served(shape: ModelShape, sizes: RunSizes) -> tuple[int, Any]:
 
 
 def _micro_batches(sizes: RunSizes) -> list[int]:
-    """Micro-batches up to the one asked for, the largest first, that steps and generation batches are multiples of."""
+    """Micro-batches up to the largest that is tried, in falling order; steps and generation batches are multiples."""
     step = sizes.step_rows or sizes.micro_batch
     both = math.gcd(step, sizes.generation_rows or step)
-    return [rows for rows in range(min(sizes.micro_batch, both), 0, -1) if both % rows == 0]
+    return [rows for rows in range(min(max(sizes.micro_batch, sizes.most_rows), both), 0, -1) if both % rows == 0]
 
 
 def _with_micro_batch(sizes: RunSizes, rows: int, *, checkpointing: bool) -> RunSizes:

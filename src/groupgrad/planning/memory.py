@@ -63,6 +63,8 @@ class RunSizes:
     """Completions that a device samples at a time."""
     micro_batch: int
     """Completions of a training pass."""
+    most_rows: int = 0
+    """Completions of a training pass up to which larger ones are tried; 0 for none above `micro_batch`."""
     step_rows: int = 0
     """Completions of an optimizer step on a device; 0 for those of the micro-batch."""
     generation_rows: int = 0
