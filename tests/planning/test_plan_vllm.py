@@ -42,7 +42,7 @@ def problem_of(shape: ModelShape, sizes: RunSizes, device: int, share: Any) -> s
     )
     served = memory_check.ServedBytes.of_config(2 * shape.parameters, shape.text, options)
     training = training_bytes(predict(shape, replace(sizes, samples=False)))
-    return memory_check.misfit(served, training, memory_check.Memory(device, int(0.92 * device)), options)
+    return memory_check.memory_problem(served, training, memory_check.Memory(device, int(0.92 * device)), options)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def recommended(found: list[Choice]) -> Choice | None:
 
 @dataclass(slots=True, frozen=True)
 class VLLMShare:
-    """Settings of a vLLM beside training that `memory_check.misfit` accepts."""
+    """Settings of a vLLM beside training that `memory_check.memory_problem` accepts."""
 
     utilization: float
     """`vllm_gpu_memory_utilization`: share of the device."""
@@ -75,7 +75,7 @@ def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMSha
         share = math.ceil(1000 * wanted / device_bytes) / 1000
         share = min(share, math.floor(1000 * room / device_bytes) / 1000)
         for tried in (share,) if colocate.utilization is None else (colocate.utilization, share):
-            if memory_check.misfit(served, training, memory, replace(options, memory_utilization=tried)) is None:
+            if memory_check.memory_problem(served, training, memory, replace(options, memory_utilization=tried)) is None:
                 return VLLMShare(tried, length)
     return None
 
