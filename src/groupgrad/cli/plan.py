@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     options = parsed(argv)
     from groupgrad.planning.fitting import choices, recommended
     from groupgrad.planning.memory import Colocate, RunSizes
-    from groupgrad.planning.shapes import model_shape, read_config
+    from groupgrad.planning.shapes import has_tower, model_shape, read_config
 
     sizes = RunSizes(
         prompt=options.prompt,
@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
                 f"--context-parallel-size {options.context_parallel_size} devices train each row together, and "
                 f"--devices {options.devices} is no multiple of it; give a multiple"
             )
-        shape = model_shape(options.model, read_config(options.model), half=options.half)
+        config = read_config(options.model)
+        shape = model_shape(options.model, config, half=options.half)
         if shape.state_bytes and options.context_parallel_size > 1:
             raise ValueError(
                 f"{options.model} has recurrent layers, whose states pass from token to token, so devices cannot train "
@@ -63,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
     print(_table(shape, sizes, options.device, found))
     if (remark := _context_remark(shape, sizes)) is not None:
         print(remark)
+    if has_tower(config):
+        print("The weights outside the text decoder are counted; the activations and tokens of images are not.\n")
     if options.cut is not None:
         print(
             f"num_generations={options.num_generations} does not divide the {options.cut} completions of a generation "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 
 from groupgrad.engines.native.attention_plans import ProbePlan
@@ -122,6 +122,11 @@ def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
     With `half` the activations are those of autocast in bfloat16. ValueError, with the reason, for an architecture that
     transformers has no causal language model of, or whose layers cannot be measured one by one.
     """
+    if has_tower(config) and type(config.get_text_config()) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"{name}: models of type {config.model_type!r} read images, and transformers has no language model of "
+            "their text decoder alone, on which activations are measured; plan for a text model of the same sizes"
+        )
     try:
         return _shape(name, config, half=half)
     except Exception as error:  # model files fail in many ways on configurations that they do not expect
@@ -131,6 +136,11 @@ def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
         ) from error
 
 
+def has_tower(config: Any) -> bool:
+    """Returns True for a model of which the text decoder is a part, beside a vision tower."""
+    return config.get_text_config() is not config
+
+
 def _first_line(error: Exception) -> str:
     line = (str(error).splitlines() or [""])[0]
     return line if len(line) <= 200 else f"{line[:200]} ..."
@@ -138,8 +148,9 @@ def _first_line(error: Exception) -> str:
 
 def _shape(name: str, config: Any, *, half: bool) -> ModelShape:
     text = config.get_text_config()
+    kind: Any = AutoModelForImageTextToText if has_tower(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = kind.from_config(config)
     layers = _decoder_layers(model, text.num_hidden_layers)
     linear = [part for part in layers.modules() if isinstance(part, (torch.nn.Linear, Conv1D))]
     kinds = [_kind(layer) for layer in layers]
