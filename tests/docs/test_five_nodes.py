@@ -106,7 +106,7 @@ def test_the_plan_and_the_server_hold_what_the_script_trains(commands: dict[str,
     assert set_to["max_completion_length"] == "4096" == str(options.completion)
     assert set_to["per_device_train_batch_size"] == str(options.micro_batch)
     assert set_to["gradient_checkpointing"] == "True"
-    assert PLAN[1].endswith(f"{options.micro_batch} with checkpointing") and options.devices == 32
+    assert PLAN[1].endswith(f"{options.micro_batch} (asked for) with checkpointing") and options.devices == 32
     served = vllm_arguments(commands["node-5"][2:-3])
     assert options.prompt + options.completion <= int(served[served.index("--max-model-len") + 1])
 

@@ -75,7 +75,8 @@ def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMSha
         share = math.ceil(1000 * wanted / device_bytes) / 1000
         share = min(share, math.floor(1000 * room / device_bytes) / 1000)
         for tried in (share,) if colocate.utilization is None else (colocate.utilization, share):
-            if memory_check.memory_problem(served, training, memory, replace(options, memory_utilization=tried)) is None:
+            of_share = replace(options, memory_utilization=tried)
+            if memory_check.memory_problem(served, training, memory, of_share) is None:
                 return VLLMShare(tried, length)
     return None
 
