@@ -164,7 +164,8 @@ def _sharding(settings: dict[str, Any]) -> str | None:
     from groupgrad.config.launcher import zero_stage
 
     run: Any = SimpleNamespace(deepspeed=settings["deepspeed"])
-    return {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}.get(zero_stage(run))
+    ways: dict[int | None, str] = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+    return ways.get(zero_stage(run))
 
 
 def _checked_together(flags: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
