@@ -225,6 +225,12 @@ def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, mo
     assert (
         printed.count("by gradient_shares (shares of the largest)") == 2 and "gradient" in printed.partition("by ")[0]
     )
+    numbers = re.findall(r"^ +\d+ +(-?[\d.e-]+) ", printed, re.MULTILINE)
+    assert max(abs(float(number)) for number in numbers) == 1.0
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["rollouts", str(folder), "--step", "3", "--sort", "seconds/correct", "--limit", "24"]) == 0
+    printed = capsys.readouterr().out
+    assert "3·0 " in printed and "3·0 eval" in printed and "3·15" in printed
     assert main(["rollouts", str(folder), "--phase", "eval", "--json"]) == 0
     assert {json.loads(line)["phase"] for line in capsys.readouterr().out.splitlines()} == {"eval"}
 

@@ -18,7 +18,7 @@ from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.row_selection import Selection
 from groupgrad.telemetry.completions_table import print_table
 from groupgrad.telemetry.render import visible
-from groupgrad.telemetry.rollout_table import REWARD
+from groupgrad.telemetry.rollout_table import REWARD, SECONDS, TRAINING
 
 SHADES = ("", "on grey19", "on grey30", "on dark_goldenrod", "on dark_orange3", "on red3")
 """Background of a token, by the log-prob or entropy (nats) that it reaches."""
@@ -30,7 +30,7 @@ UNITS = {"logprobs": "nats", "entropy": "nats", "gradient_shares": "shares of th
 """Quantities by which tokens can be shaded."""
 
 SORTABLE = ("advantage", "step", "row", "group", "num_tokens")
-"""Columns to order by, beside the rewards."""
+"""Columns to order by, beside the rewards and the seconds that they took."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
     rewards = ["reward", *(f"{REWARD}{name}" for name in functions if len(functions) > 1)]
     records = [_record(row, rewards) for row in rows]
     title = f"{run.name}: {len(rows)} of {count:,} rollouts"
-    others = [*run.facets()["shares"], "step", "row", "group", "finish_reason", "num_tokens"]
-    print_table(records, rewards, others, title=title, console=console)
+    others = [*run.facets()["shares"], "group", "finish_reason", "num_tokens"]
+    print_table(records, rewards, others, title=title, lead="step·row", console=console)
     for row in rows if arguments.tokens else ():
         _print_tokens(console, row, arguments.tokens)
     return 0
@@ -77,6 +77,7 @@ def _check_columns(run: RunFolder, arguments: argparse.Namespace) -> None:
     if not facets["steps"]:
         return
     columns = ["reward", *SORTABLE, *facets["shares"], *(f"{REWARD}{name}" for name in facets["rewards"])]
+    columns += [f"{SECONDS}{name}" for name in facets["seconds"]]
     if arguments.sort not in columns:
         raise ValueError(f"--sort {arguments.sort!r} is no column to order by; choose one of {', '.join(columns)}")
     if arguments.reward not in (None, *facets["rewards"]):
@@ -151,8 +152,9 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
 def _record(row: dict[str, Any], rewards: Sequence[str]) -> dict[str, Any]:
     """A row as a record of the printed table."""
     texts = {key: json.loads(row[key]) if row["is_messages"] else row[key] for key in ("prompt", "completion")}
-    others = ("advantage", "gradient_share", "step", "row", "group", "finish_reason", "num_tokens", *rewards)
-    return {**texts, **{name: row.get(name) for name in others}}
+    others = ("advantage", "gradient_share", "group", "finish_reason", "num_tokens", *rewards)
+    phase = "" if row.get("phase") in (None, TRAINING) else f" {row['phase']}"
+    return {**texts, "step·row": f"{row['step']}·{row['row']}{phase}", **{name: row.get(name) for name in others}}
 
 
 def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
@@ -162,13 +164,13 @@ def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
     """
     console.print(Text(f"\nstep {row['step']} row {row['row']}, by {number} ({UNITS[number]}):", style="bold"))
     values, sampled = row.get(number) or [None] * len(row["tokens"]), row["sampled"] or [True] * len(row["tokens"])
-    if console.color_system is None or console.no_color:
-        _print_numbers(row["tokens"], values, sampled)
-        return
     bounds: tuple[float, ...] = BOUNDS
     if number == "gradient_shares":
         largest = max((abs(value) for value in values if value is not None), default=0.0) or 1.0
-        bounds = tuple(share * largest for share in SHARES)
+        values, bounds = [None if value is None else value / largest for value in values], SHARES
+    if console.color_system is None or console.no_color:
+        _print_numbers(row["tokens"], values, sampled)
+        return
     line = Text(overflow="fold")
     for token, value, own in zip(row["tokens"], values, sampled):
         size = 0.0 if value is None else abs(value)

@@ -27,9 +27,12 @@ def print_table(
     extras: Sequence[str],
     *,
     title: str,
+    lead: str | None = None,
     console: Console | None = None,
 ) -> None:
     """Prints one row a record: Prompt, Completion, rewards and advantage with two decimals, then the extra columns.
+
+    A column `lead` comes first and is never left out.
 
     If the terminal is too narrow for 16 characters of each text, extra columns are left out, last one first, and named
     in the caption; then the rewards share one column. Markup in texts is not interpreted, and control characters are
@@ -42,7 +45,9 @@ def print_table(
     number_widths = {name: _widest([_header(name), *cells]) for name, cells in numbers.items()}
     extra_widths = {name: min(_widest([_header(name), *cells]), _MAX_EXTRA) for name, cells in others.items()}
 
-    width = target.width
+    leading = [str(record[lead]) for record in records] if lead else []
+    lead_width = _widest([_header(lead), *leading]) + _PADDING if lead else 0
+    width = target.width - lead_width
     space = width - 1 - 2 * (_MIN_TEXT + _PADDING) - sum(number_widths.values()) - _PADDING * len(numbers)
     shared = space < 0 and len(rewards) > 1
     visible_extras = list(extras)
@@ -50,6 +55,8 @@ def print_table(
         visible_extras.pop()
 
     table = Table(title=Text(visible(title)), box=box.SQUARE, show_lines=True, expand=True)
+    if lead:
+        table.add_column(Text(_header(lead)), no_wrap=True, min_width=lead_width - _PADDING)
     table.add_column("Prompt", ratio=2, overflow="fold")
     table.add_column("Completion", ratio=3, overflow="fold")
     if shared:
@@ -64,7 +71,8 @@ def print_table(
         if shared:
             scores = [Text(visible("\n".join(f"{name} {cells[row]}" for name, cells in numbers.items())))]
         tail = [Text(others[name][row], overflow="fold") for name in visible_extras]
-        table.add_row(cell_text(record.get("prompt")), cell_text(record.get("completion")), *scores, *tail)
+        head = [Text(visible(leading[row]))] if lead else []
+        table.add_row(*head, cell_text(record.get("prompt")), cell_text(record.get("completion")), *scores, *tail)
     if len(visible_extras) < len(extras):
         hidden = ", ".join(visible(name) for name in extras[len(visible_extras) :])
         table.caption = Text(f"too narrow for: {hidden} (they are in the parquet file)")
