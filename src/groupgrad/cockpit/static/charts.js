@@ -110,7 +110,8 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
     padding: [8, 10, 0, 0],
     legend: { show: false },
     cursor: { sync: { key: sync }, points: { size: 6 }, drag: { x: true, y: false } },
-    scales: { x: { time: false } },
+    // Without a rule, a curve of zeros would have an axis up to 100; without numbers in a zoom both ends are null.
+    scales: { x: { time: false }, y: { range: (_, low, high) => (!low && !high ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true)) } },
     axes: [axis, { ...axis, size: 52, values: (_, ticks) => ticks.map((value) => short(value)) }],
     series: [{ label: "step" }, ...series.map((s) => ({
       label: label(s, chart, runs.length > 1),
