@@ -16,6 +16,7 @@ from groupgrad.cli import check
 from groupgrad.cli.main import main
 from groupgrad.preflight.round_findings import round_findings
 from groupgrad.preflight.small_round import Round
+from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.telemetry.findings import Finding, as_text
 
 PLAN = GenerationPlan(
@@ -51,6 +52,7 @@ def judged(context: int | None = None, **metrics: Any) -> dict[str, Finding]:
         rewards=SimpleNamespace(names=["one"]),
         model=torch.nn.Linear(1, 1),
         prompt_maker=SimpleNamespace(max_context=context),
+        rollout_components=RolloutComponents(),
         accelerator=SimpleNamespace(mixed_precision="no", device="cpu"),
     )
     return {finding.topic: finding for finding in round_findings(trainer, done, PLAN, num_steps=1800)}

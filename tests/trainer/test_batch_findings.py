@@ -9,7 +9,8 @@ import pytest
 
 from groupgrad import dist
 from groupgrad.metrics import maximum, mean_of, minimum
-from groupgrad.trainer.batch_findings import FirstBatch
+from groupgrad.rollout.sources import RolloutComponents
+from groupgrad.trainer.batch_findings import FirstBatch, ending
 
 LOGGER = "groupgrad.trainer.batch_findings"
 
@@ -79,6 +80,7 @@ def test_shares_are_those_of_all_ranks_and_the_main_process_warns(is_main, monke
         _step_log=SimpleNamespace(experiences=[SimpleNamespace(metrics=metrics(0))]),
         args=SimpleNamespace(max_completion_length=6, mask_truncated_completions=False),
         prompt_maker=SimpleNamespace(max_context=None),
+        rollout_components=RolloutComponents(),
     )
     monkeypatch.setattr(dist, "all_gather_objects", lambda own: [own, metrics(4)])
     with caplog.at_level(logging.WARNING):
@@ -86,3 +88,16 @@ def test_shares_are_those_of_all_ranks_and_the_main_process_warns(is_main, monke
         FirstBatch(trainer).on_step_end(None, state, None)
     found = warnings_of(caplog)
     assert [text.partition(",")[0] for text in found] == ["step 1: 50 % of completions were truncated"] * is_main
+
+
+def test_agents_that_are_cut_before_the_limit_are_not_told_of_the_context():
+    """What tools answer counts against the limit, and is no part of the longest completion."""
+    metrics = {"completions/clipped_ratio": 1.0, "completions/min_length": 2, "completions/max_length": 40}
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(max_completion_length=64, mask_truncated_completions=False),
+        prompt_maker=SimpleNamespace(max_context=512),
+        rollout_components=RolloutComponents(chat=object()),
+    )
+    assert ending(trainer, metrics).setting.startswith("max_completion_length is 64. Raise max_completion_length")
+    trainer.rollout_components = RolloutComponents()
+    assert "have a context of 512 positions together" in ending(trainer, metrics).setting

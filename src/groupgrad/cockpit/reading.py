@@ -271,7 +271,7 @@ def _said(text: str, role: str, last_alone: bool) -> str:
         messages = json.loads(text)
         chosen = [message for message in messages if message["role"] == role] or messages
         return " ".join(filter(None, map(_content, chosen[-1:] if last_alone else chosen)))
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):  # a user's function may return any messages
         return text
 
 

@@ -256,7 +256,7 @@ def _small_config(text: Any, factor: int) -> Any:
     """The configuration of a copy that is narrower by `factor`, with a small vocabulary and few experts."""
     small, overrides = copy.deepcopy(text), layer_overrides(text)
     if factor > 1:
-        if not overrides and getattr(small, "num_attention_heads", None):
+        if not overrides and getattr(small, "num_attention_heads", None) and not getattr(small, "head_dim", None):
             small.head_dim = _head_size(text)
         for fields in overrides.values():
             fields |= {field: size // factor for field, size in fields.items() if field in _HEADS}
@@ -312,10 +312,15 @@ def _of_layers(config: Any, places: list[int]) -> Any:
     """
     chosen, overrides = copy.deepcopy(config), layer_overrides(config)
     first_shared = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
-    chosen.per_layer_config = None
-    chosen.num_hidden_layers, chosen.layer_types = len(places), [config.layer_types[place] for place in places]
+    if overrides:
+        chosen.per_layer_config = None
+    for field, values in vars(config).items():
+        if isinstance(values, list) and len(values) == config.num_hidden_layers:
+            setattr(chosen, field, [values[place] for place in places])
+    chosen.num_hidden_layers = len(places)
     chosen.num_kv_shared_layers = sum(place >= first_shared for place in places)
-    chosen.per_layer_config = {i: overrides[place] for i, place in enumerate(places) if place in overrides}
+    if overrides:
+        chosen.per_layer_config = {i: overrides[place] for i, place in enumerate(places)}
     return chosen
 
 

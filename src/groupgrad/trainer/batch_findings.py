@@ -32,7 +32,9 @@ def ending(trainer: Any, metrics: Mapping[str, Any]) -> Finding:
     seen = f"{share} completions were truncated, so {follows}; {lengths}."
     limit, context = trainer.args.max_completion_length, trainer.prompt_maker.max_context
     mend = f"max_completion_length is {limit:,}."
-    if context is not None and (limit >= context or longest < limit):
+    parts = trainer.rollout_components  # what tools answer counts too, and is no part of `longest`
+    is_short = longest < limit and parts.chat is None and parts.function is None
+    if context is not None and (limit >= context or is_short):
         choices = ["Take a model with a longer context", "shorten prompts", "reward short answers"]
         if not masked:
             choices.append("set mask_truncated_completions=True")

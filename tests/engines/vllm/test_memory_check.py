@@ -114,6 +114,8 @@ def test_keys_and_values_of_layers_with_their_own_heads(build: Any) -> None:
     """Gemma 4: the first layer has a window of 3 and 2 heads of 8, the second one has 1 head of 16."""
     config = build("gemma4 (two sizes of heads)", num_key_value_heads=2).config
     assert cache_bytes(config, 100, 2) == (3 * 2 * 2 * 8 + 100 * 2 * 1 * 16) * 2
+    shared = build("gemma4 (shared keys and values)").config
+    assert cache_bytes(shared, 100, 2) == (3 * 2 * 1 * 8 + 100 * 2 * 1 * 16) * 2  # two of four layers have their own
     assert "num_attention_heads" in model_sizes(config) and "num_key_value_heads" not in model_sizes(config)
     check_tensor_parallel(config, 2, ranks=2)
     with pytest.raises(ValueError, match="4 attention heads cannot be shared out in 3"):

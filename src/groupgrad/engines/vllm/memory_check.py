@@ -110,15 +110,18 @@ class ServedBytes:
 
 
 def cache_bytes(config: Any, num_tokens: int, itemsize: int, tensor_parallel_size: int = 1) -> int:
-    """Bytes of the keys and values of so many tokens; `layer_types` has layers with a window, or without a cache."""
+    """Bytes of the keys and values of so many tokens; `layer_types` has layers with a window, or without a cache.
+
+    The last `num_kv_shared_layers` read those of earlier layers.
+    """
     layers = layer_configs(config)
     layer_types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-    window = int(getattr(config, "sliding_window", None) or num_tokens)
-    lengths = {"full_attention": num_tokens, "sliding_attention": min(window, num_tokens)}
-    return sum(
-        lengths.get(layer_type, 0) * _values_per_token(layer, tensor_parallel_size) * itemsize
-        for layer, layer_type in zip(layers, layer_types)
-    )
+    num_own, num_values = len(layers) - (getattr(config, "num_kv_shared_layers", 0) or 0), 0
+    for layer, layer_type in list(zip(layers, layer_types))[:num_own]:
+        window = int(getattr(layer, "sliding_window", None) or num_tokens)
+        lengths = {"full_attention": num_tokens, "sliding_attention": min(window, num_tokens)}
+        num_values += lengths.get(layer_type, 0) * _values_per_token(layer, tensor_parallel_size)
+    return num_values * itemsize
 
 
 def _values_per_token(config: Any, tensor_parallel_size: int) -> int:

@@ -29,17 +29,18 @@ _WIDTH_STEP = 8
 
 
 class PlanMask:
-    """An attention plan passed in place of the mask to a model whose attention is routed.
+    """An attention plan passed to the layers of a model in place of the mask.
 
     It has the few attributes that the model files read from a mask, and the positions of the flat tokens.
     """
 
     ndim = 0
+    __iter__ = None  # with `__getitem__` alone, iterating would never end
 
     def __init__(self, plan: AttentionPlan, positions: torch.Tensor):
         self._plan = plan
         self.positions = positions
-        """(T,) indices of the flat tokens in their rows."""
+        """(T,) indices of the flat tokens in their rows, or (3, T) with several axes."""
 
     @property
     def recurrence(self) -> Recurrence:
@@ -51,7 +52,7 @@ class PlanMask:
         return self
 
     def __getitem__(self, _: object) -> PlanMask:
-        """Returns itself; Gemma 4 cuts a mask to its last queries, of which it keeps all."""
+        """Returns itself. Gemma 4 slices masks to the queries that logits are wanted for, which are all here."""
         return self
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
