@@ -74,8 +74,9 @@ def test_layers_of_gemma_4_have_their_own_heads(build: Any, monkeypatch: pytest.
 def test_layers_that_share_keys_and_values_keep_none(build: Any) -> None:
     """The third and the fourth layer read those of the first, 1 head of 8, and of the second, 1 head of 16."""
     model = build("gemma4 (shared keys and values)")
-    shape = model_shape("gemma4", model.config, half=False)
-    assert shape.parameters == model.num_parameters() and shape.kv_values == 2 * 8 + 2 * 16
+    for half in (False, True):
+        shape = model_shape("gemma4", model.config, half=half)
+        assert shape.parameters == model.num_parameters() and shape.kv_values == 2 * 8 + 2 * 16
 
 
 def test_dense_layers_before_experts_are_layers_of_their_own(make_model: Any) -> None:

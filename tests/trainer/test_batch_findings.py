@@ -49,6 +49,7 @@ def test_truncated_completions_that_are_masked_teach_nothing(make_trainer, endle
 
 def test_groups_without_variance_are_warned_of_once_and_not_by_a_resumed_run(make_trainer, caplog):
     settings = {"reward_funcs": constant, "max_completion_length": 40, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"per_device_train_batch_size": 16}
     with caplog.at_level(logging.WARNING):
         make_trainer(max_steps=2, **settings).train()
     (message,) = warnings_of(caplog)
@@ -81,6 +82,7 @@ def test_shares_are_those_of_all_ranks_and_the_main_process_warns(is_main, monke
         args=SimpleNamespace(max_completion_length=6, mask_truncated_completions=False),
         prompt_maker=SimpleNamespace(max_context=None),
         rollout_components=RolloutComponents(),
+        plan=SimpleNamespace(prompts_per_generation=4),
     )
     monkeypatch.setattr(dist, "all_gather_objects", lambda own: [own, metrics(4)])
     with caplog.at_level(logging.WARNING):

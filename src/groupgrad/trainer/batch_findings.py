@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from groupgrad.telemetry.findings import Finding, Status
 from groupgrad.telemetry.metric_store import MetricStore
 
 logger = logging.getLogger(__name__)
+
+LEAST_GROUPS = 4
+"""Groups of a generation batch from which training warns of equal rewards; fewer often are equal by chance."""
 
 TRUNCATED, NO_VARIANCE = "completions/clipped_ratio", "frac_reward_zero_std"
 
@@ -72,7 +76,9 @@ class FirstBatch(TrainerCallback):
         if not state.is_world_process_zero:
             return
         found = [ending(self._trainer, metrics)] if TRUNCATED in metrics else []
-        found += [variance(metrics)] if NO_VARIANCE in metrics else []
+        has_rewards = math.isfinite(metrics.get("reward", math.nan))  # without any there is a warning of its own
+        if NO_VARIANCE in metrics and has_rewards and self._trainer.plan.prompts_per_generation >= LEAST_GROUPS:
+            found.append(variance(metrics))
         for finding in found:
             if finding.status != "ok":
                 logger.warning("step 1: %s %s", finding.text, finding.setting)

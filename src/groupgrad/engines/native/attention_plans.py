@@ -38,9 +38,6 @@ class ProbePlan:
         self.can_record = True
         """False once a step of the model could not be recorded."""
         self._recurrence = ProbeRecurrence()
-        self._layer_of: dict[tuple[int, int], int] = {}
-        """The first layer with keys and values at these addresses."""
-        self._kept: list[torch.Tensor] = []
 
     @property
     def recurrence(self) -> Recurrence:
@@ -54,11 +51,9 @@ class ProbePlan:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(1, Hq, D) outputs: a single token attends to its own value alone."""
-        self._kept += key, value  # so that no later layer's tensors have the same addresses
-        source = self._layer_of.setdefault((key.data_ptr(), value.data_ptr()), call.layer)
-        source = None if source == call.layer else source
         self.calls[call.layer] = call
-        self.layers[call.layer] = LayerShape(key.shape[0], key.shape[2], value.shape[2], key.dtype, key.device, source)
+        sizes = key.shape[0], key.shape[2], value.shape[2]
+        self.layers[call.layer] = LayerShape(*sizes, key.dtype, key.device, call.source)
         return value.repeat_interleave(query.shape[0] // key.shape[0], dim=0).transpose(0, 1)
 
 

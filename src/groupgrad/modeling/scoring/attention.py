@@ -232,11 +232,11 @@ def _wrapped(name: str) -> str:
 
     def attention(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         if isinstance(attention_mask, PlanMask):
+            call = _call(module, query, options, attention_mask.source(key, int(module.layer_idx)))
             if torch.is_autocast_enabled(query.device.type):
                 # Rotary embeddings give float32; like the library's kernels, bring all three to one type.
                 dtype = torch.get_autocast_dtype(query.device.type)
                 query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-            call = _call(module, query, options)
             return attention_mask.attend(query[0], key[0], value[0], call).unsqueeze(0), None
         return _original(name, module)(module, query, key, value, attention_mask, **options)
 
@@ -258,7 +258,7 @@ def _original(name: str, module: nn.Module) -> Any:
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-def _call(module: Any, query: torch.Tensor, options: dict[str, Any]) -> AttentionCall:
+def _call(module: Any, query: torch.Tensor, options: dict[str, Any], source: int | None) -> AttentionCall:
     scale = options.get("scaling")
     return AttentionCall(
         layer=int(module.layer_idx),
@@ -267,4 +267,5 @@ def _call(module: Any, query: torch.Tensor, options: dict[str, Any]) -> Attentio
         window=options.get("sliding_window"),
         sinks=options.get("s_aux"),
         dropout=float(options.get("dropout") or 0.0),
+        source=source,
     )

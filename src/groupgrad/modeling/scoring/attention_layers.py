@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -41,6 +42,8 @@ class PlanMask:
         self._plan = plan
         self.positions = positions
         """(T,) indices of the flat tokens in their rows, or (3, T) with several axes."""
+        self._layer_of: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Identity of a key tensor -> the tensor, and the first layer that has passed it."""
 
     @property
     def recurrence(self) -> Recurrence:
@@ -54,6 +57,13 @@ class PlanMask:
     def __getitem__(self, _: object) -> PlanMask:
         """Returns itself. Gemma 4 slices masks to the queries that logits are wanted for, which are all here."""
         return self
+
+    def source(self, key: torch.Tensor, layer: int) -> int | None:
+        """The earlier layer that has passed this very tensor of keys, as layers that share them do, or None."""
+        known, first = self._layer_of.get(id(key), (None, layer))
+        if known is None or known() is not key:
+            self._layer_of[id(key)], first = (weakref.ref(key), layer), layer
+        return None if first == layer else first
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, E) outputs of the plan."""

@@ -26,6 +26,8 @@ class AttentionCall:
     """(Hq,) one more logit per head in the softmax's denominator."""
     dropout: float = 0.0
     """Dropout probability of attention weights; 0 in evaluation mode."""
+    source: int | None = None
+    """The earlier layer whose keys and values this layer reads, as some layers of Gemma 4 do; None: it has its own."""
 
 
 class AttentionPlan(Protocol):
