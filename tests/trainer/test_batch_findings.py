@@ -75,6 +75,7 @@ def test_shares_are_those_of_all_ranks_and_the_main_process_warns(is_main, monke
             "completions/min_length": minimum(2),
             "completions/max_length": maximum(6),
             "frac_reward_zero_std": mean_of(0, 2),
+            "reward": mean_of(2.0, 4),
         }
 
     trainer = SimpleNamespace(

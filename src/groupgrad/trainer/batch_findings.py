@@ -73,11 +73,11 @@ class FirstBatch(TrainerCallback):
         for experience in self._trainer._step_log.experiences:
             store.add(experience.metrics)
         metrics = store.flush()
-        if not state.is_world_process_zero:
+        has_rewards = math.isfinite(metrics.get("reward", math.nan))  # without any there is a warning of its own
+        if not state.is_world_process_zero or not has_rewards:
             return
         found = [ending(self._trainer, metrics)] if TRUNCATED in metrics else []
-        has_rewards = math.isfinite(metrics.get("reward", math.nan))  # without any there is a warning of its own
-        if NO_VARIANCE in metrics and has_rewards and self._trainer.plan.prompts_per_generation >= LEAST_GROUPS:
+        if NO_VARIANCE in metrics and self._trainer.plan.prompts_per_generation >= LEAST_GROUPS:
             found.append(variance(metrics))
         for finding in found:
             if finding.status != "ok":
