@@ -232,7 +232,7 @@ def _wrapped(name: str) -> str:
 
     def attention(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         if isinstance(attention_mask, PlanMask):
-            call = _call(module, query, options, attention_mask.source(key, int(module.layer_idx)))
+            call = _call(module, query, key, attention_mask, options)
             if torch.is_autocast_enabled(query.device.type):
                 # Rotary embeddings give float32; like the library's kernels, bring all three to one type.
                 dtype = torch.get_autocast_dtype(query.device.type)
@@ -258,14 +258,16 @@ def _original(name: str, module: nn.Module) -> Any:
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-def _call(module: Any, query: torch.Tensor, options: dict[str, Any], source: int | None) -> AttentionCall:
+def _call(
+    module: Any, query: torch.Tensor, key: torch.Tensor, mask: PlanMask, options: dict[str, Any]
+) -> AttentionCall:
     scale = options.get("scaling")
     return AttentionCall(
-        layer=int(module.layer_idx),
+        layer=(layer := int(module.layer_idx)),
         scale=float(query.shape[-1] ** -0.5 if scale is None else scale),
         softcap=options.get("softcap"),
         window=options.get("sliding_window"),
         sinks=options.get("s_aux"),
         dropout=float(options.get("dropout") or 0.0),
-        source=source,
+        source=mask.source(key, layer),
     )
