@@ -94,7 +94,7 @@ def test_shares_are_those_of_all_ranks_and_the_main_process_warns(is_main, monke
 
 
 def test_agents_that_are_cut_before_the_limit_are_not_told_of_the_context():
-    """What tools answer counts against the limit, and is no part of the longest completion."""
+    """Results of tools count against the limit, but not in the length of a completion."""
     metrics = {"completions/clipped_ratio": 1.0, "completions/min_length": 2, "completions/max_length": 40}
     trainer = SimpleNamespace(
         args=SimpleNamespace(max_completion_length=64, mask_truncated_completions=False),

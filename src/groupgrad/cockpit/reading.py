@@ -257,16 +257,19 @@ def _is_alive(start: dict[str, Any]) -> bool:
 
 
 def _words(table: pa.Table, column: str, role: str) -> pa.Array | pa.ChunkedArray:
-    """The texts of a column; of a conversation the last message of a prompt that has this role, of a completion all."""
+    """The texts of a column, and in place of a conversation the texts of its messages with this role.
+
+    Of a prompt that is the last such message alone.
+    """
     if not pc.any(table["is_messages"]).as_py():
         return table[column]
-    texts, are_messages = table[column].to_pylist(), table["is_messages"].to_pylist()
-    last_alone = column == "prompt"
-    return pa.array([_said(t, role, last_alone) if m else t for t, m in zip(texts, are_messages)], pa.string())
+    distinct = table[column].combine_chunks().dictionary_encode()  # rows of a group have one prompt
+    said = [_said(text, role, last_alone=column == "prompt") for text in distinct.dictionary.to_pylist()]
+    return pc.if_else(table["is_messages"], pa.array(said, pa.string()).take(distinct.indices), table[column])
 
 
-def _said(text: str, role: str, last_alone: bool) -> str:
-    """What the messages of this role say, or all of them if there are none; `text` itself if it is no conversation."""
+def _said(text: str, role: str, *, last_alone: bool) -> str:
+    """Joins the texts of the messages with this role, or of all messages if none has it; other texts are returned."""
     try:
         messages = json.loads(text)
         chosen = [message for message in messages if message["role"] == role] or messages

@@ -36,7 +36,7 @@ def ending(trainer: Any, metrics: Mapping[str, Any]) -> Finding:
     seen = f"{share} completions were truncated, so {follows}; {lengths}."
     limit, context = trainer.args.max_completion_length, trainer.prompt_maker.max_context
     mend = f"max_completion_length is {limit:,}."
-    parts = trainer.rollout_components  # what tools answer counts too, and is no part of `longest`
+    parts = trainer.rollout_components  # results of tools count against the limit, but not in `longest`
     is_short = longest < limit and parts.chat is None and parts.function is None
     if context is not None and (limit >= context or is_short):
         choices = ["Take a model with a longer context", "shorten prompts", "reward short answers"]
