@@ -148,11 +148,28 @@ class RunFolder:
     def find(
         self, selection: Selection, *, sort: str = "step", descending: bool = True, offset: int = 0, limit: int = 100
     ) -> tuple[int, list[dict[str, Any]]]:
-        """The number of rows that are selected, and some of them in order of a column."""
+        """The number of rows that are selected, and some of them in order of a column.
+
+        A conversation is shown by its last question and by what the model has answered.
+        """
         table = self.index()
         texts = self._matching(selection.text, table) if selection.text else None
         chosen = select(table, selection, texts)
-        return chosen.num_rows, ordered(chosen, sort, descending=descending, offset=offset, limit=limit).to_pylist()
+        rows = ordered(chosen, sort, descending=descending, offset=offset, limit=limit).to_pylist()
+        self._put_words(rows)
+        return chosen.num_rows, rows
+
+    def _put_words(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Replaces the JSON of conversations by what was said. The index has its first characters alone."""
+        wanted = {(row["step"], row["row"], row["phase"]): row for row in rows if row["is_messages"]}
+        steps = {step for step, _, _ in wanted}
+        for name in [name for name, file in self._files().items() if file[0] in steps] if wanted else ():
+            table = self._read(name, ("step", "row", "phase", "prompt", "completion"))
+            for whole in [] if table is None else table.to_pylist():
+                row = wanted.get((whole["step"], whole["row"], whole.get("phase", TRAINING)))
+                if row is not None:
+                    row["prompt"] = _said(whole["prompt"], "user", last_alone=True)[:HEAD_CHARS]
+                    row["completion"] = _said(whole["completion"], "assistant", last_alone=False)[:HEAD_CHARS]
 
     def rows(
         self, step: int, *, row: int | None = None, group: int | None = None, phase: str = TRAINING
@@ -213,8 +230,8 @@ class RunFolder:
             ["\n".join(sorted({c["name"] for c in calls or ()})) for calls in table["tool_calls"].to_pylist()]
         )
         columns = {n: table[n] for n in table.column_names if n not in ("prompt", "completion", "tool_calls")}
-        for text, role in (("prompt", "user"), ("completion", "assistant")):
-            columns[text] = pc.utf8_slice_codeunits(_words(table, text, role), 0, HEAD_CHARS)
+        for text in ("prompt", "completion"):
+            columns[text] = pc.utf8_slice_codeunits(table[text], 0, HEAD_CHARS)
         if "phase" not in columns:
             columns["phase"] = pa.array([TRAINING] * table.num_rows)
         return pa.table({**columns, "tools": tools})
@@ -254,18 +271,6 @@ def _is_alive(start: dict[str, Any]) -> bool:
         return False
     known = start.get("process_started")
     return not isinstance(known, (int, float)) or abs(created - known) < SAME_START_S
-
-
-def _words(table: pa.Table, column: str, role: str) -> pa.Array | pa.ChunkedArray:
-    """The texts of a column, and in place of a conversation the texts of its messages with this role.
-
-    Of a prompt that is the last such message alone.
-    """
-    if not pc.any(table["is_messages"]).as_py():
-        return table[column]
-    distinct = table[column].combine_chunks().dictionary_encode()  # rows of a group have one prompt
-    said = [_said(text, role, last_alone=column == "prompt") for text in distinct.dictionary.to_pylist()]
-    return pc.if_else(table["is_messages"], pa.array(said, pa.string()).take(distinct.indices), table[column])
 
 
 def _said(text: str, role: str, *, last_alone: bool) -> str:
