@@ -14,7 +14,7 @@ import torch
 import yaml
 from base_fixtures import LAYER_PAIR
 from tiny_hybrids import CONFIGS, make_hybrid
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, FalconConfig, Qwen3Config, Qwen3MoeConfig
 
 from groupgrad.cli.main import main
 from groupgrad.engines.native.attention_plans import ProbePlan
@@ -69,6 +69,14 @@ def test_layers_of_gemma_4_have_their_own_heads(build: Any, monkeypatch: pytest.
     monkeypatch.setattr(shapes, "_SMALL_HIDDEN", 8)
     narrow = model_shape("gemma4", model.config, half=False)
     assert narrow.parameters == shape.parameters and narrow.kv_values == shape.kv_values
+
+
+def test_a_family_whose_head_size_follows_from_others_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Falcon's configuration derives `head_dim`, which cannot be set in a narrow copy."""
+    monkeypatch.setattr(shapes, "_SMALL_HIDDEN", 32)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
+    shape = model_shape("falcon", FalconConfig(**sizes, alibi=False), half=False)
+    assert shape.layers == 2 and shape.kv_values > 0
 
 
 def test_layers_that_share_keys_and_values_keep_none(build: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText, Gemma3Config, Qwen2_5_VLConfig
+from transformers import AutoModelForImageTextToText, Gemma3Config, Qwen2_5_VLConfig, Qwen2AudioConfig
 
 from groupgrad.cli.main import main
 
@@ -29,3 +29,9 @@ def test_a_text_decoder_without_a_language_model_is_refused(tmp_path: Path, caps
     Qwen2_5_VLConfig().save_pretrained(tmp_path)
     assert main(["plan", "--model", str(tmp_path), "--device", "80GB"]) == 2
     assert "'qwen2_5_vl' read images, and transformers has no language model of their" in capsys.readouterr().err
+
+
+def test_models_that_hear_are_not_said_to_read_images(tmp_path: Path, capsys: Any) -> None:
+    Qwen2AudioConfig().save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--device", "80GB"]) == 2
+    assert "'qwen2_audio' have a text decoder beside parts for other things than images" in capsys.readouterr().err

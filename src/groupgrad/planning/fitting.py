@@ -57,8 +57,8 @@ def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMSha
     """Returns the share of a device for vLLM beside a trainer that does not sample; None if it does not fit.
 
     The share holds what the trainer demands (weights, a workspace and one row of the context), and the keys and values
-    of the rows that vLLM samples where there is room for them. Where the model's context is
-    too long, that of the run's rows is tried.
+    of the rows that vLLM samples where there is room for them. Where no row of the model's whole context fits, rows of
+    the run's length are tried.
     """
     colocate, sampling = sizes.colocate or Colocate(), replace(sizes, samples=True, rows=min(sizes.rows, MAX_NUM_SEQS))
     all_rows = predict(shape, sampling).keys_values

@@ -122,11 +122,8 @@ def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
     With `half` the activations are those of autocast in bfloat16. ValueError, with the reason, for an architecture that
     transformers has no causal language model of, or whose layers cannot be measured one by one.
     """
-    if has_tower(config) and type(config.get_text_config()) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(
-            f"{name}: models of type {config.model_type!r} read images, and transformers has no language model of "
-            "their text decoder alone, on which activations are measured; plan for a text model of the same sizes"
-        )
+    if has_tower(config) and (why := _unplanned_parts(config)) is not None:
+        raise ValueError(f"{name}: models of type {config.model_type!r} {why}; plan for a text model of the same sizes")
     try:
         return _shape(name, config, half=half)
     except Exception as error:  # model files fail in many ways on configurations that they do not expect
@@ -137,8 +134,20 @@ def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
 
 
 def has_tower(config: Any) -> bool:
-    """Returns True for a model of which the text decoder is a part, beside a vision tower."""
+    """Returns True for a model that has a text decoder beside other parts, such as a vision tower."""
     return config.get_text_config() is not config
+
+
+def _unplanned_parts(config: Any) -> str | None:
+    """Says why a model whose text decoder is one of several parts cannot be planned for; None if it can."""
+    if type(config) not in AutoModelForImageTextToText._model_mapping:
+        return "have a text decoder beside parts for other things than images"
+    if type(config.get_text_config()) not in AutoModelForCausalLM._model_mapping:
+        return (
+            "read images, and transformers has no language model of their text decoder alone, on which activations are "
+            "measured"
+        )
+    return None
 
 
 def _first_line(error: Exception) -> str:
