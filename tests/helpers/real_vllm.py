@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +48,32 @@ class Served:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.log = log
+        self.log, self._slow_file = log, log.with_suffix(".slow")
         self.command = [sys.executable, "-m", "groupgrad.cli.main", "vllm-serve", "--model", str(folder)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"]
         self.command += ["--max-model-len", "128", "--max-num-seqs", "16", "--enforce-eager", *options]
+        self.command += ["--logits-processors", "slowed_sampling:SlowedSampling"]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Served:
         """Start the process, after ending a previous one; it takes a while until it answers."""
         self.kill()
+        paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {"GROUPGRAD_TEST_SLOW_FILE": str(self._slow_file), "PYTHONPATH": os.pathsep.join(paths)}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=log, env={**os.environ, **SETTINGS}, start_new_session=True
+                self.command, stdout=log, stderr=log, env={**os.environ, **SETTINGS, **own}, start_new_session=True
             )
         return self
+
+    @contextlib.contextmanager
+    def slowed(self) -> Iterator[None]:
+        """Inside, vLLM takes at most five steps a second, so that rows are under way on a busy machine too."""
+        self._slow_file.touch()
+        try:
+            yield
+        finally:
+            self._slow_file.unlink()
 
     @property
     def address(self) -> Address:

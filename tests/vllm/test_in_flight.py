@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,29 +49,6 @@ class Sampling(threading.Thread):
         self.join(120.0)
         assert self.error is None, self.error
         return [self.samples[number] for number in range(len(self.rows))]
-
-
-@contextmanager
-def slowed(server: Served) -> Iterator[None]:
-    """vLLM computes a tenth of the time, so that rows are under way when weights come, on a busy machine too."""
-    workers, ended = server.workers(), threading.Event()
-
-    def take_turns() -> None:
-        while not ended.is_set():
-            for worker in workers:
-                worker.suspend()
-            ended.wait(0.045)
-            for worker in workers:
-                worker.resume()
-            ended.wait(0.005)
-
-    thread = threading.Thread(target=take_turns, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 @torch.no_grad()
@@ -122,7 +98,7 @@ def test_tokens_before_and_after_a_push_are_of_the_weights_that_they_name(server
     # Twenty rows, of which vLLM samples sixteen at a time: short ones, whose ends call for pushes, then long ones.
     lengths = [6, 12, 18, 24, *[120] * 12, *[30] * 4]
     rows = [Request([4 + i // 2, 20, 30], seed=1000 + i, max_new_tokens=lengths[i]) for i in range(20)]
-    with slowed(server):
+    with server.slowed():
         sampling = Sampling(served, rows)
         for step, num_ended in ((1, 1), (2, 2)):
             until(lambda num_ended=num_ended: len(sampling.samples) >= num_ended or sampling.error is not None)
@@ -154,7 +130,7 @@ def test_rows_that_begin_after_a_push_take_nothing_from_rows_before_it(
     served, models = VLLMPolicy(engine, policy), [copy.deepcopy(policy), vary(copy.deepcopy(policy), 1)]
     served.refresh(0)
     rows = [Request(PROMPT, seed=number, max_new_tokens=200 if number else 2) for number in range(8)]
-    with slowed(server):
+    with server.slowed():
         sampling = Sampling(served, rows)
         until(lambda: bool(sampling.samples) or sampling.error is not None)
         policy.load_state_dict(models[1].state_dict())
