@@ -142,11 +142,6 @@ def _unplanned_parts(config: Any) -> str | None:
     """Says why a model whose text decoder is one of several parts cannot be planned for; None if it can."""
     if type(config) not in AutoModelForImageTextToText._model_mapping:
         return "have a text decoder beside parts for other things than images"
-    if type(config.get_text_config()) not in AutoModelForCausalLM._model_mapping:
-        return (
-            "read images, and transformers has no language model of their text decoder alone, on which activations are "
-            "measured"
-        )
     return None
 
 
@@ -163,7 +158,7 @@ def _shape(name: str, config: Any, *, half: bool) -> ModelShape:
     layers = _decoder_layers(model, text.num_hidden_layers)
     linear = [part for part in layers.modules() if isinstance(part, (torch.nn.Linear, Conv1D))]
     kinds = [_kind(layer) for layer in layers]
-    costs, other = _costs(text, kinds, half=half)
+    costs, other = _costs(config, kinds, half=half)
     of_layers = [costs[kind] for kind in kinds]
     return ModelShape(
         name=name,
@@ -201,15 +196,15 @@ def _kind(layer: torch.nn.Module) -> _Kind:
     return tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
 
 
-def _costs(text: Any, kinds: list[_Kind], *, half: bool) -> tuple[dict[_Kind, _Costs], float]:
+def _costs(config: Any, kinds: list[_Kind], *, half: bool) -> tuple[dict[_Kind, _Costs], float]:
     """The costs of a layer of each kind, and the bytes of activations per token outside of the layers.
 
     The cost of a kind is the difference of two copies: one with a layer of each kind, and one with a further layer of
     that kind. No copy lacks a kind, since a hybrid without recurrent layers is computed in another way.
     """
-    factor, each = _factor(text), [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    base = _measured(text, each, factor, half=half)
-    costs = {kinds[place]: _measured(text, sorted([*each, place]), factor, half=half).less(base) for place in each}
+    factor, each = _factor(config.get_text_config()), [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    base = _measured(config, each, factor, half=half)
+    costs = {kinds[place]: _measured(config, sorted([*each, place]), factor, half=half).less(base) for place in each}
     return costs, max(0.0, base.saved - sum(layer.saved for layer in costs.values()))
 
 
@@ -228,11 +223,12 @@ def _factor(text: Any) -> int:
     return factor
 
 
-def _measured(text: Any, places: list[int], factor: int, *, half: bool) -> _Costs:
+def _measured(config: Any, places: list[int], factor: int, *, half: bool) -> _Costs:
     """The costs of a copy with the layers at these places, scaled to the model's sizes."""
+    text = config.get_text_config()
     precision = torch.autocast("cpu", torch.bfloat16) if half else nullcontext()
     with precision:
-        model = _copy_with(_small_config(text, factor), places)
+        model = _copy_with(_small_config(text, factor), places, config)
         probe, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
         if plannable(model) is None:
             with torch.no_grad():
@@ -290,13 +286,16 @@ def _small_config(text: Any, factor: int) -> Any:
     return small
 
 
-def _copy_with(config: Any, places: list[int]) -> Any:
-    """A float32 model of zeros that has only the layers at these places. A place that is named again is copied."""
-    if getattr(config, "hidden_size_per_layer_input", None) is not None:
-        config, places = _of_layers(config, places), list(range(len(places)))
+def _copy_with(text: Any, places: list[int], config: Any) -> Any:
+    """A float32 text model of zeros that has only the layers at these places. A place that is named again is copied.
+
+    `config` is the configuration of the whole model, of which `text` is the part that describes the text decoder.
+    """
+    if getattr(text, "hidden_size_per_layer_input", None) is not None:
+        text, places = _of_layers(text, places), list(range(len(places)))
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    layers = _decoder_layers(model, config.num_hidden_layers)
+        model = _text_model(text, config)
+    layers = _decoder_layers(model, text.num_hidden_layers)
     chosen = [copy.deepcopy(layers[place]) for place in places]
     for number, layer in enumerate(chosen):
         for module in layer.modules():
@@ -311,6 +310,22 @@ def _copy_with(config: Any, places: list[int]) -> Any:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
+    return model
+
+
+def _text_model(text: Any, config: Any) -> Any:
+    """A float32 model with this text decoder, which cannot read images.
+
+    Where transformers has no language model of the decoder alone (Qwen2.5-VL), the whole model without its other parts.
+    """
+    if type(text) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM.from_config(text, dtype=torch.float32)
+    config = copy.deepcopy(config)
+    config.text_config = text
+    model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for name, part in model.base_model.named_children():
+        if part is not model.get_decoder():
+            setattr(model.base_model, name, torch.nn.Identity())
     return model
 
 
