@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Qwen3.5, LoRA, long rows": {"family": "qwen3_5", "adapter": "lora", "completion": 512, "group": 4},
     "Nemotron-H": {"family": "nemotron_h"},
     "LFM2": {"family": "lfm2", "hidden": 768},
+    "Qwen2.5-VL, text alone": {"family": "qwen2_5_vl", "hidden": 768},
     "fsdp2": {"sharding": "fsdp2", "hidden": 768},
     "zero2": {"sharding": "zero2", "hidden": 768, "layers": 4, "completion": 32},
     "zero3": {"sharding": "zero3", "hidden": 768, "layers": 4, "completion": 32},
@@ -96,6 +97,12 @@ def make_config(case: dict[str, Any]) -> Any:
         name = "Lfm2Config"
         del sizes["head_dim"]
         sizes |= {"layer_types": kinds("conv")}
+    elif case["family"] == "qwen2_5_vl":
+        del sizes["head_dim"]
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
+        vision = {"depth": 2, "hidden_size": 128, "num_heads": 2, "intermediate_size": 256, "out_hidden_size": hidden}
+        text = {**sizes, "rope_parameters": rope}
+        return transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
     else:
         name = "Qwen3Config"
     return getattr(transformers, name)(**sizes)
@@ -165,7 +172,7 @@ def measured(case: dict[str, Any]) -> int:
     import torch
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
     from worker import PeakMemory
 
     from groupgrad import GRPOConfig, GRPOTrainer
@@ -183,7 +190,8 @@ def measured(case: dict[str, Any]) -> int:
         model, held = four_bit_model(case, memory)
     else:
         held = memory.settle()
-        model = AutoModelForCausalLM.from_config(make_config(case), dtype=dtype)
+        kind = AutoModelForImageTextToText if case["family"].endswith("_vl") else AutoModelForCausalLM
+        model = kind.from_config(make_config(case), dtype=dtype)
     peft_config = None
     if case["adapter"] != "full":
         from peft import LoraConfig
