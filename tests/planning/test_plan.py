@@ -23,7 +23,7 @@ from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
 from groupgrad.planning import shapes
 from groupgrad.planning.fitting import choices, recommended, smallest_device
-from groupgrad.planning.memory import RunSizes, pass_sizes, predict
+from groupgrad.planning.memory import RunSizes, ZeroBuffers, pass_sizes, predict
 from groupgrad.planning.shapes import model_shape, read_config
 
 SIZES = RunSizes(prompt=10, completion=100, group=4, rows=8, micro_batch=8, on_gpu=False)
@@ -185,6 +185,22 @@ def test_deepspeed_by_hand(make_model: Any) -> None:
         assert on_gpu.scratch - predict(shape, replace(sizes, on_gpu=True)).scratch == (
             2 * (bucket + count) if sharding == "zero3" else 0
         )
+
+
+def test_buffers_of_zero3_are_those_of_its_settings(make_model: Any) -> None:
+    shape = model_shape("small", make_model().config, half=False)
+    sizes = replace(SIZES, devices=2, on_gpu=True, sharding="zero3")
+    count, default = shape.parameters, predict(shape, sizes)
+    least = 2 * shape.layer_parameters
+    for zero, bucket, live in (
+        (ZeroBuffers(bucket=1000), 2 * 1000, count),
+        (ZeroBuffers(bucket=None), 2 * shape.hidden**2, count),
+        (ZeroBuffers(live=least + 100), 5 * 10**8 + count, least + 100),
+        (ZeroBuffers(live=0), 5 * 10**8 + count, least),
+    ):
+        memory = predict(shape, replace(sizes, zero=zero))
+        assert default.scratch - memory.scratch == 4 * (5 * 10**8 + count - bucket), zero
+        assert default.weights - memory.weights == 4 * (count - live), zero
 
 
 def test_gradients_of_weights_in_two_bytes_are_summed_in_four(make_model: Any) -> None:

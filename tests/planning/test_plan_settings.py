@@ -151,9 +151,25 @@ def test_the_file_says_how_a_model_is_divided(
     assert list(ways_of(capsys.readouterr().out)) == ways
 
 
+def test_the_buffers_of_a_deepspeed_configuration_are_planned(planned: Any, capsys: Any, run_file: Any) -> None:
+    def scratch(**zero: Any) -> float:
+        file = run_file(deepspeed={"zero_optimization": {"stage": 3, **zero}}, use_peft=False)
+        planned("--config", file, "--device", "80GB", "--devices", 2)
+        (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("full, zero3")]
+        return float(re.findall(r"[\d.]+", row.removeprefix("full, zero3"))[5])
+
+    whole = scratch()
+    assert whole == scratch(reduce_bucket_size="5e8") == scratch(stage3_max_live_parameters=1e9) > 1.8
+    assert scratch(reduce_bucket_size=1e6) < 0.5 > scratch(reduce_bucket_size="auto")
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}}},
+            "deepspeed: reduce_bucket_size='big' is no number; give one, such as 500000000",
+        ),
         ({"fsdp": True, "deepspeed": {}}, "fsdp=True and deepspeed={} exclude each other; remove one of them"),
         ({"deepspeed": "nowhere.json"}, "deepspeed='nowhere.json' has no ZeRO stage from 0 to 3 that can be read"),
         ({"fsdp": True, "load_in_4bit": True}, "remove fsdp, deepspeed or load_in_4bit"),

@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
     options = parsed(argv)
     from groupgrad.planning.fitting import choices, recommended
-    from groupgrad.planning.memory import Colocate, RunSizes
+    from groupgrad.planning.memory import Colocate, RunSizes, ZeroBuffers
     from groupgrad.planning.shapes import has_tower, model_shape, read_config
 
     sizes = RunSizes(
@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
         on_gpu=not options.cpu,
         way=options.way,
         only_sharding=options.sharding,
+        zero=ZeroBuffers(**options.zero),
     )
     try:
         if options.devices % options.context_parallel_size:

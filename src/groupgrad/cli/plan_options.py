@@ -130,7 +130,10 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     ignored = sorted(name for name, value in settings.items() if name not in _used(settings) and value is not None)
     if ignored:
         print(f"Not considered of {path}: {', '.join(ignored)}", file=sys.stderr)
-    return _checked_together(flags, _completed(flags.parse_args(argv), settings))
+    try:
+        return _checked_together(flags, _completed(flags.parse_args(argv), settings))
+    except ValueError as error:
+        flags.error(f"{path}: {error}")
 
 
 def _used(settings: dict[str, Any]) -> set[str]:
@@ -166,6 +169,25 @@ def _sharding(settings: dict[str, Any]) -> str | None:
     run: Any = SimpleNamespace(deepspeed=settings["deepspeed"])
     ways: dict[int | None, str] = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
     return ways.get(zero_stage(run))
+
+
+def _zero_buffers(settings: dict[str, Any]) -> dict[str, int | None]:
+    """The fields of `ZeroBuffers` that a DeepSpeed configuration sets. ValueError for a value that is no number."""
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    config, found = HfDeepSpeedConfig(settings["deepspeed"]), {}
+    for name in ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        value = config.get_value(f"zero_optimization.{name}")
+        try:
+            # Only the size of the bucket may follow from the model. YAML reads 5e8 as a text.
+            is_derived = value == "auto" and name == "reduce_bucket_size"
+            if value is not None:
+                found[name] = None if is_derived else int(float(value))
+        except (TypeError, ValueError):
+            raise ValueError(f"deepspeed: {name}={value!r} is no number; give one, such as 500000000") from None
+    limits = [value for name, value in found.items() if name.startswith("stage3_") and value is not None]
+    buffers = {"live": min(limits)} if limits else {}
+    return {**buffers, "bucket": found["reduce_bucket_size"]} if "reduce_bucket_size" in found else buffers
 
 
 def _checked_together(flags: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
@@ -217,6 +239,7 @@ def _completed(options: argparse.Namespace, settings: dict[str, Any]) -> argpars
     options.half = options.dtype == "bfloat16" or bool(by_autocast)
     options.colocate = tuple(settings.get(f"vllm_{name}") or default for name, default in _COLOCATE.items())
     options.sharding = _sharding(settings)
+    options.zero = _zero_buffers(settings) if options.sharding == "zero3" else {}
     options.way = "4-bit" if settings.get("load_in_4bit") else "LoRA" if settings.get("use_peft") else ""
     return options
 

@@ -28,10 +28,6 @@ _CPU_CONTEXT = 32 * 2**20
 """Code and tables that the first step of a process loads; measured, see `bench/plan_accuracy.py`."""
 
 
-_ZERO_BUCKET = 5 * 10**8
-"""Numbers of DeepSpeed's buffer of gradients, `reduce_bucket_size`."""
-_ZERO_LIVE = 10**9
-"""Weights that ZeRO-3 leaves gathered, `stage3_max_live_parameters` and `stage3_max_reuse_distance`."""
 _SHARDS_CODE = 35 * 2**20
 """Code and tables of FSDP or DeepSpeed in a process on a CPU; measured."""
 
@@ -47,6 +43,16 @@ class Colocate:
     tensor_parallel_size: int = 1
     sleeps: bool = False
     """vLLM frees its memory during training."""
+
+
+@dataclass(slots=True, frozen=True)
+class ZeroBuffers:
+    """Settings of ZeRO-3 that its memory follows; the defaults are DeepSpeed's."""
+
+    bucket: int | None = 5 * 10**8
+    """Numbers of the buffer of gradients, `reduce_bucket_size`; None for "auto", the square of the hidden size."""
+    live: int = 10**9
+    """Weights that stay gathered: the smaller of `stage3_max_live_parameters` and `stage3_max_reuse_distance`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,6 +102,7 @@ class RunSizes:
     """The ways to run that are asked for, by the beginning of their names, such as "LoRA"; empty for all."""
     only_sharding: Sharding | None = None
     """The way to shard that is asked for; None for all."""
+    zero: ZeroBuffers = ZeroBuffers()
 
 
 @dataclass(slots=True, frozen=True)
@@ -189,7 +196,7 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         scratch=_HEAD_SCRATCH["cuda" if sizes.on_gpu else "cpu"]
         + one_layer // 2
         + _unreduced(shape, sizes)
-        + _zero_buffers(trained, sizes)
+        + _zero_buffers(shape, trained, sizes)
         + _dequantized(shape, sizes)
         + _ring(shape, sizes, tokens),
         keys_values=_keys_values(shape, sizes) if sizes.samples else 0,
@@ -235,11 +242,11 @@ def _outside_layers(shape: ModelShape) -> int:
 def _gathered(shape: ModelShape, sizes: RunSizes) -> int:
     """Bytes of gathered weights: a layer and the next, under FSDP embeddings and head throughout a pass too.
 
-    ZeRO-3 releases no weight that it uses again within `_ZERO_LIVE` numbers.
+    ZeRO-3 releases no weight that it uses again within `ZeroBuffers.live` numbers.
     """
     count = 2 * shape.layer_parameters
     if sizes.sharding == "zero3":
-        count = max(count, min(shape.parameters, _ZERO_LIVE))
+        count = max(count, min(shape.parameters, sizes.zero.live))
     if sizes.sharding == "fsdp2":
         count += _outside_layers(shape)
     return count * _compute_bytes(sizes)
@@ -257,15 +264,16 @@ def _unreduced(shape: ModelShape, sizes: RunSizes) -> int:
     return (_outside_layers(shape) + shape.layer_parameters) * _compute_bytes(sizes) + reduced * shape.layer_parameters
 
 
-def _zero_buffers(trained: int, sizes: RunSizes) -> int:
+def _zero_buffers(shape: ModelShape, trained: int, sizes: RunSizes) -> int:
     """Bytes of ZeRO-3's buffer of gradients, and of the copy of its content that is scattered.
 
     Of the buffer only what is used is resident on a CPU.
     """
     if sizes.sharding != "zero3":
         return 0
-    used = min(trained, _ZERO_BUCKET)
-    return ((_ZERO_BUCKET if sizes.on_gpu else used) + used) * _state_bytes(sizes)
+    bucket = shape.hidden**2 if sizes.zero.bucket is None else sizes.zero.bucket
+    used = min(trained, bucket)
+    return ((bucket if sizes.on_gpu else used) + used) * _state_bytes(sizes)
 
 
 def _dequantized(shape: ModelShape, sizes: RunSizes) -> int:
