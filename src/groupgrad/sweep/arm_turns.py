@@ -112,8 +112,7 @@ class ArmTurns:
             self._runs[arm.id] = self._runs.pop(arm.id)
             return self._runs[arm.id]
         folder = arm_folder(self.store, arm)
-        with self._bases.in_use():
-            trainer = self.factory.build(arm_settings(self.plan, self.store, self.factory, arm), folder)
+        trainer = self.trainer_of(arm, folder)
         if trainer.args.save_only_model:
             raise ValueError("save_only_model=True leaves nothing to resume a turn from; set it to False")
         if self.plan.metric not in (compare.COMBINED, *trainer.rewards.names):
@@ -125,6 +124,11 @@ class ArmTurns:
         self._work.join(trainer)
         run = self._runs[arm.id] = ArmRun(trainer, folder)
         return run
+
+    def trainer_of(self, arm: Arm, folder: Path) -> Any:
+        """Makes a trainer of an arm for a run in `folder`. Model objects are copied: each arm has its own."""
+        with self._bases.in_use():
+            return self.factory.build(arm_settings(self.plan, self.store, self.factory, arm), folder)
 
     # --------------------------------------------------------------------------------------------- length of a turn
 
