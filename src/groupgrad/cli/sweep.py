@@ -18,8 +18,10 @@ from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.errors import OutputDirInUse
 from groupgrad.spelling import did_you_mean
 from groupgrad.sweep.choices import number
+from groupgrad.sweep.commands import apply_commands
 from groupgrad.sweep.store import FILE, Store
 from groupgrad.sweep.sweep_plan import SweepPlan, arm_name, merged, read_plan
+from groupgrad.telemetry.run_lock import locked
 
 ACTIONS = ("status", "stop", "resume", "clone", "delete")
 _FORBIDDEN = ("resume_from_checkpoint", "output_dir", "push_to_hub", "hub_model_id")
@@ -218,8 +220,6 @@ def _changes(settings: Sequence[str]) -> dict[str, Any]:
 
 def _is_idle(store: Store) -> bool:
     """True if no process trains the sweep."""
-    from groupgrad.trainer.run_lock import locked
-
     try:
         with locked(store.folder):
             return True
@@ -250,16 +250,17 @@ def _take_at_once(store: Store, own: int) -> bool:
 
     Refusals of commands other than `own` are printed.
     """
-    from groupgrad.cli.sweep_arms import CommandLineArms
-    from groupgrad.sweep.sweeper import Sweeper
-    from groupgrad.trainer.run_lock import locked
 
-    description = store.fact("plan")
-    content = {key: value for key, value in description.items() if key not in ("base", "kind")}
+    def sweep() -> tuple[SweepPlan, Any]:
+        from groupgrad.cli.sweep_arms import CommandLineArms
+
+        description = store.fact("plan")
+        content = {key: value for key, value in description.items() if key not in ("base", "kind")}
+        return read_plan(content, description["base"]), CommandLineArms()
+
     try:
         with locked(store.folder):
-            sweeper = Sweeper(read_plan(content, description["base"]), store.folder, CommandLineArms())
-            refused = sweeper.apply_commands()
+            refused = apply_commands(store, sweep, drop=lambda arm: None)
     except OutputDirInUse:
         return False
     for command, refusal in refused.items():
