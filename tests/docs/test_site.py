@@ -51,6 +51,8 @@ def test_the_fields_and_flags_of_the_command_alone_have_their_own_sections(optio
 
 def test_every_row_of_the_losses_is_on_their_page() -> None:
     page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    sources = re.findall(r"^\| `\w+`(?: \(default\))? \| [^|]+ \| [^|]+ \|([^|]*)\| [^|]+ \|$", page, re.MULTILINE)
+    assert len(sources) == 1 + len(LOSSES) and all(source.strip() for source in sources)
     assert re.findall(r"^\| `(\w+)`(?: \(default\))? \| ", page, re.MULTILINE)[1 : 1 + len(LOSSES)] == list(LOSSES)
 
 
