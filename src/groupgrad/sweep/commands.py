@@ -42,28 +42,28 @@ def apply_commands(
             if command.kind == "clone":
                 _clone(store, command, arm, *sweep())
             else:
-                _ACTIONS[command.kind](store, command, arm)
-                if command.kind != "resume":
-                    drop(arm.id)
+                _ACTIONS[command.kind](store, command, arm, drop)
         except (ValueError, TypeError, OSError) as error:
             refused[command.id] = f"{command.kind} of arm {arm.name} was refused: {error}"
             store.take(command, refused=True, message=str(error))
     return refused
 
 
-def _stop(store: Store, command: Command, arm: Arm) -> None:
+def _stop(store: Store, command: Command, arm: Arm, drop: Callable[[int], None]) -> None:
     if arm.state != WAITING:
         raise ValueError(f"arm {arm.name} is {arm.state}, only an arm that is {WAITING} can be stopped")
     store.take(command, state=(STOPPED, "stopped by a command"))
+    drop(arm.id)
 
 
-def _resume(store: Store, command: Command, arm: Arm) -> None:
+def _resume(store: Store, command: Command, arm: Arm, drop: Callable[[int], None]) -> None:
     if arm.state in (WAITING, DONE):
         raise ValueError(f"arm {arm.name} is {arm.state}, there is nothing to resume")
     store.take(command, state=(WAITING, ""))
 
 
-def _delete(store: Store, command: Command, arm: Arm) -> None:
+def _delete(store: Store, command: Command, arm: Arm, drop: Callable[[int], None]) -> None:
+    drop(arm.id)
     shutil.rmtree(store.folder_of(arm), ignore_errors=True)
     store.take(command, state=(DELETED, "deleted by a command"))
 
