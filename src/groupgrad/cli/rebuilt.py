@@ -50,8 +50,8 @@ def trainer_of(records: RunRecords, advice: str) -> Any:
 
 def sweep_folder(records: RunRecords) -> Path | None:
     """Returns the folder of the sweep that a run is an arm of; None for any other run."""
-    folder = records.path.resolve().parents[1]
-    return folder if records.path.resolve().parent.name == ARMS and (folder / FILE).is_file() else None
+    arms = records.path.resolve().parent
+    return arms.parent if arms.name == ARMS and (arms.parent / FILE).is_file() else None
 
 
 @contextmanager
