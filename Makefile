@@ -8,9 +8,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# The oldest transformers that is supported, in an environment of its own.
+# The first release of each package that pyproject.toml allows, in an environment of its own. torch is the one of the suite.
 FLOOR_VENV ?= .venv-floor
-FLOOR_TRANSFORMERS ?= transformers==5.13.0
+FLOOR_EXTRAS = peft|math|judge|plot
+comma := ,
 FLOOR_PIP = $(FLOOR_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 FLOOR_TESTS ?= tests/objectives tests/data tests/chat tests/test_compat.py tests/contract/test_constructor.py \
 	$(addprefix tests/trainer/test_,objective.py exactness.py metrics.py adapters.py finite_steps.py vllm_policy.py)
@@ -146,14 +147,16 @@ $(VENV)/.groupgrad-docs: $(VENV)/.groupgrad pyproject.toml constraints.txt
 	$(PIP) --editable ".[docs]"
 	@touch $@
 
-# Releases that belong to another transformers are left out of the constraints.
+# "name>=1.2" of pyproject.toml becomes "name==1.2". Packages that it does not name are the newest that go with these.
 $(FLOOR_VENV)/.groupgrad-floor: pyproject.toml constraints.txt
 	@echo "installing the oldest supported releases into $(FLOOR_VENV) ..."
 	$(PYTHON) -m venv $(FLOOR_VENV)
-	grep -vE "^(transformers|trl|huggingface_hub|tokenizers|typer|click|shellingham|annotated-doc)==" constraints.txt \
-		> $(FLOOR_VENV)/constraints.txt
+	grep "^torch==" constraints.txt > $(FLOOR_VENV)/constraints.txt
+	sed -nE -e '/^dependencies = /,/^\]/s/^ *"([a-z0-9-]+)>=([0-9.]+).*/\1==\2/p' \
+		-e 's/^($(FLOOR_EXTRAS)|vlm) = \["([a-z-]+)>=([0-9.]+)".*/\2==\3/p' pyproject.toml \
+		| grep -v "^torch==" >> $(FLOOR_VENV)/constraints.txt
 	$(FLOOR_PIP) --constraint $(FLOOR_VENV)/constraints.txt torch
-	$(FLOOR_PIP) --constraint $(FLOOR_VENV)/constraints.txt "$(FLOOR_TRANSFORMERS)" --editable ".[peft,math,plot,judge]" \
+	$(FLOOR_PIP) --constraint $(FLOOR_VENV)/constraints.txt --editable ".[$(subst |,$(comma),$(FLOOR_EXTRAS))]" \
 		pillow "pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.5" "hypothesis>=6.100"
 	@touch $@
 

@@ -20,7 +20,7 @@ def test_version_key(text, key):
 
 
 def test_unsupported_versions(monkeypatch):
-    versions = {"torch": "2.3.1", "transformers": "6.0.0", "peft": "0.15"}
+    versions = {"torch": "2.3.1", "transformers": "6.0.0", "peft": "0.20"}
     monkeypatch.setattr(compat, "installed_version", versions.get)
     assert compat.unsupported_versions() == [
         "torch 2.3.1 is older than 2.5, the first release that works",
@@ -60,7 +60,7 @@ def test_vllm_is_known_by_the_name_of_its_build_for_cpus(monkeypatch):
 def test_require_names_what_to_install(monkeypatch):
     compat.require("torch", "training")
     monkeypatch.setattr(compat, "is_available", lambda name: False)
-    with pytest.raises(ImportError, match=r"use_peft needs 'peft'.*pip install 'peft>=0\.15'"):
+    with pytest.raises(ImportError, match=r"use_peft needs 'peft'.*pip install 'peft>=0\.20'"):
         compat.require("peft", "use_peft")
 
 

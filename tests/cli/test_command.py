@@ -56,6 +56,28 @@ finally:
 on some CPUs, and what follows. Torch's compiler, which takes seconds to import, is left to runs that need it."""
 
 
+@pytest.mark.parametrize(
+    ("command", "titles"),
+    [
+        ("plan", ["Run", "Model", "Devices", "Groups and lengths", "Training", "vLLM"]),
+        ("rollouts", ["Which rollouts", "Output"]),
+        ("view", ["Page", "Report"]),
+    ],
+)
+def test_options_stand_in_groups_as_those_of_train_do(command: str, titles: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert re.findall(r"^([A-Za-z]\w*(?: \w+)*):$", shown, re.MULTILINE) == [
+        *(["positional arguments"] if command != "plan" else []),
+        *("options", *titles, "examples", "exit codes"),
+    ]
+    outside = shown.partition("\noptions:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^  --([\w-]+)", outside, re.MULTILINE) == ["help"]
+    examples = shown.partition("\nexamples:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(examples) >= 2 and all(line.startswith(f"  groupgrad {command} ") for line in examples)
+
+
 @pytest.mark.parametrize("flags", [pytest.param(["completion", "bash"], marks=pytest.mark.slow), ["train", "--help"]])
 def test_output_that_is_read_in_part_ends_without_a_traceback(flags: list[str]) -> None:
     command = [sys.executable, "-c", AS_A_COMMAND, *flags]

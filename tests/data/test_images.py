@@ -79,7 +79,8 @@ def test_16_bit_greys_keep_the_upper_8_bits(kind: str):
     """As for RGB with 16 bits a channel, also where Pillow loads a PNG's greys in 32 bits."""
     value = {"array": GREYS, "big-endian": GREYS.astype(">u2")}.get(kind)
     if value is None:
-        value = file_bytes(Image.fromarray(GREYS), kind)
+        image = Image.fromarray(GREYS)
+        value = file_bytes(image.convert("I") if kind == "PPM" else image, kind)  # old releases of Pillow need it
     assert size_of(value, PLACE) == (1, 5)
     expected = [[[grey] * 3 for grey in (0, 0, 1, 0x80, 0xFF)]]
     assert np.array(open_image(value, PLACE)).tolist() == expected

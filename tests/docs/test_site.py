@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from groupgrad import GRPOConfig
+from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.objectives.policy import LOSSES
 
 ROOT = Path(__file__).parents[2]
@@ -28,15 +29,30 @@ def options() -> Any:
 def test_every_option_has_one_row_with_its_default(options: Any) -> None:
     page = options.page()
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, re.MULTILINE))
-    assert page.count("\n| `") == len(rows)
-    assert set(rows) == {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert len(re.findall(r"^\| `\w", page, re.MULTILINE)) == len(rows)
+    records = (GRPOConfig, ScriptArguments, ModelArguments)
+    assert set(rows) == {field.name for record in records for field in dataclasses.fields(record)}
     assert (rows["loss_type"], rows["num_generations"], rows["beta"]) == ("'dapo'", "8", "0.0")
     objective = page.partition("\n## Objective\n")[2].partition("\n## ")[0]
     assert "`vespo_k_pos`" in objective and "`use_vllm`" not in objective
 
 
+def test_the_fields_and_flags_of_the_command_alone_have_their_own_sections(options: Any) -> None:
+    own = options.page().partition("\n## Of `groupgrad train` alone\n")[2]
+    assert re.findall(r"^### (.+)$", own, re.MULTILINE) == [
+        *("Data", "Rewards", "Model", "Adapter and quantization", "Flags that are no keys"),
+    ]
+    assert "| `lora_r` | `16` |" in own and "`loss_type`" not in own
+    flags = own.partition("### Flags that are no keys")[2]
+    assert set(re.findall(r"^\| `--([\w-]+)` \|", flags, re.MULTILINE)) == {
+        *("config", "set", "dry-run", "num-processes", "accelerate-config"),
+    }
+
+
 def test_every_row_of_the_losses_is_on_their_page() -> None:
     page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    sources = re.findall(r"^\| `\w+`(?: \(default\))? \| [^|]+ \| [^|]+ \|([^|]*)\| [^|]+ \|$", page, re.MULTILINE)
+    assert len(sources) == 1 + len(LOSSES) and all(source.strip() for source in sources)
     assert re.findall(r"^\| `(\w+)`(?: \(default\))? \| ", page, re.MULTILINE)[1 : 1 + len(LOSSES)] == list(LOSSES)
 
 

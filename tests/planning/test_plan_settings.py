@@ -205,3 +205,21 @@ def test_a_micro_batch_grows_up_to_the_step_unless_it_is_asked_for(planned: Any,
     shown = capsys.readouterr().out
     assert settings_of(shown)["per_device_train_batch_size"] < 8 and "full" in shown
     assert "asked for" not in next(line for line in shown.splitlines() if line.startswith("full"))
+
+
+def test_set_is_a_setting_of_the_run_with_and_without_a_file(planned: Any, capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("max_completion_length: 512\nfsdp: full_shard\n")
+    adapter = ["--set", "use_peft=true", "--set", "model_init_kwargs.dtype=bfloat16"]
+    assert planned("--device", "80GB", "--completion", 512, *adapter) == 0
+    alone = capsys.readouterr().out
+    assert re.findall(r"^(full|LoRA|4-bit) ", alone, re.MULTILINE) == ["LoRA"]
+    assert planned("--device", "80GB", "--config", tmp_path / "run.yaml", *adapter, "--set", "fsdp=") == 0
+    assert capsys.readouterr().out == alone
+    for setting, problem in [
+        ("use_pef=true", "unknown field 'use_pef'; did you mean use_peft?"),
+        ("optim=lion_32bit", "optim='lion_32bit' cannot be planned for"),
+        ("max_completion_length=9", "--completion is given too; set it in one place"),
+    ]:
+        with pytest.raises(SystemExit):
+            planned("--device", "80GB", "--completion", 512, "--set", setting)
+        assert f"--set{'' if 'cannot' in problem else ' ' + setting}: {problem}" in capsys.readouterr().err

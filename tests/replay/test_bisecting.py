@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
-import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from repeatable_runs import FlippedBit, letters_reward, make_trainer
+from repeatable_runs import make_trainer
+from replay_rounds import STEPS, faulty, random_faults, without_records
 
 from groupgrad.replay import bisect
 from groupgrad.replay.wording import bisection_report
-
-STEPS = 12
-
-
-class OneReward:
-    """Changes one reward of one step."""
-
-    __name__ = "letters_reward"
-
-    def __init__(self, step: int):
-        self._step = step
-
-    def __call__(self, completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
-        rewards = letters_reward(completion_ids)
-        if trainer_state.global_step == self._step - 1:
-            rewards[6] += 0.5
-        return rewards
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +19,6 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "clean"
     make_trainer(folder, max_steps=STEPS).train()
     return folder
-
-
-def faulty(folder: Path, step: int, kind: str) -> Callable[[], Any]:
-    """Makes a trainer with a fault at a step."""
-    if kind == "bit":
-        return lambda: make_trainer(folder, max_steps=STEPS, callbacks=[FlippedBit(step)])
-    return lambda: make_trainer(folder, max_steps=STEPS, reward=OneReward(step))
-
-
-def without_records(folder: Path, to: Path) -> Path:
-    """A copy of a run with its checkpoints alone."""
-    shutil.copytree(folder, to)
-    shutil.rmtree(to / "rollouts")
-    (to / "weights.jsonl").unlink()
-    lines = (to / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (to / "metrics.jsonl").write_text("".join(lines[-1:]))
-    return to
 
 
 def test_equal_runs_have_no_difference(clean, tmp_path):
@@ -127,21 +89,9 @@ def test_a_run_that_does_not_repeat_itself_is_named(clean, tmp_path):
 @pytest.mark.timeout(1400)
 @pytest.mark.parametrize("records", ["all", "checkpoints"])
 def test_random_faults_are_found_in_at_most_log2_of_the_steps(clean, tmp_path, capsys, records):
-    generator, most = random.Random(18), 0
-    for place in range(10):
-        kind, step = ("bit", "reward")[place % 2], generator.randint(1, STEPS - 1)
-        folder = tmp_path / f"{place}"
-        faulty(folder, step, kind)().train()
-        one, two = clean, folder
-        if records == "checkpoints":
-            one, two = (without_records(run, tmp_path / f"{place}-{run.name}-bare") for run in (one, two))
-        again = tmp_path / "again"
-        makers = {
-            "make_first": partial(make_trainer, again, max_steps=STEPS),
-            "make_second": faulty(again, step, kind),
-        }
-        result = bisect(one, two, **(makers if records == "checkpoints" else {}))
-        assert result.first_step == step, f"{kind} at {step}: {bisection_report(result)}"
+    most = 0
+    for fault, step, result in random_faults(clean, tmp_path, records, 10):
+        assert result.first_step == step, f"{fault} at {step}: {bisection_report(result)}"
         most = max(most, result.replays)
     assert most <= math.ceil(math.log2(STEPS))
     with capsys.disabled():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from repeatable_runs import KINDS, letters_reward, make_trainer
+from replay_rounds import numbers_of, random_replays
 
-from groupgrad.replay import Replay, ReplayError, replay
+from groupgrad.replay import ReplayError, replay
 from groupgrad.replay.wording import replay_report
 
 
@@ -36,11 +36,6 @@ def files_of(folder: Path) -> dict[str, tuple[int, int]]:
     """Time and size of every file of a folder."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
-
-
-def numbers_of(result: Replay) -> int:
-    compared = result.compared
-    return compared.tokens + compared.numbers + compared.metrics + sum(total for total, _ in result.weights.values())
 
 
 QUICK = ("plain", "reused_rollouts")
@@ -66,16 +61,12 @@ def test_a_step_of_every_kind_of_run_has_the_same_bits(run_of, tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.timeout(1400)
 def test_a_hundred_random_steps_and_rows_have_the_same_bits(run_of, tmp_path, capsys):
-    generator, numbers, steps = random.Random(18), 0, 0
-    for place in range(100):
-        kind = list(KINDS)[place % len(KINDS)]
-        folder, step = run_of(kind), generator.randint(1, 12)
-        row = generator.randrange(8)
-        result = replay(make_trainer(tmp_path / "unused", **KINDS[kind]), folder, step, row=row)
-        assert result.is_same, f"{kind}, step {step}, row {row}: {replay_report(result)}"
+    numbers = steps = 0
+    for kind, result in random_replays(run_of, tmp_path / "unused", 100):
+        assert result.is_same, f"{kind}, step {result.step}, row {result.row}: {replay_report(result)}"
         assert result.rows[0] is not None and result.compared.unmatched == 0
         numbers += numbers_of(result)
-        steps += step - result.start.step
+        steps += result.step - result.start.step
     with capsys.disabled():
         print(f"\n100 random (step, row) of {len(KINDS)} kinds of run: {steps} steps repeated, {numbers:,} numbers, "
               "0 bits differ")  # fmt: skip

@@ -16,6 +16,7 @@ import yaml
 
 from groupgrad.cli import main as cli
 from groupgrad.sweep.store import Store
+from groupgrad.telemetry.run_lock import locked
 
 
 def write(content: dict[str, Any]) -> str:
@@ -94,9 +95,27 @@ def test_actions_on_a_sweep_that_is_not_running(content, capsys, caplog):
     ]
 
 
-def test_actions_wait_while_a_process_trains(content, capsys):
-    from groupgrad.trainer.run_lock import locked
+@pytest.mark.parametrize("words", [["status"], ["stop", "1"], ["resume", "2"], ["delete", "3"]])
+def test_actions_but_clone_import_neither_torch_nor_transformers(tmp_path, words):
+    store = Store(tmp_path / "out", create=True)
+    store.set_fact("plan", {"kind": "command line", "base": {}, "vary": {"beta": [0.1, 0.2, 0.3]}})
+    store.add_arms([(f"0{number}-beta=0.{number}", 0, {"beta": number / 10}) for number in (1, 2, 3)])
+    store.set_state(2, "stopped")
+    action, *arm = words
+    code = (
+        f"import sys; from groupgrad.cli.main import main; status = main(['sweep', {action!r}, 'out', *{arm!r}]); "
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules); sys.exit(status)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    states = {arm.id: arm.state for arm in store.arms()}
+    wanted = {"stop": {1: "stopped"}, "resume": {2: "waiting"}, "delete": {3: None}}.get(action, {})
+    assert {number: states.get(number) for number in wanted} == wanted
 
+
+def test_actions_wait_while_a_process_trains(content, capsys):
     store = Store("out", create=True)
     store.set_fact("plan", {"kind": "command line", "base": content["base"], "vary": content["vary"]})
     store.set_fact("base", content["base"])

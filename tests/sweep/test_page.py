@@ -13,6 +13,7 @@ from groupgrad.cli import main as cli
 from groupgrad.cli.sweep_on_page import CommandLinePanel
 from groupgrad.sweep.store import Store
 from groupgrad.telemetry.run_files import LineFile
+from groupgrad.telemetry.run_lock import locked
 
 
 def test_the_page_lists_the_arms_as_the_command_line_does(make_sweep, tmp_path, capsys):
@@ -47,8 +48,6 @@ def test_the_table_follows_the_sweep(tmp_path):
 
 def test_an_arm_in_its_turn_has_the_steps_of_its_run(tmp_path, capsys):
     """A turn is written into the sweep's file when it ends; its steps are shown while it lasts."""
-    from groupgrad.trainer.run_lock import locked
-
     store = Store(tmp_path, create=True)
     store.add_arms([("01-a", 0, {"beta": 0.1})])
     panel = CommandLinePanel(tmp_path)
@@ -69,8 +68,6 @@ def test_an_arm_in_its_turn_has_the_steps_of_its_run(tmp_path, capsys):
 
 
 def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):
-    from groupgrad.trainer.run_lock import locked
-
     def refuse(*args: object, **keywords: object) -> None:
         raise AssertionError("no process is needed")
 

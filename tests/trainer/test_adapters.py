@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_training(make_trainer, m
     make_policy(hidden_size=64).save_pretrained(tmp_path / "base")
     peft.get_peft_model(make_policy(), KINDS["LoRA"]()).save_pretrained(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_config.json"
-    path.write_text(
-        path.read_text().replace('"base_model_name_or_path": null', f'"base_model_name_or_path": "{tmp_path}/base"')
-    )
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": f"{tmp_path}/base"}))
     with pytest.raises(ValueError, match=r"does not fit Qwen3ForCausalLM .*size mismatch"):
         make_trainer(model=str(tmp_path / "adapter"))
 

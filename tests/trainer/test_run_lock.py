@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from groupgrad.errors import OutputDirInUse
 from groupgrad.telemetry.run_files import LOCK_OWNER
-from groupgrad.trainer.run_lock import LOCK, locked
+from groupgrad.telemetry.run_lock import LOCK, locked
 
 HOLD = """
 import json, os, socket, sys, time

@@ -60,7 +60,7 @@ class ModelArguments:
         None, "Attention: eager, sdpa, flash_attention_2, ...; unset: the model's."
     )
 
-    # --- Adapter ---
+    # --- Adapter and quantization ---
     use_peft: bool = _option(False, "Train an adapter instead of all weights.")
     peft_method: str = _option("lora", "Adapter method: lora or ia3.")
     lora_r: int = _option(16, "LoRA: rank.")

@@ -10,6 +10,11 @@ from pathlib import Path
 from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.cli.replay import quiet
 
+_ADVICE = (
+    "leave --replay out, or compare the runs in Python by `groupgrad.replay.bisect` with functions that make their "
+    "trainers"
+)
+
 
 def main(argv: Sequence[str]) -> int:
     """Compares two runs. Returns 0 if nothing differs, 1 for a difference, 2 for runs that cannot be compared."""
@@ -21,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         first, second = (RunRecords(Path(path).resolve(), path) for path in (arguments.first, arguments.second))
-        makers = (partial(trainer_of, first), partial(trainer_of, second)) if arguments.replay else (None, None)
+        makers = [partial(trainer_of, run, _ADVICE) if arguments.replay else None for run in (first, second)]
         with quiet():
             found = bisect(first, second, make_first=makers[0], make_second=makers[1])
     except (ValueError, TypeError, ImportError, OSError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from typing import Any, NoReturn
 
 from groupgrad.spelling import nearest
@@ -71,15 +72,39 @@ def codes_in_words(codes: dict[int, str]) -> str:
     return "\n".join(["exit codes:", *(f"  {code:<5}{meaning}" for code, meaning in codes.items())]) + "\n"
 
 
+class CommandHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows one spelling of each flag, VALUE instead of the flag's name in capitals, and defaults that are set."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=44, width=120)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        flag = next((option for option in action.option_strings if option.startswith("--")), action.option_strings[0])
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{flag.removeprefix('--')}"
+        value = self._get_default_metavar_for_optional(action) if action.metavar is None else str(action.metavar)
+        return flag + {0: "", "?": f" [{value}]", "+": f" {value} ..."}.get(action.nargs, f" {value}")
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        choices = ",".join(map(str, action.choices or ()))
+        return f"{{{choices}}}" if 0 < len(choices) <= 40 else "VALUE"
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_off = action.default is False and action.nargs == 0
+        return action.help if action.default is None or is_off else super()._get_help_string(action)
+
+
 class CommandParser(argparse.ArgumentParser):
     """Parser of one command. Options may be written with hyphens or underscores."""
 
     def __init__(self, command: str, *, description: str, examples: str, **options: Any) -> None:
         super().__init__(
             prog=f"groupgrad {command}",
-            description=description,
+            description=textwrap.fill(description, 118),
             epilog=epilog(command, examples),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=CommandHelp,
             allow_abbrev=False,
             **options,
         )

@@ -37,5 +37,5 @@ def parser() -> argparse.ArgumentParser:
         ("warm-up-steps", int, 800, "supervised steps, 64 rows each"),
         ("grpo-steps", int, 200, "GRPO steps, 256 rows each"),
     ):
-        parser.add_argument(f"--{flag}", type=kind, default=default, help=f"{text} (default {default})")
+        parser.add_argument(f"--{flag}", type=kind, default=default, help=text)
     return parser

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         examples="groupgrad env\ngroupgrad env --model Qwen/Qwen2.5-0.5B-Instruct",
     )
     parser.add_argument("--model_name_or_path", "--model", help="also print how this model would be sampled and scored")
-    parser.add_argument("--dtype", default="float32", help="precision to load it in (default float32)")
+    parser.add_argument("--dtype", default="float32", help="precision to load it in")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     return parser
 

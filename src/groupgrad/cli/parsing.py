@@ -22,7 +22,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
-from groupgrad.cli.command_parser import epilog
+from groupgrad.cli.command_parser import CommandHelp, epilog
 from groupgrad.cli.launch import add_flags
 from groupgrad.config import GRPOConfig, legacy
 from groupgrad.config.hidden_secrets import without_secrets
@@ -76,23 +76,6 @@ groupgrad train --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name o
 groupgrad train --config run.yaml --resume_from_checkpoint auto
 groupgrad train --config run.yaml --num-processes all --accelerate-config zero3
 """
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows one spelling of each flag, and VALUE instead of the flag's name in capitals."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=44, width=120)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings:
-            return super()._format_action_invocation(action)
-        flag = next((option for option in action.option_strings if option.startswith("--")), action.option_strings[0])
-        value = "VALUE" if action.metavar is None else str(action.metavar)
-        return flag + {0: "", "?": f" [{value}]", "+": f" {value} ..."}.get(action.nargs, f" {value}")
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
 
 
 class FieldParser(HfArgumentParser):
@@ -278,7 +261,7 @@ class TrainParser(FieldParser):
             description=f"{description} Every field is a flag and a key of the YAML file given by --config; the "
             "command line wins.",
             epilog=_SPELLINGS + epilog,
-            formatter_class=_Help,
+            formatter_class=CommandHelp,
             allow_abbrev=False,
         )
         self.add_argument("--config", metavar="FILE", help="YAML file with defaults; its `env:` mapping is exported")

@@ -53,67 +53,95 @@ def parser() -> argparse.ArgumentParser:
         description="Predict the memory of a run from a model's configuration, offline, and say which ways to run fit. "
         "Each way is shown with the largest micro-batch that fits, a divisor of the step's completions.",
         examples="groupgrad plan --config run.yaml --device 24GB\n"
+        "groupgrad plan --config run.yaml --device 24GB --set use_peft=true --set model_init_kwargs.dtype=bfloat16\n"
         "groupgrad plan --model Qwen/Qwen2.5-7B-Instruct --device 80GB --devices 8 --completion 8192\n"
         "groupgrad plan --model ./config.json --device 24GB --completion 1024 --dtype bfloat16",
     )
-    parser.add_argument(
+    run = parser.add_argument_group("Run")
+    run.add_argument(
         "--config", metavar="FILE", help="YAML file of `groupgrad train`, whose model and sizes are taken; flags win"
     )
-    parser.add_argument(
+    run.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        help="a field of `groupgrad train`, or a key of a field that is a mapping (a.b=VALUE), as if the file had it; "
+        "VALUE is read as YAML; repeatable",
+    )
+    model = parser.add_argument_group("Model")
+    model.add_argument(
         "--model", required=True, help="folder with a config.json, a config.json, or a name in the cache"
     )
-    parser.add_argument("--device", type=_bytes, required=True, metavar="SIZE", help="memory of a device, such as 80GB")
-    for flag, default, text in (
-        ("devices", 1, "devices"),
-        ("prompt", 512, "tokens of the longest prompt"),
-        ("completion", 256, "max_completion_length"),
-        ("num-generations", 8, "completions of a prompt"),
-        ("accumulation", 2, "gradient_accumulation_steps; from 2 on gradients are held beside activations"),
-        ("context-parallel-size", 1, "devices that train each row together, with a part of its tokens each"),
-        ("lora-r", 16, "rank of adapters, on all linear layers"),
-    ):
-        parser.add_argument(f"--{flag}", type=_count, default=default, help=f"{text} (default {default})")
-    parser.add_argument(
+    model.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
+    _add_count(model, "lora-r", 16, "rank of adapters, on all linear layers")
+    devices = parser.add_argument_group("Devices")
+    devices.add_argument(
+        "--device", type=_bytes, required=True, metavar="SIZE", help="memory of a device, such as 80GB"
+    )
+    _add_count(devices, "devices", 1, "number of devices")
+    _add_count(
+        devices, "context-parallel-size", 1, "devices that train each row together, with a part of its tokens each"
+    )
+    devices.add_argument("--cpu", action=switch, default=False, help="plan for training on a CPU")
+    batches = parser.add_argument_group("Groups and lengths")
+    _add_count(batches, "prompt", 512, "tokens of the longest prompt")
+    _add_count(batches, "completion", 256, "max_completion_length")
+    _add_count(batches, "num-generations", 8, "completions of a prompt")
+    batches.add_argument(
         "--micro-batch",
         type=_count,
         help="most per_device_train_batch_size (default: 8, up to the completions of a step where they fit)",
     )
-    parser.add_argument(
+    _add_count(
+        batches, "accumulation", 2, "gradient_accumulation_steps; from 2 on gradients are held beside activations"
+    )
+    batches.add_argument(
         "--rows", type=_count, help="completions that a device samples at a time (default: those of a step)"
     )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
-    parser.add_argument("--optim", choices=["adamw", "adamw_8bit", "adafactor", "sgd"], default="adamw")
-    parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL term; above 0 keeps a reference")
-    parser.add_argument(
+    training = parser.add_argument_group("Training")
+    optimizers = ["adamw", "adamw_8bit", "adafactor", "sgd"]
+    training.add_argument("--optim", choices=optimizers, default="adamw", help=f"optimizer: {', '.join(optimizers)}")
+    training.add_argument("--beta", type=float, default=0.0, help="weight of the KL term; above 0 keeps a reference")
+    training.add_argument(
         "--gradient-checkpointing", action=switch, default=False, help="use it even where it is not needed"
     )
-    parser.add_argument(
+    training.add_argument(
         "--gradient-dtype",
         choices=["float32", "weights"],
         default="float32",
-        help="type in which gradients of bfloat16 weights are summed (default float32)",
+        help="type in which gradients of bfloat16 weights are summed",
     )
-    parser.add_argument("--vllm-colocate", action=switch, default=False, help="vLLM on the training devices samples")
-    parser.add_argument("--vllm-server", action=switch, default=False, help="a vLLM server on other devices samples")
-    parser.add_argument("--cpu", action=switch, default=False, help="plan for training on a CPU")
+    vllm = parser.add_argument_group("vLLM")
+    vllm.add_argument("--vllm-colocate", action=switch, default=False, help="vLLM on the training devices samples")
+    vllm.add_argument("--vllm-server", action=switch, default=False, help="a vLLM server on other devices samples")
     return parser
 
 
+def _add_count(group: Any, name: str, default: int, help: str) -> None:
+    group.add_argument(f"--{name}", type=_count, default=default, help=help)
+
+
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line, with a YAML file's values as defaults. Exits with status 2 for a bad file."""
+    """The options of a command line, with the values of a YAML file and of `--set` as defaults.
+
+    Exits with status 2 for a file or a setting that cannot be read or planned for.
+    """
     flags = parser()
     before = CommandParser("plan", description="", examples="", add_help=False)
     before.add_argument("--config")
-    path = before.parse_known_args(argv)[0].config
-    if path is None:
+    before.add_argument("--set", action="append", default=[])
+    asked = before.parse_known_args(argv)[0]
+    if asked.config is None and not asked.set:
         return _checked_together(flags, _completed(flags.parse_args(argv), {}))
-    from groupgrad.cli.parsing import TrainParser
-
-    run = TrainParser(prog="groupgrad plan", usage="", description="", epilog="")
-    settings = run.take_run(run.load_yaml(path), path)
+    path = asked.config or "--set"
+    settings = _settings_of(asked)
     if (clash := _exclusive(settings)) is not None:
         flags.error(f"{path}: {clash}")
     given = {word.partition("=")[0].replace("_", "-") for word in argv}
+    for setting in asked.set:
+        flag = "--" + _FIELDS.get(_name(setting), "").replace("_", "-")
+        if flag in given:
+            flags.error(f"--set {setting}: {flag} is given too; set it in one place")
     vllm_flags = {"--vllm-server", "--vllm-colocate"}
     if not given.isdisjoint(vllm_flags):
         given |= vllm_flags
@@ -134,6 +162,21 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         return _checked_together(flags, _completed(flags.parse_args(argv), settings))
     except ValueError as error:
         flags.error(f"{path}: {error}")
+
+
+def _settings_of(asked: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a run in a YAML file, if there is one, and in `--set`, which wins."""
+    from groupgrad.cli.parsing import TrainParser
+
+    run = TrainParser(prog="groupgrad plan", usage="", description="", epilog="")
+    settings = {} if asked.config is None else run.take_run(run.load_yaml(asked.config), asked.config)
+    run.take_settings(asked.set, [])
+    return settings | {name: run.fields()[name].default for name in map(_name, asked.set)}
+
+
+def _name(setting: str) -> str:
+    """The field that `KEY=VALUE` or `KEY.INNER=VALUE` sets."""
+    return setting.partition("=")[0].partition(".")[0].replace("-", "_")
 
 
 def _used(settings: dict[str, Any]) -> set[str]:

@@ -13,33 +13,45 @@ from typing import Any
 from unittest import mock
 
 from groupgrad.cli import parsing, train
+from groupgrad.config.hidden_secrets import HIDDEN
 from groupgrad.replay.replaying import ReplayError
 from groupgrad.replay.run_records import RunRecords
+from groupgrad.sweep.store import ARMS, FILE
 
 
 class _Done(BaseException):
     """Ends a script where it would have trained; no `except Exception` of the script holds it up."""
 
 
-def trainer_of(records: RunRecords) -> Any:
-    """The trainer of a run of `groupgrad train`, built anew from the stored command line.
+def trainer_of(records: RunRecords, advice: str) -> Any:
+    """Builds the trainer of a run of `groupgrad train` or `groupgrad sweep` again, from the stored command line.
 
-    ReplayError for a run of another program; ValueError, ImportError or OSError for data, rewards or a model that are
-    no longer there.
+    ReplayError, which ends with `advice`, for a run of a Python script; ValueError, ImportError or OSError for data,
+    rewards or a model that are no longer there.
     """
     command = records.config.get("command")
     if not command:
+        is_arm = sweep_folder(records) is not None
+        origin = "is an arm of a sweep that a Python script made" if is_arm else "was not made by `groupgrad train`"
         raise ReplayError(
-            f"{records.name} was not made by `groupgrad train`, so its data, model and reward functions are not known "
-            "here; give the script that made it: --script train.py"
+            f"{records.name} {origin}, so its data, model and reward functions are not known here; {advice}"
         )
     with tempfile.TemporaryDirectory(prefix="groupgrad-") as folder, in_folder(records):
         argv = [word for word in command["argv"] if word != "--dry-run"]
-        parsed = parsing.parse(argv, content=command.get("yaml"))
+        content = dict(command.get("yaml") or {})
+        # A variable whose value was hidden stays as the present environment has it.
+        content["env"] = {name: value for name, value in (content.get("env") or {}).items() if value != HIDDEN}
+        parsed = parsing.parse(argv, content=content)
         config = parsed.config
         config.output_dir = folder
         config.push_to_hub, config.report_to, config.log_completions_hub_repo = False, [], None
         return train.build(parsed)
+
+
+def sweep_folder(records: RunRecords) -> Path | None:
+    """Returns the folder of the sweep that a run is an arm of; None for any other run."""
+    arms = records.path.resolve().parent
+    return arms.parent if arms.name == ARMS and (arms.parent / FILE).is_file() else None
 
 
 @contextmanager
@@ -54,11 +66,13 @@ def in_folder(records: RunRecords) -> Iterator[None]:
         os.chdir(before)
 
 
-def at_training_of(script: str, arguments: Sequence[str], act: Callable[[Any], None]) -> None:
+def at_training_of(script: str, arguments: Sequence[str], records: RunRecords, act: Callable[[Any], None]) -> None:
     """Runs a script up to its call of `trainer.train()`, and calls `act(trainer)` in its place.
 
-    ReplayError for a script that does not exist or makes no such call; its own errors are raised.
+    In a script of a `Sweep` the call is `sweep.run()`, and the trainer is that of the arm in `records`. ReplayError for
+    a script that does not exist, makes no such call, or has another sweep; its own errors are raised.
     """
+    from groupgrad.sweep.script import Sweep
     from groupgrad.trainer.training_run import TrainingRun
 
     if not Path(script).is_file():
@@ -70,9 +84,23 @@ def at_training_of(script: str, arguments: Sequence[str], act: Callable[[Any], N
             act(trainer)
         raise _Done
 
+    def instead_of_sweep(sweep: Sweep) -> None:
+        own, folder = sweep.folder.resolve(), sweep_folder(records)
+        if own != folder:
+            place = "no arm of a sweep" if folder is None else f"an arm of the sweep in {folder}"
+            raise ReplayError(
+                f"{script} is not the script that made {records.name}: its sweep is in {own}, and the run is {place}; "
+                "start it with the arguments and in the folder that the sweep had, or make the trainer in Python by "
+                "`Sweep.trainer_of`"
+            )
+        with mock.patch.object(TrainingRun, "train", original):
+            act(sweep.trainer_of(records.path.name))
+        raise _Done
+
     path = [str(Path(script).resolve().parent), *sys.path]
     with (
         mock.patch.object(TrainingRun, "train", instead),
+        mock.patch.object(Sweep, "run", instead_of_sweep),
         mock.patch.object(sys, "argv", [script, *arguments]),
         mock.patch.object(sys, "path", path),
     ):

@@ -34,10 +34,10 @@ def main(argv: Sequence[str]) -> int:
         find_start(records, arguments.step, arguments.row)  # what is wrong here is said before the model is loaded
         with quiet():
             if arguments.script is not None:
-                at_training_of(arguments.script, of_script, act)
+                at_training_of(arguments.script, of_script, records, act)
             else:
                 with in_folder(records):
-                    act(trainer_of(records))
+                    act(trainer_of(records, "give the script that made it: --script train.py"))
     except (ValueError, TypeError, ImportError, OSError) as error:
         return refuse("replay", error)
     print(replay_report(found[0]), end="")
@@ -94,7 +94,8 @@ groupgrad replay out --step 20 --script train.py -- --learning-rate 1e-5""",
     parser.add_argument(
         "--script",
         metavar="FILE",
-        help="Python script that made the run, if it was not `groupgrad train`; its arguments follow after --",
+        help="Python script that made the run, if it was not `groupgrad train` or `groupgrad sweep`; its arguments "
+        "follow after --",
     )
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="keep the records of the replay in a new folder")
     return parser

@@ -107,26 +107,28 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "rollouts",
         description="Print rollouts that a run has stored.",
-        examples="groupgrad rollouts out --step 40 --min-reward 0.5 --tokens entropy\n"
-        "groupgrad rollouts out --step 30:40 --json > rollouts.jsonl",
+        examples="groupgrad rollouts runs/math --step 40 --min-reward 0.5 --tokens entropy\n"
+        "groupgrad rollouts runs/math --step 30:40 --finish-reason length --json > rollouts.jsonl",
     )
     parser.add_argument("run", metavar="RUN", help="output_dir of a run")
-    parser.add_argument("--step", metavar="N[:M]", help="only rollouts of step N, or of steps N to M")
-    parser.add_argument("--group", type=int, help="only rollouts of this group")
-    parser.add_argument(
+    chosen = parser.add_argument_group("Which rollouts")
+    chosen.add_argument("--step", metavar="N[:M]", help="only rollouts of step N, or of steps N to M")
+    chosen.add_argument("--group", type=int, help="only rollouts of this group")
+    chosen.add_argument(
         "--search", dest="text", metavar="TEXT", help="only rollouts whose prompt or completion contains TEXT"
     )
-    parser.add_argument("--reward", metavar="NAME", help="reward function of the bounds (default: the weighted reward)")
-    parser.add_argument("--min-reward", type=float, help="only rollouts with at least this reward")
-    parser.add_argument("--max-reward", type=float, help="only rollouts with at most this reward")
-    parser.add_argument("--finish-reason", help="only rollouts that ended for this reason, such as length")
-    parser.add_argument("--tool", help="only rollouts that called this tool")
-    parser.add_argument("--phase", help="only rollouts of training (train) or of an evaluation (eval, eval_NAME)")
-    parser.add_argument("--sort", default="reward", help="column to order by (default reward)")
-    parser.add_argument("--ascending", action="store_true", help="lowest first")
-    parser.add_argument("--limit", type=_at_least_one, default=10, help="rollouts to print (default 10)")
-    parser.add_argument("--tokens", choices=[*UNITS], help="also print the tokens, shaded by this")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON a rollout, with all its columns")
+    chosen.add_argument("--reward", metavar="NAME", help="reward function of the bounds (default: the weighted reward)")
+    chosen.add_argument("--min-reward", type=float, help="only rollouts with at least this reward")
+    chosen.add_argument("--max-reward", type=float, help="only rollouts with at most this reward")
+    chosen.add_argument("--finish-reason", help="only rollouts that ended for this reason, such as length")
+    chosen.add_argument("--tool", help="only rollouts that called this tool")
+    chosen.add_argument("--phase", help="only rollouts of training (train) or of an evaluation (eval, eval_NAME)")
+    printed = parser.add_argument_group("Output")
+    printed.add_argument("--sort", default="reward", help="column to order by")
+    printed.add_argument("--ascending", action="store_true", help="lowest first")
+    printed.add_argument("--limit", type=_at_least_one, default=10, help="most rollouts to print")
+    printed.add_argument("--tokens", choices=[*UNITS], help="also print the tokens, shaded by this")
+    printed.add_argument("--json", action="store_true", help="print one line of JSON a rollout, with all its columns")
     return parser
 
 

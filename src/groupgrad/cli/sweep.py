@@ -18,8 +18,10 @@ from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.errors import OutputDirInUse
 from groupgrad.spelling import did_you_mean
 from groupgrad.sweep.choices import number
+from groupgrad.sweep.commands import apply_commands
 from groupgrad.sweep.store import FILE, Store
 from groupgrad.sweep.sweep_plan import SweepPlan, arm_name, merged, read_plan
+from groupgrad.telemetry.run_lock import locked
 
 ACTIONS = ("status", "stop", "resume", "clone", "delete")
 _FORBIDDEN = ("resume_from_checkpoint", "output_dir", "push_to_hub", "hub_model_id")
@@ -86,14 +88,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(path: Path, devices: str | None, *, dry_run: bool) -> int:
-    content, base, folder = read_file(path)
+    content, base, folder, environment = read_file(path)
     content |= {} if devices is None else {"devices": devices}
     plan = read_plan(content, base)
     from groupgrad.cli.sweep_arms import CommandLineArms
     from groupgrad.sweep.devices import find_devices
     from groupgrad.sweep.sweeper import Sweeper
 
-    factory = CommandLineArms(plan.cache_rewards)
+    factory = CommandLineArms(plan.cache_rewards, environment)
     if dry_run:
         names = [device.name for device in find_devices(plan.devices, on_cpu=bool(base.get("use_cpu")))]
         return _describe(plan, factory.check, names)
@@ -107,8 +109,11 @@ def _run(path: Path, devices: str | None, *, dry_run: bool) -> int:
     return 1 if num_failed else 0
 
 
-def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], Path]:
-    """The keys of a sweep's YAML file, the settings of its base, and its folder. ValueError if they cannot work."""
+def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], Path, dict[str, str]]:
+    """Reads a sweep's YAML file: its keys, the settings of its base, its folder, and the variables that it exports.
+
+    ValueError if they cannot work.
+    """
     content = _yaml(path, "the sweep")
     base, origin = content.pop("base", None), str(path)
     if isinstance(base, str):
@@ -116,8 +121,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], Path]:
         base = _yaml(path.parent / base, "base")
     if not isinstance(base, dict) or not base:
         raise ValueError(f"{path}: base={base!r}; set it to settings of `groupgrad train`, or to a YAML file of them")
-    environment = base.pop("env", None) or {}
-    os.environ.update({str(name): str(value) for name, value in environment.items()})
+    environment = {str(name): str(value) for name, value in (base.pop("env", None) or {}).items()}
+    os.environ.update(environment)
     base = {str(key).replace("-", "_"): value for key, value in base.items()}
     folder = content.pop("output_dir", None) or base.pop("output_dir", None)
     base.pop("output_dir", None)
@@ -127,7 +132,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], Path]:
     for key in _FORBIDDEN:
         if key in given:
             raise ValueError(f"{origin}: {key} is set, but the sweep resumes and places its arms itself; remove it")
-    return content, base, Path(folder)
+    return content, base, Path(folder), environment
 
 
 def _yaml(path: Path, what: str) -> dict[str, Any]:
@@ -215,8 +220,6 @@ def _changes(settings: Sequence[str]) -> dict[str, Any]:
 
 def _is_idle(store: Store) -> bool:
     """True if no process trains the sweep."""
-    from groupgrad.trainer.run_lock import locked
-
     try:
         with locked(store.folder):
             return True
@@ -247,16 +250,17 @@ def _take_at_once(store: Store, own: int) -> bool:
 
     Refusals of commands other than `own` are printed.
     """
-    from groupgrad.cli.sweep_arms import CommandLineArms
-    from groupgrad.sweep.sweeper import Sweeper
-    from groupgrad.trainer.run_lock import locked
 
-    description = store.fact("plan")
-    content = {key: value for key, value in description.items() if key not in ("base", "kind")}
+    def sweep() -> tuple[SweepPlan, Any]:
+        from groupgrad.cli.sweep_arms import CommandLineArms
+
+        description = store.fact("plan")
+        content = {key: value for key, value in description.items() if key not in ("base", "kind")}
+        return read_plan(content, description["base"]), CommandLineArms()
+
     try:
         with locked(store.folder):
-            sweeper = Sweeper(read_plan(content, description["base"]), store.folder, CommandLineArms())
-            refused = sweeper.apply_commands()
+            refused = apply_commands(store, sweep, drop=lambda arm: None)
     except OutputDirInUse:
         return False
     for command, refusal in refused.items():

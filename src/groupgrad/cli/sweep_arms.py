@@ -12,7 +12,7 @@ import yaml
 from groupgrad.cli import train
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.cli.dataset import load_splits
-from groupgrad.cli.parsing import parse_settings
+from groupgrad.cli.parsing import command_of, parse_settings
 from groupgrad.sweep.sharing import RewardCache, cached_functions
 
 SETTINGS_FILE = "run.yaml"
@@ -32,8 +32,10 @@ _REWARD_FIELDS = ("reward_funcs", "reward_model_name_or_path")
 class CommandLineArms:
     """Checks and builds arms. Data sets are loaded once for all arms that use the same ones."""
 
-    def __init__(self, cache_rewards: tuple[str, ...] = ()):
+    def __init__(self, cache_rewards: tuple[str, ...] = (), environment: Mapping[str, str] | None = None):
         self.cache, self._cached = RewardCache(), cache_rewards
+        self._environment = dict(environment or {})
+        """The variables that the sweep's file exports."""
         self._splits: dict[Any, tuple[Any, Any]] = {}
 
     def check(self, settings: Mapping[str, Any]) -> None:
@@ -45,12 +47,18 @@ class CommandLineArms:
         train.quantization_config(parsed.model)
 
     def build(self, settings: Mapping[str, Any], folder: Path) -> Any:
-        """The trainer of `groupgrad train` with these settings, which are written beside its run."""
+        """Makes the trainer of `groupgrad train` with these settings, and writes them to `SETTINGS_FILE`.
+
+        The run records the command line that would train it alone, by which `groupgrad replay` repeats it.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         settings = {**settings, "output_dir": str(folder)}
         text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
         (folder / SETTINGS_FILE).write_text(text, encoding="utf-8")
-        return train.build(parse_settings(settings), rewards_of=self._rewards_of, splits_of=self._splits_of)
+        trainer = train.build(parse_settings(settings), rewards_of=self._rewards_of, splits_of=self._splits_of)
+        content = {**settings, "env": self._environment} if self._environment else settings
+        trainer.recorder.command = command_of(["--config", str(folder / SETTINGS_FILE)], content)
+        return trainer
 
     def with_weights(self, settings: Mapping[str, Any], weights: Path) -> dict[str, Any]:
         """The settings with another model; an adapter in the folder is trained further, as it is."""

@@ -225,8 +225,6 @@ def peft_config(model: ModelArguments) -> Any:
                 "both"
             )
         return IA3Config(**{"task_type": "CAUSAL_LM", **kwargs})
-    if "target_parameters" in kwargs and not hasattr(LoraConfig, "target_parameters"):
-        raise ImportError("lora_target_parameters needs peft 0.17 or later: pip install -U peft")
     return LoraConfig(**kwargs)
 
 

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Serves the page of runs until it is interrupted. Returns 1 if a package is missing, 2 for no run."""
     arguments = parser().parse_args(argv)
     try:
-        paths = RunPaths(arguments.runs)
+        paths = RunPaths(arguments.runs or ["."])
         sweeps = _panels(paths.sweeps)
         if arguments.export is not None:
             for flag, given in (("--host", arguments.host), ("--port", arguments.port), ("--token", arguments.token)):
@@ -51,15 +51,21 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "view",
         description="Show runs, finished or in progress, as a local page.",
-        examples="groupgrad view out\ngroupgrad view runs/a runs/b\ngroupgrad view out --export report.html",
+        examples="groupgrad view runs/math\ngroupgrad view runs --port 8800\n"
+        "groupgrad view runs/a runs/b --export report.html",
     )
     parser.add_argument(
-        "runs", metavar="RUN", nargs="*", default=["."], help="output_dir of a run or of a sweep, or a folder of them"
+        "runs",
+        metavar="RUN",
+        nargs="*",
+        help="output_dir of a run or of a sweep, or a folder of them (default: this folder)",
     )
-    parser.add_argument("--host", help="address to serve at (default 127.0.0.1); another one needs a token")
-    parser.add_argument("--port", type=_port, help="port (default: any that is free, from 8765 on)")
-    parser.add_argument("--token", help="token of the address (default: a random one for a sweep or another --host)")
-    parser.add_argument("--export", metavar="FILE", type=Path, help="write a report that needs no server, and end")
+    page = parser.add_argument_group("Page")
+    page.add_argument("--host", help="address to serve at (default: 127.0.0.1); another one needs a token")
+    page.add_argument("--port", type=_port, help="port (default: any that is free, from 8765 on)")
+    page.add_argument("--token", help="token of the address (default: a random one for a sweep or another --host)")
+    report = parser.add_argument_group("Report")
+    report.add_argument("--export", metavar="FILE", type=Path, help="write a report that needs no server, and end")
     return parser
 
 

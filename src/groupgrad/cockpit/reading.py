@@ -141,7 +141,7 @@ class RunFolder:
         with self._lock:
             if self._index is None:
                 tables = [self._parts[name][1] for name in sorted(self._parts)]
-                table = pa.concat_tables(tables, promote_options="default").combine_chunks() if tables else _EMPTY
+                table = pa.concat_tables(tables, promote_options="default").combine_chunks() if tables else _empty()
                 self._index = table
             return self._index
 
@@ -260,7 +260,9 @@ class RunFolder:
         return pc.or_(*masks).combine_chunks()
 
 
-_EMPTY = pa.table({name: pa.array([], pa.int32()) for name in ("step", "row")})
+def _empty() -> pa.Table:
+    """A table of no rollouts. Made when it is needed, since the first array of pyarrow imports pandas."""
+    return pa.schema([("step", pa.int32()), ("row", pa.int32())]).empty_table()
 
 
 def _is_alive(start: dict[str, Any]) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+HIDDEN = "<hidden>"
+"""The text in the place of a token or password."""
+
 _SECRET = ("token", "secret", "password", "passwd", "api_key", "apikey", "authorization", "credential", "credentials")
 """Names end so if their text is a secret."""
 
@@ -20,5 +23,5 @@ def without_secrets(value: Any, key: str = "") -> Any:
     name = key.lower().replace("-", "_")
     is_secret = name.endswith(_SECRET) and name not in _NO_SECRET
     if isinstance(value, str) and value and (is_secret or any(f'{word}"' in value.lower() for word in _SECRET)):
-        return "<hidden>"
+        return HIDDEN
     return value

@@ -48,7 +48,7 @@ def add_adapter(model: nn.Module, peft_config: Any, *, keep_dtype: bool = False)
     does not fit it. Warns about `target_modules` that the model lacks if it has others of them.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ImportError("peft_config is given, but peft is not installed: pip install 'peft>=0.15'")
+        raise ImportError("peft_config is given, but peft is not installed: pip install 'peft>=0.20'")
     from peft import PeftConfig, get_peft_model
 
     if not isinstance(peft_config, PeftConfig):

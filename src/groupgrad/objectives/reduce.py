@@ -36,6 +36,7 @@ def _sequence_sum(per_token: torch.Tensor, batch: Batch, constant: int) -> torch
 
 
 def _local_token_mean(per_token: torch.Tensor, batch: Batch, constant: int) -> torch.Tensor:
+    # The `bnpo` of TRL, whose documentation names no paper: the mean over the loss tokens of the micro-batch.
     return even_share(where_trained(per_token, batch).sum() / batch.loss_tokens.sum().clamp(min=1), batch.totals)
 
 

@@ -178,9 +178,11 @@ def replay(
 ) -> Replay:
     """Repeats the steps of a run from the nearest checkpoint to `step`, and compares every number that it recorded.
 
-    `trainer` is new, made as the run's was, and is not to be used afterwards. Nothing is written into the run's folder:
-    the replay has a folder of its own, which is removed unless `keep` names it. With `recorded_rewards` the rewards of
-    the record are used and no reward function is called. ReplayError for what cannot be repeated.
+    `trainer` is new, made as the run's was, and is not to be used afterwards. Make it directly before the call: another
+    training in between would draw random numbers, and a replay from the start of a run would differ. Nothing is written
+    into the run's folder: the replay has a folder of its own, which is removed unless `keep` names it. With
+    `recorded_rewards` the rewards of the record are used and no reward function is called. ReplayError for what cannot
+    be repeated.
     """
     records = run if isinstance(run, RunRecords) else RunRecords(run)
     start = find_start(records, step, row)

@@ -84,8 +84,17 @@ class RunRecords:
 
     @cached_property
     def resumed_at(self) -> int:
-        """The step from which the last start went on; 0 for a run that was not resumed."""
-        starts = [e for e in read_lines(self.path / run_files.EVENTS) if e.get("event") in ("started", "resumed")]
+        """The step from which the last start went on, which may have other settings; 0 for a run that was not resumed.
+
+        The turns of a sweep's arm, which begin after a pause, all have the same settings and are one start.
+        """
+        kinds = ("started", "resumed", "paused")
+        events = [event for event in read_lines(self.path / run_files.EVENTS) if event.get("event") in kinds]
+        starts = [
+            now
+            for before, now in zip([{}, *events], events)
+            if now["event"] != "paused" and before.get("event") != "paused"
+        ]
         return int(starts[-1].get("step", 0)) if starts else 0
 
     def rollouts(self, step: int) -> pa.Table | None:

@@ -23,8 +23,8 @@ from groupgrad.sweep.common_work import CommonWork
 from groupgrad.sweep.factory import ArmFactory
 from groupgrad.sweep.report import cost
 from groupgrad.sweep.sharing import SharedWeights
-from groupgrad.sweep.store import ARMS, DONE, FAILED, WAITING, Arm, Store
-from groupgrad.sweep.sweep_plan import SweepPlan, merged
+from groupgrad.sweep.store import DONE, FAILED, WAITING, Arm, Store
+from groupgrad.sweep.sweep_plan import SweepPlan, arm_settings
 
 FIRST_TURN = 5
 """Steps of a turn before its cost is known."""
@@ -41,19 +41,6 @@ GPU_MEMORY_SHARE = 0.25
 ERROR_FILE = "error.txt"
 
 
-def arm_folder(store: Store, arm: Arm) -> Path:
-    """The folder of an arm's run."""
-    return store.folder / ARMS / arm.name
-
-
-def arm_settings(plan: SweepPlan, store: Store, factory: ArmFactory, arm: Arm) -> dict[str, Any]:
-    """The settings of an arm's run, but for its folder."""
-    settings = merged(plan.base, arm.changes)
-    if arm.weights_step is not None:
-        settings = factory.with_weights(settings, arm_folder(store, arm) / "start")
-    return settings
-
-
 def ready_arms(plan: SweepPlan, store: Store) -> list[Arm]:
     """The arms that have steps to make and do not wait for a rung, the least advanced first."""
     ready = [arm for arm in store.arms() if arm.state == WAITING and not plan.is_at_rung(arm)]
@@ -62,7 +49,7 @@ def ready_arms(plan: SweepPlan, store: Store) -> list[Arm]:
 
 def fail(store: Store, arm: Arm, error: BaseException) -> None:
     """Records that an error has ended an arm: its traceback in `ERROR_FILE`, its state in the store."""
-    folder = arm_folder(store, arm)
+    folder = store.folder_of(arm)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ERROR_FILE).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     store.set_state(arm.id, FAILED, f"{type(error).__name__}: {error}")
@@ -111,9 +98,8 @@ class ArmTurns:
         if arm.id in self._runs:
             self._runs[arm.id] = self._runs.pop(arm.id)
             return self._runs[arm.id]
-        folder = arm_folder(self.store, arm)
-        with self._bases.in_use():
-            trainer = self.factory.build(arm_settings(self.plan, self.store, self.factory, arm), folder)
+        folder = self.store.folder_of(arm)
+        trainer = self.trainer_of(arm, folder)
         if trainer.args.save_only_model:
             raise ValueError("save_only_model=True leaves nothing to resume a turn from; set it to False")
         if self.plan.metric not in (compare.COMBINED, *trainer.rewards.names):
@@ -125,6 +111,11 @@ class ArmTurns:
         self._work.join(trainer)
         run = self._runs[arm.id] = ArmRun(trainer, folder)
         return run
+
+    def trainer_of(self, arm: Arm, folder: Path) -> Any:
+        """Makes a trainer of an arm for a run in `folder`. Model objects are copied: each arm has its own."""
+        with self._bases.in_use():
+            return self.factory.build(arm_settings(self.plan, self.store, self.factory, arm), folder)
 
     # --------------------------------------------------------------------------------------------- length of a turn
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from groupgrad.sweep import compare
-from groupgrad.sweep.store import ARMS, DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Store
+from groupgrad.sweep.store import DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Store
 from groupgrad.telemetry.run_files import LOCK_OWNER, steps_made
 
 LAST_SHARE = 0.1
@@ -105,12 +105,12 @@ def steps_so_far(store: Store) -> dict[str, int]:
     if is_trained(store.folder):  # a killed sweep goes on from the arms' checkpoints
         for arm in store.arms():
             if arm.state == WAITING:
-                steps[arm.name] = max(arm.step, steps_made(store.folder / ARMS / arm.name))
+                steps[arm.name] = max(arm.step, steps_made(store.folder_of(arm)))
     return steps
 
 
 def is_trained(folder: Path) -> bool:
-    """True if a process of this machine trains the sweep; the import of the lock itself would take seconds."""
+    """True if a process of this machine trains the sweep."""
     try:
         owner = json.loads((folder / LOCK_OWNER).read_text(encoding="utf-8"))
         return owner["host"] == socket.gethostname() and psutil.pid_exists(int(owner["pid"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from groupgrad.sweep.device_workers import check_sendable
@@ -11,6 +12,7 @@ from groupgrad.sweep.factory import ADAPTER_FIELDS, ScriptArms
 from groupgrad.sweep.report import Result, results
 from groupgrad.sweep.sweep_plan import read_plan
 from groupgrad.sweep.sweeper import Sweeper
+from groupgrad.trainer import GRPOTrainer
 
 
 class Sweep:
@@ -90,6 +92,27 @@ class Sweep:
         self._sweeper.prepare({**content, "base": {name: str(value) for name, value in (args or {}).items()}})
         adapter = trainer_arguments.get("peft_config")
         self._sweeper.store.set_fact(ADAPTER_FIELDS, sorted(vars(adapter)) if adapter is not None else [])
+
+    def trainer_of(self, arm: int | str, output_dir: str | Path | None = None) -> GRPOTrainer:
+        """Makes a new trainer of an arm, as if it were to train the arm alone, such as for `groupgrad.replay.replay`.
+
+        Args:
+            arm: the number or the name of an arm.
+            output_dir: the folder of the trainer's run; None takes a temporary one, which only a replay may use.
+
+        Raises:
+            ValueError: if the sweep has no such arm.
+        """
+        found = self._sweeper.store.find(str(arm))
+        if output_dir is not None:
+            return self._sweeper.turns.trainer_of(found, Path(output_dir))
+        with TemporaryDirectory(prefix="groupgrad-") as folder:
+            return self._sweeper.turns.trainer_of(found, Path(folder))
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the sweep."""
+        return self._sweeper.store.folder
 
     def run(self) -> list[Result]:
         """Trains until no arm has steps to make; the arms, the best one first."""

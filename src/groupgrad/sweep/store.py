@@ -173,6 +173,10 @@ class Store:
         rows = self._rows(f"SELECT * FROM arms WHERE state != '{DELETED}' ORDER BY id")
         return [Arm(row[0], row[1], row[2], row[3], json.loads(row[4]), *row[5:]) for row in rows]
 
+    def folder_of(self, arm: Arm) -> Path:
+        """The folder of an arm's run."""
+        return self.folder / ARMS / arm.name
+
     def find(self, text: str) -> Arm:
         """The arm of a number, a name, or the only name that begins so. ValueError if there is none."""
         arms = self.arms()

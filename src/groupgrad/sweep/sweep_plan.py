@@ -9,12 +9,15 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupgrad import compat
 from groupgrad.spelling import did_you_mean
 from groupgrad.sweep.choices import Choices, number, read_choices
-from groupgrad.sweep.store import Arm
+from groupgrad.sweep.store import Arm, Store
+
+if TYPE_CHECKING:
+    from groupgrad.sweep.factory import ArmFactory
 
 KEYS = ("base", "output_dir", "vary", "arms", "sample", "halving", "metric", "turn_steps", "cache_rewards", "devices")
 SAMPLES = ("grid", "random", "optuna")
@@ -242,3 +245,11 @@ def arm_name(number: int, changes: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def arm_settings(plan: SweepPlan, store: Store, factory: ArmFactory, arm: Arm) -> dict[str, Any]:
+    """The settings of an arm's run, but for its folder."""
+    settings = merged(plan.base, arm.changes)
+    if arm.weights_step is not None:
+        settings = factory.with_weights(settings, store.folder_of(arm) / "start")
+    return settings

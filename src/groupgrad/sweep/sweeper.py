@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from groupgrad import dist, stopping
 from groupgrad.sweep import compare
-from groupgrad.sweep.arm_turns import COMMAND_CHECK_S, ERROR_FILE, ArmTurns, arm_folder, arm_settings, fail, ready_arms
+from groupgrad.sweep.arm_turns import COMMAND_CHECK_S, ERROR_FILE, ArmTurns, fail, ready_arms
+from groupgrad.sweep.commands import apply_commands
 from groupgrad.sweep.device_workers import LOST, DeviceWorkers
 from groupgrad.sweep.devices import Device, find_devices
 from groupgrad.sweep.factory import ArmFactory
-from groupgrad.sweep.store import DONE, FAILED, STOPPED, WAITING, Arm, Command, Decision, Store
+from groupgrad.sweep.store import FAILED, WAITING, Arm, Decision, Store
 from groupgrad.sweep.sweep_plan import SweepPlan, arm_name, merged
 from groupgrad.sweep.trials import ask_trials
-from groupgrad.trainer.run_lock import locked
+from groupgrad.telemetry.run_lock import locked
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Sweeper:
         """Reports the failure of an arm that has failed in its turn."""
         now = next((known for known in self.store.arms() if known.id == arm.id), arm)
         if now.state == FAILED:
-            place = arm_folder(self.store, arm) / ERROR_FILE
+            place = self.store.folder_of(arm) / ERROR_FILE
             logger.error("arm %s failed after step %d: %s (%s has more)", now.name, now.step, now.reason, place)
 
     # ------------------------------------------------------------------------------------------ successive halving
@@ -225,60 +225,5 @@ class Sweeper:
     # ---------------------------------------------------------------------------------------------------- commands
 
     def apply_commands(self, busy: Collection[int] = ()) -> dict[int, str]:
-        """Does what has been asked for since the last time, but for arms that are `busy` in a turn. Returns, by the
-        command's number, why it cannot be done."""
-        refused: dict[int, str] = {}
-        for command in [command for command in self.store.queued() if command.arm not in busy]:
-            arm = next((arm for arm in self.store.arms() if arm.id == command.arm), None)
-            if arm is None:
-                self.store.take(command, refused=True, message="the arm was deleted")
-                continue
-            try:
-                getattr(self, f"_{command.kind}")(command, arm)
-            except (ValueError, TypeError, OSError) as error:
-                refused[command.id] = f"{command.kind} of arm {arm.name} was refused: {error}"
-                self.store.take(command, refused=True, message=str(error))
-        return refused
-
-    def _stop(self, command: Command, arm: Arm) -> None:
-        if arm.state != WAITING:
-            raise ValueError(f"arm {arm.name} is {arm.state}, only an arm that is {WAITING} can be stopped")
-        self.store.take(command, state=(STOPPED, "stopped by a command"))
-        self._drop(arm.id)
-
-    def _resume(self, command: Command, arm: Arm) -> None:
-        if arm.state in (WAITING, DONE):
-            raise ValueError(f"arm {arm.name} is {arm.state}, there is nothing to resume")
-        self.store.take(command, state=(WAITING, ""))
-
-    def _delete(self, command: Command, arm: Arm) -> None:
-        self._drop(arm.id)
-        shutil.rmtree(arm_folder(self.store, arm), ignore_errors=True)
-        self.store.take(command, state=("deleted", "deleted by a command"))
-
-    def _clone(self, command: Command, arm: Arm) -> None:
-        changes = {**arm.changes, **command.changes}
-        name = arm_name(self.store.num_arms() + 1, changes)
-        clone = replace(arm, name=name, changes=changes, weights_step=None)
-        if command.from_weights:
-            clone = replace(clone, name=f"{name}-from={arm.id:02d}", weights_step=arm.step)
-        self.factory.check(arm_settings(self.plan, self.store, self.factory, clone))
-        if command.from_weights:
-            _copy_weights(arm_folder(self.store, arm), arm.step, arm_folder(self.store, clone) / "start")
-        row = clone.name, arm.cohort, changes, clone.weights_step
-        self.store.take(command, clone=row, message=clone.name)
-
-
-def _copy_weights(folder: Path, step: int, start: Path) -> None:
-    """Copies model and tokenizer of the last checkpoint of a run, or of the finished run. ValueError without one."""
-    checkpoint = folder / f"checkpoint-{step}"
-    source = checkpoint if checkpoint.is_dir() else folder
-    if not step or not any(source.glob("*.safetensors")):
-        raise ValueError(f"{folder} has no weights yet: the arm has made {step} steps; clone it after its first turn")
-    kept = [path for path in source.iterdir() if path.is_file() and path.suffix in (".safetensors", ".json", ".jinja")]
-    kept += [path for path in source.iterdir() if path.name in ("merges.txt", "vocab.txt", "tokenizer.model")]
-    shutil.rmtree(start, ignore_errors=True)
-    start.mkdir(parents=True)
-    for path in kept:
-        if path.name != "trainer_state.json":
-            shutil.copy2(path, start / path.name)
+        """`commands.apply_commands` with the trainers of this sweep."""
+        return apply_commands(self.store, lambda: (self.plan, self.factory), self._drop, busy)

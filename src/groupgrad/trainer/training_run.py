@@ -62,6 +62,7 @@ from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_only
 from groupgrad.telemetry.run_card import write_run_card
+from groupgrad.telemetry.run_lock import locked
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.batch_findings import FirstBatch
 from groupgrad.trainer.build import TrainerComponents
@@ -71,7 +72,6 @@ from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.launcher_watch import LauncherWatch
 from groupgrad.trainer.rank_watch import RankWatch
 from groupgrad.trainer.replaceable_loss import ReplaceableLoss
-from groupgrad.trainer.run_lock import locked
 from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.signal_watch import SignalWatch
