@@ -116,9 +116,6 @@ def test_the_command_serves_here_alone_unless_told(folder, tmp_path):
 def test_what_cannot_be_shown_is_said(folder, tmp_path, capsys, monkeypatch):
     assert main(["view", str(tmp_path)]) == 2
     assert "output_dir of a run" in capsys.readouterr().err
-    assert main(["view", str(folder), "--export", str(tmp_path / "none" / "x.html")]) == 2
-    message = capsys.readouterr().err
-    assert "--export" in message and "there is no folder" in message and str(tmp_path / "none") in message
     for flags in (["--port", "9000"], ["--host", "0.0.0.0"], ["--token", "x"]):
         assert main(["view", str(folder), "--export", str(tmp_path / "x.html"), *flags]) == 2
         assert f"{flags[0]} belongs to a served page, and --export writes a file" in capsys.readouterr().err
@@ -126,6 +123,34 @@ def test_what_cannot_be_shown_is_said(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(view.importlib.util, "find_spec", lambda name: None)
     assert main(["view", str(folder)]) == 1
     assert "pip install 'starlette>=0.40' 'uvicorn>=0.30'" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_any_work(folder, tmp_path, capsys, monkeypatch):
+    def refuse(*args: object) -> None:
+        raise AssertionError("a run was read")
+
+    kept = tmp_path / "kept.html"
+    kept.write_text("kept")
+    monkeypatch.setattr(view, "RunPaths", refuse)
+    for path, reason, cure in (
+        (tmp_path / "none" / "x.html", f"there is no folder {str(tmp_path / 'none')!r}", "make it first"),
+        (tmp_path, "it is a folder", "set --export to a file in it, such as"),
+        (kept / "x.html", f"there is no folder {str(kept)!r}", "set --export to a file in another one"),
+        (Path("/proc/x.html"), "No such file or directory", "set --export to a file that you may write"),
+        (tmp_path / ("x" * 300), "File name too long", "set --export to a file that you may write"),
+    ):
+        assert main(["view", str(folder), "--export", str(path)]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"groupgrad view: error: --export {str(path)!r}: {reason}") and cure in message
+    for refused in (PermissionError(13, "Permission denied"), OSError(30, "Read-only file system")):
+        monkeypatch.setattr(Path, "open", lambda *args, error=refused: (_ for _ in ()).throw(error))
+        assert main(["view", str(folder), "--export", str(kept)]) == 2
+        assert f"--export {str(kept)!r}: {refused.strerror}; set --export to a file" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert kept.read_text() == "kept"
+    assert main(["view", str(tmp_path / "no run"), "--export", str(tmp_path / "y.html")]) == 2
+    assert main(["view", str(tmp_path / "no run"), "--export", str(kept)]) == 2
+    assert not (tmp_path / "y.html").exists() and kept.read_text() == "kept"
 
 
 def test_a_report_is_one_file_that_loads_nothing(folder, tmp_path):
