@@ -68,6 +68,29 @@ def test_an_arm_in_its_turn_has_the_steps_of_its_run(tmp_path, capsys):
     assert shown() == (0, "0")  # a killed sweep goes on from the arm's last checkpoint
 
 
+def test_the_arm_in_its_turn_is_shown_as_training(tmp_path, capsys):
+    from groupgrad.trainer.run_lock import locked
+
+    store = Store(tmp_path, create=True)
+    store.add_arms([("01-a", 0, {"beta": 0.1}), ("02-b", 0, {"beta": 0.2})])
+    panel = CommandLinePanel(tmp_path)
+
+    def shown() -> list[str]:
+        table = panel.table()
+        assert all(arm["state"] == "waiting" for arm in table["arms"])  # so that it can be stopped
+        states = [arm["shown_state"] for arm in table["arms"]]
+        assert cli.main(["sweep", "status", str(tmp_path)]) == 0
+        assert re.findall(r"waiting|training(?= .* 0/)", capsys.readouterr().out) == states
+        return states
+
+    assert shown() == ["waiting", "waiting"]
+    with locked(tmp_path):
+        for place in (0, 1):
+            with locked(tmp_path / "arms" / store.arms()[place].name):  # as the trainer does for a turn
+                assert shown()[place] == "training" and shown()[1 - place] == "waiting"
+        assert shown() == ["waiting", "waiting"]
+
+
 def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):
     from groupgrad.trainer.run_lock import locked
 

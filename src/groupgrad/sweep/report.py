@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,25 @@ def steps_so_far(store: Store) -> dict[str, int]:
     return steps
 
 
+def arms_in_turn(store: Store) -> set[str]:
+    """Names of the arms that are being trained now, each in its turn."""
+    if not is_trained(store.folder):
+        return set()
+    return {arm.name for arm in store.arms() if arm.state == WAITING and is_trained(store.folder / ARMS / arm.name)}
+
+
+def shown_state(row: Result, in_turn: Collection[str]) -> str:
+    """The state of an arm in words: `training` for one of `in_turn`, `dropped at rung 2`, else its state."""
+    if row.state == WAITING and row.name in in_turn:
+        return "training"
+    return row.state if row.rung is None else f"{row.state} at rung {row.rung}"
+
+
 def is_trained(folder: Path) -> bool:
-    """True if a process of this machine trains the sweep; the import of the lock itself would take seconds."""
+    """True if a process of this machine trains the sweep or the run in a folder.
+
+    It reads the file of the lock, whose own module would take seconds to import.
+    """
     try:
         owner = json.loads((folder / LOCK_OWNER).read_text(encoding="utf-8"))
         return owner["host"] == socket.gethostname() and psutil.pid_exists(int(owner["pid"]))
