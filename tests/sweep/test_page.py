@@ -11,7 +11,7 @@ import pytest
 
 from groupgrad.cli import main as cli
 from groupgrad.cli.sweep_on_page import CommandLinePanel
-from groupgrad.sweep.store import Store
+from groupgrad.sweep.store import ArmTurn, Decision, PromptRewards, Store
 from groupgrad.telemetry.run_files import LineFile
 
 
@@ -89,6 +89,22 @@ def test_the_arm_in_its_turn_is_shown_as_training(tmp_path, capsys):
             with locked(tmp_path / "arms" / store.arms()[place].name):  # as the trainer does for a turn
                 assert shown()[place] == "training" and shown()[1 - place] == "waiting"
         assert shown() == ["waiting", "waiting"]
+
+
+def test_arms_that_left_the_race_stand_below_those_in_it(tmp_path):
+    """In the race the larger reward is higher, whether an arm has come to its end or not."""
+    store = Store(tmp_path, create=True)
+    arms = {"dropped": 0.9, "stopped": 0.8, "failed": 0.7, "done": 0.3, "waiting": 0.4, "new": None}
+    store.add_arms([(name, 0, {"beta": place}) for place, name in enumerate(arms)])
+    for number, (name, reward) in enumerate(arms.items(), start=1):
+        if reward is not None:
+            rewards = {2: PromptRewards(("one", "two"), {"reward": (reward, reward)})}
+            store.end_turn(number, ArmTurn(0, 2, train_s=1.0, switch_s=0.1), 4, rewards)
+            store.set_state(number, name)
+    store.pass_rung([1], 1, {1: "clearly worse"}, [Decision(0, 0, 1, 0, 2, "clearly worse", None)])
+    assert [arm["name"] for arm in CommandLinePanel(tmp_path).table()["arms"]] == [
+        *("waiting", "done", "new", "stopped", "dropped", "failed")
+    ]
 
 
 def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):

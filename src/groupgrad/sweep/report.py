@@ -19,7 +19,8 @@ from groupgrad.telemetry.run_files import LOCK_OWNER, steps_made
 LAST_SHARE = 0.1
 """Share of an arm's run whose last steps are averaged."""
 
-_ORDER = {DONE: 0, WAITING: 1, STOPPED: 1, DROPPED: 2, FAILED: 3}
+_ORDER = {DONE: 0, WAITING: 0, STOPPED: 1, DROPPED: 2, FAILED: 3}
+"""Arms in the race come first, then those that have left it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,7 +64,8 @@ class Cost:
 
 
 def results(store: Store) -> list[Result]:
-    """All arms, the best one first; an arm that got further comes before one that was dropped earlier."""
+    """All arms, the best one first. Arms that are stopped, dropped or failed stand below those in the race, in this
+    order; among arms of one group, those that have passed more rungs come first."""
     metric = store.fact("metric") or compare.COMBINED
     last = {decision.arm: decision for decision in store.decisions()}
     drops = {arm.id: last[arm.id] for arm in store.arms() if arm.state == DROPPED}
