@@ -161,6 +161,28 @@ def make_sweep_folder(folder: Path) -> tuple[Store, Panel]:
     return store, Panel(folder)
 
 
+def test_the_table_of_a_sweep_can_be_read_at_any_width(tmp_path, open_page):
+    """Each number has its heading, on a phone beside it; an arm that left the race is marked."""
+    from groupgrad.trainer.run_lock import locked
+
+    store, panel = make_sweep_folder(tmp_path / "rates")
+    store.add_arms([("03-beta=0.2", 0, {"beta": 0.2})])
+    store.set_state(2, "stopped", "stopped by a command")
+    folder = tmp_path / "rates"
+    with locked(folder), locked(folder / "arms" / "03-beta=0.2"), served(folder, sweeps=[panel]) as address:
+        for width in (1280, 390):
+            page = open_page(address, width=width)
+            page.click("text=Sweep")
+            page.wait_for_selector(".sweep tbody tr")
+            text = page.inner_text(".sweep table")
+            heads = [text.count(head) for head in ("steps", "reward", "behind the best by")]
+            assert heads == ([1, 1, 1] if width > 760 else [3, 3, 0])  # there no arm is behind another one
+            states = [row.inner_text() for row in page.locator(".sweep .state").all()]
+            assert states == ["waiting", "training", "stopped"]
+            assert page.locator(".sweep tbody tr.out").count() == 1
+            page.close()
+
+
 def test_arms_of_a_sweep_are_given_commands_by_keyboard(tmp_path, open_page):
     store, panel = make_sweep_folder(tmp_path / "rates")
     with served(tmp_path / "rates", sweeps=[panel]) as address:
