@@ -142,6 +142,19 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         assert page.evaluate("window.hacked") is None
 
 
+@pytest.mark.slow
+def test_runs_beyond_the_colours_have_strokes_of_their_own(tmp_path, open_page):
+    folders = [write_run(tmp_path / f"run-{place:02d}", steps=3, rows=8, tokens=8) for place in range(10)]
+    with served(*folders) as address:
+        page = open_page(address)
+        for marks in ("#top .run .swatch", ".tiles .row .tile.wide .swatch", ".chart[data-chart=Entropy] .now .swatch"):
+            styles = [mark.get_attribute("style") for mark in page.locator(marks).all()]
+            assert len(styles) == len(set(styles)) == 10, marks
+        dashes = page.evaluate("""import("/static/charts.js").then(({ dashes }) =>
+            [0, 1, 2].flatMap((place) => [0, 8, 16, 24].map((index) => dashes(place, index).join())))""")
+        assert len(set(dashes)) == len(dashes)
+
+
 class Panel(CommandLinePanel):
     """A sweep whose commands are noted, and refused or queued."""
 
@@ -161,6 +174,7 @@ def make_sweep_folder(folder: Path) -> tuple[Store, Panel]:
     return store, Panel(folder)
 
 
+@pytest.mark.slow
 def test_the_table_of_a_sweep_can_be_read_at_any_width(tmp_path, open_page):
     """Each number has its heading, on a phone beside it; an arm that left the race is marked."""
     from groupgrad.trainer.run_lock import locked

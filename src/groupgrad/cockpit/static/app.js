@@ -1,6 +1,6 @@
 // Starts the page: reads the runs, shows the page of the address, and asks for what is new while a run is live.
-import { columnsOf, swatch } from "./charts.js";
-import { el, fill, runColor } from "./dom.js";
+import { columnsOf, runMark } from "./charts.js";
+import { el, fill } from "./dom.js";
 import { overview } from "./overview.js";
 import { rolloutsPage } from "./rollouts.js";
 import { makeSource } from "./source.js";
@@ -55,7 +55,7 @@ function drawTop(name) {
       page?.update();
     } });
     box.checked = run.shown;
-    return el("label", { class: "run", title: run.summary.path }, runsNow.length > 1 && box, swatch(runColor(run.index)), run.name, el("small", { class: `state ${run.summary.state}` }, run.summary.state));
+    return el("label", { class: "run", title: run.summary.path }, runsNow.length > 1 && box, runMark(run.index), run.name, el("small", { class: `state ${run.summary.state}` }, run.summary.state));
   });
   const tabs = [tab("#/", "Overview"), tab("#/rollouts", "Rollouts"), state.sweeps.length > 0 && tab("#/sweep", "Sweep")];
   fill(top_, el("strong", { class: "brand" }, "groupgrad"), el("nav", { "aria-label": "Pages" }, tabs), el("div", { class: "runs" }, runs));

@@ -1,7 +1,15 @@
 // Charts of metrics over steps, drawn by uPlot.
-import { el, fill, runColor, short } from "./dom.js";
+import { NUM_COLORS, el, fill, runColor, short } from "./dom.js";
 
 const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
+const LEADS = [[14, 3], [6, 8], [2, 8], [8, 3, 2, 8]];
+
+/** Lengths of the dashes of a line, empty for a solid one: `place` is that of its metric in the chart, `index` that of its
+ * run. After the first runs, whose colours differ, a dot marks each further use of a colour. */
+export function dashes(place, index) {
+  const uses = Math.floor(index / NUM_COLORS);
+  return uses ? [...LEADS[place % LEADS.length], ...Array(uses).fill([2, 3]).flat()] : DASHES[place % DASHES.length];
+}
 
 /** The charts of the overview: title, metrics (the first that a run has is drawn) and how values are read. */
 export const CHARTS = [
@@ -103,7 +111,9 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
   const ink = style.getPropertyValue("--quiet").trim();
   const grid = { stroke: style.getPropertyValue("--grid").trim(), width: 1 };
   const axis = { stroke: ink, grid, ticks: { ...grid, size: 4 }, font: "11px system-ui", size: 26 };
-  const partColor = (s) => runColor(runs.length > 1 ? s.run.index : chart.prefix ? s.place : s.run.index);
+  const isOne = chart.prefix && runs.length === 1; // then colours are those of its parts
+  const indexOf = (s) => (isOne ? s.place : s.run.index);
+  const dashOf = (s) => dashes(isOne ? 0 : s.place, indexOf(s));
   const options = {
     width: 320,
     height: 170,
@@ -115,8 +125,8 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
     axes: [axis, { ...axis, size: 52, values: (_, ticks) => ticks.map((value) => short(value)) }],
     series: [{ label: "step" }, ...series.map((s) => ({
       label: label(s, chart, runs.length > 1),
-      stroke: partColor(s),
-      dash: DASHES[(chart.prefix && runs.length === 1 ? 0 : s.place) % DASHES.length],
+      stroke: runColor(indexOf(s)),
+      dash: dashOf(s),
       width: 1.6,
       spanGaps: true,
       points: { show: s.column.filter((value) => value !== null).length < 3 },
@@ -129,7 +139,7 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
       const values = data[index + 1];
       let at = place;
       if (at === null || at === undefined) for (at = values.length - 1; at > 0 && (values[at] ?? null) === null; at -= 1);
-      return el("span", { class: "value", title: label(s, chart, runs.length > 1) }, swatch(partColor(s)), chart.prefix && (runs.length === 1 || s.run === runs[0]) ? `${label(s, chart, false)} ` : "", short(values[at]));
+      return el("span", { class: "value", title: label(s, chart, runs.length > 1) }, swatch(runColor(indexOf(s)), dashOf(s)), chart.prefix && (isOne || s.run === runs[0]) ? `${label(s, chart, false)} ` : "", short(values[at]));
     });
     fill(last, place === null ? "" : `step ${data[0][place]} `, parts);
   };
@@ -156,9 +166,21 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
   return figure;
 }
 
-/** A small square of a colour. */
-export function swatch(color) {
+/** The mark of a run: its colour and dashes. */
+export function runMark(index) {
+  return swatch(runColor(index), dashes(0, index));
+}
+
+/** A small square of a colour, or a line with dashes. */
+function swatch(color, dash) {
   const node = el("i", { class: "swatch" });
-  node.style.backgroundColor = color;
+  node.style.background = color;
+  if (dash.length) {
+    let end = 0;
+    const stops = dash.map((length, place) => `${place % 2 ? "transparent" : color} ${end}px ${(end += length)}px`);
+    node.classList.add("dashed");
+    node.style.background = `repeating-linear-gradient(90deg, ${stops.join(", ")})`;
+    node.style.width = `${Math.max(20, end)}px`;
+  }
   return node;
 }

@@ -1,6 +1,6 @@
 // The page of sweeps: the arms, the best one first, and the commands that can be given to each.
-import { swatch } from "./charts.js";
-import { el, fill, runColor, short } from "./dom.js";
+import { runMark } from "./charts.js";
+import { el, fill, short } from "./dom.js";
 
 const CAN = {
   stop: (arm) => arm.state === "waiting",
@@ -107,7 +107,7 @@ function armRow(state, sweep, arm, ask) {
   const head = (text) => el("small", { class: "head" }, text); // shown on a phone, where the table's own heads are not
   return el("tr", { class: inRace ? null : "out" },
     el("td", {}, arm.id),
-    el("th", { scope: "row" }, run && swatch(runColor(run.index)), name, arm.parent && el("small", {}, ` of ${arm.parent}`)),
+    el("th", { scope: "row" }, run && runMark(run.index), name, arm.parent && el("small", {}, ` of ${arm.parent}`)),
     el("td", {}, el("span", { class: `state ${word}` }, arm.shown_state), arm.state === "failed" && el("p", { class: "bad" }, arm.reason)),
     el("td", {}, head("steps"), `${arm.step}/${arm.max_steps ?? "?"}`),
     el("td", { title: arm.compared ? `mean of steps ${arm.compared.join(" to ")}` : "" }, head(sweep.metric), short(arm.reward)),
