@@ -142,6 +142,49 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         assert page.evaluate("window.hacked") is None
 
 
+def test_charts_are_walked_by_keyboard(tmp_path, open_page):
+    folder = write_run(tmp_path / "first", steps=8, rows=8, tokens=8, ended=False)
+    chart = "document.querySelector('.chart .plot')"
+    focused = "document.activeElement"
+
+    def spoken(page: Any) -> str:
+        text = page.evaluate(f"{focused}.getAttribute('aria-valuetext')")
+        assert text.partition(":")[0] in page.inner_text(".chart:has(:focus) .now")  # and who sees reads the same
+        return text
+
+    with served(folder) as address:
+        page = open_page(address)
+        page.focus("#smoothing")
+        page.keyboard.press("Tab")  # to the first chart
+        assert page.evaluate(f"{focused} === {chart}") and page.evaluate(f"{focused}.ariaLabel") == "Reward"
+        style = f"(({{outlineStyle, outlineWidth}}) => outlineStyle + outlineWidth)(getComputedStyle({focused}))"
+        assert page.evaluate(style) == "solid2px"
+        page.keyboard.press("ArrowLeft")
+        assert spoken(page).startswith("step 8: reward ")
+        page.keyboard.press("ArrowLeft")
+        assert spoken(page).startswith("step 7: reward ")
+        page.keyboard.press("Tab")  # the next chart stands at the same step
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate(f"{focused}.ariaLabel") == "Reward functions" and "step 8: correct " in spoken(page)
+        page.keyboard.press("Home")
+        assert spoken(page).startswith("step 1: ")
+
+        LineFile(folder / "metrics.jsonl").append({"step": 9, "loss": 0.0, "reward": 7.5, "rewards/correct/mean": 0.75})
+        wait_until(page, "document.querySelector('.tiles').innerText.includes('7.5')")
+        page.wait_for_timeout(100)
+        assert spoken(page).startswith("step 1: ")  # new charts keep the place
+        page.keyboard.press("End")
+        assert spoken(page) == "step 9: correct 0.75, short –"
+        page.keyboard.press("Escape")
+        assert page.evaluate(f"{focused} === document.body")
+        assert "step" not in page.inner_text(".chart .now")
+        page.focus(".chart:nth-of-type(3) .plot")
+        page.keyboard.press("Home")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".item .chip")
+        assert "first_step=1&last_step=1" in page.evaluate("location.hash")
+
+
 @pytest.mark.slow
 def test_runs_beyond_the_colours_have_strokes_of_their_own(tmp_path, open_page):
     folders = [write_run(tmp_path / f"run-{place:02d}", steps=3, rows=8, tokens=8) for place in range(10)]

@@ -103,7 +103,7 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
   const series = seriesOf(chart, runs);
   if (!series.length || series.every(({ column }) => column.every((value) => value === null))) return null;
   const last = el("span", { class: "now" });
-  const holder = el("div", { class: "plot" });
+  const holder = el("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": chart.title });
   const figure = el("figure", { class: "card chart" }, el("figcaption", {}, el("b", {}, chart.title), last, chart.hint && el("small", {}, chart.hint)), holder);
   const tables = series.map(({ run, column }) => [run.columns.step, smoothed(column, weight)]);
   const data = uPlot.join(tables);
@@ -149,7 +149,11 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
     const place = plot.cursor.idx;
     if (onStep && place !== null && place !== undefined && plot.select.width === 0) onStep(data[0][place]);
   });
-  const observer = new ResizeObserver(() => plot.setSize({ width: Math.max(180, holder.clientWidth), height: 170 }));
+  const walk = walkByKeyboard({ plot, holder, data, onStep, spoken: (place) => series.map((s, index) => `${label(s, chart, runs.length > 1)} ${short(data[index + 1][place])}`).join(", ") });
+  const observer = new ResizeObserver(() => {
+    plot.setSize({ width: Math.max(180, holder.clientWidth), height: 170 });
+    queueMicrotask(walk.stay); // once the new size is in force
+  });
   observer.observe(holder);
   figure.dataset.chart = chart.title;
   /** The steps that are zoomed to, null for all of them; with an argument zooms to these. */
@@ -159,11 +163,66 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
     const isKnown = Number.isFinite(min) && Number.isFinite(max); // not before the first drawing
     return isKnown && (min > data[0][0] || max < data[0].at(-1)) ? { min, max } : null;
   };
-  figure.dispose = () => { observer.disconnect(); plot.destroy(); };
-  const spoken = series.map((s) => `${label(s, chart, runs.length > 1)} ${short(s.column.findLast((value) => value !== null))}`);
-  holder.setAttribute("role", "img");
-  holder.setAttribute("aria-label", `${chart.title}: ${spoken.join(", ")}`);
+  figure.walk = walk;
+  figure.dispose = () => { observer.disconnect(); walk.end(); plot.destroy(); };
   return figure;
+}
+
+/** Lets the arrow keys, Page Up, Page Down, Home and End move the cursor of a chart over its steps, Enter open a step, and
+ * Escape leave. A screen reader says what `spoken(place)` returns. */
+function walkByKeyboard({ plot, holder, data, onStep, spoken }) {
+  const steps = data[0];
+  const places = [...steps.keys()].filter((place) => data.slice(1).some((values) => (values[place] ?? null) !== null));
+  let current = null;
+
+  function say(place) {
+    holder.setAttribute("aria-valuenow", steps[place]);
+    holder.setAttribute("aria-valuetext", `step ${steps[place]}: ${spoken(place)}`);
+  }
+
+  function move(place) {
+    current = place;
+    plot.setCursor(place === null ? { left: -10, top: -10 } : { left: plot.valToPos(steps[place], "x"), top: 60 }, true, true);
+    if (place !== null) say(place);
+  }
+
+  function key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const { min, max } = plot.scales.x;
+    const seen = places.filter((place) => steps[place] >= min && steps[place] <= max);
+    const by = { ArrowLeft: -1, ArrowRight: 1, PageDown: -Math.ceil(seen.length / 10), PageUp: Math.ceil(seen.length / 10), Home: -seen.length, End: seen.length }[event.key];
+    const cursor = plot.cursor.idx ?? null;
+    if (by && seen.length) {
+      const at = cursor === null ? (by < 0 ? seen.length : -1) : seen.filter((place) => place < cursor).length;
+      move(seen[Math.max(0, Math.min(seen.length - 1, at + by))]);
+    } else if (event.key === "Enter" && cursor !== null) onStep?.(steps[cursor]);
+    else if (event.key === "Escape") holder.blur();
+    else return;
+    event.preventDefault();
+  }
+
+  function leave(event) {
+    current = null;
+    if (!event.relatedTarget?.classList.contains("plot")) move(null); // another chart goes on from the same step
+  }
+
+  holder.setAttribute("aria-valuemin", steps[0]);
+  holder.setAttribute("aria-valuemax", steps.at(-1));
+  say(places.at(-1));
+  holder.addEventListener("keydown", key);
+  holder.addEventListener("blur", leave);
+  return {
+    /** The step at which the cursor was put by key; null if there is none. */
+    step: () => (current === null ? null : steps[current]),
+    /** Takes the focus, and the cursor to a step if it is not null. */
+    resume(step) {
+      holder.focus({ preventScroll: true });
+      current = step === null ? null : steps.indexOf(step);
+    },
+    /** Puts the cursor back at its step, in a chart of another size. */
+    stay: () => current !== null && move(current),
+    end: () => holder.removeEventListener("blur", leave),
+  };
 }
 
 /** The mark of a run: its colour and dashes. */

@@ -18,7 +18,7 @@ export function overview(state, { openStep }) {
     draw();
   } });
   const tools = el("div", { class: "tools" }, el("label", { for: "smoothing" }, "Smoothing"), smoothing,
-    el("span", { class: "quiet" }, "drag to zoom, double-click to reset, click a step for its rollouts"));
+    el("span", { class: "quiet" }, "drag to zoom, double-click to reset, click a step for its rollouts; by keyboard: Tab to a chart, arrow keys, Enter"));
   node.append(tiles, notes, tools, charts, others, rest);
   let drawn = [];
 
@@ -29,6 +29,8 @@ export function overview(state, { openStep }) {
 
   function draw() {
     const zooms = new Map(drawn.map((figure) => [figure.dataset.chart, figure.zoom()]));
+    const focused = drawn.find((figure) => figure.contains(document.activeElement));
+    const step = focused?.walk.step() ?? null;
     dispose();
     const runs = state.runs.filter((run) => run.shown);
     const options = { weight: state.smoothing, sync: "steps", onStep: (step) => openStep(runs[0].index, step) };
@@ -39,6 +41,7 @@ export function overview(state, { openStep }) {
     fill(charts, made.length ? made : el("p", { class: "quiet" }, "No metrics yet: the first log event comes after logging_steps steps."));
     drawn = [...made, ...rare];
     drawn.forEach((figure) => figure.zoom(zooms.get(figure.dataset.chart)));
+    if (focused) drawn.find((figure) => figure.dataset.chart === focused.dataset.chart)?.walk.resume(step);
   }
 
   function updateTiles() {
