@@ -111,6 +111,14 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         page.click("text=Rollouts")
         page.wait_for_selector(".item .chip")
         assert page.inner_text(".count").startswith("136 rollouts")
+        page.fill("[name=first_step]", "8")
+        page.press("[name=first_step]", "Enter")
+        wait_until(page, "document.querySelector('.count').innerText.startsWith('24 rollouts')")
+        page.locator(".list").press("End")  # the last rows of a step are those of its evaluations, and say so
+        page.wait_for_selector("#item-23:has-text('evaluation eval')")
+        assert page.locator(".item:not([hidden]):has-text('evaluation eval')").count() == 8
+        assert "evaluation" not in page.inner_text("#item-15")
+        page.click("button:text('Clear')")
         page.select_option("[name=phase]", "train")
         wait_until(page, "document.querySelector('.count').innerText.startsWith('128 rollouts')")
         page.locator(".list").press("Home")
@@ -346,7 +354,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path, open_page)
 @pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
 def test_it_fits_and_can_be_read(tmp_path, open_page, size, scheme):
     """Nothing sticks out sideways, and text has a contrast of at least 4.5 to its background."""
-    folder = write_run(tmp_path / "first", steps=50, rows=16, tokens=20)
+    folder = write_run(tmp_path / "first", steps=50, rows=16, tokens=20, evaluated=True)
     store, panel = make_sweep_folder(tmp_path / "rates")
     store.set_state(2, "failed", "RuntimeError: a device is missing")
     for name, sweeps, places in (

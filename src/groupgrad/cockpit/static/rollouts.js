@@ -212,13 +212,16 @@ function largest(rows) {
 
 function drawItem(node, row) {
   if (!row) {
+    node.classList.remove("held-out");
     fill(node, el("span", { class: "quiet" }, "..."));
     return;
   }
   const sign = row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "";
+  const isHeldOut = (row.phase ?? "train") !== "train";
+  node.classList.toggle("held-out", isHeldOut);
   fill(node,
-    el("span", { class: "where" }, el("b", {}, row.step), ` · ${row.row}`, row.phase && row.phase !== "train" && el("small", {}, ` ${row.phase}`)),
+    el("span", { class: "where" }, el("b", {}, row.step), ` · ${row.row}`),
     el("span", { class: `number ${sign}` }, short(row.reward, 2)),
-    el("span", { class: "text" }, el("span", { class: "quiet" }, plainText(row.prompt, false)), el("span", {}, row.completion)),
+    el("span", { class: "text" }, el("span", { class: "quiet" }, isHeldOut && el("b", {}, `${phaseName(row.phase)} · `), plainText(row.prompt, false)), el("span", {}, row.completion)),
     el("span", { class: row.finish_reason === "eos" ? "chip" : "chip warn" }, row.finish_reason));
 }
