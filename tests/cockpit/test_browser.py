@@ -22,6 +22,7 @@ from groupgrad.cli.main import main
 from groupgrad.cli.run_paths import RunPaths
 from groupgrad.cli.sweep_on_page import CommandLinePanel
 from groupgrad.cli.view import _listen
+from groupgrad.cockpit import STATIC
 from groupgrad.cockpit.server import make_app
 from groupgrad.sweep.store import ArmTurn, Store
 from groupgrad.telemetry.run_files import LineFile
@@ -201,8 +202,10 @@ def test_runs_beyond_the_colours_have_strokes_of_their_own(tmp_path, open_page):
         for marks in ("#top .run .swatch", ".tiles .row .tile.wide .swatch", ".chart[data-chart=Entropy] .now .swatch"):
             styles = [mark.get_attribute("style") for mark in page.locator(marks).all()]
             assert len(styles) == len(set(styles)) == 10, marks
-        dashes = page.evaluate("""import("/static/charts.js").then(({ dashes }) =>
-            [0, 1, 2].flatMap((place) => [0, 8, 16, 24].map((index) => dashes(place, index).join())))""")
+        script = (STATIC / "charts.js").read_text()
+        dashes = page.evaluate(f"""() => {{ const NUM_COLORS = 8;
+            {script[script.index("const DASHES") : script.index("/** The charts of")].replace("export", "")}
+            return [0, 1, 2].flatMap((place) => [0, 8, 16, 24].map((index) => dashes(place, index).join())); }}""")
         assert len(set(dashes)) == len(dashes)
 
 

@@ -19,8 +19,10 @@ from synthetic_run import HOSTILE, write_run
 
 from groupgrad.cli import view
 from groupgrad.cli.main import main
+from groupgrad.cockpit import STATIC
+from groupgrad.cockpit.page_files import MODULES
 from groupgrad.cockpit.reading import RunFolder
-from groupgrad.cockpit.server import FILES, make_app
+from groupgrad.cockpit.server import make_app
 from groupgrad.telemetry.advice import advice
 
 
@@ -54,7 +56,7 @@ def test_the_page_and_its_data_are_served(client):
 
 
 def test_a_policy_keeps_foreign_content_out(client):
-    for address in ("/", "/static/app.js", "/api/runs", "/none"):
+    for address in ("/", "/static/page.js", "/api/runs", "/none"):
         headers = client.get(address).headers
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
@@ -216,5 +218,17 @@ def test_advice_is_given_on_numbers_whose_sum_is_no_float():
 
 
 def test_the_chart_library_has_its_licence():
-    assert "MIT" in (FILES["app.js"].parent / "uPlot.LICENSE").read_text()
-    assert all("innerHTML" not in path.read_text() for name, path in FILES.items() if not name.startswith("uPlot"))
+    assert "MIT" in (STATIC / "uPlot.LICENSE").read_text()
+
+
+def test_no_module_writes_markup_and_all_are_served(client):
+    served = client.get("/static/page.js").text
+    for path in STATIC.glob("*.js"):
+        if not path.name.startswith("uPlot"):
+            assert path.name in MODULES and "innerHTML" not in path.read_text()
+            assert path.read_text().splitlines()[-1] in served
+
+
+def test_the_page_is_asked_for_in_three_requests(client):
+    """Of a busy machine each further one takes some tenths of a second."""
+    assert re.findall(r'"/static/([^"]+)"', client.get("/").text) == ["icon.svg", "page.css", "page.js"]

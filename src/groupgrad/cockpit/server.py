@@ -18,16 +18,20 @@ from starlette.responses import FileResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from groupgrad.cockpit import LOCAL_HOSTS, STATIC, views
+from groupgrad.cockpit import LOCAL_HOSTS, page_files, views
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.row_selection import Selection
 from groupgrad.cockpit.sweep_panel import SweepPanel, read_command
 from groupgrad.telemetry.rollout_table import TRAINING
 from groupgrad.telemetry.run_files import finite
 
-FILES = {path.name: path for path in STATIC.iterdir() if path.suffix in (".js", ".css", ".html", ".svg")}
-"""The files that are served, by name: nothing else of the disk is."""
-TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+FILES: dict[str, tuple[str, Callable[[], str]]] = {
+    "page.js": ("text/javascript", page_files.script),
+    "page.css": ("text/css", page_files.styles),
+    "icon.svg": ("image/svg+xml", lambda: page_files.text("icon.svg")),
+    "index.html": ("text/html", lambda: page_files.text("index.html")),
+}
+"""Type and text of the files that are served, by name: nothing else of the disk is."""
 COOKIE = "groupgrad_token"
 MAX_ROWS = 500
 """Rows in one answer."""
@@ -202,10 +206,10 @@ def _number(request: Request, name: str, default: int) -> int:
 
 
 def _static(name: str) -> Response:
-    path = FILES.get(name)
-    if path is None:
+    if name not in FILES:
         return PlainTextResponse("there is no such file", status_code=404)
-    return Response(path.read_bytes(), media_type=TYPES[path.suffix])
+    kind, read = FILES[name]
+    return Response(read(), media_type=kind)
 
 
 def _json(value: Any) -> Response:
