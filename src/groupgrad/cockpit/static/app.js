@@ -136,16 +136,15 @@ async function poll() {
 
 async function start() {
   isPolling = true; // until all runs have been read
+  async function readAll() {
+    await Promise.all(state.runs.map((run, index) => tryToRead(run, found[index])));
+    isPolling = false;
+  }
+  let found;
   try {
-    const [runs, sweeps] = await Promise.all([source.runs(), source.sweeps()]);
-    state.sweeps = sweeps;
-    state.runs = runs.map(newRun);
-    const whole = Promise.all(state.runs.map((run, index) => tryToRead(run, runs[index])));
-    if (address().name === "overview") await whole;
-    whole.then(() => {
-      isPolling = false;
-      if (shown === "overview") page.update(); // the list of rollouts does without
-    });
+    [found, state.sweeps] = await Promise.all([source.runs(), source.sweeps()]);
+    state.runs = found.map(newRun);
+    if (address().name === "overview") await readAll();
   } catch (error) {
     fill(main, el("p", { class: "bad" }, `The runs cannot be read: ${error.message}`));
     return;
@@ -154,6 +153,11 @@ async function start() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page?.update());
   show();
   document.body.dataset.ready = "yes";
+  if (isPolling) { // another page shows its rows before the metrics are read
+    await page.loaded;
+    await readAll();
+    if (shown === "overview") page.update();
+  }
   if (source.live) setInterval(poll, POLL_MS);
 }
 
