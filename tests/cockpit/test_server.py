@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from synthetic_run import HOSTILE, write_run
 
 from groupgrad.cli import view
 from groupgrad.cli.main import main
-from groupgrad.cockpit import STATIC
+from groupgrad.cockpit import STATIC, server
 from groupgrad.cockpit.page_files import MODULES
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.server import make_app
@@ -232,3 +233,17 @@ def test_no_module_writes_markup_and_all_are_served(client):
 def test_the_page_is_asked_for_in_three_requests(client):
     """Of a busy machine each further one takes some tenths of a second."""
     assert re.findall(r'"/static/([^"]+)"', client.get("/").text) == ["icon.svg", "page.css", "page.js"]
+
+
+def test_what_is_read_behind_the_page_waits_for_its_answers(monkeypatch):
+    monkeypatch.setattr(server, "QUIET_S", 0.2)
+    requests, read = server.OpenRequests(), threading.Event()
+    reader = threading.Thread(target=lambda: (requests.wait_for_none(), read.set()))
+    with requests.counted():
+        reader.start()
+        assert not read.wait(0.1)
+    assert not read.wait(0.1)  # the page may ask for more
+    assert read.wait(5)
+    with requests.counted():
+        monkeypatch.setattr(server, "MAX_WAIT_S", 0.1)
+        requests.wait_for_none()  # a request that never ends does not keep rollouts from being read

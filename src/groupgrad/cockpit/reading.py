@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -112,10 +112,11 @@ class RunFolder:
         is_here = start.get("host") == socket.gethostname() and isinstance(start.get("pid"), int)
         return "killed" if state == "running" and is_here and not _is_alive(start) else state
 
-    def refresh(self, *, limit: int | None = None, wait: bool = True) -> bool:
+    def refresh(self, *, limit: int | None = None, wait: bool = True, pause: Callable[[], None] = lambda: None) -> bool:
         """Reads new files of rollouts, the newest steps first, at most `limit`; False if there are more.
 
-        Without `wait` nothing is read while another thread reads, once there is something to show.
+        Without `wait` nothing is read while another thread reads, once there is something to show. `pause` is called
+        before each file.
         """
         if not self._reading.acquire(blocking=wait or not self._parts):
             return False
@@ -126,8 +127,13 @@ class RunFolder:
                 (name for name in present if name not in known), key=lambda name: (-present[name][0], name)
             )
             now = missing if limit is None else missing[:limit]
+
+            def read(name: str) -> pa.Table | None:
+                pause()
+                return self._summary(name)
+
             with ThreadPoolExecutor(2) as threads:
-                tables = list(threads.map(self._summary, now))
+                tables = list(threads.map(read, now))
             known |= {name: (present[name], table) for name, table in zip(now, tables) if table is not None}
             with self._lock:
                 if now or len(known) != len(self._parts):
@@ -268,6 +274,11 @@ def _strings(values: Sequence[str]) -> pa.Array:
     texts = [value.encode() for value in values]
     offsets = np.cumsum([0, *map(len, texts)], dtype=np.int32)
     return pa.StringArray.from_buffers(len(texts), pa.py_buffer(offsets), pa.py_buffer(b"".join(texts)))
+
+
+def import_pandas() -> None:
+    """Has pyarrow import pandas, as it does for the first condition of a selection, which then needs not wait."""
+    pa.scalar(0)
 
 
 def _is_alive(start: dict[str, Any]) -> bool:

@@ -26,7 +26,7 @@ export function rolloutsPage(state, query, { source, go }) {
         known = JSON.stringify(answer.facets);
         drawFilters(answer.facets);
       }
-      if (!answer.complete) setTimeout(() => list.reset(), 400);
+      if (!answer.complete) setTimeout(() => list.reset(), 2500);
       return answer;
     },
     draw: drawItem,
