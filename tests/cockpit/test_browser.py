@@ -341,6 +341,25 @@ def test_runs_are_compared_and_a_report_shows_the_same(tmp_path, open_page):
 
 
 @pytest.mark.slow
+def test_a_page_asks_for_its_own_data_first_and_draws_once(tmp_path, open_page):
+    folder = write_run(tmp_path / "first", steps=8, rows=8, tokens=10)
+    with served(folder) as address:
+        page = open_page(address)
+        page.add_init_script(COUNT_CANVASES)
+        page.reload()
+        page.wait_for_selector(".chart canvas")
+        page.wait_for_timeout(300)
+        assert page.evaluate("window.canvases") == page.locator("canvas").count()
+        asked = []
+        page.on("request", lambda request: asked.append(request.url.rpartition("/")[2].partition("?")[0]))
+        page.goto("about:blank")
+        page.goto(address + "#/rollouts")
+        page.wait_for_selector(".item .chip")
+        page.wait_for_timeout(300)
+        assert asked.index("rollouts") < asked.index("metrics")
+
+
+@pytest.mark.slow
 def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path, open_page):
     first, second = (write_run(tmp_path / name, steps=8, rows=8, tokens=10) for name in ("first", "second"))
     with served(first, second) as address:
@@ -393,10 +412,11 @@ def seconds_to_open(open_page: Callable[..., Any], address: str, until: str) -> 
 
 
 @pytest.mark.slow
-def test_a_thousand_steps_open_and_scroll_fast(tmp_path, open_page, capsys):
+@pytest.mark.parametrize("turns", [0, 3], ids=["texts", "conversations"])
+def test_a_thousand_steps_open_and_scroll_fast(tmp_path, open_page, capsys, turns):
     """1,000 steps of 64 rollouts: open in 2 s (the best of three: the machine may have other work), more than 30 frames
-    a second in scrolling, less than 300 MiB."""
-    folder = write_run(tmp_path / "long", steps=1000)
+    a second in scrolling, less than 300 MiB. The same holds for conversations of three turns."""
+    folder = write_run(tmp_path / "long", steps=1000, turns=turns)
     with served(folder) as address:
         rows_s = min(seconds_to_open(open_page, address + "#/rollouts", ".item .chip") for _ in range(3))
         charts_s = min(seconds_to_open(open_page, address, ".chart canvas") for _ in range(3))
@@ -410,12 +430,22 @@ def test_a_thousand_steps_open_and_scroll_fast(tmp_path, open_page, capsys):
         page.locator(".list").press("End")
         wait_until(page, "document.querySelector('.list').innerText.includes('1 · 63')")
         mebibytes = page.evaluate("(gc(), performance.memory.usedJSHeapSize / 2 ** 20)")
+    kind, opened = "conversations" if turns else "texts", f"rows after {rows_s:.2f} s, charts {charts_s:.2f} s"
     with capsys.disabled():
-        print(f"\nrows after {rows_s:.2f} s, charts {charts_s:.2f} s, {frames:.0f} frames/s, {mebibytes:.0f} MiB")
+        print(f"\n{kind}: {opened}, {frames:.0f} frames/s, {mebibytes:.0f} MiB")
     assert max(rows_s, charts_s) < MAX_OPEN_S
     assert frames > MIN_FRAMES
     assert mebibytes < MAX_MIB
 
+
+COUNT_CANVASES = """
+const getContext = HTMLCanvasElement.prototype.getContext;
+window.canvases = 0;
+HTMLCanvasElement.prototype.getContext = function (...all) {
+  window.canvases += 1;
+  return getContext.apply(this, all);
+};
+"""
 
 SCROLL = """
 async () => {
