@@ -22,6 +22,7 @@ from groupgrad.cli.main import main
 from groupgrad.cli.run_paths import RunPaths
 from groupgrad.cli.sweep_on_page import CommandLinePanel
 from groupgrad.cli.view import _listen
+from groupgrad.cockpit import STATIC
 from groupgrad.cockpit.server import make_app
 from groupgrad.sweep.store import ArmTurn, Store
 from groupgrad.telemetry.run_files import LineFile
@@ -111,6 +112,14 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         page.click("text=Rollouts")
         page.wait_for_selector(".item .chip")
         assert page.inner_text(".count").startswith("136 rollouts")
+        page.fill("[name=first_step]", "8")
+        page.press("[name=first_step]", "Enter")
+        wait_until(page, "document.querySelector('.count').innerText.startsWith('24 rollouts')")
+        page.locator(".list").press("End")  # the last rows of a step are those of its evaluations, and say so
+        page.wait_for_selector("#item-23:has-text('evaluation eval')")
+        assert page.locator(".item:not([hidden]):has-text('evaluation eval')").count() == 8
+        assert "evaluation" not in page.inner_text("#item-15")
+        page.click("button:text('Clear')")
         page.select_option("[name=phase]", "train")
         wait_until(page, "document.querySelector('.count').innerText.startsWith('128 rollouts')")
         page.locator(".list").press("Home")
@@ -142,6 +151,64 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         assert page.evaluate("window.hacked") is None
 
 
+def test_charts_are_walked_by_keyboard(tmp_path, open_page):
+    folder = write_run(tmp_path / "first", steps=8, rows=8, tokens=8, ended=False)
+    chart = "document.querySelector('.chart .plot')"
+    focused = "document.activeElement"
+
+    def spoken(page: Any) -> str:
+        text = page.evaluate(f"{focused}.getAttribute('aria-valuetext')")
+        assert text.partition(":")[0] in page.inner_text(".chart:has(:focus) .now")  # and who sees reads the same
+        return text
+
+    with served(folder) as address:
+        page = open_page(address)
+        page.focus("#smoothing")
+        page.keyboard.press("Tab")  # to the first chart
+        assert page.evaluate(f"{focused} === {chart}") and page.evaluate(f"{focused}.ariaLabel") == "Reward"
+        style = f"(({{outlineStyle, outlineWidth}}) => outlineStyle + outlineWidth)(getComputedStyle({focused}))"
+        assert page.evaluate(style) == "solid2px"
+        page.keyboard.press("ArrowLeft")
+        assert spoken(page).startswith("step 8: reward ")
+        page.keyboard.press("ArrowLeft")
+        assert spoken(page).startswith("step 7: reward ")
+        page.keyboard.press("Tab")  # the next chart stands at the same step
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate(f"{focused}.ariaLabel") == "Reward functions" and "step 8: correct " in spoken(page)
+        page.keyboard.press("Home")
+        assert spoken(page).startswith("step 1: ")
+
+        LineFile(folder / "metrics.jsonl").append({"step": 9, "loss": 0.0, "reward": 7.5, "rewards/correct/mean": 0.75})
+        wait_until(page, "document.querySelector('.tiles').innerText.includes('7.5')")
+        page.wait_for_timeout(100)
+        assert spoken(page).startswith("step 1: ")  # new charts keep the place
+        page.keyboard.press("End")
+        assert spoken(page) == "step 9: correct 0.75, short –"
+        page.keyboard.press("Escape")
+        assert page.evaluate(f"{focused} === document.body")
+        assert "step" not in page.inner_text(".chart .now")
+        page.focus(".chart:nth-of-type(3) .plot")
+        page.keyboard.press("Home")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".item .chip")
+        assert "first_step=1&last_step=1" in page.evaluate("location.hash")
+
+
+@pytest.mark.slow
+def test_runs_beyond_the_colours_have_strokes_of_their_own(tmp_path, open_page):
+    folders = [write_run(tmp_path / f"run-{place:02d}", steps=3, rows=8, tokens=8) for place in range(10)]
+    with served(*folders) as address:
+        page = open_page(address)
+        for marks in ("#top .run .swatch", ".tiles .row .tile.wide .swatch", ".chart[data-chart=Entropy] .now .swatch"):
+            styles = [mark.get_attribute("style") for mark in page.locator(marks).all()]
+            assert len(styles) == len(set(styles)) == 10, marks
+        script = (STATIC / "charts.js").read_text()
+        dashes = page.evaluate(f"""() => {{ const NUM_COLORS = 8;
+            {script[script.index("const DASHES") : script.index("/** The charts of")].replace("export", "")}
+            return [0, 1, 2].flatMap((place) => [0, 8, 16, 24].map((index) => dashes(place, index).join())); }}""")
+        assert len(set(dashes)) == len(dashes)
+
+
 class Panel(CommandLinePanel):
     """A sweep whose commands are noted, and refused or queued."""
 
@@ -159,6 +226,29 @@ def make_sweep_folder(folder: Path) -> tuple[Store, Panel]:
     store.end_turn(1, ArmTurn(0, 5, train_s=5.0, switch_s=0.1), 20, {})
     write_run(folder / "arms" / "01-beta=0", steps=5, rows=8, tokens=8)
     return store, Panel(folder)
+
+
+@pytest.mark.slow
+def test_the_table_of_a_sweep_can_be_read_at_any_width(tmp_path, open_page):
+    """Each number has its heading, on a phone beside it; an arm that left the race is marked."""
+    from groupgrad.trainer.run_lock import locked
+
+    store, panel = make_sweep_folder(tmp_path / "rates")
+    store.add_arms([("03-beta=0.2", 0, {"beta": 0.2})])
+    store.set_state(2, "stopped", "stopped by a command")
+    folder = tmp_path / "rates"
+    with locked(folder), locked(folder / "arms" / "03-beta=0.2"), served(folder, sweeps=[panel]) as address:
+        for width in (1280, 390):
+            page = open_page(address, width=width)
+            page.click("text=Sweep")
+            page.wait_for_selector(".sweep tbody tr")
+            text = page.inner_text(".sweep table")
+            heads = [text.count(head) for head in ("steps", "reward", "behind the best by")]
+            assert heads == ([1, 1, 1] if width > 760 else [3, 3, 0])  # there no arm is behind another one
+            states = [row.inner_text() for row in page.locator(".sweep .state").all()]
+            assert states == ["waiting", "training", "stopped"]
+            assert page.locator(".sweep tbody tr.out").count() == 1
+            page.close()
 
 
 def test_arms_of_a_sweep_are_given_commands_by_keyboard(tmp_path, open_page):
@@ -251,6 +341,25 @@ def test_runs_are_compared_and_a_report_shows_the_same(tmp_path, open_page):
 
 
 @pytest.mark.slow
+def test_a_page_asks_for_its_own_data_first_and_draws_once(tmp_path, open_page):
+    folder = write_run(tmp_path / "first", steps=8, rows=8, tokens=10)
+    with served(folder) as address:
+        page = open_page(address)
+        page.add_init_script(COUNT_CANVASES)
+        page.reload()
+        page.wait_for_selector(".chart canvas")
+        page.wait_for_timeout(300)
+        assert page.evaluate("window.canvases") == page.locator("canvas").count()
+        asked = []
+        page.on("request", lambda request: asked.append(request.url.rpartition("/")[2].partition("?")[0]))
+        page.goto("about:blank")
+        page.goto(address + "#/rollouts")
+        page.wait_for_selector(".item .chip")
+        page.wait_for_timeout(300)
+        assert asked.index("rollouts") < asked.index("metrics")
+
+
+@pytest.mark.slow
 def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path, open_page):
     first, second = (write_run(tmp_path / name, steps=8, rows=8, tokens=10) for name in ("first", "second"))
     with served(first, second) as address:
@@ -267,7 +376,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path, open_page)
 @pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
 def test_it_fits_and_can_be_read(tmp_path, open_page, size, scheme):
     """Nothing sticks out sideways, and text has a contrast of at least 4.5 to its background."""
-    folder = write_run(tmp_path / "first", steps=50, rows=16, tokens=20)
+    folder = write_run(tmp_path / "first", steps=50, rows=16, tokens=20, evaluated=True)
     store, panel = make_sweep_folder(tmp_path / "rates")
     store.set_state(2, "failed", "RuntimeError: a device is missing")
     for name, sweeps, places in (
@@ -303,10 +412,11 @@ def seconds_to_open(open_page: Callable[..., Any], address: str, until: str) -> 
 
 
 @pytest.mark.slow
-def test_a_thousand_steps_open_and_scroll_fast(tmp_path, open_page, capsys):
+@pytest.mark.parametrize("turns", [0, 3], ids=["texts", "conversations"])
+def test_a_thousand_steps_open_and_scroll_fast(tmp_path, open_page, capsys, turns):
     """1,000 steps of 64 rollouts: open in 2 s (the best of three: the machine may have other work), more than 30 frames
-    a second in scrolling, less than 300 MiB."""
-    folder = write_run(tmp_path / "long", steps=1000)
+    a second in scrolling, less than 300 MiB. The same holds for conversations of three turns."""
+    folder = write_run(tmp_path / "long", steps=1000, turns=turns)
     with served(folder) as address:
         rows_s = min(seconds_to_open(open_page, address + "#/rollouts", ".item .chip") for _ in range(3))
         charts_s = min(seconds_to_open(open_page, address, ".chart canvas") for _ in range(3))
@@ -320,12 +430,22 @@ def test_a_thousand_steps_open_and_scroll_fast(tmp_path, open_page, capsys):
         page.locator(".list").press("End")
         wait_until(page, "document.querySelector('.list').innerText.includes('1 · 63')")
         mebibytes = page.evaluate("(gc(), performance.memory.usedJSHeapSize / 2 ** 20)")
+    kind, opened = "conversations" if turns else "texts", f"rows after {rows_s:.2f} s, charts {charts_s:.2f} s"
     with capsys.disabled():
-        print(f"\nrows after {rows_s:.2f} s, charts {charts_s:.2f} s, {frames:.0f} frames/s, {mebibytes:.0f} MiB")
+        print(f"\n{kind}: {opened}, {frames:.0f} frames/s, {mebibytes:.0f} MiB")
     assert max(rows_s, charts_s) < MAX_OPEN_S
     assert frames > MIN_FRAMES
     assert mebibytes < MAX_MIB
 
+
+COUNT_CANVASES = """
+const getContext = HTMLCanvasElement.prototype.getContext;
+window.canvases = 0;
+HTMLCanvasElement.prototype.getContext = function (...all) {
+  window.canvases += 1;
+  return getContext.apply(this, all);
+};
+"""
 
 SCROLL = """
 async () => {

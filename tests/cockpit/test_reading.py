@@ -6,6 +6,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -215,6 +217,19 @@ def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, mo
     assert total == 8 and {row["step"] for row in rows} == {3} and {row["gradient_share"] for row in rows} == {None}
     assert [row["phase"] for row in run.rows(3, row=0)] == ["train"]
     assert [row["phase"] for row in run.rows(3, row=0, phase="eval")] == ["eval"]
+    held_out = folder / "eval_rollouts"
+    (held_out / "eval_all").mkdir()
+    for path in (held_out / "eval").iterdir():
+        table = pq.read_table(path)
+        phases = pa.array(["eval_all"] * table.num_rows)
+        table = table.set_column(table.column_names.index("phase"), "phase", phases)
+        pq.write_table(table, held_out / "eval_all" / path.name)
+    run.refresh()
+    rows = run.find(Selection())[1]  # of a step those of training come first, then one evaluation after the other
+    expected = [(3, "train", row) for row in range(16)]
+    expected += [(3, phase, row) for phase in ("eval", "eval_all") for row in range(8)]
+    expected += [(step, "train", row) for step in (2, 1) for row in range(16)]
+    assert [(row["step"], row["phase"], row["row"]) for row in rows] == expected
     taught = run.find(Selection(phase="train"), sort="gradient_share")[1]
     shares = [row["gradient_share"] for row in taught]
     assert shares == sorted(shares, reverse=True) and len(shares) == 48
@@ -257,3 +272,17 @@ def test_the_page_on_curves_has_the_bounds_of_the_advice() -> None:
     for name, bound in bounds.items():
         (line,) = [line for line in page.splitlines() if line.startswith("|") and f"{name}" in line and "above" in line]
         assert f"above {bound}:" in line, name
+
+
+def test_the_first_rows_are_read_without_pandas(folder):
+    """Its import would take a third of the time until the page is served."""
+    program = (
+        "import sys; from groupgrad.cli import view; from groupgrad.cockpit import views; "
+        f"from groupgrad.cockpit.reading import RunFolder; run = RunFolder({str(folder)!r}); "
+        "from groupgrad.cockpit.row_selection import Selection; "
+        "found = views.rollouts(run, Selection(), sort='step', descending=True, offset=0, limit=9); "
+        "assert len(found['rows']) == 9; views.metrics(run); views.summary(run); views.heading(run); "
+        "assert 'pandas' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from synthetic_run import HOSTILE, write_run
 
 from groupgrad.cli import view
 from groupgrad.cli.main import main
+from groupgrad.cockpit import STATIC, server
+from groupgrad.cockpit.page_files import MODULES
 from groupgrad.cockpit.reading import RunFolder
-from groupgrad.cockpit.server import FILES, make_app
+from groupgrad.cockpit.server import make_app
 from groupgrad.telemetry.advice import advice
 
 
@@ -54,7 +57,7 @@ def test_the_page_and_its_data_are_served(client):
 
 
 def test_a_policy_keeps_foreign_content_out(client):
-    for address in ("/", "/static/app.js", "/api/runs", "/none"):
+    for address in ("/", "/static/page.js", "/api/runs", "/none"):
         headers = client.get(address).headers
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
@@ -116,9 +119,6 @@ def test_the_command_serves_here_alone_unless_told(folder, tmp_path):
 def test_what_cannot_be_shown_is_said(folder, tmp_path, capsys, monkeypatch):
     assert main(["view", str(tmp_path)]) == 2
     assert "output_dir of a run" in capsys.readouterr().err
-    assert main(["view", str(folder), "--export", str(tmp_path / "none" / "x.html")]) == 2
-    message = capsys.readouterr().err
-    assert "--export" in message and "there is no folder" in message and str(tmp_path / "none") in message
     for flags in (["--port", "9000"], ["--host", "0.0.0.0"], ["--token", "x"]):
         assert main(["view", str(folder), "--export", str(tmp_path / "x.html"), *flags]) == 2
         assert f"{flags[0]} belongs to a served page, and --export writes a file" in capsys.readouterr().err
@@ -126,6 +126,34 @@ def test_what_cannot_be_shown_is_said(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(view.importlib.util, "find_spec", lambda name: None)
     assert main(["view", str(folder)]) == 1
     assert "pip install 'starlette>=0.40' 'uvicorn>=0.30'" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_any_work(folder, tmp_path, capsys, monkeypatch):
+    def refuse(*args: object) -> None:
+        raise AssertionError("a run was read")
+
+    kept = tmp_path / "kept.html"
+    kept.write_text("kept")
+    monkeypatch.setattr(view, "RunPaths", refuse)
+    for path, reason, cure in (
+        (tmp_path / "none" / "x.html", f"there is no folder {str(tmp_path / 'none')!r}", "make it first"),
+        (tmp_path, "it is a folder", "set --export to a file in it, such as"),
+        (kept / "x.html", f"there is no folder {str(kept)!r}", "set --export to a file in another one"),
+        (Path("/proc/x.html"), "No such file or directory", "set --export to a file that you may write"),
+        (tmp_path / ("x" * 300), "File name too long", "set --export to a file that you may write"),
+    ):
+        assert main(["view", str(folder), "--export", str(path)]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"groupgrad view: error: --export {str(path)!r}: {reason}") and cure in message
+    for refused in (PermissionError(13, "Permission denied"), OSError(30, "Read-only file system")):
+        monkeypatch.setattr(Path, "open", lambda *args, error=refused: (_ for _ in ()).throw(error))
+        assert main(["view", str(folder), "--export", str(kept)]) == 2
+        assert f"--export {str(kept)!r}: {refused.strerror}; set --export to a file" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert kept.read_text() == "kept"
+    assert main(["view", str(tmp_path / "no run"), "--export", str(tmp_path / "y.html")]) == 2
+    assert main(["view", str(tmp_path / "no run"), "--export", str(kept)]) == 2
+    assert not (tmp_path / "y.html").exists() and kept.read_text() == "kept"
 
 
 def test_a_report_is_one_file_that_loads_nothing(folder, tmp_path):
@@ -191,5 +219,31 @@ def test_advice_is_given_on_numbers_whose_sum_is_no_float():
 
 
 def test_the_chart_library_has_its_licence():
-    assert "MIT" in (FILES["app.js"].parent / "uPlot.LICENSE").read_text()
-    assert all("innerHTML" not in path.read_text() for name, path in FILES.items() if not name.startswith("uPlot"))
+    assert "MIT" in (STATIC / "uPlot.LICENSE").read_text()
+
+
+def test_no_module_writes_markup_and_all_are_served(client):
+    served = client.get("/static/page.js").text
+    for path in STATIC.glob("*.js"):
+        if not path.name.startswith("uPlot"):
+            assert path.name in MODULES and "innerHTML" not in path.read_text()
+            assert path.read_text().splitlines()[-1] in served
+
+
+def test_the_page_is_asked_for_in_three_requests(client):
+    """Of a busy machine each further one takes some tenths of a second."""
+    assert re.findall(r'"/static/([^"]+)"', client.get("/").text) == ["icon.svg", "page.css", "page.js"]
+
+
+def test_what_is_read_behind_the_page_waits_for_its_answers(monkeypatch):
+    monkeypatch.setattr(server, "QUIET_S", 0.2)
+    requests, read = server.OpenRequests(), threading.Event()
+    reader = threading.Thread(target=lambda: (requests.wait_for_none(), read.set()))
+    with requests.counted():
+        reader.start()
+        assert not read.wait(0.1)
+    assert not read.wait(0.1)  # the page may ask for more
+    assert read.wait(5)
+    with requests.counted():
+        monkeypatch.setattr(server, "MAX_WAIT_S", 0.1)
+        requests.wait_for_none()  # a request that never ends does not keep rollouts from being read

@@ -30,11 +30,13 @@ def write_run(
     hostile: bool = False,
     ended: bool = True,
     evaluated: bool = False,
+    turns: int = 0,
     settings: dict[str, Any] | None = None,
 ) -> Path:
     """Writes a run that learns: its rewards rise, its entropy falls. `rows` a step, in groups of 8.
 
-    If `evaluated` there are rollouts of an evaluation in the last step.
+    If `evaluated` there are rollouts of an evaluation in the last step. With `turns` prompts and completions are
+    conversations of so many turns each.
     """
     folder.mkdir(parents=True)
     generator, numbers = random.Random(seed), np.random.default_rng(seed)
@@ -48,7 +50,7 @@ def write_run(
     events.append({"time": 1.7e9, "step": 0, "event": "started", "host": "here", "pid": 1, "processes": 1})
     files = RolloutFiles(folder / run_files.ROLLOUTS, rank=0, keep_bytes=10**9, seed=seed)
     for step in range(1, steps + 1):
-        part = _rows(step / steps, rows, tokens, generator, numbers, hostile)
+        part = _rows(step / steps, rows, tokens, generator, numbers, hostile, turns)
         metrics.append({"step": step, "time": 1.7e9 + 5 * step, **_metrics(step, steps, part, numbers)})
         files.write(step, [part], max_steps=steps)
         if evaluated and step == steps:
@@ -67,7 +69,13 @@ def write_run(
 
 
 def _rows(
-    progress: float, rows: int, tokens: int, generator: random.Random, numbers: np.random.Generator, hostile: bool
+    progress: float,
+    rows: int,
+    tokens: int,
+    generator: random.Random,
+    numbers: np.random.Generator,
+    hostile: bool,
+    turns: int = 0,
 ) -> StoredRows:
     rollouts, texts, lengths = [], [], []
     for row in range(rows):
@@ -75,7 +83,9 @@ def _rows(
         words = [" " + generator.choice(WORDS) for _ in range(generator.randint(tokens // 3, tokens))]
         if hostile and row == 0:
             words[0] = HOSTILE
-        prompt = Prompt([1, 2, 3], {"prompt": f"What is {group} times {group + 3}?", "answer": group}, group)
+        question, answer = f"What is {group} times {group + 3}?", "".join(words)
+        given = _conversation(question, answer, turns) if turns else question
+        prompt = Prompt([1, 2, 3], {"prompt": given, "answer": group}, group)
         has_tool = row % 16 == 5
         uses = [ToolUse("calculator", failed=row % 32 == 5, timed_out=False, seconds=0.2)] if has_tool else []
         rollouts.append(
@@ -84,8 +94,8 @@ def _rows(
                 index=row,
                 completion_ids=list(range(len(words))),
                 finish_reason="eos" if generator.random() < 0.5 + progress / 2 else "length",
-                completion="".join(words),
-                text="".join(words),
+                completion=_calls(answer, turns) if turns else answer,
+                text=answer,
                 sampled=[not (has_tool and 5 <= place < 10) for place in range(len(words))] if has_tool else None,
                 trace=Trace(2, uses, 0.2) if has_tool else None,
             )
@@ -114,6 +124,19 @@ def _rows(
         entropy=numbers.exponential(1.2 - progress, offsets[-1]).astype(np.float32),
         gradient_shares=shares.astype(np.float32),
     )
+
+
+def _conversation(question: str, answer: str, turns: int) -> list[dict[str, Any]]:
+    """A prompt in which the question is asked after earlier questions and their answers."""
+    earlier = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] * (turns - 1)
+    return [{"role": "system", "content": "Be brief."}, *earlier, {"role": "user", "content": question}]
+
+
+def _calls(answer: str, turns: int) -> list[dict[str, Any]]:
+    """A completion that calls a tool in each turn but the last."""
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"text": answer}}}
+    asked = {"role": "assistant", "content": answer, "tool_calls": [call]}
+    return [*[asked, {"role": "tool", "content": "56"}] * (turns - 1), {"role": "assistant", "content": answer}]
 
 
 def _metrics(step: int, steps: int, part: StoredRows, numbers: np.random.Generator) -> dict[str, float]:

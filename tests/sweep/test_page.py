@@ -11,7 +11,7 @@ import pytest
 
 from groupgrad.cli import main as cli
 from groupgrad.cli.sweep_on_page import CommandLinePanel
-from groupgrad.sweep.store import Store
+from groupgrad.sweep.store import ArmTurn, Decision, PromptRewards, Store
 from groupgrad.telemetry.run_files import LineFile
 from groupgrad.telemetry.run_lock import locked
 
@@ -65,6 +65,45 @@ def test_an_arm_in_its_turn_has_the_steps_of_its_run(tmp_path, capsys):
             weights.append({"step": step, "digest": "0" * 16})
             assert shown() == (step, str(step))
     assert shown() == (0, "0")  # a killed sweep goes on from the arm's last checkpoint
+
+
+def test_the_arm_in_its_turn_is_shown_as_training(tmp_path, capsys):
+    from groupgrad.trainer.run_lock import locked
+
+    store = Store(tmp_path, create=True)
+    store.add_arms([("01-a", 0, {"beta": 0.1}), ("02-b", 0, {"beta": 0.2})])
+    panel = CommandLinePanel(tmp_path)
+
+    def shown() -> list[str]:
+        table = panel.table()
+        assert all(arm["state"] == "waiting" for arm in table["arms"])  # so that it can be stopped
+        states = [arm["shown_state"] for arm in table["arms"]]
+        assert cli.main(["sweep", "status", str(tmp_path)]) == 0
+        assert re.findall(r"waiting|training(?= .* 0/)", capsys.readouterr().out) == states
+        return states
+
+    assert shown() == ["waiting", "waiting"]
+    with locked(tmp_path):
+        for place in (0, 1):
+            with locked(tmp_path / "arms" / store.arms()[place].name):  # as the trainer does for a turn
+                assert shown()[place] == "training" and shown()[1 - place] == "waiting"
+        assert shown() == ["waiting", "waiting"]
+
+
+def test_arms_that_left_the_race_stand_below_those_in_it(tmp_path):
+    """In the race the larger reward is higher, whether an arm has come to its end or not."""
+    store = Store(tmp_path, create=True)
+    arms = {"dropped": 0.9, "stopped": 0.8, "failed": 0.7, "done": 0.3, "waiting": 0.4, "new": None}
+    store.add_arms([(name, 0, {"beta": place}) for place, name in enumerate(arms)])
+    for number, (name, reward) in enumerate(arms.items(), start=1):
+        if reward is not None:
+            rewards = {2: PromptRewards(("one", "two"), {"reward": (reward, reward)})}
+            store.end_turn(number, ArmTurn(0, 2, train_s=1.0, switch_s=0.1), 4, rewards)
+            store.set_state(number, name)
+    store.pass_rung([1], 1, {1: "clearly worse"}, [Decision(0, 0, 1, 0, 2, "clearly worse", None)])
+    assert [arm["name"] for arm in CommandLinePanel(tmp_path).table()["arms"]] == [
+        *("waiting", "done", "new", "stopped", "dropped", "failed")
+    ]
 
 
 def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.sweep.arm_turns import FIRST_TURN
+from groupgrad.sweep.report import arms_in_turn
 from groupgrad.sweep.sharing import RewardCache, SharedWeights
 from groupgrad.sweep.store import ArmTurn, Store
 
@@ -44,8 +45,10 @@ def test_turns_are_few_and_of_about_equal_length(make_sweep, tmp_path):
 
 def test_an_arm_between_its_turns_is_paused_for_who_looks_at_it(make_sweep, tools, tmp_path):
     states: list[dict[str, str]] = []
+    in_turn: list[set[str]] = []
 
     def reward(completion_ids: Any, **columns: Any) -> list[float]:
+        in_turn.append(arms_in_turn(Store(tmp_path / "sweep")))
         states.append({path.name: RunFolder(path).state() for path in (tmp_path / "sweep/arms").iterdir()})
         return tools.letters_reward(completion_ids)
 
@@ -53,6 +56,7 @@ def test_an_arm_between_its_turns_is_paused_for_who_looks_at_it(make_sweep, tool
     arms = [result.name for result in results]
     assert {"paused", "running"} in [set(now.values()) for now in states]
     assert all(set(now.values()) <= {"paused", "running", "ended"} for now in states)
+    assert in_turn == [{arm for arm, state in now.items() if state == "running"} for now in states]
     assert [RunFolder(tmp_path / "sweep/arms" / arm).state() for arm in arms] == ["ended", "ended"]
 
 

@@ -41,7 +41,7 @@ COMMAND_CODES: dict[str, dict[int, str]] = {
     "view": {
         0: "it was ended, or the file was written",
         1: "a package or the address is missing",
-        2: "there is no run",
+        2: "there is no run, or the file cannot be written",
     },
     "rollouts": {
         0: "rollouts were printed",

@@ -271,15 +271,16 @@ def _take_at_once(store: Store, own: int) -> bool:
 
 def status_text(store: Store) -> str:
     """Returns the arms as a table, the best one first, with what the sweep has cost."""
-    from groupgrad.sweep.report import cost, results, steps_so_far
+    from groupgrad.sweep.report import arms_in_turn, cost, results, shown_state, steps_so_far
 
     metric, rows = store.fact("metric") or "reward", results(store)
     ids, made = {arm.name: arm.id for arm in store.arms()}, steps_so_far(store)
+    in_turn = arms_in_turn(store)
     width = max([len(row.name) for row in rows] + [4])
     head = f"{'':>3}  {'arm':<{width}}  {'state':<17} {'steps':>11}  {'compared':>11}  {metric:>8}  behind the best by"
     lines = [head]
     for row in rows:
-        state = row.state if row.rung is None else f"{row.state} at rung {row.rung}"
+        state = shown_state(row, in_turn)
         steps = f"{made.get(row.name, row.step)}/{row.max_steps or '?'}"
         compared = "-".join(map(str, row.compared)) if row.step else ""
         behind = row.behind.text if row.behind is not None and row.behind.num > 1 else ""

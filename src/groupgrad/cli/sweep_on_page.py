@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupgrad.sweep.report import cost, is_trained, results, steps_so_far
+from groupgrad.sweep.report import arms_in_turn, cost, is_trained, results, shown_state, steps_so_far
 from groupgrad.sweep.store import ARMS, Store
 
 TIMEOUT_S = 300
@@ -33,10 +33,10 @@ class CommandLinePanel:
     def table(self) -> dict[str, Any]:
         """The arms, the best one first, what the sweep has cost, and the last commands."""
         written = [path.stat() for path in self._store.folder.glob(f"{self._store.path.name}*")]
-        steps = steps_so_far(self._store)
-        version = steps, [(status.st_mtime_ns, status.st_size) for status in written]
+        steps, in_turn = steps_so_far(self._store), arms_in_turn(self._store)
+        version = steps, in_turn, [(status.st_mtime_ns, status.st_size) for status in written]
         if self._known is None or self._known[0] != version:
-            self._known = version, self._table(steps)
+            self._known = version, self._table(steps, in_turn)
         return self._known[1]
 
     def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
@@ -60,20 +60,19 @@ class CommandLinePanel:
             raise ValueError(message.removeprefix("groupgrad sweep: error: ") or f"exit code {done.returncode}")
         return done.stdout.strip()
 
-    def _table(self, steps: Mapping[str, int]) -> dict[str, Any]:
+    def _table(self, steps: Mapping[str, int], in_turn: Collection[str]) -> dict[str, Any]:
         store, total = self._store, cost(self._store)
         arms = {arm.name: arm for arm in store.arms()}
         rows = []
         for row in results(store):
             behind = row.behind.text if row.behind is not None and row.behind.num > 1 else ""
-            state = row.state if row.rung is None else f"{row.state} at rung {row.rung}"
             rows.append(
                 {
                     "id": arms[row.name].id,
                     "parent": arms[row.name].parent,
                     "name": row.name,
                     "state": row.state,
-                    "shown_state": state,
+                    "shown_state": shown_state(row, in_turn),
                     "step": steps.get(row.name, row.step),
                     "max_steps": row.max_steps,
                     "reward": row.reward if math.isfinite(row.reward) else None,

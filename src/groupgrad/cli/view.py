@@ -15,7 +15,6 @@ from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.cli.run_paths import RunPaths
 from groupgrad.cli.sweep_on_page import CommandLinePanel
 from groupgrad.cockpit import LOCAL_HOSTS
-from groupgrad.cockpit.reading import NoRun
 
 INSTALL = "the page needs Starlette and uvicorn; install them with `pip install 'starlette>=0.40' 'uvicorn>=0.30'`"
 
@@ -24,15 +23,14 @@ def main(argv: Sequence[str]) -> int:
     """Serves the page of runs until it is interrupted. Returns 1 if a package is missing, 2 for no run."""
     arguments = parser().parse_args(argv)
     try:
-        paths = RunPaths(arguments.runs or ["."])
-        sweeps = _panels(paths.sweeps)
         if arguments.export is not None:
             for flag, given in (("--host", arguments.host), ("--port", arguments.port), ("--token", arguments.token)):
                 if given is not None:
                     raise ValueError(f"{flag} belongs to a served page, and --export writes a file; drop one of them")
-            if not arguments.export.parent.is_dir():
-                folder = arguments.export.parent
-                raise NoRun(f"--export {str(arguments.export)!r}: there is no folder {str(folder)!r}; make it first")
+            _check_writable(arguments.export)
+        paths = RunPaths(arguments.runs or ["."])
+        sweeps = _panels(paths.sweeps)
+        if arguments.export is not None:
             from groupgrad.cockpit.static_report import write_report
 
             write_report(paths.runs(), arguments.export, sweeps)
@@ -67,6 +65,25 @@ def parser() -> argparse.ArgumentParser:
     report = parser.add_argument_group("Report")
     report.add_argument("--export", metavar="FILE", type=Path, help="write a report that needs no server, and end")
     return parser
+
+
+def _check_writable(path: Path) -> None:
+    """Opens the file of a report and closes it as it was. ValueError, with the reason, if it cannot be written."""
+    folder = path.parent
+    try:
+        if path.is_dir():
+            problem = f"it is a folder; set --export to a file in it, such as {str(path / 'report.html')!r}"
+        elif not folder.is_dir():
+            problem = f"there is no folder {str(folder)!r}; make it first, or set --export to a file in another one"
+        else:
+            is_new = not path.exists()
+            path.open("ab").close()
+            if is_new:
+                path.unlink()
+            return
+    except OSError as error:
+        problem = f"{error.strerror}; set --export to a file that you may write"
+    raise ValueError(f"--export {str(path)!r}: {problem}")
 
 
 def _port(text: str) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute
 
+from groupgrad.telemetry.rollout_table import TRAINING
+
 pc: Any = pyarrow.compute  # whose functions are made at run time
 
 
@@ -81,10 +83,12 @@ def select(table: pa.Table, selection: Selection, texts: pa.Array | None = None)
 
 
 def ordered(table: pa.Table, column: str, *, descending: bool, offset: int, limit: int) -> pa.Table:
-    """Some of the rows in order of a column, empty values last; equal ones by step and row."""
+    """Some of the rows in order of a column, empty values last. Equal ones are in order of step, phase and row,
+    training before evaluations."""
     if column not in table.column_names or not table.num_rows:
         return table.slice(offset, limit)
-    direction = "descending" if descending else "ascending"
-    names = [column, *(name for name in ("step", "row") if name != column)]
-    keys = [(name, direction if name == column else "ascending") for name in names]
-    return table.take(pc.sort_indices(table.select(names), sort_keys=keys).slice(offset, limit))
+    names = [column, *(name for name in ("step", "held_out", "phase", "row") if name != column)]
+    keys = [(name, "descending" if descending and name == column else "ascending") for name in names]
+    held_out = pc.invert(pc.match_substring_regex(table["phase"], f"^{TRAINING}$"))
+    ranks = table.append_column("held_out", held_out).select(names)
+    return table.take(pc.sort_indices(ranks, sort_keys=keys).slice(offset, limit))

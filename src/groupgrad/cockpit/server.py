@@ -5,7 +5,9 @@ from __future__ import annotations
 import hmac
 import json
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,17 +20,23 @@ from starlette.responses import FileResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from groupgrad.cockpit import LOCAL_HOSTS, STATIC, views
-from groupgrad.cockpit.reading import RunFolder
+from groupgrad.cockpit import LOCAL_HOSTS, page_files, views
+from groupgrad.cockpit.reading import RunFolder, import_pandas
 from groupgrad.cockpit.row_selection import Selection
 from groupgrad.cockpit.sweep_panel import SweepPanel, read_command
 from groupgrad.telemetry.rollout_table import TRAINING
 from groupgrad.telemetry.run_files import finite
 
-FILES = {path.name: path for path in STATIC.iterdir() if path.suffix in (".js", ".css", ".html", ".svg")}
-"""The files that are served, by name: nothing else of the disk is."""
-TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+FILES: dict[str, tuple[str, Callable[[], str]]] = {
+    "page.js": ("text/javascript", page_files.script),
+    "page.css": ("text/css", page_files.styles),
+    "icon.svg": ("image/svg+xml", lambda: page_files.text("icon.svg")),
+    "index.html": ("text/html", lambda: page_files.text("index.html")),
+}
+"""Type and text of the files that are served, by name: nothing else of the disk is."""
 COOKIE = "groupgrad_token"
+QUIET_S, MAX_WAIT_S = 0.8, 0.5
+"""Time after a request in which the page may ask for more, and the longest pause of what is read behind it."""
 MAX_ROWS = 500
 """Rows in one answer."""
 
@@ -45,19 +53,43 @@ HEADERS = {
 }
 
 
+class OpenRequests:
+    """Counts the requests that are being answered, so that work behind the page does not slow the page down."""
+
+    def __init__(self) -> None:
+        self._count, self._last_end = 0, 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts one request while the body runs. For the thread of the event loop alone."""
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            self._last_end = time.monotonic()
+
+    def wait_for_none(self) -> None:
+        """Waits until `QUIET_S` have passed since the last request has ended, at most `MAX_WAIT_S`."""
+        until = time.monotonic() + MAX_WAIT_S
+        while (now := time.monotonic()) < until and (self._count or now < self._last_end + QUIET_S):
+            time.sleep(0.02)
+
+
 class Guard(BaseHTTPMiddleware):
     """Answers requests for known hosts, with the token if there is one; adds headers that forbid foreign content.
 
     A page of another site whose name is made to point to this machine sends its own name as `Host`.
     """
 
-    def __init__(self, app: ASGIApp, *, hosts: Sequence[str], token: str | None):
+    def __init__(self, app: ASGIApp, *, hosts: Sequence[str], token: str | None, requests: OpenRequests):
         super().__init__(app)
-        self._hosts, self._token = frozenset(hosts), token
+        self._hosts, self._token, self._requests = frozenset(hosts), token, requests
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         """The answer to a request, refused or not."""
-        response = self._refusal(request) or await call_next(request)
+        with self._requests.counted():
+            response = self._refusal(request) or await call_next(request)
         response.headers.update(HEADERS)
         return response
 
@@ -104,7 +136,7 @@ def make_app(
     sweep is taken, since any user of the machine could give it.
     """
     runs = list(find_runs())
-    finding = threading.Lock()
+    finding, requests = threading.Lock(), OpenRequests()
 
     def of_run(answer: Callable[[RunFolder, Request], Any]) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
@@ -128,7 +160,7 @@ def make_app(
             runs.extend(find_runs()[len(runs) :])
         return _json([views.heading(run) for run in runs])
 
-    threading.Thread(target=_read_all, args=(tuple(runs),), name="groupgrad-index", daemon=True).start()
+    threading.Thread(target=_read_all, args=(tuple(runs), requests), name="groupgrad-index", daemon=True).start()
     routes = [
         Route("/", lambda request: _static("index.html")),
         Route("/static/{name}", lambda request: _static(request.path_params["name"])),
@@ -144,7 +176,8 @@ def make_app(
         Route("/api/sweeps", lambda request: _json([sweep.table() for sweep in sweeps])),
         Route("/api/sweeps/{sweep:int}/commands", _commands(sweeps, token), methods=["POST"]),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(Guard, hosts=hosts, token=token)])  # pyright: ignore
+    guard = Middleware(Guard, hosts=hosts, token=token, requests=requests)  # pyright: ignore
+    return Starlette(routes=routes, middleware=[guard])
 
 
 def _commands(sweeps: Sequence[SweepPanel], token: str | None) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -168,12 +201,13 @@ def _commands(sweeps: Sequence[SweepPanel], token: str | None) -> Callable[[Requ
     return command
 
 
-def _read_all(runs: Sequence[RunFolder]) -> None:
-    """Reads the rollouts of all runs, the newest of each first, so that requests are answered meanwhile."""
+def _read_all(runs: Sequence[RunFolder], requests: OpenRequests) -> None:
+    """Reads the rollouts of all runs, the newest of each first, while no request is answered."""
     for run in runs:
         run.refresh(limit=views.FILES_AT_ONCE)
     for run in runs:
-        run.refresh()
+        run.refresh(pause=requests.wait_for_none)
+    import_pandas()
 
 
 def _rollouts(run: RunFolder, request: Request) -> dict[str, Any]:
@@ -202,10 +236,10 @@ def _number(request: Request, name: str, default: int) -> int:
 
 
 def _static(name: str) -> Response:
-    path = FILES.get(name)
-    if path is None:
+    if name not in FILES:
         return PlainTextResponse("there is no such file", status_code=404)
-    return Response(path.read_bytes(), media_type=TYPES[path.suffix])
+    kind, read = FILES[name]
+    return Response(read(), media_type=kind)
 
 
 def _json(value: Any) -> Response:

@@ -5,26 +5,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from groupgrad.cockpit import STATIC, views
+from groupgrad.cockpit import page_files, views
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.sweep_panel import SweepPanel
 from groupgrad.telemetry.run_files import finite
 
-_NAMES = ("dom", "source", "charts", "virtual", "tokens", "overview", "rollouts", "sweep", "app")
-MODULES = tuple(f"{name}.js" for name in _NAMES)
-"""The page's modules, each after those that it imports."""
-
 
 def write_report(runs: Sequence[RunFolder], path: Path, sweeps: Sequence[SweepPanel] = ()) -> None:
     """Writes the report of runs and sweeps. Its policy lets the file run its own scripts and load nothing."""
-    scripts = [(STATIC / "uPlot.iife.min.js").read_text(encoding="utf-8"), _joined_modules()]
-    styles = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "app.css"))
-    hashes = " ".join(_hash(script) for script in scripts)
-    policy = f"default-src 'none'; script-src {hashes}; style-src {_hash(styles)}; img-src data:; base-uri 'none'"
+    script, styles = page_files.script(), page_files.styles()
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(styles)}; img-src data:; base-uri 'none'"
+    )
     # In a script element only `</` and `<!--` mean something: JSON may write `<` otherwise.
     data = json.dumps(finite(views.report(runs, sweeps)), ensure_ascii=True).replace("<", "\\u003c")
     page = f"""<!doctype html>
@@ -41,22 +36,11 @@ def write_report(runs: Sequence[RunFolder], path: Path, sweeps: Sequence[SweepPa
 <header id="top"></header>
 <main id="main" tabindex="-1"></main>
 <script type="application/json" id="report">{data}</script>
-<script>{scripts[0]}</script>
-<script type="module">{scripts[1]}</script>
+<script type="module">{script}</script>
 </body>
 </html>
 """
     path.write_text(page, encoding="utf-8")
-
-
-def _joined_modules() -> str:
-    """All modules as one: their names differ, so imports and exports can be left out."""
-    texts = []
-    for name in MODULES:
-        text = (STATIC / name).read_text(encoding="utf-8")
-        text = re.sub(r"^import .*?;\n", "", text, flags=re.MULTILINE)
-        texts.append(re.sub(r"^export ", "", text, flags=re.MULTILINE))
-    return "\n".join(texts)
 
 
 def _hash(text: str) -> str:

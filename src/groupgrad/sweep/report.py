@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from groupgrad.telemetry.run_files import LOCK_OWNER, steps_made
 LAST_SHARE = 0.1
 """Share of an arm's run whose last steps are averaged."""
 
-_ORDER = {DONE: 0, WAITING: 1, STOPPED: 1, DROPPED: 2, FAILED: 3}
+_ORDER = {DONE: 0, WAITING: 0, STOPPED: 1, DROPPED: 2, FAILED: 3}
+"""Arms in the race come first, then those that have left it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +64,8 @@ class Cost:
 
 
 def results(store: Store) -> list[Result]:
-    """All arms, the best one first; an arm that got further comes before one that was dropped earlier."""
+    """All arms, the best one first. Arms that are stopped, dropped or failed stand below those in the race, in this
+    order; among arms of one group, those that have passed more rungs come first."""
     metric = store.fact("metric") or compare.COMBINED
     last = {decision.arm: decision for decision in store.decisions()}
     drops = {arm.id: last[arm.id] for arm in store.arms() if arm.state == DROPPED}
@@ -109,8 +112,22 @@ def steps_so_far(store: Store) -> dict[str, int]:
     return steps
 
 
+def arms_in_turn(store: Store) -> set[str]:
+    """Names of the arms that are being trained now, each in its turn."""
+    if not is_trained(store.folder):
+        return set()
+    return {arm.name for arm in store.arms() if arm.state == WAITING and is_trained(store.folder_of(arm))}
+
+
+def shown_state(row: Result, in_turn: Collection[str]) -> str:
+    """The state of an arm in words: `training` for one of `in_turn`, `dropped at rung 2`, else its state."""
+    if row.state == WAITING and row.name in in_turn:
+        return "training"
+    return row.state if row.rung is None else f"{row.state} at rung {row.rung}"
+
+
 def is_trained(folder: Path) -> bool:
-    """True if a process of this machine trains the sweep."""
+    """True if a process of this machine trains the sweep or the run in a folder."""
     try:
         owner = json.loads((folder / LOCK_OWNER).read_text(encoding="utf-8"))
         return owner["host"] == socket.gethostname() and psutil.pid_exists(int(owner["pid"]))

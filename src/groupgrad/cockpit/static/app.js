@@ -1,6 +1,6 @@
 // Starts the page: reads the runs, shows the page of the address, and asks for what is new while a run is live.
-import { columnsOf, swatch } from "./charts.js";
-import { el, fill, runColor } from "./dom.js";
+import { columnsOf, runMark } from "./charts.js";
+import { el, fill } from "./dom.js";
 import { overview } from "./overview.js";
 import { rolloutsPage } from "./rollouts.js";
 import { makeSource } from "./source.js";
@@ -55,7 +55,7 @@ function drawTop(name) {
       page?.update();
     } });
     box.checked = run.shown;
-    return el("label", { class: "run", title: run.summary.path }, runsNow.length > 1 && box, swatch(runColor(run.index)), run.name, el("small", { class: `state ${run.summary.state}` }, run.summary.state));
+    return el("label", { class: "run", title: run.summary.path }, runsNow.length > 1 && box, runMark(run.index), run.name, el("small", { class: `state ${run.summary.state}` }, run.summary.state));
   });
   const tabs = [tab("#/", "Overview"), tab("#/rollouts", "Rollouts"), state.sweeps.length > 0 && tab("#/sweep", "Sweep")];
   fill(top_, el("strong", { class: "brand" }, "groupgrad"), el("nav", { "aria-label": "Pages" }, tabs), el("div", { class: "runs" }, runs));
@@ -136,16 +136,15 @@ async function poll() {
 
 async function start() {
   isPolling = true; // until all runs have been read
+  async function readAll() {
+    await Promise.all(state.runs.map((run, index) => tryToRead(run, found[index])));
+    isPolling = false;
+  }
+  let found;
   try {
-    const [runs, sweeps] = await Promise.all([source.runs(), source.sweeps()]);
-    state.sweeps = sweeps;
-    state.runs = runs.map(newRun);
-    const whole = Promise.all(state.runs.map((run, index) => tryToRead(run, runs[index])));
-    if (address().name === "overview") await whole;
-    whole.then(() => {
-      isPolling = false;
-      if (shown === "overview") page.update(); // the list of rollouts does without
-    });
+    [found, state.sweeps] = await Promise.all([source.runs(), source.sweeps()]);
+    state.runs = found.map(newRun);
+    if (address().name === "overview") await readAll();
   } catch (error) {
     fill(main, el("p", { class: "bad" }, `The runs cannot be read: ${error.message}`));
     return;
@@ -154,6 +153,11 @@ async function start() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page?.update());
   show();
   document.body.dataset.ready = "yes";
+  if (isPolling) { // another page shows its rows before the metrics are read
+    await page.loaded;
+    await readAll();
+    if (shown === "overview") page.update();
+  }
   if (source.live) setInterval(poll, POLL_MS);
 }
 

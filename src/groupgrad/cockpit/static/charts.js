@@ -1,7 +1,15 @@
 // Charts of metrics over steps, drawn by uPlot.
-import { el, fill, runColor, short } from "./dom.js";
+import { NUM_COLORS, el, fill, runColor, short } from "./dom.js";
 
 const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
+const LEADS = [[14, 3], [6, 8], [2, 8], [8, 3, 2, 8]];
+
+/** Lengths of the dashes of a line, empty for a solid one: `place` is that of its metric in the chart, `index` that of its
+ * run. After the first runs, whose colours differ, a dot marks each further use of a colour. */
+export function dashes(place, index) {
+  const uses = Math.floor(index / NUM_COLORS);
+  return uses ? [...LEADS[place % LEADS.length], ...Array(uses).fill([2, 3]).flat()] : DASHES[place % DASHES.length];
+}
 
 /** The charts of the overview: title, metrics (the first that a run has is drawn) and how values are read. */
 export const CHARTS = [
@@ -95,7 +103,7 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
   const series = seriesOf(chart, runs);
   if (!series.length || series.every(({ column }) => column.every((value) => value === null))) return null;
   const last = el("span", { class: "now" });
-  const holder = el("div", { class: "plot" });
+  const holder = el("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": chart.title });
   const figure = el("figure", { class: "card chart" }, el("figcaption", {}, el("b", {}, chart.title), last, chart.hint && el("small", {}, chart.hint)), holder);
   const tables = series.map(({ run, column }) => [run.columns.step, smoothed(column, weight)]);
   const data = uPlot.join(tables);
@@ -103,7 +111,9 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
   const ink = style.getPropertyValue("--quiet").trim();
   const grid = { stroke: style.getPropertyValue("--grid").trim(), width: 1 };
   const axis = { stroke: ink, grid, ticks: { ...grid, size: 4 }, font: "11px system-ui", size: 26 };
-  const partColor = (s) => runColor(runs.length > 1 ? s.run.index : chart.prefix ? s.place : s.run.index);
+  const isOne = chart.prefix && runs.length === 1; // then colours are those of its parts
+  const indexOf = (s) => (isOne ? s.place : s.run.index);
+  const dashOf = (s) => dashes(isOne ? 0 : s.place, indexOf(s));
   const options = {
     width: 320,
     height: 170,
@@ -115,8 +125,8 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
     axes: [axis, { ...axis, size: 52, values: (_, ticks) => ticks.map((value) => short(value)) }],
     series: [{ label: "step" }, ...series.map((s) => ({
       label: label(s, chart, runs.length > 1),
-      stroke: partColor(s),
-      dash: DASHES[(chart.prefix && runs.length === 1 ? 0 : s.place) % DASHES.length],
+      stroke: runColor(indexOf(s)),
+      dash: dashOf(s),
       width: 1.6,
       spanGaps: true,
       points: { show: s.column.filter((value) => value !== null).length < 3 },
@@ -129,7 +139,7 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
       const values = data[index + 1];
       let at = place;
       if (at === null || at === undefined) for (at = values.length - 1; at > 0 && (values[at] ?? null) === null; at -= 1);
-      return el("span", { class: "value", title: label(s, chart, runs.length > 1) }, swatch(partColor(s)), chart.prefix && (runs.length === 1 || s.run === runs[0]) ? `${label(s, chart, false)} ` : "", short(values[at]));
+      return el("span", { class: "value", title: label(s, chart, runs.length > 1) }, swatch(runColor(indexOf(s)), dashOf(s)), chart.prefix && (isOne || s.run === runs[0]) ? `${label(s, chart, false)} ` : "", short(values[at]));
     });
     fill(last, place === null ? "" : `step ${data[0][place]} `, parts);
   };
@@ -139,7 +149,11 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
     const place = plot.cursor.idx;
     if (onStep && place !== null && place !== undefined && plot.select.width === 0) onStep(data[0][place]);
   });
-  const observer = new ResizeObserver(() => plot.setSize({ width: Math.max(180, holder.clientWidth), height: 170 }));
+  const walk = walkByKeyboard({ plot, holder, data, onStep, spoken: (place) => series.map((s, index) => `${label(s, chart, runs.length > 1)} ${short(data[index + 1][place])}`).join(", ") });
+  const observer = new ResizeObserver(() => {
+    plot.setSize({ width: Math.max(180, holder.clientWidth), height: 170 });
+    queueMicrotask(walk.stay); // once the new size is in force
+  });
   observer.observe(holder);
   figure.dataset.chart = chart.title;
   /** The steps that are zoomed to, null for all of them; with an argument zooms to these. */
@@ -149,16 +163,83 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
     const isKnown = Number.isFinite(min) && Number.isFinite(max); // not before the first drawing
     return isKnown && (min > data[0][0] || max < data[0].at(-1)) ? { min, max } : null;
   };
-  figure.dispose = () => { observer.disconnect(); plot.destroy(); };
-  const spoken = series.map((s) => `${label(s, chart, runs.length > 1)} ${short(s.column.findLast((value) => value !== null))}`);
-  holder.setAttribute("role", "img");
-  holder.setAttribute("aria-label", `${chart.title}: ${spoken.join(", ")}`);
+  figure.walk = walk;
+  figure.dispose = () => { observer.disconnect(); walk.end(); plot.destroy(); };
   return figure;
 }
 
-/** A small square of a colour. */
-export function swatch(color) {
+/** Lets the arrow keys, Page Up, Page Down, Home and End move the cursor of a chart over its steps, Enter open a step, and
+ * Escape leave. A screen reader says what `spoken(place)` returns. */
+function walkByKeyboard({ plot, holder, data, onStep, spoken }) {
+  const steps = data[0];
+  const places = [...steps.keys()].filter((place) => data.slice(1).some((values) => (values[place] ?? null) !== null));
+  let current = null;
+
+  function say(place) {
+    holder.setAttribute("aria-valuenow", steps[place]);
+    holder.setAttribute("aria-valuetext", `step ${steps[place]}: ${spoken(place)}`);
+  }
+
+  function move(place) {
+    current = place;
+    plot.setCursor(place === null ? { left: -10, top: -10 } : { left: plot.valToPos(steps[place], "x"), top: 60 }, true, true);
+    if (place !== null) say(place);
+  }
+
+  function key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const { min, max } = plot.scales.x;
+    const seen = places.filter((place) => steps[place] >= min && steps[place] <= max);
+    const by = { ArrowLeft: -1, ArrowRight: 1, PageDown: -Math.ceil(seen.length / 10), PageUp: Math.ceil(seen.length / 10), Home: -seen.length, End: seen.length }[event.key];
+    const cursor = plot.cursor.idx ?? null;
+    if (by && seen.length) {
+      const at = cursor === null ? (by < 0 ? seen.length : -1) : seen.filter((place) => place < cursor).length;
+      move(seen[Math.max(0, Math.min(seen.length - 1, at + by))]);
+    } else if (event.key === "Enter" && cursor !== null) onStep?.(steps[cursor]);
+    else if (event.key === "Escape") holder.blur();
+    else return;
+    event.preventDefault();
+  }
+
+  function leave(event) {
+    current = null;
+    if (!event.relatedTarget?.classList.contains("plot")) move(null); // another chart goes on from the same step
+  }
+
+  holder.setAttribute("aria-valuemin", steps[0]);
+  holder.setAttribute("aria-valuemax", steps.at(-1));
+  say(places.at(-1));
+  holder.addEventListener("keydown", key);
+  holder.addEventListener("blur", leave);
+  return {
+    /** The step at which the cursor was put by key; null if there is none. */
+    step: () => (current === null ? null : steps[current]),
+    /** Takes the focus, and the cursor to a step if it is not null. */
+    resume(step) {
+      holder.focus({ preventScroll: true });
+      current = step === null ? null : steps.indexOf(step);
+    },
+    /** Puts the cursor back at its step, in a chart of another size. */
+    stay: () => current !== null && move(current),
+    end: () => holder.removeEventListener("blur", leave),
+  };
+}
+
+/** The mark of a run: its colour and dashes. */
+export function runMark(index) {
+  return swatch(runColor(index), dashes(0, index));
+}
+
+/** A small square of a colour, or a line with dashes. */
+function swatch(color, dash) {
   const node = el("i", { class: "swatch" });
-  node.style.backgroundColor = color;
+  node.style.background = color;
+  if (dash.length) {
+    let end = 0;
+    const stops = dash.map((length, place) => `${place % 2 ? "transparent" : color} ${end}px ${(end += length)}px`);
+    node.classList.add("dashed");
+    node.style.background = `repeating-linear-gradient(90deg, ${stops.join(", ")})`;
+    node.style.width = `${Math.max(20, end)}px`;
+  }
   return node;
 }

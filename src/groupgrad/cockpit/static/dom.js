@@ -50,10 +50,13 @@ export function duration(seconds) {
   return `${short(seconds / 3600, 1)} h`;
 }
 
+/** Colours of runs; those that come later have dashes too. */
+export const NUM_COLORS = 8;
+
 /** The colour of a run's lines. */
 export function runColor(index) {
   const style = getComputedStyle(document.documentElement);
-  return style.getPropertyValue(`--run-${index % 8}`).trim() || "#2f6fde";
+  return style.getPropertyValue(`--run-${index % NUM_COLORS}`).trim() || "#2f6fde";
 }
 
 /** The text of a prompt or completion: messages one below the other. */

@@ -1,5 +1,5 @@
 // The first page: how the runs are doing, what calls for a change, charts, where the time went, what differs.
-import { CHARTS, makeChart, otherCharts, swatch } from "./charts.js";
+import { CHARTS, makeChart, otherCharts, runMark } from "./charts.js";
 import { duration, el, fill, runColor, short } from "./dom.js";
 
 const PHASES = ["sampling", "weights", "rewards", "scoring", "training"];
@@ -18,7 +18,7 @@ export function overview(state, { openStep }) {
     draw();
   } });
   const tools = el("div", { class: "tools" }, el("label", { for: "smoothing" }, "Smoothing"), smoothing,
-    el("span", { class: "quiet" }, "drag to zoom, double-click to reset, click a step for its rollouts"));
+    el("span", { class: "quiet" }, "drag to zoom, double-click to reset, click a step for its rollouts; by keyboard: Tab to a chart, arrow keys, Enter"));
   node.append(tiles, notes, tools, charts, others, rest);
   let drawn = [];
 
@@ -29,6 +29,8 @@ export function overview(state, { openStep }) {
 
   function draw() {
     const zooms = new Map(drawn.map((figure) => [figure.dataset.chart, figure.zoom()]));
+    const focused = drawn.find((figure) => figure.contains(document.activeElement));
+    const step = focused?.walk.step() ?? null;
     dispose();
     const runs = state.runs.filter((run) => run.shown);
     const options = { weight: state.smoothing, sync: "steps", onStep: (step) => openStep(runs[0].index, step) };
@@ -39,6 +41,7 @@ export function overview(state, { openStep }) {
     fill(charts, made.length ? made : el("p", { class: "quiet" }, "No metrics yet: the first log event comes after logging_steps steps."));
     drawn = [...made, ...rare];
     drawn.forEach((figure) => figure.zoom(zooms.get(figure.dataset.chart)));
+    if (focused) drawn.find((figure) => figure.dataset.chart === focused.dataset.chart)?.walk.resume(step);
   }
 
   function updateTiles() {
@@ -74,7 +77,7 @@ function tilesOf(run) {
   bar.firstChild.style.width = `${total ? Math.min(100, (100 * steps) / total) : 100}%`;
   bar.firstChild.style.backgroundColor = runColor(run.index);
   return el("div", { class: "row" },
-    el("div", { class: "tile wide" }, el("small", {}, swatch(runColor(run.index)), run.name), el("b", {}, `step ${short(steps)}${total ? ` of ${short(total)}` : ""}`), bar, el("small", {}, left)),
+    el("div", { class: "tile wide" }, el("small", {}, runMark(run.index), run.name), el("b", {}, `step ${short(steps)}${total ? ` of ${short(total)}` : ""}`), bar, el("small", {}, left)),
     tile("reward", short(latest(run, "reward")), `± ${short(latest(run, "reward_std"))}`),
     latest(run, "eval_reward") !== null && tile("held-out reward", short(latest(run, "eval_reward"))),
     tile("effective groups", share === null ? "–" : `${Math.round(100 * (1 - share))} %`),
@@ -90,7 +93,7 @@ function isEnd(event, run) {
 
 /** Warnings of all runs; those that several runs share are one. */
 function notesOf(runs) {
-  const mark = (run) => swatch(runColor(run.index));
+  const mark = (run) => runMark(run.index);
   const bad = runs.flatMap((run) => run.summary.events.filter((event) => event.event === "error" || isEnd(event, run)).slice(-1)
     .map((event) => el("article", { class: "note bad" }, el("p", {}, mark(run), el("b", {}, `${run.name}: ${event.event} at step ${event.step}`)), el("p", {}, event.text ?? ""))));
   const shared = new Map();
@@ -139,7 +142,7 @@ function differences(runs) {
   const differing = names.filter((name) => name !== "output_dir" && name !== "run_name" && new Set(all.map((settings) => text(settings[name]))).size > 1);
   const body = differing.length
     ? el("div", { class: "scroll" }, el("table", {},
-      el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => el("th", {}, swatch(runColor(run.index)), run.name)))),
+      el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => el("th", {}, runMark(run.index), run.name)))),
       el("tbody", {}, differing.map((name) => el("tr", {}, el("th", {}, name), all.map((settings) => el("td", {}, text(settings[name]))))))))
     : el("p", { class: "quiet" }, "Their configurations are the same.");
   return el("section", { class: "card" }, el("h2", {}, "What the configurations differ in"), body);
@@ -156,7 +159,7 @@ function eventsCard(run) {
   const events = run.summary.events.slice(-40).reverse();
   if (!events.length) return null;
   const about = (event) => event.text ?? event.folder ?? event.checkpoint ?? "";
-  return el("section", { class: "card" }, el("h2", {}, swatch(runColor(run.index)), `Events of ${run.name}`),
+  return el("section", { class: "card" }, el("h2", {}, runMark(run.index), `Events of ${run.name}`),
     el("ul", { class: "events" }, events.map((event) => el("li", { class: `event ${["warning", "error", "failed", "skipped_step"].includes(event.event) ? "bad" : ""}` },
       el("span", { class: "quiet" }, `step ${event.step}`), el("b", {}, String(event.event).replace("_", " ")), el("span", {}, about(event))))));
 }

@@ -26,7 +26,7 @@ export function rolloutsPage(state, query, { source, go }) {
         known = JSON.stringify(answer.facets);
         drawFilters(answer.facets);
       }
-      if (!answer.complete) setTimeout(() => list.reset(), 400);
+      if (!answer.complete) setTimeout(() => list.reset(), 2500);
       return answer;
     },
     draw: drawItem,
@@ -157,6 +157,8 @@ export function rolloutsPage(state, query, { source, go }) {
   return {
     node,
     update,
+    /** Ends with the first rows, or without them if they cannot be read. */
+    loaded: list.loaded.catch(() => {}),
     dispose: () => list.dispose(),
     /** Shows another group without a new list; false if the filters or the run are others. */
     retarget(next) {
@@ -212,13 +214,16 @@ function largest(rows) {
 
 function drawItem(node, row) {
   if (!row) {
+    node.classList.remove("held-out");
     fill(node, el("span", { class: "quiet" }, "..."));
     return;
   }
   const sign = row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "";
+  const isHeldOut = (row.phase ?? "train") !== "train";
+  node.classList.toggle("held-out", isHeldOut);
   fill(node,
-    el("span", { class: "where" }, el("b", {}, row.step), ` · ${row.row}`, row.phase && row.phase !== "train" && el("small", {}, ` ${row.phase}`)),
+    el("span", { class: "where" }, el("b", {}, row.step), ` · ${row.row}`),
     el("span", { class: `number ${sign}` }, short(row.reward, 2)),
-    el("span", { class: "text" }, el("span", { class: "quiet" }, plainText(row.prompt, false)), el("span", {}, row.completion)),
+    el("span", { class: "text" }, el("span", { class: "quiet" }, isHeldOut && el("b", {}, `${phaseName(row.phase)} · `), plainText(row.prompt, false)), el("span", {}, row.completion)),
     el("span", { class: row.finish_reason === "eos" ? "chip" : "chip warn" }, row.finish_reason));
 }

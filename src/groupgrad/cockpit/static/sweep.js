@@ -1,6 +1,6 @@
 // The page of sweeps: the arms, the best one first, and the commands that can be given to each.
-import { swatch } from "./charts.js";
-import { el, fill, runColor, short } from "./dom.js";
+import { runMark } from "./charts.js";
+import { el, fill, short } from "./dom.js";
 
 const CAN = {
   stop: (arm) => arm.state === "waiting",
@@ -85,10 +85,11 @@ export function sweepPage(state, { source }) {
 
 function sweepCard(state, sweep, ask) {
   const share = sweep.all_steps ? sweep.steps / sweep.all_steps : 0;
-  const heads = ["", "arm", "state", "steps", sweep.metric, "behind the best by", ask && ""].filter((head) => head !== null);
+  const heads = ["no.", "arm", "state", "steps", sweep.metric, "behind the best by", ask && "commands"].filter(Boolean);
   return el("section", { class: "card sweep" },
     el("h2", {}, `Sweep ${sweep.name}`),
     el("p", { class: "quiet" }, `${short(sweep.steps)} steps, ${Math.round(100 * share)} % of training all arms to their end; switching took ${short(100 * sweep.switch_share, 1)} % of the time`),
+    el("p", { class: "quiet" }, `Arms in the race by ${sweep.metric}, the best first; below them, faint, those that were stopped, dropped or failed.`),
     el("div", { class: "scroll" }, el("table", {},
       el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
       el("tbody", {}, sweep.arms.map((arm) => armRow(state, sweep, arm, ask))))),
@@ -101,13 +102,16 @@ function armRow(state, sweep, arm, ask) {
   const name = run ? el("a", { href: `#/rollouts?run=${run.index}`, "data-key": `${sweep.path} ${arm.id}` }, arm.name) : arm.name;
   const buttons = ask && Object.keys(CAN).filter((kind) => CAN[kind](arm)).map((kind) =>
     el("button", { type: "button", "data-key": `${sweep.path} ${arm.id} ${kind}`, "aria-label": `${kind} arm ${arm.id}`, onclick: () => ask(kind, arm) }, kind));
-  return el("tr", {},
+  const inRace = ["waiting", "done"].includes(arm.state);
+  const [word] = arm.shown_state.split(" ");
+  const head = (text) => el("small", { class: "head" }, text); // shown on a phone, where the table's own heads are not
+  return el("tr", { class: inRace ? null : "out" },
     el("td", {}, arm.id),
-    el("th", { scope: "row" }, run && swatch(runColor(run.index)), name, arm.parent && el("small", {}, ` of ${arm.parent}`)),
-    el("td", {}, arm.shown_state, arm.state === "failed" && el("p", { class: "bad" }, arm.reason)),
-    el("td", {}, `${arm.step}/${arm.max_steps ?? "?"}`),
-    el("td", { title: arm.compared ? `mean of steps ${arm.compared.join(" to ")}` : "" }, short(arm.reward)),
-    el("td", {}, arm.behind),
+    el("th", { scope: "row" }, run && runMark(run.index), name, arm.parent && el("small", {}, ` of ${arm.parent}`)),
+    el("td", {}, el("span", { class: `state ${word}` }, arm.shown_state), arm.state === "failed" && el("p", { class: "bad" }, arm.reason)),
+    el("td", {}, head("steps"), `${arm.step}/${arm.max_steps ?? "?"}`),
+    el("td", { title: arm.compared ? `mean of steps ${arm.compared.join(" to ")}` : "" }, head(sweep.metric), short(arm.reward)),
+    el("td", {}, arm.behind && head("behind the best by"), arm.behind),
     ask && el("td", { class: "buttons" }, buttons));
 }
 

@@ -15,7 +15,7 @@ export class VirtualList {
     this.node = el("div", { class: "list", role: "listbox", tabindex: 0, "aria-label": label }, this.space);
     this.pool = [];
     this.current = -1;
-    this.reset();
+    this.loaded = this.reset();
     this.node.addEventListener("scroll", () => this.#schedule(), { passive: true });
     this.node.addEventListener("keydown", (event) => this.#key(event));
     this.observer = new ResizeObserver(() => this.#schedule());
