@@ -68,7 +68,7 @@ def test_an_arm_in_its_turn_has_the_steps_of_its_run(tmp_path, capsys):
 
 
 def test_the_arm_in_its_turn_is_shown_as_training(tmp_path, capsys):
-    from groupgrad.trainer.run_lock import locked
+    from groupgrad.telemetry.run_lock import locked
 
     store = Store(tmp_path, create=True)
     store.add_arms([("01-a", 0, {"beta": 0.1}), ("02-b", 0, {"beta": 0.2})])
