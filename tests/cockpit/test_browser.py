@@ -231,7 +231,7 @@ def make_sweep_folder(folder: Path) -> tuple[Store, Panel]:
 @pytest.mark.slow
 def test_the_table_of_a_sweep_can_be_read_at_any_width(tmp_path, open_page):
     """Each number has its heading, on a phone beside it; an arm that left the race is marked."""
-    from groupgrad.trainer.run_lock import locked
+    from groupgrad.telemetry.run_lock import locked
 
     store, panel = make_sweep_folder(tmp_path / "rates")
     store.add_arms([("03-beta=0.2", 0, {"beta": 0.2})])
