@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -286,3 +287,15 @@ def test_the_first_rows_are_read_without_pandas(folder):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_waits_for_the_first_rows_does_not_wait_for_all(folder):
+    """Another thread reads the first files and goes on with the others at once."""
+    known, run = RunFolder(folder), RunFolder(folder)
+    known.refresh(limit=1)
+    answered = threading.Event()
+    with run._reading:
+        threading.Thread(target=lambda: (run.refresh(wait=False), answered.set()), daemon=True).start()
+        assert not answered.wait(0.1)
+        run._parts = known._parts
+        assert answered.wait(5)

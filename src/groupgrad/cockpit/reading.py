@@ -27,6 +27,9 @@ SAME_START_S = 2.0
 HEAD_CHARS = 160
 """Characters of prompt and completion in the table of rollouts."""
 
+FIRST_ROWS_S = 0.02
+"""Time between two looks for the first rows that another thread reads."""
+
 _INDEXED = (
     *("step", "row", "group", "policy_version", "prompt_id", "reward", "advantage", "finish_reason", "num_tokens"),
     *("prompt", "completion", "is_messages", "tool_calls"),
@@ -118,8 +121,9 @@ class RunFolder:
         Without `wait` nothing is read while another thread reads, once there is something to show. `pause` is called
         before each file.
         """
-        if not self._reading.acquire(blocking=wait or not self._parts):
-            return False
+        while not self._reading.acquire(timeout=-1 if wait else FIRST_ROWS_S):
+            if self._parts:  # which the other thread has read meanwhile
+                return False
         try:
             present = self._files()
             known = {name: part for name, part in self._parts.items() if present.get(name) == part[0]}
