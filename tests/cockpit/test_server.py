@@ -231,7 +231,7 @@ def test_no_module_writes_markup_and_all_are_served(client):
 
 
 def test_the_page_is_asked_for_in_three_requests(client):
-    """Of a busy machine each further one takes some tenths of a second."""
+    """On a busy machine each further request takes some tenths of a second."""
     assert re.findall(r'"/static/([^"]+)"', client.get("/").text) == ["icon.svg", "page.css", "page.js"]
 
 

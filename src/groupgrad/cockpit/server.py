@@ -35,8 +35,10 @@ FILES: dict[str, tuple[str, Callable[[], str]]] = {
 }
 """Type and text of the files that are served, by name: nothing else of the disk is."""
 COOKIE = "groupgrad_token"
-QUIET_S, MAX_WAIT_S = 0.8, 0.5
-"""Time after a request in which the page may ask for more, and the longest pause of what is read behind it."""
+QUIET_S = 0.8
+"""Time after an answer in which the page probably asks for more, so that nothing else is read."""
+MAX_WAIT_S = 0.5
+"""Longest wait for such a pause before each file, so that all files are read in the end."""
 MAX_ROWS = 500
 """Rows in one answer."""
 
