@@ -96,7 +96,7 @@ def served(*folders: Path, sweeps: Sequence[Any] = ()) -> Iterator[str]:
 
 
 def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
-    folder = write_run(tmp_path / "first", steps=8, rows=16, tokens=20, hostile=True, ended=False, evaluated=True)
+    folder = write_run(tmp_path / "first", steps=8, rows=16, tokens=20, hostile=True, ended=False, evaluated=[8])
     with served(folder) as address:
         page = open_page(address)
         assert page.locator(".chart").count() >= 10 and page.locator("canvas").count() >= 10
@@ -376,7 +376,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path, open_page)
 @pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
 def test_it_fits_and_can_be_read(tmp_path, open_page, size, scheme):
     """Nothing sticks out sideways, and text has a contrast of at least 4.5 to its background."""
-    folder = write_run(tmp_path / "first", steps=50, rows=16, tokens=20, evaluated=True)
+    folder = write_run(tmp_path / "first", steps=50, rows=16, tokens=20, evaluated=[50])
     store, panel = make_sweep_folder(tmp_path / "rates")
     store.set_state(2, "failed", "RuntimeError: a device is missing")
     for name, sweeps, places in (

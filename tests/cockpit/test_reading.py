@@ -210,7 +210,7 @@ def test_conditions_that_select_nothing_or_nothing_more_are_said(folder, capsys,
 
 def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    folder = write_run(tmp_path / "run", steps=3, rows=16, evaluated=True)
+    folder = write_run(tmp_path / "run", steps=3, rows=16, evaluated=[3])
     run = RunFolder(folder)
     run.refresh()
     assert run.facets()["phases"] == ["train", "eval"] and run.facets()["shares"] == ["gradient_share"]

@@ -20,7 +20,7 @@ from synthetic_run import HOSTILE, write_run
 
 from groupgrad.cli import view
 from groupgrad.cli.main import main
-from groupgrad.cockpit import STATIC, server
+from groupgrad.cockpit import STATIC, server, views
 from groupgrad.cockpit.page_files import MODULES
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.server import make_app
@@ -228,6 +228,15 @@ def test_no_module_writes_markup_and_all_are_served(client):
         if not path.name.startswith("uPlot"):
             assert path.name in MODULES and "innerHTML" not in path.read_text()
             assert path.read_text().splitlines()[-1] in served
+
+
+def test_a_report_holds_groups_of_evaluations_too(tmp_path):
+    """An evaluation before the first step has no rollouts of training beside it."""
+    run = RunFolder(write_run(tmp_path / "run", steps=3, rows=16, tokens=4, evaluated=[0, 3]))
+    (held,) = views.report([run])["runs"]
+    found = {(row["step"], row["phase"]): row["group"] for row in held["rollouts"]}
+    assert found == {(1, "train"): 0, (2, "train"): 1, (3, "train"): 0, (0, "eval"): 0, (3, "eval"): 0}
+    assert held["facets"]["phases"] == ["train", "eval"]
 
 
 def test_the_page_is_asked_for_in_three_requests(client):

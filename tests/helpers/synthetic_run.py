@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,14 @@ def write_run(
     seed: int = 0,
     hostile: bool = False,
     ended: bool = True,
-    evaluated: bool = False,
+    evaluated: Collection[int] = (),
     turns: int = 0,
     settings: dict[str, Any] | None = None,
 ) -> Path:
     """Writes a run that learns: its rewards rise, its entropy falls. `rows` a step, in groups of 8.
 
-    If `evaluated` there are rollouts of an evaluation in the last step. With `turns` prompts and completions are
-    conversations of so many turns each.
+    At the steps `evaluated` there are rollouts of an evaluation, at step 0 nothing else. With `turns` prompts and
+    completions are conversations of so many turns each.
     """
     folder.mkdir(parents=True)
     generator, numbers = random.Random(seed), np.random.default_rng(seed)
@@ -49,15 +50,17 @@ def write_run(
     metrics, events = LineFile(folder / run_files.METRICS), LineFile(folder / run_files.EVENTS)
     events.append({"time": 1.7e9, "step": 0, "event": "started", "host": "here", "pid": 1, "processes": 1})
     files = RolloutFiles(folder / run_files.ROLLOUTS, rank=0, keep_bytes=10**9, seed=seed)
-    for step in range(1, steps + 1):
-        part = _rows(step / steps, rows, tokens, generator, numbers, hostile, turns)
-        metrics.append({"step": step, "time": 1.7e9 + 5 * step, **_metrics(step, steps, part, numbers)})
-        files.write(step, [part], max_steps=steps)
-        if evaluated and step == steps:
+    for step in range(steps + 1):
+        if step in evaluated:
             held_out = RolloutFiles(folder / run_files.EVAL_ROLLOUTS / "eval", rank=0, keep_bytes=10**9, seed=seed)
             part = _rows(1.0, 8, tokens, generator, numbers, hostile=False)
             part.phase, part.gradient_shares = "eval", None
             held_out.write(step, [part], max_steps=steps)
+        if step == 0:
+            continue
+        part = _rows(step / steps, rows, tokens, generator, numbers, hostile, turns)
+        metrics.append({"step": step, "time": 1.7e9 + 5 * step, **_metrics(step, steps, part, numbers)})
+        files.write(step, [part], max_steps=steps)
         if step % max(2, steps // 4) == 0:
             saved = {"event": "checkpoint", "folder": f"checkpoint-{step}"}
             events.append({"time": 1.7e9 + 5 * step, "step": step, **saved})

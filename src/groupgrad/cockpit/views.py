@@ -10,14 +10,15 @@ from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.row_selection import Selection
 from groupgrad.cockpit.sweep_panel import SweepPanel
 from groupgrad.telemetry.advice import advice
+from groupgrad.telemetry.rollout_table import TRAINING
 
 MAX_POINTS = 4000
 """Log events of a run that the page gets; of a longer run every second, third, ... one."""
 MAX_EVENTS = 300
 FILES_AT_ONCE = 32
 """Files of rollouts that one answer waits for."""
-REPORT_GROUPS = 40
-"""Groups of rollouts of each run in a static report."""
+REPORT_GROUPS, REPORT_EVAL_GROUPS = 40, 10
+"""Groups of rollouts in a static report: of the training of each run, and of each of its evaluations."""
 
 
 def heading(run: RunFolder) -> dict[str, Any]:
@@ -73,15 +74,22 @@ def report(runs: Sequence[RunFolder], sweeps: Sequence[SweepPanel] = ()) -> dict
     parts = []
     for run in runs:
         run.refresh()
-        steps = sorted(set(run.index()["step"].to_pylist()))
-        chosen = _evenly_chosen(steps, REPORT_GROUPS)
-        rows = []
-        for place, step in enumerate(chosen):
-            of_step = run.rows(step)
-            groups = sorted({row["group"] for row in of_step})
-            rows += [row for row in of_step if row["group"] == groups[place % len(groups)]]
-        parts.append({**summary(run), "metrics": metrics(run)["lines"], "rollouts": rows, "facets": run.facets()})
+        facets = run.facets()
+        rows = [row for phase in facets["phases"] for row in _groups_of_report(run, phase)]
+        parts.append({**summary(run), "metrics": metrics(run)["lines"], "rollouts": rows, "facets": facets})
     return {"runs": parts, "sweeps": [sweep.table() for sweep in sweeps]}
+
+
+def _groups_of_report(run: RunFolder, phase: str) -> list[dict[str, Any]]:
+    """The rows of one group of each of some steps; another group in each step, since groups keep their numbers."""
+    table, count = run.index(), REPORT_GROUPS if phase == TRAINING else REPORT_EVAL_GROUPS
+    steps = {step for step, of in zip(table["step"].to_pylist(), table["phase"].to_pylist()) if of == phase}
+    rows = []
+    for place, step in enumerate(_evenly_chosen(sorted(steps), count)):
+        of_step = run.rows(step, phase=phase)
+        groups = sorted({row["group"] for row in of_step})
+        rows += [row for row in of_step if row["group"] == groups[place % len(groups)]]
+    return rows
 
 
 def _evenly_chosen(steps: Sequence[int], count: int) -> list[int]:
