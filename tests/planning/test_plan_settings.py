@@ -170,6 +170,10 @@ def test_the_buffers_of_a_deepspeed_configuration_are_planned(planned: Any, caps
             {"deepspeed": {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}}},
             "deepspeed: reduce_bucket_size='big' is no number; give one, such as 500000000",
         ),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": float("inf")}}},
+            "deepspeed: stage3_max_live_parameters=inf is no number; give one, such as 500000000",
+        ),
         ({"fsdp": True, "deepspeed": {}}, "fsdp=True and deepspeed={} exclude each other; remove one of them"),
         ({"deepspeed": "nowhere.json"}, "deepspeed='nowhere.json' has no ZeRO stage from 0 to 3 that can be read"),
         ({"fsdp": True, "load_in_4bit": True}, "remove fsdp, deepspeed or load_in_4bit"),

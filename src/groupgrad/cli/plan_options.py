@@ -226,7 +226,7 @@ def _zero_buffers(settings: dict[str, Any]) -> dict[str, int | None]:
             is_derived = value == "auto" and name == "reduce_bucket_size"
             if value is not None:
                 found[name] = None if is_derived else int(float(value))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(f"deepspeed: {name}={value!r} is no number; give one, such as 500000000") from None
     limits = [value for name, value in found.items() if name.startswith("stage3_") and value is not None]
     buffers = {"live": min(limits)} if limits else {}
