@@ -32,7 +32,11 @@ def trainer_of(records: RunRecords, advice: str) -> Any:
     command = records.config.get("command")
     if not command:
         is_arm = sweep_folder(records) is not None
-        origin = "is an arm of a sweep that a Python script made" if is_arm else "was not made by `groupgrad train`"
+        origin = (
+            "is an arm of a sweep that a Python script or an earlier release made"
+            if is_arm
+            else "was not made by `groupgrad train`"
+        )
         raise ReplayError(
             f"{records.name} {origin}, so its data, model and reward functions are not known here; {advice}"
         )
