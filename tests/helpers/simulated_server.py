@@ -21,7 +21,7 @@ import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from groupgrad.engines.vllm.http import Address
@@ -211,6 +211,7 @@ class SimulatedServer:
         """Start it, with weights that were never pushed."""
         self.engine = Engine(self._model, self._dtype)
         posts = [Route(f"/v1/{name}", _ok, methods=["POST"]) for name in ("completions", "chat/completions")]
+        posts.append(Route("/v1/endless", _endless, methods=["POST"]))
         app = Starlette(routes=[Route("/health", _ok), Route("/version", _version), *posts])
         app.add_middleware(Routes)  # type: ignore[arg-type]
         app.state.engine_client = self.engine
@@ -270,6 +271,14 @@ def pool_of(servers: Sequence[SimulatedServer], **options: Any) -> VLLMServerPoo
 async def _ok(request: Request) -> JSONResponse:
     await request.body()
     return JSONResponse({})
+
+
+async def _endless(request: Request) -> StreamingResponse:
+    async def parts() -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(2**16)
+
+    return StreamingResponse(parts())
 
 
 async def _version(request: Request) -> JSONResponse:

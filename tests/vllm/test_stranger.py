@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import select
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from stranger_cases import (
 
 from groupgrad.engines.vllm.http import ServerRefused, call
 from groupgrad.engines.vllm.server_pool import VLLMServerPool
-from groupgrad.engines.vllm.server_requests import SILENCE_S
+from groupgrad.engines.vllm.server_requests import SILENCE_S, UNREAD_S
 from groupgrad.engines.vllm.wire import running_checksum
 
 
@@ -88,6 +89,20 @@ def test_a_slow_body_is_given_up_and_holds_nothing_up(server: Served, trainer: V
             connection.settimeout(SILENCE_S + 10.0)
         answered_408(connections)
         assert SILENCE_S - 1.0 < time.monotonic() - started < SILENCE_S + 10.0
+
+
+def test_a_push_waits_for_nobody_who_reads_nothing(server: Served, trainer: VLLMServerPool, policy: Any) -> None:
+    """A thousand streamed rows, of which the caller reads the first bytes alone."""
+    model = call(server.address, "info", timeout_s=30.0)["model"]
+    fields = {"prompt": [[5, 6]] * 1000, "max_tokens": 40, "stream": True, "logprobs": 1, "ignore_eos": True}
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60.0) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        call_of_vllm = request("/v1/completions", json.dumps({"model": model, **fields}).encode(), server.key)
+        connection.sendall(call_of_vllm.replace(b"Host: x", b"Host: x\r\nContent-Type: application/json"))
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        started = time.monotonic()
+        trainer.push(policy, 1)
+        assert UNREAD_S - 5.0 < time.monotonic() - started < UNREAD_S + 60.0
 
 
 def test_a_recorded_push_is_refused(trainer: VLLMServerPool, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

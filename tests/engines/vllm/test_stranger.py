@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +134,25 @@ def test_a_slow_body_is_given_up_and_holds_nothing_up(
         assert len(trainer.sample(ROWS, OPTIONS)) == 3 and time.monotonic() - started < 0.4
         answered_408(connections)
         assert time.monotonic() - started < 4.0
+
+
+@pytest.mark.fault(
+    "a caller of vLLM's own routes asks for a streamed answer and reads none of it",
+    "the answer is given up after a minute, and the push that waited goes on",
+    "nothing",
+)
+def test_an_answer_that_nobody_reads_keeps_no_push_waiting(
+    server: SimulatedServer, trainer: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_requests, "UNREAD_S", 0.5)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5.0) as connection:
+        connection.sendall(request("/v1/endless", b"{}", KEY))
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        assert call(server.address, "info", timeout_s=5.0)["num_sampling"] == 1
+        started = time.monotonic()
+        trainer.push(model, 1)
+        assert time.monotonic() - started < 4.0
+        assert call(server.address, "info", timeout_s=5.0)["num_sampling"] == 0
 
 
 @pytest.mark.parametrize(

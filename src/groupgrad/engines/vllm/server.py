@@ -40,7 +40,7 @@ from groupgrad.engines.vllm.api_keys import VARIABLE, check_key
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, MISSING_KEY_STATUS
 from groupgrad.engines.vllm.lora import lora_request
 from groupgrad.engines.vllm.row_stream import RowStream, ServerLoad
-from groupgrad.engines.vllm.server_requests import Call, Refusal, header, replayed, take, take_timeout
+from groupgrad.engines.vllm.server_requests import Call, Refusal, header, read_in_time, replayed, take, take_timeout
 from groupgrad.engines.vllm.transfer_plugin import TRANSFER_CONFIG
 from groupgrad.engines.vllm.vllm_params import sampling_params, verify
 from groupgrad.engines.vllm.weight_receiver import REFUSED
@@ -176,8 +176,11 @@ class Routes:
     async def _call_vllm(self, scope: Any, receive: Any, send: Any) -> None:
         """Call one of vLLM's routes with its whole body; a POST only while weights are complete and no push waits.
 
-        A call counts as sampling from when its body is here, so a body that does not arrive keeps no push waiting.
+        A call counts as sampling from when its body is here until its answer was read or, if the caller does not read,
+        given up. So neither a body that does not arrive nor an answer that nobody reads keeps pushes waiting.
         """
+        from starlette.requests import ClientDisconnect
+
         samples = scope["method"] == "POST"
         try:
             if samples:
@@ -190,7 +193,9 @@ class Routes:
             return
         self._load.num_sampling += samples
         try:
-            await self._app(scope, replayed(body, receive), send)
+            await self._app(scope, replayed(body, receive), read_in_time(send))
+        except (ConnectionAbortedError, ClientDisconnect) as error:
+            logger.warning("the answer of %s is given up: %s", scope["path"], error or "the caller went away")
         finally:
             self._load.num_sampling -= samples
 

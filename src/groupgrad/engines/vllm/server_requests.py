@@ -1,4 +1,4 @@
-"""Requests to the server: bodies of a bounded size, read in a bounded time, with checked fields."""
+"""Requests to the server: bodies of a bounded size, read in a bounded time, with checked fields, and timed answers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ MAX_TIMEOUT_S = 86400.0
 """Longest wait that a caller may ask for."""
 SILENCE_S = 60.0
 """Time to send a body, plus one second for each MiB that it announces, or may have if it announces no length."""
+UNREAD_S = 60.0
+"""Time in which a caller has to read a part of its answer."""
 
 
 class Refusal(Exception):
@@ -96,6 +98,18 @@ def replayed(body: bytes, receive: Any) -> Any:
         return messages.pop() if messages else await receive()
 
     return receive_replayed
+
+
+def read_in_time(send: Any) -> Any:
+    """ASGI's `send`, raising ConnectionAbortedError if the caller does not read within `UNREAD_S`."""
+
+    async def send_in_time(message: Any) -> None:
+        try:
+            await asyncio.wait_for(send(message), UNREAD_S)
+        except asyncio.TimeoutError:
+            raise ConnectionAbortedError(f"the caller has read nothing of its answer for {UNREAD_S:g} s") from None
+
+    return send_in_time
 
 
 def take(values: Mapping[str, Any], name: str, kind: type[T]) -> T:
