@@ -1,4 +1,4 @@
-"""Starts `groupgrad train` or `check` on several processes, by torch's launcher or accelerate's.
+"""Starts `groupgrad train` or `check` on several processes by `accelerate launch`.
 
 The process that starts them imports neither transformers nor the trainer, and torch only to count GPUs.
 """
@@ -17,6 +17,8 @@ from groupgrad.spelling import did_you_mean
 
 PROFILES: dict[str, Path] = {path.stem: path for path in sorted((Path(__file__).parent / "profiles").glob("*.yaml"))}
 """Name of a profile -> accelerate's configuration file."""
+DEFAULT_PROFILE = "ddp"
+"""Profile of `--num-processes` alone."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,13 +28,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--num-processes",
         "--num_processes",
         metavar="N",
-        help="start N processes on this machine, or one for each GPU with `all`; unset: one process",
+        help="start N processes on this machine by `accelerate launch`, `all`: one for each GPU; unset: one process",
     )
     group.add_argument(
         "--accelerate-config",
         "--accelerate_config",
         metavar="NAME",
-        help=f"start them by `accelerate launch` with a profile ({', '.join(PROFILES)}) or a configuration file",
+        help=f"how processes share the work: a profile ({', '.join(PROFILES)}; unset: {DEFAULT_PROFILE}) or a file of "
+        "`accelerate config`",
     )
 
 
@@ -67,19 +70,17 @@ def launch_command(argv: Sequence[str], name: str = "train") -> list[str] | None
             f"{flag} is given to a process that a launcher has started (LOCAL_RANK={os.environ['LOCAL_RANK']}); use "
             "the flag or the launcher, not both"
         )
+    profile = profile or DEFAULT_PROFILE
     # A configuration file may be for several machines, whose processes are counted together.
-    is_local = profile is None or profile in PROFILES
+    is_local = profile in PROFILES
     count = None if number is None else _count(number, is_local=is_local)
-    run = ["-m", "groupgrad", name, *rest]
-    if profile is None:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *run]
     file = _profile(profile)
     _require_deepspeed(profile, file)
-    if profile in PROFILES and count is None:
+    if is_local and count is None:
         count = _one_for_each_gpu(f"--accelerate-config {profile}", "add --num-processes with a number")
     numbers = [] if count is None else ["--num_processes", str(count)]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(file), *numbers]
-    return [sys.executable, *launcher, *run]
+    return [sys.executable, *launcher, "-m", "groupgrad", name, *rest]
 
 
 def _count(text: str, *, is_local: bool = True) -> int:
