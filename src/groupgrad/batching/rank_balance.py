@@ -6,6 +6,7 @@ The denominators are those of the whole step, so it changes no result which rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -13,10 +14,8 @@ from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.packing import RowCost, row_costs, split, total_cost
 
-LEAST_GAIN, LEAST_GAIN_UNEVEN = 0.03, 0.01
-"""Minimum share of the slowest rank's cost that moving rows must save; the second if ranks are not `EVEN` before."""
-EVEN = 1.03
-"""Ranks count as even if the most expensive one costs at most this many times their mean."""
+LEAST_GAINS = ((1.03, 0.03), (1.05, 0.01), (math.inf, 0.0))
+"""Minimum share of the slowest rank's cost that moving rows must save, if it costs at most so many times the mean."""
 
 
 def balance_over_ranks(batch: Batch, passes: Sequence[int], least_rows: int = 1, *, may_move: bool = True) -> Batch:
@@ -56,12 +55,12 @@ def assign_to_ranks(costs: Sequence[RowCost], holders: Sequence[int], num_ranks:
     """
     best = [[row for row, holder in enumerate(holders) if holder == rank] for rank in range(num_ranks)]
     least, mean = _largest_and_mean(costs, best)
-    if (1.0 - LEAST_GAIN) * least * num_ranks <= total_cost(costs):  # equal costs, each prompt on one rank
+    if (1.0 - LEAST_GAINS[0][1]) * least * num_ranks <= total_cost(costs):  # equal costs, each prompt on one rank
         return list(holders)
     for bins in (best, split(costs, num_ranks, keeps_groups=True)):
         candidate = _refined(costs, _filled(costs, bins, least_rows), least_rows)
         largest, new_mean = _largest_and_mean(costs, candidate)
-        least_gain = LEAST_GAIN if least <= EVEN * mean else LEAST_GAIN_UNEVEN
+        least_gain = next(gain for bound, gain in LEAST_GAINS if least <= bound * mean)
         if min(map(len, candidate)) >= least_rows and largest < (1.0 - least_gain) * least:
             best, least, mean = candidate, largest, new_mean
     chosen = list(holders)
