@@ -78,7 +78,7 @@ def table_row(workload: Workload, num_ranks: int, mixed: bool, steps: int) -> st
         moved.append(np.mean(np.array(chosen) != holders))
     return (
         f"| {workload.name} | {num_ranks} | {'any' if mixed else 'whole groups'} | {np.mean(before):.2f} | "
-        f"{max(before):.2f} | {np.mean(after):.2f} | {max(after):.2f} | {np.mean(gain):.2f} | {np.mean(moved):.0%} | "
+        f"{max(before):.2f} | {np.mean(after):.2f} | {max(after):.3f} | {np.mean(gain):.2f} | {np.mean(moved):.0%} | "
         f"{1000 * np.median(seconds):.0f} |"
     )
 

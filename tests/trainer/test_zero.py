@@ -32,6 +32,7 @@ CASES = [
     "whole",
     "loaded",
     "small",
+    *("grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "bnpo", "entropy"),
     "flat_groups",
     "checkpointing",
     "reward_model",
@@ -47,7 +48,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the results of both kinds of runs."""
     out = tmp_path_factory.mktemp("zero")
     for kind in ("plain", "zero"):
-        run_on_two(SCRIPT, out, kind, timeout_s=580)
+        run_on_two(SCRIPT, out, kind, timeout_s=900)
     return out
 
 

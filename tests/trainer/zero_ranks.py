@@ -29,6 +29,17 @@ from groupgrad.trainer import vllm_setup
 COMMON = {"generation_batch_size": 32, "max_steps": 4, "adam_epsilon": 1e-5}
 MEASURED = {"eval": "sets", "eval_steps": 2}
 SERVED = {"use_vllm": True, "vllm_max_model_length": 64}
+LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "mask_truncated_completions": True},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
+    "bnpo": {"loss_type": "bnpo"},
+    "entropy": {"top_entropy_quantile": 0.4, "entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 5.0},
+}
+"""Losses and the entropy's settings, each over two generation batches of two steps."""
 
 CASES: dict[str, dict[str, Any]] = {
     "stage_1": {**COMMON, **MEASURED, "stage": 1},
@@ -45,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {**COMMON, "stage": 3, "peft": True, "beta": 0.1, "from_disk": True},
     "served": {**COMMON, **MEASURED, **SERVED, "stage": 3, "beta": 0.1, "from_disk": True},
     "served_lora": {**COMMON, **SERVED, "stage": 3, "peft": True, "from_disk": True},
+    **{name: {**COMMON, **loss, "stage": 3, "num_iterations": 2} for name, loss in LOSSES.items()},
     "resumed": {**COMMON, "stage": 3, "save_strategy": "steps", "save_steps": 1, "resume_from": 1, "from_disk": True},
 }
 
@@ -116,6 +128,8 @@ def build(ranks: Any, name: str, kind: str, out: Path) -> Any:
     stage, few_vary = settings.pop("stage"), settings.pop("few_vary", False)
     persistent = settings.pop("persistent", False)
     settings.pop("resume_from", None)
+    if name == "bnpo":  # it is defined by the micro-batch: the same rows on one process and on two
+        settings["micro_batches"] = 2 // int(os.environ["WORLD_SIZE"])
     if few_vary:
         settings["reward"] = lambda completion_ids, row, **_: ranks.few_vary(completion_ids, row)
     if kind == "zero":
