@@ -138,6 +138,8 @@ class MicroBatchRules:
     many passes."""
     balance_ranks: bool = False
     """The ranks first give rows to each other (`balance_over_ranks`)."""
+    attention_cost: float = 0.0
+    """Cost of one token's attention to another, in forward passes of a token; by it ranks get equal work."""
     context: dist.RankGroup | None = None
     """Ranks that make their passes together, so that each of them has the rows of all; None: each has its own."""
 
@@ -165,7 +167,7 @@ def assign_micro_batches(
     assigned = [list(rows) for rows in planned]
     if rules.balance_ranks and not is_local:
         # A script may have replaced the loss on one rank alone, and all must take part in what they send each other.
-        batch, assigned = _balanced(batch, assigned, passes_of(batch), may_move=not every_row)
+        batch, assigned = _balanced(batch, assigned, passes_of(batch), rules.attention_cost, may_move=not every_row)
     if rules.context is not None:
         batch, assigned = rows_of_group(batch, assigned, rules.context)
     needed = passes_of(batch)
@@ -193,10 +195,10 @@ def _passes_of(
 
 
 def _balanced(
-    batch: Batch, planned: list[list[int]], passes: Sequence[int], *, may_move: bool
+    batch: Batch, planned: list[list[int]], passes: Sequence[int], attention_cost: float, *, may_move: bool
 ) -> tuple[Batch, list[list[int]]]:
     """The rows that this rank trains so that all ranks have equal work, and their micro-batches. Collective."""
-    balanced = balance_over_ranks(batch, passes, least_rows=len(planned), may_move=may_move)
+    balanced = balance_over_ranks(batch, passes, len(planned), attention_cost=attention_cost, may_move=may_move)
     if balanced is batch:
         return batch, planned
     bounds = [balanced.num_rows * part // len(planned) for part in range(len(planned) + 1)]

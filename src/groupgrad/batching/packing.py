@@ -31,12 +31,23 @@ class RowCost:
     """Rows with the same number share their prompt."""
 
 
-def row_costs(batch: Batch, passes: Sequence[int]) -> list[RowCost]:
-    """The cost of each row of a batch, whose (B,) `passes` are `NO_PASS` (costs 0), `FORWARD` and so on."""
+def row_costs(batch: Batch, passes: Sequence[int], attention_cost: float = 0.0) -> list[RowCost]:
+    """The cost of each row of a batch, whose (B,) `passes` are `NO_PASS` (costs 0), `FORWARD` and so on.
+
+    `attention_cost` is that of one token's attention to another, in forward passes of a token; a token attends to its
+    prompt, the tokens before it and itself.
+    """
     completions, prompts = batch.offsets.diff().tolist(), batch.prompt_offsets.diff().tolist()
     weights = [_WEIGHTS.get(needed, 0) for needed in passes]
     groups = batch.prompt_of_row.tolist()
-    return [RowCost(w * length, w * prompts[g], g) for w, length, g in zip(weights, completions, groups)]
+
+    def cost(length: int, before: int) -> int:
+        return length + round(attention_cost * length * (before + (length + 1) / 2))
+
+    return [
+        RowCost(w * cost(length, prompts[g]), w * cost(prompts[g], 0), g)
+        for w, length, g in zip(weights, completions, groups)
+    ]
 
 
 def total_cost(costs: Iterable[RowCost]) -> int:

@@ -18,13 +18,15 @@ LEAST_GAINS = ((1.03, 0.03), (1.05, 0.01), (math.inf, 0.0))
 """Minimum share of the slowest rank's cost that moving rows must save, if it costs at most so many times the mean."""
 
 
-def balance_over_ranks(batch: Batch, passes: Sequence[int], least_rows: int = 1, *, may_move: bool = True) -> Batch:
+def balance_over_ranks(
+    batch: Batch, passes: Sequence[int], least_rows: int = 1, *, attention_cost: float = 0.0, may_move: bool = True
+) -> Batch:
     """Redistributes a step's rows over ranks for equal cost; returns this rank's, at least `least_rows`. Collective.
 
     `batch` has this rank's rows, on the CPU, and `passes` (B,) the passes that each of them needs. Rows that stay keep
-    their order and come first. No row moves if `may_move` is False on any rank.
+    their order and come first. `attention_cost` is as in `row_costs`. No row moves if `may_move` is False on any rank.
     """
-    described = dist.all_gather_objects(_described(batch, passes) if may_move else None)
+    described = dist.all_gather_objects(_described(batch, passes, attention_cost) if may_move else None)
     if any(rows is None for rows in described):
         return batch
     costs = _with_common_groups([rows for rows in described if rows is not None])
@@ -70,14 +72,14 @@ def assign_to_ranks(costs: Sequence[RowCost], holders: Sequence[int], num_ranks:
     return chosen
 
 
-def _described(batch: Batch, passes: Sequence[int]) -> list[tuple[RowCost, str]]:
+def _described(batch: Batch, passes: Sequence[int], attention_cost: float) -> list[tuple[RowCost, str]]:
     """The cost of each row, and a name of its prompt that is the same on all ranks."""
     images = batch.media or (None,) * batch.num_prompts
     names = [
         blake2b(repr((ids, item and item.key)).encode(), digest_size=12).hexdigest()
         for ids, item in zip(batch.prompts(), images)
     ]
-    return [(cost, names[cost.group]) for cost in row_costs(batch, passes)]
+    return [(cost, names[cost.group]) for cost in row_costs(batch, passes, attention_cost)]
 
 
 def _with_common_groups(described: Sequence[Sequence[tuple[RowCost, str]]]) -> list[list[RowCost]]:

@@ -29,6 +29,7 @@ from groupgrad.batching.loader import MicroBatchKey, make_train_loader, reread_r
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.config import GRPOConfig
+from groupgrad.modeling.attention_cost import attention_cost
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
 from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.objectives import (
@@ -451,6 +452,7 @@ class GRPOTrainer(TrainingRun):
             backward_everywhere=self.is_deepspeed_enabled or is_shared,
             one_pass=is_shared,
             balance_ranks=self.args.balance_ranks and dist.is_active() and not is_one_group,
+            attention_cost=attention_cost(self.model),
             context=context,
         )
 
