@@ -1,4 +1,8 @@
-"""Delta rules by a package's kernels: a stand-in with their arguments, since the kernels need a GPU."""
+"""Recurrent layers by packages' kernels, which need a GPU.
+
+For delta rules a stand-in has the kernels' arguments; Mamba-2's scan and convolutions run by transformers' functions
+themselves, which lead to the packages where these are installed and have the same arguments in PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_hybrids import CONFIGS, make_hybrid
 from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native.engine import NativeEngine
-from groupgrad.modeling.scoring import recurrent_layers, recurrent_packages, recurrent_scans
+from groupgrad.modeling.scoring import recurrence, recurrent_layers, recurrent_packages, recurrent_scans
 from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
 
 FUNCTIONS = {
@@ -24,6 +30,7 @@ FUNCTIONS = {
     "olmo_hybrid": "torch_chunk_gated_delta_rule",
     "kimi_linear": "chunk_kimi_delta_attention",
 }
+MAMBA2 = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "mamba2"]
 OPTIONS = ForwardOptions(layout="shared")
 
 
@@ -49,15 +56,26 @@ def packaged(family: str, sizes: list[list[int]]) -> Any:
     return function
 
 
-def use(patch: pytest.MonkeyPatch, family: str, sizes: list[list[int]]) -> None:
-    by_package = partial(recurrent_packages.by_package, packaged(family, sizes))
+def use(patch: pytest.MonkeyPatch, family: str, sizes: list[list[int]], calls: list[str]) -> None:
+    """Has layers computed by packages; notes the segments of delta rules, and the other functions that are called."""
     patch.setattr(recurrent_scans, "step_kernels", lambda *_: None)
+    if family in MAMBA2:
+        inner = recurrent_packages.by_package
+
+        def recorded(function: Any, name: str, *args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return inner(function, name, *args, **options)
+
+        patch.setattr(recurrent_packages, "is_usable", lambda name, _: name in recurrent_packages._PACKAGES)
+        patch.setattr(recurrent_packages, "by_package", recorded)
+        return
+    by_package = partial(recurrent_packages.by_package, packaged(family, sizes), FUNCTIONS[family])
     patch.setitem(recurrent_layers._COUNTERPARTS, FUNCTIONS[family], by_package)
 
 
-@pytest.mark.parametrize("family", FUNCTIONS)
+@pytest.mark.parametrize("family", [*FUNCTIONS, *MAMBA2])
 def test_log_probs_and_gradients_are_those_of_shared_prompts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, results, sizes = make_hybrid(family), [], []
+    model, results, sizes, calls = make_hybrid(family), [], [], []
     prompts = [[3 + (5 * i + place) % 40 for place in range(length)] for i, length in enumerate((70, 1, 9))]
     lengths = (5, 90, 1, 33, 64, 2)
     rows = [[4 + (3 * i + place) % 40 for place in range(length)] for i, length in enumerate(lengths)]
@@ -66,30 +84,37 @@ def test_log_probs_and_gradients_are_those_of_shared_prompts(family: str, monkey
     for is_packaged in (False, True):
         with monkeypatch.context() as patch:
             if is_packaged:
-                use(patch, family, sizes)
+                use(patch, family, sizes, calls)
             model.zero_grad()
             logprobs = score_tokens(model, batch, OPTIONS).logprobs
             (weights * logprobs).sum().backward()
         results.append({"logprobs": logprobs.detach(), **{n: p.grad.clone() for n, p in model.named_parameters()}})
     own, by_package = results
-    assert len(sizes) == 2 * sum(type(m).__name__.endswith(("DeltaNet", "DeltaAttention")) for m in model.modules())
-    assert sorted(sizes[0]) == [1, 9, 70]  # each prompt once
-    assert sorted(sizes[1]) == sorted(length - 1 for length in lengths if length > 1)  # a last token predicts none
+    num_layers = sum(
+        type(m).__name__.endswith(("DeltaNet", "DeltaAttention", "Mixer", "MambaLayer")) for m in model.modules()
+    )
+    if family in MAMBA2:
+        assert sorted(calls) == ["causal_conv1d_fn"] * num_layers + ["mamba2_chunk_scan"] * num_layers
+    else:
+        assert len(sizes) == 2 * num_layers
+        assert sorted(sizes[0]) == [1, 9, 70]  # each prompt once
+        assert sorted(sizes[1]) == sorted(length - 1 for length in lengths if length > 1)  # a last token predicts none
     torch.testing.assert_close(by_package.pop("logprobs"), own.pop("logprobs"), rtol=0, atol=1e-5)
     scale = max(float(value.abs().max()) for value in own.values())
     for name, value in own.items():
         torch.testing.assert_close(by_package[name], value, rtol=1e-5, atol=1e-5 * scale, msg=name)
 
 
-@pytest.mark.parametrize("family", FUNCTIONS)
+@pytest.mark.parametrize("family", [*FUNCTIONS, *MAMBA2])
 def test_prompts_and_replies_leave_their_states_to_decode_steps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt, reply = make_hybrid(family), [3 + place % 40 for place in range(75)], [7, 8, 9]
     sizes: list[list[int]] = []
+    calls: list[str] = []
     turns: list[list[int]] = []
     for is_packaged in (False, True):
         with monkeypatch.context() as patch:
             if is_packaged:
-                use(patch, family, sizes)
+                use(patch, family, sizes, calls)
             with NativeEngine(model).session(SamplingOptions(max_new_tokens=8, top_k=1)) as session:
                 context, last = prompt, None
                 for turn in range(2):
@@ -100,7 +125,10 @@ def test_prompts_and_replies_leave_their_states_to_decode_steps(family: str, mon
                     turns.append(ended[ticket].ids)
                     context, last = [*context, *ended[ticket].ids, *reply], ticket
     assert turns[:2] == turns[2:]
-    assert [75] in sizes and all(75 + 8 not in lengths for lengths in sizes)
+    if family in MAMBA2:
+        assert set(calls) == {"causal_conv1d_fn", "mamba2_chunk_scan"}
+    else:
+        assert [75] in sizes and all(75 + 8 not in lengths for lengths in sizes)
 
 
 def test_half_precision_on_a_gpu_leads_to_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +139,7 @@ def test_half_precision_on_a_gpu_leads_to_an_installed_package(monkeypatch: pyte
     monkeypatch.setattr(recurrent_packages, "_is_installed", lambda package: package == "fla")
     assert recurrent_packages.is_usable(name, tensor)  # pyright: ignore
     assert not recurrent_packages.is_usable("mamba2_chunk_scan", tensor)  # pyright: ignore
+    assert not recurrent_packages.is_usable("mamba_selective_scan", tensor)  # pyright: ignore
     tensor.dtype = torch.float32
     assert not recurrent_packages.is_usable(name, tensor)  # pyright: ignore
     assert not recurrent_packages.is_usable(name, torch.zeros(1, dtype=torch.bfloat16))
@@ -123,11 +152,24 @@ def test_a_layer_calls_transformers_function_with_bounds(monkeypatch: pytest.Mon
         score_tokens(make_hybrid("qwen3_5"), build_batch([[3, 4]], [0], [[5, 6]]), OPTIONS)
 
 
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30))
+def test_rectangles_hold_each_token_once_and_a_quarter_of_padding_at_most(lengths: list[int]) -> None:
+    found = recurrence._rectangles(lengths, torch.device("cpu"))
+    tokens = torch.cat([part.places.flatten() for part in found.parts])
+    assert tokens[found.tokens].tolist() == list(range(sum(lengths)))
+    rows = torch.cat([part.segments for part in found.parts])
+    assert rows[found.order].tolist() == list(range(len(lengths)))
+    for part in found.parts:
+        assert part.is_token.sum(1).tolist() == [lengths[number] for number in part.segments]
+        assert part.is_token.float().mean(1).min() >= 0.75
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "nemotron_h"])
 def test_the_package_itself_gives_the_log_probs_of_pytorch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available() or not recurrent_packages._is_installed("fla"):
-        pytest.skip("no CUDA device with flash-linear-attention")
+    package = "mamba_ssm" if family in MAMBA2 else "fla"
+    if not torch.cuda.is_available() or not recurrent_packages._is_installed(package):
+        pytest.skip(f"no CUDA device with {package}")
     config = CONFIGS[family]()
     for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"):
         if hasattr(config, name):

@@ -116,6 +116,33 @@ class Chunks:
         return torch.cat(outputs), wanted
 
 
+MOST_PADDING = 0.25
+"""Share of a rectangle's row that may be padding."""
+
+
+@dataclass(slots=True, frozen=True)
+class Rectangle:
+    """Segments of like length of a `PackedLevel`."""
+
+    segments: torch.Tensor
+    """(r,) int64 numbers of the segments in the level."""
+    places: torch.Tensor
+    """(r, L) int64 places of their tokens among the level's; padding repeats a segment's last token."""
+    is_token: torch.Tensor
+    """(r, L) bool, False for padding."""
+
+
+@dataclass(slots=True, frozen=True)
+class Rectangles:
+    """All segments of a `PackedLevel`, for kernels that take none of unlike length."""
+
+    parts: tuple[Rectangle, ...]
+    tokens: torch.Tensor
+    """(t,) int64 place of each of the level's tokens in the flattened parts, end to end."""
+    order: torch.Tensor
+    """(n,) int64 place of each of the level's segments in the parts."""
+
+
 @dataclass(slots=True, frozen=True)
 class PackedLevel:
     """Segments that are computed side by side, end to end without padding."""
@@ -127,6 +154,8 @@ class PackedLevel:
     sources: torch.Tensor
     """(n,) int64 index of each segment's initial state: in the first level in the given states followed by zeros, else
     in the final states of the level before."""
+    rectangles: Rectangles
+    """The same segments as rectangles."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -235,7 +264,14 @@ class Recurrence:
             number_of.update({segment.start: len(number_of) + rank for rank, segment in enumerate(level)})
             own = np.concatenate([np.arange(s.start, s.start + s.length) for s in level])
             bounds = np.cumsum([0, *(segment.length for segment in level)])
-            levels.append(PackedLevel(tensor(own), tensor(bounds), tensor(sources)))
+            levels.append(
+                PackedLevel(
+                    tensor(own),
+                    tensor(bounds),
+                    tensor(sources),
+                    _rectangles([segment.length for segment in level], device),
+                )
+            )
             places.append(own)
         ends = [number_of[self._segments[index].start] for index in self._left]
         return Packed(tuple(levels), tensor(np.argsort(np.concatenate(places))), tensor(ends))
@@ -316,3 +352,20 @@ class Recurrence:
         shared = segment.shared
         places = [] if shared is None else list(range(shared.start, shared.start + shared.length))[-count:]
         return [self._num_tokens] * (count - len(places)) + places
+
+
+def _rectangles(lengths: Sequence[int], device: torch.device) -> Rectangles:
+    """The segments of these lengths, which lie end to end, in rectangles as tall as `MOST_PADDING` lets them be."""
+    length, start = np.array(lengths), np.cumsum([0, *lengths[:-1]])
+    left = np.argsort(-length, kind="stable")
+    order, parts, tokens, size = left, [], np.zeros(sum(lengths), dtype=np.int64), 0
+    while len(left):
+        width = int(length[left[0]])
+        count = int((length[left] >= (1.0 - MOST_PADDING) * width).sum())
+        numbers, left = left[:count], left[count:]
+        token, rows = np.arange(width), length[numbers][:, None]
+        places, is_token = start[numbers][:, None] + np.minimum(token, rows - 1), token < rows
+        tokens[places[is_token]] = size + np.flatnonzero(is_token)
+        size += is_token.size
+        parts.append(Rectangle(*(torch.from_numpy(array).to(device) for array in (numbers, places, is_token))))
+    return Rectangles(tuple(parts), *(torch.from_numpy(x).to(device) for x in (tokens, np.argsort(order))))

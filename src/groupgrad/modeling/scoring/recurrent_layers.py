@@ -156,7 +156,7 @@ def _wrap(namespace: dict[str, Any], name: str) -> None:
         # Rounding of products adds up in a state, so autocast does not touch them.
         with torch.autocast(args[0].device.type, enabled=False):
             if not order.is_step and recurrent_packages.is_usable(name, args[0]):
-                return recurrent_packages.by_package(original, order, *args, **kwargs)
+                return recurrent_packages.by_package(original, name, order, *args, **kwargs)
             return _COUNTERPARTS[name](order, *args, **kwargs)
 
     _wrappers.add(wrapper)

@@ -1,24 +1,34 @@
-"""Delta rules on a GPU by the kernels of flash-linear-attention, where that is installed.
+"""Recurrent layers on a GPU by the kernels of flash-linear-attention, mamba-ssm and causal-conv1d, where installed.
 
-transformers' functions lead to the package's kernels, which take rows of unlike length end to end, with the states that
-they begin with, and return the states behind them. So prompts are computed first, and the rows behind a prompt begin
-with its state; autograd sums their gradients.
+transformers' functions lead to the packages' kernels, which begin with given states and return those behind the last
+token. So prompts are computed first, and the rows behind a prompt begin with its state; autograd sums their gradients.
+Delta rules take rows of unlike length end to end, Mamba-2's scan takes rectangles of rows of like length. Mamba's
+selective scan, whose kernel takes no initial state, stays with PyTorch.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from groupgrad.modeling.scoring.recurrence import Recurrence
-from groupgrad.modeling.scoring.recurrent_scans import zero_states
+from groupgrad.modeling.scoring import recurrent_scans
+from groupgrad.modeling.scoring.recurrence import PackedLevel, Recurrence, Zeros
+from groupgrad.modeling.scoring.recurrent_scans import step_lengths, zero_states
 
-_PACKAGES = {"torch_chunk_gated_delta_rule": "fla", "chunk_kimi_delta_attention": "fla"}
+_PACKAGES = {
+    "torch_chunk_gated_delta_rule": "fla",
+    "chunk_kimi_delta_attention": "fla",
+    "mamba2_chunk_scan": "mamba_ssm",
+    "causal_conv1d_fn": "causal_conv1d",
+}
 """Name of a function in transformers' model files -> the package that it leads to."""
+
+Compute = Callable[[PackedLevel, Sequence[torch.Tensor], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A level, its tokens of some inputs (each (1, t, ...)), its initial states -> outputs (1, t, ...) and final states."""
 
 
 def is_usable(name: str, tensor: torch.Tensor) -> bool:
@@ -35,7 +45,14 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def by_package(
+def by_package(function: Callable[..., Any], name: str, recurrence: Recurrence, *args: Any, **options: Any) -> Any:
+    """What transformers' `function` of this name computes for flat tokens, whose shapes are those of its arguments."""
+    if name == "causal_conv1d_fn":
+        return recurrent_scans.causal_conv1d(recurrence, *args, **options, function=function)
+    return (_mamba2_scan if name == "mamba2_chunk_scan" else _delta_rule)(function, recurrence, *args, **options)
+
+
+def _delta_rule(
     function: Callable[..., Any],
     recurrence: Recurrence,
     query: torch.Tensor,
@@ -46,23 +63,74 @@ def by_package(
     use_qk_l2norm_in_kernel: bool = False,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """(1, T, H, Dv) outputs of transformers' `function` for flat tokens, whose shapes are those of its arguments."""
-    packed, zeros = recurrence.packed(value.device), partial(zero_states, key, value)
-    given = recurrence.initial_states(zeros)
-    states = zeros(1) if given is None else torch.cat([given, zeros(1)])
-    outputs, finals = [], []
-    for level in packed.levels:
-        parts = [tensor.index_select(1, level.places) for tensor in (query, key, value, g, beta)]
-        output, states = function(
-            *parts[:3],
-            g=parts[3],
-            beta=parts[4],
-            initial_state=states.index_select(0, level.sources),
+    """(1, T, H, Dv) outputs of a delta rule."""
+
+    def compute(level: PackedLevel, inputs: Sequence[torch.Tensor], initial: torch.Tensor) -> tuple[Any, Any]:
+        return function(
+            *inputs[:3],
+            g=inputs[3],
+            beta=inputs[4],
+            initial_state=initial,
             output_final_state=True,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=level.bounds,
         )
+
+    return _by_levels(recurrence, partial(zero_states, key, value), (query, key, value, g, beta), compute), None
+
+
+def _mamba2_scan(
+    function: Callable[..., Any],
+    recurrence: Recurrence,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: object,
+) -> torch.Tensor:
+    """(1, T, H, P) outputs of Mamba-2's scan; a step of length 0, as padding has, leaves the state as it is."""
+
+    def compute(level: PackedLevel, inputs: Sequence[torch.Tensor], initial: torch.Tensor) -> tuple[Any, Any]:
+        outputs, finals = [], []
+        for part in level.rectangles.parts:
+            x, steps, b, c = (tensor[0, part.places] for tensor in inputs)
+            output, final = function(
+                x,
+                steps * part.is_token[..., None],
+                A,
+                b,
+                c,
+                chunk_size=chunk_size,
+                initial_states=initial.index_select(0, part.segments).mT.contiguous(),
+                return_final_states=True,
+            )
+            outputs.append(output.flatten(0, 1))
+            finals.append(final.mT)
+        of_tokens = torch.cat(outputs).index_select(0, level.rectangles.tokens)
+        return of_tokens[None], torch.cat(finals).index_select(0, level.rectangles.order)
+
+    steps = step_lengths(dt, dt_bias, dt_limit, softplus=dt_softplus)
+    inputs = (hidden_states, steps, B, C)
+    output = _by_levels(recurrence, partial(zero_states, B, hidden_states), inputs, compute)
+    output = output.to(hidden_states.dtype)
+    return output if D is None else output + hidden_states * D[:, None]
+
+
+def _by_levels(recurrence: Recurrence, zeros: Zeros, inputs: Sequence[torch.Tensor], compute: Compute) -> torch.Tensor:
+    """(1, T, ...) outputs: prompts are computed first, then the rows that begin with their states."""
+    packed, given = recurrence.packed(inputs[0].device), recurrence.initial_states(zeros)
+    states = zeros(1) if given is None else torch.cat([given, zeros(1)])
+    outputs, finals = [], []
+    for level in packed.levels:
+        parts = [tensor.index_select(1, level.places) for tensor in inputs]
+        output, states = compute(level, parts, states.index_select(0, level.sources))
         outputs.append(output)
         finals.append(states)
     recurrence.keep_states(torch.cat(finals).index_select(0, packed.ends))
-    return torch.cat(outputs, dim=1).index_select(1, packed.inverse), None
+    return torch.cat(outputs, dim=1).index_select(1, packed.inverse)

@@ -26,9 +26,13 @@ def causal_conv1d(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
+    function: Callable[..., torch.Tensor] | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """(1, D, T) depthwise convolution of (1, D, T) over the last K tokens of each row, with weights (D, K)."""
+    """(1, D, T) depthwise convolution of (1, D, T) over the last K tokens of each row, with weights (D, K).
+
+    `function` is transformers' function, by which tokens are computed that have their whole window before them.
+    """
     width = weight.shape[-1]
     values, tokens = hidden_states.to(weight.dtype), hidden_states[0].T.to(weight.dtype)
     kernels = step_kernels(values, weight, bias)
@@ -42,16 +46,20 @@ def causal_conv1d(
         output = convolution(kernels, tokens, before.T, heads, weight, bias, gates=gates).T[None]
     else:
         gates = False
-        output = _convolved(recurrence, values, weight, bias)
+        output = _convolved(recurrence, values, weight, bias, function)
     if activation is not None and not gates:
         output = _activation(activation)(output)
     return output.to(hidden_states.dtype)
 
 
 def _convolved(
-    recurrence: Recurrence, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    recurrence: Recurrence,
+    values: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    function: Callable[..., torch.Tensor] | None,
 ) -> torch.Tensor:
-    """`causal_conv1d` by PyTorch, without an activation."""
+    """`causal_conv1d` without the compiled kernels, and without an activation."""
     width = weight.shape[-1]
     places, windows = recurrence.heads(width, values.device)
     rows = inputs_at(values[0], recurrence.inputs_before(values[0], width), windows)
@@ -60,7 +68,11 @@ def _convolved(
         output = output + bias[:, None]
     num_tokens = values.shape[-1]
     if len(places) < num_tokens:
-        inside = F.conv1d(values, weight.unsqueeze(1), bias, padding=width - 1, groups=len(weight))[..., :num_tokens]
+        if function is not None:
+            inside = function(values, weight, bias, activation=None)
+        else:
+            inside = F.conv1d(values, weight.unsqueeze(1), bias, padding=width - 1, groups=len(weight))
+            inside = inside[..., :num_tokens]
         output = inside.index_copy(2, places, output.to(inside.dtype))
     return output
 
@@ -163,8 +175,7 @@ def mamba2_scan(
     The state S (N, P) of a head becomes exp(dt A) S + dt B x', and the output is C' S + D x. `hidden_states` x is
     (1, T, H, P), dt (1, T, H), A and D (H,), B and C (1, T, G, N), where G divides H.
     """
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(_state_dtype(dt))
+    dt = step_lengths(dt, dt_bias, dt_limit, softplus=dt_softplus)
     x, log_decay = hidden_states.to(dt.dtype) * dt[..., None], dt * A
     kernels = step_kernels(x, log_decay, B, C)
     if _is_step(recurrence):
@@ -179,6 +190,14 @@ def mamba2_scan(
     else:
         output = _mamba2_by_chunks(recurrence, x, B, C, log_decay)
     return output if D is None else output + hidden_states * D[:, None]
+
+
+def step_lengths(
+    dt: torch.Tensor, bias: torch.Tensor | None, limit: tuple[float, float], *, softplus: bool
+) -> torch.Tensor:
+    """(1, T, H) lengths of Mamba-2's steps, in float32 at least."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return (F.softplus(dt) if softplus else dt).clamp(*limit).to(_state_dtype(dt))
 
 
 def _mamba2_by_chunks(
