@@ -44,7 +44,7 @@ def test_a_number_alone_is_data_parallel_and_the_other_flags_stay():
     assert command[7:] == ["-m", "groupgrad", "train", "--config", "run.yaml", "--set", "seed=3"]
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
 def test_a_profile_is_a_file_for_accelerate(name, monkeypatch):
     monkeypatch.setattr(compat, "is_available", lambda name: True)
     command = launch_command(["--accelerate-config", name, "--num-processes=8", "--config", "run.yaml"])
@@ -62,7 +62,7 @@ def test_a_profile_is_a_file_for_accelerate(name, monkeypatch):
     ]
     content = yaml.safe_load(Path(command[4]).read_text())
     stage = content.get("deepspeed_config", {}).get("zero_stage")
-    assert stage == {"zero2": 2, "zero3": 3}.get(name)
+    assert stage == {"zero1": 1, "zero2": 2, "zero3": 3}.get(name)
     assert content.get("fsdp_config", {}).get("fsdp_version") == (2 if name == "fsdp2" else None)
     assert "mixed_precision" not in content, "bf16 says it: on accelerators by default, on a CPU only if asked for"
 
