@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from plan_output import recommendation
 
 from groupgrad.cli.main import main
 from groupgrad.config import GRPOConfig
@@ -34,13 +35,6 @@ def _measured(name: str, half: bool) -> Any:
     return model_shape(name, read_config(name), half=half)
 
 
-def settings_of(shown: str) -> dict[str, Any]:
-    """The settings of the line `Recommended: ...`."""
-    line = re.search(r"Recommended: .*", shown)
-    assert line is not None, shown
-    return {name: yaml.safe_load(value) for name, value in re.findall(r"(\w+)=([^\s,]*[^\s,.])", line[0])}
-
-
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize(
     "flags",
@@ -53,9 +47,10 @@ def test_the_printed_settings_make_up_a_configuration(
     group, found = 4 if "--num-generations" in flags else 8, set()
     for size in ("7GB", "8GB", "10GB", "16GB", "80GB"):
         assert planned(*flags, "--devices", devices, "--device", size, "--completion", 4096) == 0
-        settings = settings_of(capsys.readouterr().out)
-        settings.pop("vllm_gpu_memory_utilization", None)
-        settings.pop("vllm_max_model_length", None)
+        shown = capsys.readouterr().out
+        _, settings = recommendation(shown)
+        if "--accelerate-config fsdp2" in shown:
+            settings["fsdp"] = True
         config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=group, **settings)
         assert config.generation_batch_size_resolved % group == 0
         found.add(
@@ -72,7 +67,7 @@ def test_a_step_that_would_cut_a_group_is_made_longer(planned: Any, capsys: Any)
     assert planned("--accumulation", 1, "--micro-batch", 6, "--device", "80GB") == 0
     shown = capsys.readouterr().out
     assert "num_generations=8 does not divide the 6 completions of a generation batch, so 24 are planned." in shown
-    assert settings_of(shown)["gradient_accumulation_steps"] == 4
+    assert recommendation(shown)[1]["gradient_accumulation_steps"] == 4
     assert planned("--device", "80GB") == 0
     assert "does not divide" not in capsys.readouterr().out
 
@@ -202,12 +197,12 @@ def test_a_micro_batch_grows_up_to_the_step_unless_it_is_asked_for(planned: Any,
     for flags, rows, label in (([], 32, "  32\n"), (["--micro-batch", "8"], 8, "  8 (asked for)\n")):
         assert planned(*size, *flags) == 0
         shown = capsys.readouterr().out
-        settings = settings_of(shown)
+        settings = recommendation(shown)[1]
         assert settings["per_device_train_batch_size"] == rows and settings["gradient_accumulation_steps"] == 32 // rows
         assert label in shown
     assert planned("--device", "7GB", "--completion", "4096", "--micro-batch", "8") == 0
     shown = capsys.readouterr().out
-    assert settings_of(shown)["per_device_train_batch_size"] < 8 and "full" in shown
+    assert recommendation(shown)[1]["per_device_train_batch_size"] < 8 and "full" in shown
     assert "asked for" not in next(line for line in shown.splitlines() if line.startswith("full"))
 
 

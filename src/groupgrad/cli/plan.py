@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from groupgrad.cli.command_parser import refuse
@@ -18,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     options = parsed(argv)
     from groupgrad.planning.fitting import choices, recommended
     from groupgrad.planning.memory import Colocate, RunSizes, ZeroBuffers
-    from groupgrad.planning.shapes import has_tower, model_shape, read_config
+    from groupgrad.planning.shapes import has_tower, model_shape, read_config, whole_rows
 
     sizes = RunSizes(
         prompt=options.prompt,
@@ -45,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
         way=options.way,
         only_sharding=options.sharding,
         zero=ZeroBuffers(**options.zero),
+        settings=options.settings,
     )
     try:
         if options.devices % options.context_parallel_size:
@@ -54,14 +57,17 @@ def main(argv: Sequence[str]) -> int:
             )
         config = read_config(options.model)
         shape = model_shape(options.model, config, half=options.half)
-        if shape.state_bytes and options.context_parallel_size > 1:
+        obstacle = partial(whole_rows, config, options.settings)
+        if options.context_parallel_size > 1 and (reason := obstacle()) is not None:
             raise ValueError(
-                f"{options.model} has recurrent layers, whose states pass from token to token, so devices cannot train "
-                f"a row together; set --context-parallel-size (now {options.context_parallel_size}) to 1"
+                f"--context-parallel-size {options.context_parallel_size} cuts the tokens of a row over devices, and "
+                f"{reason}"
             )
+        found = choices(shape, sizes, options.device)
+        if all(choice.refused for choice in found):
+            raise ValueError(found[0].refused)
     except ValueError as error:
         return refuse("plan", error)
-    found = choices(shape, sizes, options.device)
     print(_table(shape, sizes, options.device, found))
     if (remark := _context_remark(shape, sizes)) is not None:
         print(remark)
@@ -73,23 +79,35 @@ def main(argv: Sequence[str]) -> int:
             f"batch, so {sizes.generation_rows * sizes.devices} are planned.\n"
         )
     best = recommended(found)
-    print(_advice(shape, sizes, options.device, best))
+    print(_advice(shape, sizes, options.device, best, obstacle))
+    if options.vllm_server:
+        print(_server(shape, sizes, options.device, options.vllm_tensor_parallel_size))
     return 0 if best else 1
 
 
 def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
     head = f"{shape.name}: {shape.parameters:,} parameters in {shape.layers} layers; {sizes.devices} x {_gib(device)}"
     names = [part.replace("keys_values", "keys/values") for part in _PARTS]
+    if sizes.colocate:
+        names.append("vLLM")
     lines = [head, "", f"{'GiB on a device':<16}" + "".join(f"{name:>12}" for name in names) + "  micro-batch"]
+    refusals: dict[str, list[str]] = {}
     for choice in found:
         numbers = "".join(f"{getattr(choice.memory, part) / 2**30:>12.2f}" for part in _PARTS)
+        if sizes.colocate:
+            numbers += f"{'-' if choice.vllm is None else f'{choice.vllm / 2**30:.2f}':>12}"
         is_asked = sizes.most_rows == 0 and choice.sizes.micro_batch == sizes.micro_batch
         how = (
             f"  {choice.sizes.micro_batch:>3}"
             + (" (asked for)" if is_asked else "")
             + (" with checkpointing" if choice.sizes.checkpointing else "")
         )
-        lines.append(f"{choice.name:<16}{numbers}{how if choice.fits else '  does not fit'}")
+        if choice.refused:
+            refusals.setdefault(choice.refused, []).append(choice.name)
+        lines.append(
+            f"{choice.name:<16}{numbers}{how if choice.fits else '  refused' if choice.refused else '  does not fit'}"
+        )
+    lines += ["", *(f"Refused ({'; '.join(names)}): {text}." for text, names in refusals.items())] if refusals else []
     return "\n".join([*lines, ""])
 
 
@@ -106,31 +124,72 @@ def _context_remark(shape: Any, sizes: Any) -> str | None:
     )
 
 
-def _advice(shape: Any, sizes: Any, device: int, best: Any) -> str:
-    from groupgrad.planning.fitting import smallest_device, vllm_share
+def _advice(shape: Any, sizes: Any, device: int, best: Any, obstacle: Callable[[], str | None]) -> str:
+    """What to set, or that nothing fits. `obstacle` says why devices cannot train each row together."""
+    from groupgrad.planning.fitting import smallest_device
 
-    remedies = _remedies(shape, sizes, device, is_needed=best is None)
+    remedies = _with_server(shape, sizes, device)
     if best is None:
+        remedies += _with_devices(shape, sizes, device, obstacle)
         least = smallest_device(shape, sizes)
-        return (
+        texts = [
             f"Nothing fits. With micro-batches of one row and checkpointing the least demanding way needs devices of "
-            f"{_gib(least)}; otherwise lower --completion ({sizes.completion}) or --rows ({sizes.rows}).{remedies}"
-        )
-    share = vllm_share(shape, best.sizes, device)
-    vllm = (
-        f"{_vllm_settings(best.sizes, share)} leaves room for vLLM on the same device."
-        if share is not None
-        else "vLLM does not fit on the same device; use the native engine, or vllm_mode='server' on another one."
-    )
+            f"{_gib(least)}; otherwise lower --completion ({sizes.completion}) or --rows ({sizes.rows})."
+        ]
+        return " ".join([*texts, *remedies])
     rows = best.sizes.micro_batch
-    settings = [f"per_device_train_batch_size={rows}", f"gradient_accumulation_steps={sizes.step_rows // rows}"]
+    settings = {"lora": ["use_peft=True"], "4bit": ["use_peft=True", "load_in_4bit=True"]}.get(best.sizes.adapter, [])
+    settings += [f"per_device_train_batch_size={rows}", f"gradient_accumulation_steps={sizes.step_rows // rows}"]
     if sizes.generation_rows != sizes.step_rows:
         settings.append(f"generation_batch_size={sizes.generation_rows * sizes.devices}")
     settings.append(f"gradient_checkpointing={best.sizes.checkpointing}")
     if sizes.context_parallel_size > 1:
         settings.append(f"context_parallel_size={sizes.context_parallel_size}")
-    beside = f" {vllm}" if sizes.on_gpu and (sizes.samples or sizes.colocate) else ""
-    return f"Recommended: {best.name}, {', '.join(settings)}.{beside}{remedies}"
+    texts = [f"Recommended: {best.name}, {', '.join(settings)}."]
+    if sizes.on_gpu and (sizes.samples or sizes.colocate):
+        texts.append(_vllm_beside(shape, best, device))
+    if sizes.devices > 1:
+        texts.append(_start(best.sizes))
+    return "\n".join([" ".join(texts), *remedies])
+
+
+def _start(sizes: Any) -> str:
+    """The flags that start the processes of a way to run; the settings of a run may say themselves how to shard."""
+    is_set = sizes.sharding == "ddp" or sizes.only_sharding is not None
+    profile = "" if is_set else f" --accelerate-config {sizes.sharding}"
+    return f"Start it with groupgrad train --num-processes {sizes.devices}{profile}."
+
+
+def _vllm_beside(shape: Any, best: Any, device: int) -> str:
+    """The settings of a vLLM on the training devices, or why there is none."""
+    from groupgrad.planning.fitting import vllm_share
+    from groupgrad.planning.memory import Colocate
+    from groupgrad.planning.refusals import refusal
+
+    is_refused = refusal(replace(best.sizes, samples=False, colocate=best.sizes.colocate or Colocate())) is not None
+    share = None if is_refused else vllm_share(shape, best.sizes, device)
+    if share is not None:
+        return f"{_vllm_settings(best.sizes, share)} leaves room for vLLM on the same device."
+    problem = f"go with {best.sizes.sharding}" if is_refused else "fit beside these settings"
+    return f"vLLM does not {problem} on the same device; use the native engine, or vllm_mode='server' on another one."
+
+
+def _server(shape: Any, sizes: Any, device: int, tensor_parallel_size: int | None) -> str:
+    """What each device of a vLLM server needs, and how that compares to a training device."""
+    from groupgrad.planning.fitting import USABLE, server_need
+
+    need = server_need(shape, sizes, device, tensor_parallel_size)
+    size, usable = need.tensor_parallel_size, device * USABLE
+    text = (
+        f"A vLLM server (--tensor-parallel-size {size}) needs {_exact(need.total)} on each of its devices: weights "
+        f"{_exact(need.weights)}, workspace {_exact(need.workspace)}, and {_exact(need.keys_values)} for keys and "
+        f"values of the {need.rows} rows of a generation batch."
+    )
+    if need.total <= usable:
+        return text
+    if need.least <= usable:
+        return f"{text} A device of {_gib(device)} has room for {_exact(int(usable))}, so vLLM samples them in turns."
+    return f"{text} A device of {_gib(device)} is too small: with one row it needs {_exact(need.least)}."
 
 
 def _vllm_settings(sizes: Any, share: Any) -> str:
@@ -143,18 +202,33 @@ def _vllm_settings(sizes: Any, share: Any) -> str:
     return text
 
 
-def _remedies(shape: Any, sizes: Any, device: int, *, is_needed: bool) -> str:
-    """Sentences about a vLLM server, and about more devices where they are needed, that make a way fit."""
-    from groupgrad.planning.fitting import with_more_devices, with_server
+def _with_server(shape: Any, sizes: Any, device: int) -> list[str]:
+    """A sentence about the way that fits if a vLLM server samples; empty without one."""
+    from groupgrad.planning.fitting import with_server
 
-    texts = []
-    if (sizes.samples or sizes.colocate) and (served := with_server(shape, sizes, device)) is not None:
-        texts.append(f" If a vLLM server on other devices samples (--vllm-server), {served.name} fits.")
-    if is_needed and (wider := with_more_devices(shape, sizes, device)) is not None:
+    served = with_server(shape, sizes, device) if sizes.samples or sizes.colocate else None
+    return [] if served is None else [f"If a vLLM server on other devices samples (--vllm-server), {served.name} fits."]
+
+
+def _with_devices(shape: Any, sizes: Any, device: int, obstacle: Callable[[], str | None]) -> list[str]:
+    """Sentences about the ways that fit if devices train each row together, or if there are more of them."""
+    from groupgrad.planning.fitting import with_context_parallel, with_more_devices
+
+    cuts = with_context_parallel(shape, sizes, device)
+    texts = [
+        f"If {number} devices train each row together (--context-parallel-size {number}), {cut.name} fits."
+        for cut in (cuts if cuts and obstacle() is None else [])
+        for number in [cut.sizes.context_parallel_size]
+    ]
+    if (wider := with_more_devices(shape, sizes, device)) is not None:
         number = wider.sizes.devices
-        texts.append(f" On {number} such devices (--devices {number}), {wider.name} fits.")
-    return "".join(texts)
+        texts.append(f"On {number} such devices (--devices {number}), {wider.name} fits.")
+    return texts
 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _exact(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -32,7 +32,7 @@ _FIELDS = {
 _COLOCATE = {
     "gpu_memory_utilization": None,
     "max_model_length": None,
-    "tensor_parallel_size": 1,
+    "tensor_parallel_size": None,
     "enable_sleep_mode": False,
 }
 """Keys of the YAML file, after `vllm_` -> their defaults, in the order of the fields of `Colocate`."""
@@ -114,6 +114,11 @@ def parser() -> argparse.ArgumentParser:
     vllm = parser.add_argument_group("vLLM")
     vllm.add_argument("--vllm-colocate", action=switch, default=False, help="vLLM on the training devices samples")
     vllm.add_argument("--vllm-server", action=switch, default=False, help="a vLLM server on other devices samples")
+    vllm.add_argument(
+        "--vllm-tensor-parallel-size",
+        type=_count,
+        help="devices that share the weights of a vLLM (default: 1; of a server the fewest with which it fits)",
+    )
     return parser
 
 
@@ -182,7 +187,7 @@ def _name(setting: str) -> str:
 def _used(settings: dict[str, Any]) -> set[str]:
     """Names of the settings of a run that this command considers."""
     further = {"model_init_kwargs", "generation_batch_size", "steps_per_generation", "bf16", "fp16", "load_in_4bit"}
-    further |= {"use_peft", "use_vllm", "vllm_mode", "fsdp", "deepspeed"}
+    further |= {"use_peft", "use_vllm", "vllm_mode", "fsdp", "deepspeed", "disable_dropout", "router_aux_loss_coef"}
     if settings.get("use_vllm") and settings.get("vllm_mode") != "server":
         further |= {f"vllm_{name}" for name in _COLOCATE}
     return {*_FIELDS, *further}
@@ -259,6 +264,8 @@ def _options_of(settings: dict[str, Any]) -> dict[str, Any]:
         found["gradient_dtype"] = "float32"
     found["vllm_server"] = bool(settings.get("use_vllm")) and settings.get("vllm_mode") == "server"
     found["vllm_colocate"] = bool(settings.get("use_vllm")) and not found["vllm_server"]
+    if found["vllm_colocate"] and (size := settings.get("vllm_tensor_parallel_size")) is not None:
+        found["vllm_tensor_parallel_size"] = size
     return {"accumulation": 1, **found}
 
 
@@ -280,7 +287,10 @@ def _completed(options: argparse.Namespace, settings: dict[str, Any]) -> argpars
     bf16 = settings.get("bf16")
     by_autocast = settings.get("fp16") or (not options.cpu if bf16 is None else bf16)
     options.half = options.dtype == "bfloat16" or bool(by_autocast)
-    options.colocate = tuple(settings.get(f"vllm_{name}") or default for name, default in _COLOCATE.items())
+    colocate = {name: settings.get(f"vllm_{name}") or default for name, default in _COLOCATE.items()}
+    options.colocate = tuple((colocate | {"tensor_parallel_size": options.vllm_tensor_parallel_size or 1}).values())
+    is_kept = _OPTIMIZERS.get(str(settings.get("optim")), settings.get("optim")) == options.optim
+    options.settings = {name: value for name, value in settings.items() if is_kept or name != "optim"}
     options.sharding = _sharding(settings)
     options.zero = _zero_buffers(settings) if options.sharding == "zero3" else {}
     options.way = "4-bit" if settings.get("load_in_4bit") else "LoRA" if settings.get("use_peft") else ""

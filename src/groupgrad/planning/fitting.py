@@ -10,13 +10,14 @@ from typing import Any
 from groupgrad.engines.vllm import memory_check
 from groupgrad.engines.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
 from groupgrad.planning.memory import Adapter, Colocate, Memory, RunSizes, predict
+from groupgrad.planning.refusals import refusal
 from groupgrad.planning.shapes import ModelShape
 
 USABLE = 0.92
 """Share of a device that is planned for; the allocator's gaps take the rest."""
 
-MOST_DEVICES = 1024
-"""Devices up to which a plan looks for a number that would do."""
+MOST_TIMES = 8
+"""Times the asked number of devices up to which a plan looks for a number that would do."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,6 +28,10 @@ class Choice:
     sizes: RunSizes
     memory: Memory
     fits: bool
+    refused: str | None = None
+    """The sentences of the trainer's rules that the way breaks; None if it breaks none."""
+    vllm: int | None = None
+    """Bytes of a colocated vLLM: its share where it fits, else the least that it needs; None without one."""
 
 
 def choices(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> list[Choice]:
@@ -81,6 +86,58 @@ def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMSha
     return None
 
 
+@dataclass(slots=True, frozen=True)
+class ServerNeed:
+    """Memory of each device of a vLLM server, in bytes."""
+
+    tensor_parallel_size: int
+    weights: int
+    workspace: int
+    keys_values: int
+    """Keys and values of `rows` rows of full length."""
+    rows: int
+    least: int
+    """All of it with the keys and values of one row."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.workspace + self.keys_values
+
+
+def server_need(
+    shape: ModelShape, sizes: RunSizes, device_bytes: int, tensor_parallel_size: int | None = None
+) -> ServerNeed:
+    """Returns what a vLLM server needs that samples the generation batches of all training devices.
+
+    Without `tensor_parallel_size`, its devices are the fewest of 1, 2, 4 and 8 that hold all rows, or else one row.
+    """
+    heads = int(getattr(shape.text, "num_attention_heads", 0) or 0)
+    tried = [size for size in (1, 2, 4, 8) if heads % size == 0]
+    needs = [_need_of_each(shape, sizes, size) for size in ([tensor_parallel_size] if tensor_parallel_size else tried)]
+    usable = device_bytes * USABLE
+    fitting = [need for need in needs if need.total <= usable] or [need for need in needs if need.least <= usable]
+    return (fitting or needs[-1:])[0]
+
+
+def _need_of_each(shape: ModelShape, sizes: RunSizes, tensor_parallel_size: int) -> ServerNeed:
+    """What each of so many devices of a vLLM server needs."""
+    rows = (sizes.generation_rows or sizes.rows) * sizes.devices
+    alone, served = (
+        _least_served(shape, replace(sizes, colocate=Colocate(tensor_parallel_size=size)))
+        for size in (1, tensor_parallel_size)
+    )
+    all_rows = predict(shape, replace(sizes, samples=True, rows=rows)).keys_values
+    return ServerNeed(
+        tensor_parallel_size=tensor_parallel_size,
+        weights=served.weights,
+        workspace=served.total - served.weights - served.one_row,
+        keys_values=all_rows * served.one_row // alone.one_row if alone.one_row else all_rows // tensor_parallel_size,
+        rows=rows,
+        least=served.total,
+    )
+
+
 def training_bytes(memory: Memory) -> memory_check.TrainingBytes:
     """Returns the predicted memory of training in the parts that the trainer compares with vLLM's."""
     return memory_check.TrainingBytes(
@@ -92,8 +149,9 @@ def training_bytes(memory: Memory) -> memory_check.TrainingBytes:
 
 
 def smallest_device(shape: ModelShape, sizes: RunSizes) -> int:
-    """Returns the bytes of a device on which the least demanding of the ways fits."""
-    least = min(_needed(shape, _with_micro_batch(way, 1, checkpointing=True)) for _, way in _ways(sizes))
+    """Returns the bytes of a device on which the least demanding of the ways fits that the trainer accepts."""
+    accepted = [_with_micro_batch(way, 1, checkpointing=True) for _, way in _ways(sizes) if refusal(way) is None]
+    least = min(_needed(shape, way) for way in accepted)
     # The share of a colocated vLLM is a multiple of 1/1000.
     return int(least / (USABLE if sizes.colocate is None else USABLE - 0.001))
 
@@ -109,13 +167,26 @@ def with_server(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> Choice
 
 
 def with_more_devices(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> Choice | None:
-    """Returns the first way that fits on 2, 4, 8, ... times as many devices, `MOST_DEVICES` at most; None without."""
-    devices = 2 * sizes.devices
-    while devices <= MOST_DEVICES:
-        if (found := recommended(choices(shape, replace(sizes, devices=devices), device_bytes))) is not None:
+    """Returns the first way that fits on 2, 4, ... `MOST_TIMES` times as many devices; None if none does."""
+    times = 2
+    while times <= MOST_TIMES:
+        wider = replace(sizes, devices=times * sizes.devices)
+        if (found := recommended(choices(shape, wider, device_bytes))) is not None:
             return found
-        devices *= 2
+        times *= 2
     return None
+
+
+def with_context_parallel(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> list[Choice]:
+    """Returns the ways that come to fit where 2, 4, 8, ... of the devices train each row together."""
+    found: dict[str, Choice] = {}
+    size = 2 * sizes.context_parallel_size
+    while size <= sizes.devices and sizes.only_sharding is None:
+        cut = replace(sizes, context_parallel_size=size)
+        if sizes.devices % size == 0 and (best := recommended(choices(shape, cut, device_bytes))) is not None:
+            found.setdefault(best.name, best)
+        size *= 2
+    return list(found.values())
 
 
 def _ways(sizes: RunSizes) -> list[tuple[str, RunSizes]]:
@@ -146,17 +217,22 @@ def _all_ways(sizes: RunSizes) -> Iterator[tuple[str, RunSizes]]:
 
 
 def _largest(shape: ModelShape, name: str, sizes: RunSizes, device_bytes: int) -> Choice:
-    """A way with the largest micro-batch that fits, or of one row with checkpointing if none does."""
+    """A way with the largest micro-batch that fits, or of one row with checkpointing if none does or it is refused."""
+    least = _with_micro_batch(sizes, 1, checkpointing=True)
+    if (refused := refusal(sizes)) is not None:
+        return Choice(name, least, predict(shape, least), fits=False, refused=refused)
     for checkpointing in (sizes.checkpointing, True):
         for rows in _micro_batches(sizes):
             tried = _with_micro_batch(sizes, rows, checkpointing=checkpointing)
             memory = predict(shape, tried)
-            if memory.peak <= device_bytes * USABLE and (
-                tried.colocate is None or vllm_share(shape, tried, device_bytes) is not None
-            ):
+            if memory.peak > device_bytes * USABLE:
+                continue
+            if tried.colocate is None:
                 return Choice(name, tried, memory, fits=True)
-    tried = _with_micro_batch(sizes, 1, checkpointing=True)
-    return Choice(name, tried, predict(shape, tried), fits=False)
+            if (share := vllm_share(shape, tried, device_bytes)) is not None:
+                return Choice(name, tried, memory, fits=True, vllm=int(share.utilization * device_bytes))
+    vllm = None if sizes.colocate is None else _least_served(shape, sizes).total
+    return Choice(name, least, predict(shape, least), fits=False, vllm=vllm)
 
 
 def _needed(shape: ModelShape, sizes: RunSizes) -> int:
@@ -165,10 +241,14 @@ def _needed(shape: ModelShape, sizes: RunSizes) -> int:
     if sizes.colocate is None:
         return memory.peak
     training = training_bytes(memory)
-    length = sizes.colocate.max_model_length or sizes.prompt + sizes.completion
     beside = training.while_sampling if sizes.colocate.sleeps else training.total
-    served = memory_check.ServedBytes.of_config(*_served(shape, sizes), _vllm_options(sizes, length))
-    return max(memory.peak, training.total, beside + served.total)
+    return max(memory.peak, training.total, beside + _least_served(shape, sizes).total)
+
+
+def _least_served(shape: ModelShape, sizes: RunSizes) -> memory_check.ServedBytes:
+    """Bytes of a vLLM whose rows have the run's length."""
+    length = (sizes.colocate or Colocate()).max_model_length or sizes.prompt + sizes.completion
+    return memory_check.ServedBytes.of_config(*_served(shape, sizes), _vllm_options(sizes, length))
 
 
 def _vllm_options(sizes: RunSizes, length: int | None) -> ColocateOptions:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from groupgrad.batching.packing import RowCost, split_to_size, total_cost
 from groupgrad.modeling.systems.oom_retry import tokens_per_pass
@@ -103,6 +104,8 @@ class RunSizes:
     only_sharding: Sharding | None = None
     """The way to shard that is asked for; None for all."""
     zero: ZeroBuffers = ZeroBuffers()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of the run, which the rules of `GRPOConfig` read."""
 
 
 @dataclass(slots=True, frozen=True)

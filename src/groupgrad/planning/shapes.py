@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,14 @@ from transformers.pytorch_utils import Conv1D
 
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.logits import last_logits
+from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.modeling.layer_configs import common_field, layer_configs, layer_overrides
-from groupgrad.modeling.load import max_context
+from groupgrad.modeling.load import max_context, turn_off_dropout
 from groupgrad.modeling.model_names import missing_because
 from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
+from groupgrad.modeling.whole_rows import whole_rows_reason
 
 _SMALL_HIDDEN, _SMALL_VOCAB = 1024, 512
 """Sizes of the copies on which activations are measured."""
@@ -138,6 +140,22 @@ def has_tower(config: Any) -> bool:
     return config.get_text_config() is not config
 
 
+def whole_rows(config: Any, settings: Mapping[str, Any]) -> str | None:
+    """Why devices cannot train a row of this model together, and what to set; None if they can.
+
+    `settings` are those of the run, of which `disable_dropout` and `router_aux_loss_coef` are read. ValueError if they
+    ask for the loss of experts that the model has not.
+    """
+    model, text = _meta_model(config), config.get_text_config()
+    if settings.get("disable_dropout"):
+        turn_off_dropout(model)
+    if weight := configured_aux_loss_weight(model, settings.get("router_aux_loss_coef")):
+        kinds = [_kind(layer) for layer in _decoder_layers(model, text.num_hidden_layers)]
+        small = _copy_with(_small_config(text, _factor(text)), [kinds.index(kind) for kind in set(kinds)], config)
+        weight = effective_aux_loss_weight(small, ForwardOptions(), weight, None)
+    return whole_rows_reason(model, plannable(model), aux_loss=weight != 0.0)
+
+
 def _unplanned_parts(config: Any) -> str | None:
     """Says why a model whose text decoder is one of several parts cannot be planned for; None if it can."""
     if type(config) not in AutoModelForImageTextToText._model_mapping:
@@ -151,10 +169,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _shape(name: str, config: Any, *, half: bool) -> ModelShape:
-    text = config.get_text_config()
-    kind: Any = AutoModelForImageTextToText if has_tower(config) else AutoModelForCausalLM
-    with torch.device("meta"):
-        model: Any = kind.from_config(config)
+    text, model = config.get_text_config(), _meta_model(config)
     layers = _decoder_layers(model, text.num_hidden_layers)
     linear = [part for part in layers.modules() if isinstance(part, (torch.nn.Linear, Conv1D))]
     kinds = [_kind(layer) for layer in layers]
@@ -180,6 +195,13 @@ def _shape(name: str, config: Any, *, half: bool) -> ModelShape:
         other_bytes=other,
         text=text,
     )
+
+
+def _meta_model(config: Any) -> Any:
+    """The whole model, without memory for its weights."""
+    kind: Any = AutoModelForImageTextToText if has_tower(config) else AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config)
 
 
 def _decoder_layers(model: Any, count: int) -> torch.nn.ModuleList:

@@ -1,0 +1,248 @@
+"""`groupgrad plan` recommends what the trainer's rules accept, and says how to start it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from plan_output import recommendation
+from tiny_hybrids import CONFIGS
+from transformers import Qwen2VLConfig, Qwen3Config, Qwen3MoeConfig
+
+from groupgrad import compat
+from groupgrad.cli.launch import launch_command
+from groupgrad.cli.main import main
+from groupgrad.config import GRPOConfig
+from groupgrad.config.rules import problems
+from groupgrad.planning import shapes
+from groupgrad.planning.shapes import model_shape, read_config, whole_rows
+
+SEVEN_BILLION = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1_000_000,
+    "tie_word_embeddings": False,
+}
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: Any) -> Any:
+    """Runs `groupgrad plan` on Qwen2.5-7B's sizes, or on further ones, in bfloat16, and returns its exit code."""
+    folder, measured = tmp_path_factory.mktemp("models"), functools.cache(_measured)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "model_shape", lambda name, config, half: measured(name, half))
+
+        def plan(words: str, **sizes: Any) -> int:
+            name = "_".join(f"{key}{value}" for key, value in sizes.items()) or "whole"
+            (folder / name).mkdir(exist_ok=True)
+            (folder / name / "config.json").write_text(json.dumps(SEVEN_BILLION | sizes))
+            return main(["plan", "--model", str(folder / name), "--dtype", "bfloat16", *words.split()])
+
+        yield plan
+
+
+def _measured(name: str, half: bool) -> Any:
+    return model_shape(name, read_config(name), half=half)
+
+
+def accepted(shown: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, GRPOConfig]:
+    """The recommended way, and the configuration of what is printed, which breaks none of the trainer's rules."""
+    name, settings = recommendation(shown)
+    flags = dict(re.findall(r"--([\w-]+) (\S+)", words))
+    devices = int(flags.get("devices", 1))
+    monkeypatch.setattr(GRPOConfig, "world_size", devices)
+    profile = _launched(shown, devices, monkeypatch)
+    if profile.get("fsdp_config") or "fsdp=true" in words:
+        settings["fsdp"] = True
+    if "--vllm-server" in words:
+        settings |= {"use_vllm": True, "vllm_mode": "server"}
+    settings["optim"] = OPTIMIZERS.get(flags.get("optim", "adamw"), flags.get("optim"))
+    settings["max_completion_length"] = int(flags.get("completion", 256))
+    config = GRPOConfig(str(folder), use_cpu=True, bf16=False, **settings)
+    if stage := profile.get("deepspeed_config", {}).get("zero_stage"):
+        config.deepspeed = {"zero_optimization": {"stage": stage}}
+    assert problems(config) == []
+    assert name.endswith(f"zero{stage}") if stage else "zero" not in name
+    assert name.endswith("fsdp2") == bool(settings.get("fsdp"))
+    return name, config
+
+
+def _launched(shown: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The launcher's configuration file that the flags at the end of the recommendation choose."""
+    monkeypatch.setattr(compat, "is_available", lambda name: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    start = re.search(r"Recommended: .* Start it with groupgrad train (.*)\.$", shown, re.MULTILINE)
+    assert (start is None) == (devices == 1)
+    if start is None:
+        return {}
+    command = launch_command(start[1].split())
+    assert command is not None and command[5:7] == ["--num_processes", str(devices)]
+    return yaml.safe_load(Path(command[4]).read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("--device 80GB --devices 8 --set fsdp=true", "full, fsdp2"),
+        ("--device 80GB --devices 8 --set fsdp=true --vllm-server", "full, fsdp2"),
+        ("--device 22GB --devices 8 --vllm-server", "full, fsdp2"),
+        ("--device 27GB --devices 8 --vllm-server", "full, zero3"),
+        ("--device 22GB --devices 8 --optim sgd", "full, fsdp2"),
+        ("--device 22GB --devices 8 --optim adamw_8bit", "LoRA"),
+        ("--device 22GB --devices 8 --optim adafactor", "LoRA"),
+        ("--device 30GB --devices 8 --vllm-colocate", "LoRA, zero3"),
+        ("--device 25.9GiB --completion 1024 --vllm-colocate", "4-bit"),
+        ("--device 80GB --devices 8 --completion 8192", "full, zero1"),
+        ("--device 80GB --devices 8 --completion 8192 --vllm-colocate", "full, zero1"),
+        ("--device 80GB --devices 2 --optim adamw_8bit", "full"),
+        ("--device 80GB", "LoRA"),
+        (
+            "--device 24GB --devices 8 --completion 60000 --micro-batch 1 --vllm-server --context-parallel-size 8",
+            "LoRA",
+        ),
+    ],
+)
+def test_the_trainer_accepts_what_is_recommended(
+    words: str, name: str, planned: Any, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert planned(words) == 0
+    found, config = accepted(capsys.readouterr().out, words, tmp_path, monkeypatch)
+    assert found == name
+    size = re.search(r"--context-parallel-size (\d+)", words)
+    assert config.context_parallel_size == (int(size[1]) if size else 1)
+
+
+def test_ways_that_the_trainer_refuses_are_told_with_its_sentence(planned: Any, capsys: Any) -> None:
+    assert planned("--device 80GB --devices 8 --vllm-colocate --set torch_compile=true") == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"^(.*?)  .* -  refused$", shown, re.MULTILINE) == ["full, fsdp2", "LoRA, fsdp2"]
+    sentences = "vllm_mode='colocate' with fsdp is not part .* fsdp does not go with torch_compile=True"
+    assert re.search(rf"^Refused \(full, fsdp2; LoRA, fsdp2\): {sentences}", shown, re.MULTILINE)
+    assert planned("--device 80GB --devices 8") == 0
+    assert "refused" not in capsys.readouterr().out.lower()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--devices 8 --vllm-colocate --set fsdp=true", "vllm_mode='colocate' with fsdp is not part of this version"),
+        ("--devices 8 --set fsdp=true --set use_vllm=true", "Set vllm_mode='server', or use_vllm=False"),
+        ("--devices 8 --set fsdp=true --optim adafactor", "optim='adafactor' does not go with fsdp"),
+        ("--devices 8 --set fsdp=true --set optim=paged_adamw_8bit", "optim='paged_adamw_8bit' does not go with fsdp"),
+        ("--set fsdp=true", "fsdp shards weights over several processes, and there is one"),
+        ("--devices 8 --context-parallel-size 2 --set torch_compile=true", "does not go with torch_compile=True"),
+    ],
+)
+def test_settings_of_which_the_trainer_refuses_every_way_cannot_be_planned_for(
+    words: str, text: str, planned: Any, capsys: Any
+) -> None:
+    assert planned(f"--device 80GB {words}") == 2
+    shown = capsys.readouterr()
+    assert text in re.sub(r"\s+", " ", shown.err) and shown.out == ""
+
+
+def test_no_more_than_eight_times_the_devices_are_proposed(planned: Any, capsys: Any) -> None:
+    """LoRA beside a colocated vLLM fits on no number of devices of 24 GB, since vLLM's weights stay whole."""
+    assert planned("--device 24GB --completion 1024 --vllm-colocate") == 1
+    shown = capsys.readouterr().out
+    assert "needs devices of 25.8 GiB" in shown and "such devices" not in shown
+    words = "--device 14GB --completion 1024 --set use_peft=true --vllm-server"
+    assert planned(words) == 1
+    (number,) = re.findall(r"On (\d+) such devices", capsys.readouterr().out)
+    assert planned(f"{words} --devices {number}") == 0
+    assert planned(f"{words} --devices {int(number) // 2}") == 1
+
+
+def test_devices_that_train_rows_together_are_named_where_they_make_a_way_fit(planned: Any, capsys: Any) -> None:
+    long = "--device 24GB --devices 8 --completion 60000 --micro-batch 1 --vllm-server"
+    assert planned(long) == 1
+    shown = capsys.readouterr().out
+    found = re.findall(r"If (\d) devices train each row together \(--context-parallel-size \1\), (.*?) fits\.", shown)
+    assert found == [("4", "4-bit"), ("8", "LoRA")]
+    for size, name in found:
+        assert planned(f"{long} --context-parallel-size {size}") == 0
+        assert f"Recommended: {name}, " in capsys.readouterr().out
+    assert planned(f"{long} --context-parallel-size 2") == 1, "the sizes that are named are the least"
+    capsys.readouterr()
+    for words, sizes in (("--set torch_compile=true", {}), ("--set fsdp=true", {}), ("", {"attention_dropout": 0.1})):
+        assert planned(f"{long} {words}", **sizes) == 1
+        assert "train each row together" not in capsys.readouterr().out
+    assert planned(f"{long} --set disable_dropout=true", attention_dropout=0.1) == 1
+    assert "(--context-parallel-size 8), 4-bit fits." in capsys.readouterr().out
+    assert planned(f"{long} --set disable_dropout=true --context-parallel-size 8", attention_dropout=0.1) == 0
+    assert planned(f"{long} --context-parallel-size 4", attention_dropout=0.1) == 2
+    assert "has an attention dropout of 0.1. Set disable_dropout=True" in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+def test_a_model_is_cut_over_devices_where_the_trainer_cuts_it() -> None:
+    small: Any = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    experts = Qwen3MoeConfig(**small, num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
+    for config, settings, text in (
+        (Qwen3Config(**small), {}, None),
+        (Qwen3Config(**small, attention_dropout=0.2), {}, "has an attention dropout of 0.2"),
+        (Qwen3Config(**small, attention_dropout=0.2), {"disable_dropout": True}, None),
+        (experts, {}, "load-balancing loss counts all tokens of a pass"),
+        (experts, {"router_aux_loss_coef": 0.0}, None),
+        (CONFIGS["qwen3_5"](), {}, "has recurrent layers"),
+        (Qwen2VLConfig(text_config=small), {}, "takes images"),
+    ):
+        reason = whole_rows(config, settings)
+        assert reason is None if text is None else text in str(reason), (config.model_type, settings)
+
+
+def test_the_table_has_the_share_of_a_colocated_vllm(planned: Any, capsys: Any) -> None:
+    words = "--device 80GB --devices 8 --completion 8192"
+    assert planned(f"{words} --vllm-colocate") == 0
+    shown = capsys.readouterr().out
+    rows = {line[:16].strip(): line[16:].split() for line in shown.split("\n\n")[1].splitlines()}
+    assert rows["GiB on a device"][8:] == ["vLLM", "micro-batch"]
+    share = re.search(r"vllm_gpu_memory_utilization=([\d.]+)", shown)
+    assert share is not None and float(rows["full, zero1"][8]) == round(float(share[1]) * 80e9 / 2**30, 2)
+    # At least 2 bytes a weight, a tenth of that as a workspace, and a row of 8,192 + 512 tokens.
+    least = 2.2 * 7_615_616_512 + (8192 + 512) * 28 * 2 * 4 * 128 * 2
+    assert rows["full"][8:] == [f"{least / 2**30:.2f}", "does", "not", "fit"]
+    assert rows["full, fsdp2"][8:] == ["-", "refused"]
+    assert planned(words) == 0
+    assert " vLLM " not in capsys.readouterr().out.split("\n\n")[1]
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_what_a_vllm_server_needs_by_hand(size: int | None, planned: Any, capsys: Any) -> None:
+    """Sixteen rows for each of eight devices, two prompts among them, in bfloat16."""
+    flag = "" if size is None else f" --vllm-tensor-parallel-size {size}"
+    assert planned(f"--device 80GB --devices 8 --completion 8192 --vllm-server{flag}") == 0
+    shown, size = capsys.readouterr().out, size or 2
+    weights = 2 * 7_615_616_512 / size
+    keys_values = (128 * 8192 + 16 * 512) * 28 * 2 * 4 * 128 * 2 / size
+    parts = [f"{part / 2**30:.2f} GiB" for part in (1.1 * weights + keys_values, weights, 0.1 * weights, keys_values)]
+    assert shown.endswith(
+        f"A vLLM server (--tensor-parallel-size {size}) needs {parts[0]} on each of its devices: weights {parts[1]}, "
+        f"workspace {parts[2]}, and {parts[3]} for keys and values of the 128 rows of a generation batch.\n"
+    )
+
+
+def test_a_vllm_server_that_is_small_for_all_rows_samples_them_in_turns(planned: Any, capsys: Any) -> None:
+    """Weights and workspace take 15.60 GiB, the rows' keys and values 7.44 GiB: 11.52 GiB on each of two devices."""
+    for device, size, text in (
+        ("27GB", 1, "generation batch."),
+        ("22GB", 2, "generation batch."),
+        ("5GB", 4, "A device of 4.7 GiB has room for 4.28 GiB, so vLLM samples them in turns."),
+        ("2GB", 4, "A device of 1.9 GiB is too small: with one row it needs 3.92 GiB."),  # 28 heads, not in 8 parts
+    ):
+        planned(f"--device {device} --devices 8 --completion 1024 --vllm-server")
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("A vLLM server")]
+        assert f"--tensor-parallel-size {size})" in line and line.endswith(text)
+    assert planned("--device 80GB --devices 8") == 0
+    assert "A vLLM server (" not in capsys.readouterr().out
