@@ -1,8 +1,9 @@
 """Compares the memory that `groupgrad plan` predicts with what training takes: `python bench/plan_accuracy.py`.
 
-Each configuration trains two steps on a CPU in a process of its own. What is measured is the most resident memory
-during training, less that of the process before the model is made. The allocator of glibc is told to give memory back
-at once (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`); otherwise freed blocks stay resident and count.
+Each configuration trains two steps on a CPU in a process of its own; the second samples beside the optimizer's states.
+What is measured is the most resident memory during training, less that of the process before the model is made. The
+allocator of glibc is told to give memory back at once (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`); otherwise
+freed blocks stay resident and count.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"half": True, "layers": 6},
     "bf16 weights": {"half": True, "weight_bytes": 2, "layers": 4, "completion": 48},
     "many short rows": {"completion": 32, "group": 32, "prompt": 16},
+    "sampling 96 rows": {"completion": 256, "accumulation": 12, "checkpointing": True},
     "deep and narrow": {"layers": 20, "hidden": 256},
     "Adafactor": {"optimizer": "adafactor", "hidden": 768},
     "Adafactor, wide vocabulary": {"optimizer": "adafactor", "vocab": 32768, "completion": 96},
@@ -48,6 +50,7 @@ BASE: dict[str, Any] = {
     "prompt": 32,
     "completion": 128,
     "group": 8,
+    "accumulation": 1,
     "adapter": "full",
     "checkpointing": False,
     "reference": False,
@@ -121,8 +124,9 @@ def predicted(case: dict[str, Any]) -> int:
     names = ("prompt", "completion", "group", "adapter", "checkpointing", "reference", "half", "weight_bytes")
     sizes = {name: case[name] for name in (*names, "optimizer", "sharding")}
     sizes["devices"] = ranks_of(case)
+    sizes |= {"rows": case["group"] * case["accumulation"], "accumulates": case["accumulation"] > 1}
     shape = model_shape("case", make_config(case), half=case["half"])
-    return predict(shape, RunSizes(**sizes, rows=case["group"], micro_batch=case["group"], on_gpu=False)).peak
+    return predict(shape, RunSizes(**sizes, micro_batch=case["group"], on_gpu=False)).peak
 
 
 def sharded(case: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +185,8 @@ def measured(case: dict[str, Any]) -> int:
     inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", eos_token="w1", unk_token="w0")
-    prompts = [" ".join(f"w{2 + (7 * row + place) % 97}" for place in range(case["prompt"])) for row in range(4)]
+    places, count = range(case["prompt"]), 2 + 2 * case["accumulation"]
+    prompts = [" ".join(f"w{2 + (7 * row + place) % 97}" for place in places) for row in range(count)]
     memory = PeakMemory()
     torch.manual_seed(0)
     start_deepspeed(case)
@@ -206,6 +211,7 @@ def measured(case: dict[str, Any]) -> int:
                 folder,
                 max_steps=2,
                 per_device_train_batch_size=case["group"],
+                gradient_accumulation_steps=case["accumulation"],
                 num_generations=case["group"],
                 max_completion_length=case["completion"],
                 gradient_checkpointing=case["checkpointing"],
