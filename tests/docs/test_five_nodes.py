@@ -39,7 +39,8 @@ done
     "groupgrad": 'echo "$NODE: groupgrad $* (key of ${#VLLM_API_KEY})" >> "$COMMANDS"',
     "accelerate": 'echo "$NODE: accelerate $* (key of ${#VLLM_API_KEY})" >> "$COMMANDS"',
 }
-PLAN = re.findall(r"^(?:GiB on a device|full, zero3) .*$", SECTION, re.MULTILINE)
+(PLAN_COMMAND,) = re.findall(r"^groupgrad plan (.*)$", SECTION.replace("\\\n", ""), re.MULTILINE)
+PLAN = re.findall(r"^(?:GiB on a device|full, zero3|A vLLM server) .*$", SECTION, re.MULTILINE)
 """The lines of `groupgrad plan` that the page shows; the slow test compares them with what it prints."""
 SERVING_GIB = re.findall(r"([\d.]+) GiB of weights on each of the serving GPUs", SECTION)
 QWEN_72B = {
@@ -69,7 +70,7 @@ def commands(tmp_path: Path) -> dict[str, list[str]]:
     while len(lines := log.read_text().splitlines()) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)  # the serving node runs beside the script
     print("\n".join(lines))
-    print("each GPU of node-1 to node-4:", *PLAN, sep="\n")
+    print("each GPU of node-1 to node-4:", *PLAN[:2], sep="\n")
     print("each GPU of node-5:", *SERVING_GIB, "GiB of weights")
     return {node: words.split() for node, _, words in (line.partition(": ") for line in sorted(lines))}
 
@@ -101,23 +102,22 @@ def test_the_plan_and_the_server_hold_what_the_script_trains(commands: dict[str,
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "GRPOConfig"
     ]
     set_to = {word.arg: ast.unparse(word.value) for word in config.keywords}
-    (plan,) = re.findall(r"^groupgrad plan .*$", SECTION, re.MULTILINE)
-    options = parser().parse_args(plan.split()[2:])
+    options = parser().parse_args(PLAN_COMMAND.split())
     assert set_to["max_completion_length"] == "4096" == str(options.completion)
     assert set_to["per_device_train_batch_size"] == str(options.micro_batch)
     assert set_to["gradient_checkpointing"] == "True"
     assert PLAN[1].endswith(f"{options.micro_batch} (asked for) with checkpointing") and options.devices == 32
     served = vllm_arguments(commands["node-5"][2:-3])
+    assert str(options.vllm_tensor_parallel_size) == served[served.index("--tensor-parallel-size") + 1]
     assert options.prompt + options.completion <= int(served[served.index("--max-model-len") + 1])
 
 
 @pytest.mark.slow
 def test_the_plan_of_the_nodes_is_what_the_page_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (command,) = re.findall(r"^groupgrad (plan .*)$", SECTION, re.MULTILINE)
     (tmp_path / "config.json").write_text(json.dumps(QWEN_72B))
-    assert main(command.replace("Qwen/Qwen2.5-72B", str(tmp_path)).split()) == 0
+    assert main(["plan", *PLAN_COMMAND.replace("Qwen/Qwen2.5-72B", str(tmp_path)).split()]) == 0
     printed = capsys.readouterr().out.splitlines()
-    shown = [line for line in printed if line.startswith(("GiB on a device", "full, zero3"))]
-    assert [line.rstrip() for line in shown] == PLAN and len(shown) == 2
+    shown = [line for line in printed if line.startswith(("GiB on a device", "full, zero3", "A vLLM"))]
+    assert [line.rstrip() for line in shown] == PLAN and len(shown) == 3
     (parameters,) = re.findall(r": ([\d,]+) parameters in", printed[0])
     assert [f"{2 * int(parameters.replace(',', '')) / 8 / 2**30:.2f}"] == SERVING_GIB

@@ -130,8 +130,10 @@ def test_ways_that_the_trainer_refuses_are_told_with_its_sentence(planned: Any, 
     assert re.findall(r"^(.*?)  .* -  refused$", shown, re.MULTILINE) == ["full, fsdp2", "LoRA, fsdp2"]
     sentences = "vllm_mode='colocate' with fsdp is not part .* fsdp does not go with torch_compile=True"
     assert re.search(rf"^Refused \(full, fsdp2; LoRA, fsdp2\): {sentences}", shown, re.MULTILINE)
-    assert planned("--device 80GB --devices 8") == 0
-    assert "refused" not in capsys.readouterr().out.lower()
+    assert planned("--device 80GB --devices 16") == 0
+    shown = capsys.readouterr().out
+    assert "refused" not in shown.lower() and "--num-processes 16" in shown
+    assert shown.endswith(" on one machine, or on several as docs/vllm.md does.\n")
 
 
 @pytest.mark.parametrize(

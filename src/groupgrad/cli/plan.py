@@ -157,7 +157,8 @@ def _start(sizes: Any) -> str:
     """The flags that start the processes of a way to run; the settings of a run may say themselves how to shard."""
     is_set = sizes.sharding == "ddp" or sizes.only_sharding is not None
     profile = "" if is_set else f" --accelerate-config {sizes.sharding}"
-    return f"Start it with groupgrad train --num-processes {sizes.devices}{profile}."
+    nodes = "" if sizes.devices <= 8 else " on one machine, or on several as docs/vllm.md does"
+    return f"Start it with groupgrad train --num-processes {sizes.devices}{profile}{nodes}."
 
 
 def _vllm_beside(shape: Any, best: Any, device: int) -> str:
