@@ -17,7 +17,7 @@ EXIT_CODES: dict[int, str] = {
     70: "a phase hung, or another rank ended, and this process did not react; stderr names the cause",
     73: "the disk refused the last checkpoint; all steps were made",
     75: "stopped by SIGTERM or SIGUSR1 after a checkpoint; start again with --resume_from_checkpoint auto",
-    130: "stopped by Ctrl-C after a checkpoint",
+    130: "stopped by Ctrl-C; training has written a checkpoint",
 }
 """Exit status -> what it means."""
 
@@ -42,6 +42,7 @@ COMMAND_CODES: dict[str, dict[int, str]] = {
         0: "it was ended, or the file was written",
         1: "a package or the address is missing",
         2: "there is no run, or the file cannot be written",
+        130: "stopped by Ctrl-C before there was a page",
     },
     "rollouts": {
         0: "rollouts were printed",
@@ -59,6 +60,8 @@ COMMAND_CODES: dict[str, dict[int, str]] = {
     "completion": {0: "the script was printed", 2: "the command line is wrong"},
 }
 """Command -> its exit status -> what it means."""
+for _command in COMMAND_CODES.keys() - {"vllm-serve"}:
+    COMMAND_CODES[_command].setdefault(130, "stopped by Ctrl-C")
 
 
 def epilog(command: str, examples: str) -> str:

@@ -14,6 +14,7 @@ from groupgrad.cli.command_parser import EXIT_CODES, codes_in_words
 from groupgrad.cli.launch import start_processes
 from groupgrad.imports import quick_imports
 from groupgrad.spelling import did_you_mean
+from groupgrad.stopping import EXIT_INTERRUPTED
 
 
 class Command(NamedTuple):
@@ -80,7 +81,7 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command named in `argv` (default: the process's arguments). Returns the exit status, 2 for an unknown
-    command."""
+    command, 130 for one that Ctrl-C has ended."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage(), end="")
@@ -93,10 +94,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(name, COMMANDS, before="; ")
         print(f"groupgrad: error: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr, end="")
         return 2
-    if name in LAUNCHED and (status := start_processes(name, rest)) is not None:
+    try:
+        return _run(name, rest)
+    except KeyboardInterrupt:
+        if os.environ.get("GROUPGRAD_TRACEBACK"):
+            raise
+        print(f"\ngroupgrad {name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
+    """Runs a command, or the launcher that its flags ask for."""
+    if command in LAUNCHED and (status := start_processes(command, arguments)) is not None:
         return status
-    is_printing = name in PRINTING or (name == "sweep" and rest[:1] == ["status"])
-    return _printed(name, rest) if is_printing else module_of(name).main(rest)
+    is_printing = command in PRINTING or (command == "sweep" and arguments[:1] == ["status"])
+    return _printed(command, arguments) if is_printing else module_of(command).main(arguments)
 
 
 def _printed(command: str, arguments: Sequence[str]) -> int:

@@ -127,10 +127,13 @@ def _serve(paths: RunPaths, sweeps: Sequence[CommandLinePanel], host: str, port:
         return 1
     shown = socket.gethostname() if is_any else f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listener.getsockname()[1]}/" + ("" if token is None else f"?token={token}")
-    print(f"{_names(paths)} at {address} (Ctrl-C ends it)", flush=True)
     app = make_app(paths.runs, sweeps, hosts=hosts, token=token)
     config = uvicorn.Config(app, log_level="warning", access_log=False)
-    uvicorn.Server(config).run(sockets=[listener])
+    try:
+        print(f"{_names(paths)} at {address} (Ctrl-C ends it)", flush=True)
+        uvicorn.Server(config).run(sockets=[listener])
+    except KeyboardInterrupt:  # uvicorn raises it again once the page is closed
+        print()
     return 0
 
 

@@ -1,0 +1,83 @@
+"""Ctrl-C on a terminal ends each command with its exit status and at most one line."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from synthetic_run import write_run
+
+CTRL_C = b"\x03"
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.keys, screen = pty.openpty()
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "groupgrad", *arguments],
+            env=environment, stdin=screen, stdout=screen, stderr=screen, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(screen)
+
+    def read(self, until: bytes = b"") -> str:
+        """What the command prints from now on, to its end, or to the text `until`."""
+        shown = b""
+        while not until or until not in shown:
+            try:
+                part = os.read(self.keys, 65536)
+            except OSError:  # the command has ended
+                part = b""
+            if not part:
+                assert not until, shown.decode()
+                break
+            shown += part
+        return shown.decode().replace("\r", "")
+
+    def interrupted(self) -> tuple[int, str]:
+        """Presses Ctrl-C. Returns the exit status, and what is printed after it."""
+        os.write(self.keys, CTRL_C)
+        shown = self.read().removeprefix("^C")
+        return self.process.wait(30), shown
+
+
+@pytest.fixture
+def terminals() -> Iterator[list[Terminal]]:
+    started: list[Terminal] = []
+    yield started
+    for terminal in started:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.keys)
+
+
+def test_a_page_is_ended_without_a_word(tmp_path: Path, terminals: list[Terminal]) -> None:
+    terminals.append(terminal := Terminal("view", str(write_run(tmp_path / "run", steps=2, rows=4)), "--port", "0"))
+    terminal.read(b"(Ctrl-C ends it)")
+    assert terminal.interrupted() == (0, "\n")
+
+
+def test_a_command_says_that_it_was_interrupted(tmp_path: Path, terminals: list[Terminal]) -> None:
+    """The command reads a file that comes to no end."""
+    os.mkfifo(tmp_path / "sweep.yaml")
+    terminals.append(terminal := Terminal("sweep", str(tmp_path / "sweep.yaml"), "--dry-run"))
+    with open(tmp_path / "sweep.yaml", "w"):  # returns when the command has opened it too
+        assert terminal.interrupted() == (130, "\ngroupgrad sweep: interrupted\n")
+
+
+@pytest.mark.slow
+def test_the_demo_is_interrupted_while_it_makes_its_model(tmp_path: Path, terminals: list[Terminal]) -> None:
+    terminals.append(terminal := Terminal("demo", "--output-dir", str(tmp_path), "--warm-up-steps", "100000"))
+    terminal.read(b"1. Base model:")
+    status, shown = terminal.interrupted()
+    assert status == 130 and shown.endswith("\ngroupgrad demo: interrupted\n") and "Traceback" not in shown
