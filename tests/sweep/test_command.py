@@ -127,6 +127,32 @@ def test_actions_wait_while_a_process_trains(content, capsys):
     assert store.arms()[0].state == "waiting"
 
 
+def test_a_command_that_cannot_be_taken_is_not_queued(content, capsys):
+    """The state is the one that an arm will have once the commands before are taken."""
+    store = Store("out", create=True)
+    store.set_fact("plan", {"kind": "command line", "base": content["base"], "vary": content["vary"]})
+    store.add_arms([(name, 0, {"beta": beta}) for beta, name in enumerate(["01-a", "02-b", "03-c"])])
+    store.set_state(2, "dropped", "clearly worse")
+    store.set_state(3, "done")
+    with locked("out"):
+        for words, refusal in [
+            ("stop 2", "arm 02-b is dropped, only an arm that is waiting can be stopped"),
+            ("stop 3", "arm 03-c is done, only an arm that is waiting can be stopped"),
+            ("resume 1", "arm 01-a is waiting, there is nothing to resume"),
+            ("resume 3", "arm 03-c is done, there is nothing to resume"),
+            ("resume 2", None),
+            ("resume 2", "arm 02-b is waiting after the commands that are queued, there is nothing to resume"),
+            ("stop 2", None),
+            ("delete 1", None),
+            ("delete 1", "arm 01-a is deleted after the commands that are queued, there is nothing to delete"),
+            ("clone 1 --set beta=0.2", "arm 01-a is deleted after the commands that are queued, there is nothing to clone"),
+        ]:
+            assert cli.main(["sweep", words.split()[0], "out", *words.split()[1:]]) == (2 if refusal else 0)
+            shown = capsys.readouterr()
+            assert (refusal or "") in shown.err and ("queued; the sweep takes it" in shown.out) == (refusal is None)
+    assert [(command.kind, command.arm) for command in store.queued()] == [("resume", 2), ("stop", 2), ("delete", 1)]
+
+
 def test_a_dry_run_lists_the_arms_and_trains_nothing(content, capsys):
     content["vary"]["beta"] = [0.0, -1.0]
     assert cli.main(["sweep", write(content), "--dry-run"]) == 2

@@ -111,7 +111,8 @@ def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):
         raise AssertionError("no process is needed")
 
     store = Store(tmp_path, create=True)
-    store.add_arms([("01-a", 0, {"beta": 0.1})])
+    store.add_arms([("01-a", 0, {"beta": 0.1}), ("02-b", 0, {"beta": 0.2})])
+    store.set_state(2, "dropped")
     panel = CommandLinePanel(tmp_path)
     with locked(tmp_path):
         monkeypatch.setattr("groupgrad.cli.sweep_on_page.subprocess.run", refuse)
@@ -119,6 +120,8 @@ def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):
         assert said == "stop of 01-a: queued; the sweep takes it after the present step"
         with pytest.raises(ValueError, match="'7' is no arm of the sweep"):
             panel.act("delete", 7, [], from_weights=False)
+        with pytest.raises(ValueError, match="arm 02-b is dropped, only an arm that is waiting can be stopped"):
+            panel.act("stop", 2, [], from_weights=False)
     assert [(command.kind, command.arm) for command in store.queued()] == [("stop", 1)]
     with pytest.raises(AssertionError, match="no process is needed"):  # nothing trains the sweep any more
         panel.act("resume", 1, [], from_weights=False)

@@ -18,7 +18,7 @@ from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.errors import OutputDirInUse
 from groupgrad.spelling import did_you_mean
 from groupgrad.sweep.choices import number
-from groupgrad.sweep.commands import apply_commands
+from groupgrad.sweep.commands import apply_commands, check_queued
 from groupgrad.sweep.store import FILE, Store
 from groupgrad.sweep.sweep_plan import SweepPlan, arm_name, merged, read_plan
 from groupgrad.telemetry.run_lock import locked
@@ -179,6 +179,7 @@ def _act(arguments: argparse.Namespace) -> int:
     if (arguments.set or arguments.from_weights) and arguments.what != "clone":
         raise ValueError(f"--set and --from-weights belong to clone, not to {arguments.what}")
     arm = store.find(arguments.arm)
+    check_queued(store, arguments.what, arm)
     changes = _changes(arguments.set or [])
     is_command_line = (store.fact("plan") or {}).get("kind") == "command line"
     if arguments.what == "clone":

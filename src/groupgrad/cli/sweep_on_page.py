@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupgrad.sweep.commands import check_queued
 from groupgrad.sweep.report import arms_in_turn, cost, is_trained, results, shown_state, steps_so_far
 from groupgrad.sweep.store import ARMS, Store
 
@@ -42,9 +43,10 @@ class CommandLinePanel:
     def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
         """Gives a command and returns the message for the user. ValueError, with the reason, if it is refused."""
         if kind != "clone" and is_trained(self.path):  # which needs no check of settings
-            name = self._store.find(str(arm)).name
+            found = self._store.find(str(arm))
+            check_queued(self._store, kind, found)
             self._store.queue(kind, arm)
-            return f"{kind} of {name}: queued; the sweep takes it after the present step"
+            return f"{kind} of {found.name}: queued; the sweep takes it after the present step"
         flags = [f"--set={setting}" for setting in settings] + (["--from-weights"] if from_weights else [])
         command = [sys.executable, "-m", "groupgrad", "sweep", kind, str(self.path.absolute()), str(arm), *flags]
         try:

@@ -1,4 +1,6 @@
-"""Applies the commands that users give to the arms of a sweep. Only a clone needs the trainer's rules, and torch."""
+"""Checks and applies the commands that users give to the arms of a sweep.
+
+Only a clone needs the trainer's rules, and torch."""
 
 from __future__ import annotations
 
@@ -13,6 +15,34 @@ from groupgrad.sweep.sweep_plan import SweepPlan, arm_name, arm_settings
 
 if TYPE_CHECKING:
     from groupgrad.sweep.factory import ArmFactory
+
+_STATES_AFTER = {"stop": STOPPED, "resume": WAITING, "delete": DELETED}
+"""Command -> the state of its arm afterwards."""
+
+
+def check_queued(store: Store, kind: str, arm: Arm) -> None:
+    """ValueError if an arm's state, once the commands that are queued for it are taken, does not allow a command."""
+    state = arm.state
+    for command in store.queued():
+        if command.arm == arm.id and _obstacle(command.kind, state) is None:
+            state = _STATES_AFTER.get(command.kind, state)
+    _check_state(kind, arm, state)
+
+
+def _check_state(kind: str, arm: Arm, state: str) -> None:
+    obstacle = _obstacle(kind, state)
+    if obstacle is not None:
+        after = "" if state == arm.state else " after the commands that are queued"
+        raise ValueError(f"arm {arm.name} is {state}{after}, {obstacle}")
+
+
+def _obstacle(kind: str, state: str) -> str | None:
+    """The reason why an arm in a state cannot take a command; None if it can."""
+    if state == DELETED:
+        return f"there is nothing to {kind}"
+    if kind == "stop" and state != WAITING:
+        return f"only an arm that is {WAITING} can be stopped"
+    return "there is nothing to resume" if kind == "resume" and state in (WAITING, DONE) else None
 
 
 def apply_commands(
@@ -39,6 +69,7 @@ def apply_commands(
             store.take(command, refused=True, message="the arm was deleted")
             continue
         try:
+            _check_state(command.kind, arm, arm.state)
             if command.kind == "clone":
                 _clone(store, command, arm, *sweep())
             else:
@@ -50,15 +81,11 @@ def apply_commands(
 
 
 def _stop(store: Store, command: Command, arm: Arm, drop: Callable[[int], None]) -> None:
-    if arm.state != WAITING:
-        raise ValueError(f"arm {arm.name} is {arm.state}, only an arm that is {WAITING} can be stopped")
     store.take(command, state=(STOPPED, "stopped by a command"))
     drop(arm.id)
 
 
 def _resume(store: Store, command: Command, arm: Arm, drop: Callable[[int], None]) -> None:
-    if arm.state in (WAITING, DONE):
-        raise ValueError(f"arm {arm.name} is {arm.state}, there is nothing to resume")
     store.take(command, state=(WAITING, ""))
 
 
