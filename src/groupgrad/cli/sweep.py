@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -282,12 +283,14 @@ def status_text(store: Store) -> str:
     lines = [head]
     for row in rows:
         state = shown_state(row, in_turn)
-        steps = f"{made.get(row.name, row.step)}/{row.max_steps or '?'}"
+        step = made.get(row.name, row.step)
+        steps = f"{step}/{row.max_steps or '?'}" if step or row.max_steps else ""
+        reward = f"{row.reward:.3f}" if math.isfinite(row.reward) else ""
         compared = "-".join(map(str, row.compared)) if row.step else ""
         behind = row.behind.text if row.behind is not None and row.behind.num > 1 else ""
         reason = f"  {row.reason.splitlines()[0][:120]}" if row.state == "failed" else ""
         lines.append(
-            f"{ids[row.name]:>3}  {row.name:<{width}}  {state:<17} {steps:>11}  {compared:>11}  {row.reward:>8.3f}  "
+            f"{ids[row.name]:>3}  {row.name:<{width}}  {state:<17} {steps:>11}  {compared:>11}  {reward:>8}  "
             f"{behind}{reason}".rstrip()
         )
     total = cost(store)
