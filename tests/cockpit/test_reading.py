@@ -199,6 +199,8 @@ def test_the_command_prints_rollouts(folder, capsys, monkeypatch):
         (["--finish-reason", "lenght"], 1, "is like that; its rollouts are of steps 1 to 12, finish reasons "),
         (["--tool", "serch"], 1, "its rollouts are of steps 1 to 12, tools "),
         (["--phase", "evall"], 1, "its rollouts are of steps 1 to 12, phases train"),
+        (["--sort", "rewrd"], 2, "did you mean 'reward'?"),
+        (["--reward", "corect"], 2, "which has correct, short; did you mean 'correct'?"),
         (["--reward", "short"], 2, "--reward short is for --min-reward and --max-reward, and neither is given"),
         (["--json", "--tokens", "entropy"], 2, "--tokens and --json"),
     ],
@@ -251,11 +253,14 @@ def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, mo
     assert {json.loads(line)["phase"] for line in capsys.readouterr().out.splitlines()} == {"eval"}
 
 
-def test_files_without_shares_and_phases_are_read(tmp_path):
+def test_files_without_shares_and_phases_are_read(tmp_path, capsys):
     """As an earlier release has written them."""
     folder = write_run(tmp_path / "run", steps=1, rows=8)
     path = folder / "rollouts" / "step_000001.0.parquet"
     pq.write_table(pq.read_table(path).drop_columns(["phase", "gradient_share", "gradient_shares"]), path)
+    assert main(["rollouts", str(folder), "--tokens", "gradient_shares"]) == 2
+    printed = capsys.readouterr()
+    assert "train with record_gradient_share=True" in printed.err and not printed.out
     run = RunFolder(folder)
     run.refresh()
     assert run.facets()["phases"] == ["train"] and run.facets()["shares"] == []

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from typing import Any, NoReturn
 
-from groupgrad.spelling import nearest
+from groupgrad.spelling import did_you_mean, nearest
 
 EXIT_CODES: dict[int, str] = {
     0: "all was done",
@@ -99,7 +99,17 @@ class CommandHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptio
         return action.help if action.default is None or is_off else super()._get_help_string(action)
 
 
-class CommandParser(argparse.ArgumentParser):
+class ChoiceParser(argparse.ArgumentParser):
+    """Parser that names the choice that may have been meant by a value that is none."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            hint = did_you_mean(value, choices, before="; ")
+            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}{hint}")
+
+
+class CommandParser(ChoiceParser):
     """Parser of one command. Options may be written with hyphens or underscores."""
 
     def __init__(self, command: str, *, description: str, examples: str, **options: Any) -> None:
@@ -116,13 +126,18 @@ class CommandParser(argparse.ArgumentParser):
         """Parses a command line. Exits with status 2, and the option that may have been meant, for an unknown one."""
         known = [option for action in self._actions for option in action.option_strings]
         words = [_spelled_as(word, known) for word in args]
-        parsed, unknown = self.parse_known_args(words, namespace)
+        required = [action for action in self._actions if action.required]
+        for action in required:
+            action.required = False
+        _, unknown = self.parse_known_args(words)  # a misspelled option is named, not the one that is missing then
+        for action in required:
+            action.required = True
         if unknown:
             word = unknown[0].partition("=")[0]
             similar = nearest(word, known)
             kind = "option" if word.startswith("-") else "argument"
             self.error(f"unknown {kind} {word!r}" + (f"; did you mean {similar}?" if similar else ""))
-        return parsed
+        return super().parse_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Prints the problem and exits with status 2."""

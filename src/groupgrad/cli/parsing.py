@@ -22,7 +22,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
-from groupgrad.cli.command_parser import CommandHelp, epilog
+from groupgrad.cli.command_parser import ChoiceParser, CommandHelp, epilog
 from groupgrad.cli.launch import add_flags
 from groupgrad.config import GRPOConfig, legacy
 from groupgrad.config.hidden_secrets import without_secrets
@@ -78,7 +78,7 @@ groupgrad train --config run.yaml --num-processes all --accelerate-config zero3
 """
 
 
-class FieldParser(HfArgumentParser):
+class FieldParser(ChoiceParser, HfArgumentParser):
     """Parser with the fields of dataclasses as flags, whose defaults may come from a YAML file."""
 
     def __init__(self, *args: Any, **kwargs: Any):

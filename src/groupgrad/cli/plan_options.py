@@ -11,6 +11,7 @@ from typing import Any
 
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.cli.command_parser import CommandParser
+from groupgrad.spelling import did_you_mean
 
 _FIELDS = {
     "model_name_or_path": "model",
@@ -274,7 +275,8 @@ def _checked(action: argparse.Action, name: str, value: Any) -> Any:
     flag = f"--{name.replace('_', '-')}"
     if action.choices is not None and value not in action.choices:
         known = ", ".join(str(choice) for choice in action.choices)
-        raise ValueError(f"{name}={value!r} cannot be planned for; give {flag} with one of {known}")
+        hint = did_you_mean(value, map(str, action.choices), before="; ")
+        raise ValueError(f"{name}={value!r} cannot be planned for; give {flag} with one of {known}{hint}")
     if action.type is _count and int(value) < 1:
         raise ValueError(f"{value} is no count; give {flag} with 1 or more")
     return value

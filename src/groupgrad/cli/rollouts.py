@@ -16,6 +16,7 @@ from rich.text import Text
 from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.row_selection import Selection
+from groupgrad.spelling import did_you_mean
 from groupgrad.telemetry.completions_table import print_table
 from groupgrad.telemetry.render import visible
 from groupgrad.telemetry.rollout_table import REWARD, SECONDS, TRAINING
@@ -72,17 +73,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_columns(run: RunFolder, arguments: argparse.Namespace) -> None:
-    """ValueError if the rollouts of a run lack the column of `--sort` or `--reward`."""
+    """ValueError if the rollouts of a run lack the column of `--sort`, `--reward` or `--tokens`."""
     facets = run.facets()
     if not facets["steps"]:
         return
     columns = ["reward", *SORTABLE, *facets["shares"], *(f"{REWARD}{name}" for name in facets["rewards"])]
     columns += [f"{SECONDS}{name}" for name in facets["seconds"]]
     if arguments.sort not in columns:
-        raise ValueError(f"--sort {arguments.sort!r} is no column to order by; choose one of {', '.join(columns)}")
+        hint = did_you_mean(arguments.sort, columns, before="; ")
+        known = ", ".join(columns)
+        raise ValueError(f"--sort {arguments.sort!r} is no column to order by; choose one of {known}{hint}")
     if arguments.reward not in (None, *facets["rewards"]):
         names = ", ".join(facets["rewards"])
-        raise ValueError(f"--reward {arguments.reward!r} is no reward of this run, which has {names}")
+        hint = did_you_mean(arguments.reward, facets["rewards"], before="; ")
+        raise ValueError(f"--reward {arguments.reward!r} is no reward of this run, which has {names}{hint}")
+    if arguments.tokens == "gradient_shares" and not facets["shares"]:
+        raise ValueError(
+            "--tokens gradient_shares: this run has stored no gradient shares; train with record_gradient_share=True"
+        )
     if arguments.reward is not None and arguments.min_reward is None and arguments.max_reward is None:
         raise ValueError(
             f"--reward {arguments.reward} is for --min-reward and --max-reward, and neither is given; give one, or "

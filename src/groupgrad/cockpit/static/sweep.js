@@ -109,7 +109,7 @@ function armRow(state, sweep, arm, ask) {
     el("td", {}, arm.id),
     el("th", { scope: "row" }, run && runMark(run.index), name, arm.parent && el("small", {}, ` of ${arm.parent}`)),
     el("td", {}, el("span", { class: `state ${word}` }, arm.shown_state), arm.state === "failed" && el("p", { class: "bad" }, arm.reason)),
-    el("td", {}, head("steps"), `${arm.step}/${arm.max_steps ?? "?"}`),
+    el("td", {}, head("steps"), arm.step || arm.max_steps ? `${arm.step}/${arm.max_steps ?? "?"}` : ""),
     el("td", { title: arm.compared ? `mean of steps ${arm.compared.join(" to ")}` : "" }, head(sweep.metric), short(arm.reward)),
     el("td", {}, arm.behind && head("behind the best by"), arm.behind),
     ask && el("td", { class: "buttons" }, buttons));
