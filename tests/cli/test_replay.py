@@ -164,6 +164,24 @@ def test_a_script_of_ones_own_is_run_up_to_its_training(work: Path, capsys: Any,
     assert after == before
 
 
+def test_a_run_of_the_demo_is_repeated(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    demo = ["demo", "--seed", "3", "--output-dir", "runs/demo", "--warm-up-steps", "2", "--grpo-steps", "2"]
+    assert main(demo) == 1
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "runs").rglob("*"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert main(["replay", "../runs/demo", "--step", "2", "--row", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 2, row 1:" in shown and "weights: digests after 2 steps" in shown
+    assert shown.endswith("0 bits differ.\n")
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "runs").rglob("*")) == before
+    (tmp_path / "runs" / "demo" / "base").rename(tmp_path / "gone")
+    assert main(["replay", "../runs/demo", "--step", "2"]) == 2
+    assert "../runs/demo has no base/" in capsys.readouterr().err
+
+
 def test_secrets_of_a_command_line_are_hidden() -> None:
     argv = ["--hub_token", "hf_a", "--hub-token=hf_b", "--set", "model_init_kwargs.token=hf_c", "--beta", "0.1"]
     stored = command_of(argv, {"env": {"WANDB_API_KEY": "w"}, "beta": 0.1})

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from groupgrad.cli import parsing, train
+from groupgrad.cli import demo, parsing, train
 from groupgrad.config.hidden_secrets import HIDDEN
 from groupgrad.replay.replaying import ReplayError
 from groupgrad.replay.run_records import RunRecords
@@ -24,7 +24,7 @@ class _Done(BaseException):
 
 
 def trainer_of(records: RunRecords, advice: str) -> Any:
-    """Builds the trainer of a run of `groupgrad train` or `groupgrad sweep` again, from the stored command line.
+    """Builds the trainer of a run of `groupgrad train`, `sweep` or `demo` again, from the stored command line.
 
     ReplayError, which ends with `advice`, for a run of a Python script; ValueError, ImportError or OSError for data,
     rewards or a model that are no longer there.
@@ -41,6 +41,8 @@ def trainer_of(records: RunRecords, advice: str) -> Any:
             f"{records.name} {origin}, so its data, model and reward functions are not known here; {advice}"
         )
     with tempfile.TemporaryDirectory(prefix="groupgrad-") as folder, in_folder(records):
+        if command.get("name") == "demo":
+            return _trainer_of_demo(records, command["argv"], folder)
         argv = [word for word in command["argv"] if word != "--dry-run"]
         content = dict(command.get("yaml") or {})
         # A variable whose value was hidden stays as the present environment has it.
@@ -50,6 +52,18 @@ def trainer_of(records: RunRecords, advice: str) -> Any:
         config.output_dir = folder
         config.push_to_hub, config.report_to, config.log_completions_hub_repo = False, [], None
         return train.build(parsed)
+
+
+def _trainer_of_demo(records: RunRecords, argv: Sequence[str], folder: str) -> Any:
+    """The trainer of a run of `groupgrad demo`, whose model was warmed up and stored in the run's folder."""
+    from groupgrad.demo.run import BASE, make_trainer
+
+    base = records.path / BASE
+    if not base.is_dir():
+        raise ReplayError(f"{records.name} has no {BASE}/, the model that it started from; run `groupgrad demo` again")
+    options = demo.parser().parse_args(argv)
+    options.output_dir = folder
+    return make_trainer(options, str(base))
 
 
 def sweep_folder(records: RunRecords) -> Path | None:

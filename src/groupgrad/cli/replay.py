@@ -94,7 +94,7 @@ groupgrad replay out --step 20 --script train.py -- --learning-rate 1e-5""",
     parser.add_argument(
         "--script",
         metavar="FILE",
-        help="Python script that made the run, if it was not `groupgrad train` or `groupgrad sweep`; its arguments "
+        help="Python script that made the run, if it was none of `groupgrad train`, `sweep` and `demo`; its arguments "
         "follow after --",
     )
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="keep the records of the replay in a new folder")

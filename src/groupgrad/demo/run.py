@@ -41,6 +41,9 @@ from groupgrad.trainer import GRPOTrainer
 MAX_BEFORE, MIN_AFTER = 0.40, 0.85
 """Sampled held-out accuracy that the base model may have at most, and the trained model must have at least."""
 
+BASE = "base"
+"""Folder in that of the run with the model that GRPO starts from, for a replay."""
+
 DRAWS = importlib.util.find_spec("matplotlib") is not None
 """True if a picture of the rewards is drawn."""
 
@@ -53,10 +56,10 @@ class Measured:
     greedy: Score
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, command: dict[str, Any] | None = None) -> int:
     """Runs the demo and reports; 0 if the promised accuracies were met, else 1.
 
-    `options` are `seed`, `output_dir`, `warm_up_steps` and `grpo_steps`.
+    `options` are `seed`, `output_dir`, `warm_up_steps` and `grpo_steps`. The run records `command`, its command line.
     """
     timings = Timings()
     transformers_logging.disable_progress_bar()
@@ -69,16 +72,12 @@ def run(options: argparse.Namespace) -> int:
         warm_up(model, tokenizer, splits.warm_up, num_steps=options.warm_up_steps, seed=options.seed)
     with timings.phase("evaluation"):
         before = measure(model, tokenizer, splits.held_out, options.seed)
+    model.save_pretrained(Path(options.output_dir) / BASE)
     print(f"   held-out accuracy {before.sampled.accuracy:.1%}, format {before.sampled.format_rate:.1%}\n")
 
     print(f"2. GRPO: {options.grpo_steps} steps")
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=[correctness_reward, format_reward],
-        args=make_config(options),
-        train_dataset=Dataset.from_list([problem.row() for problem in splits.grpo]),
-        processing_class=tokenizer,
-    )
+    trainer = make_trainer(options, model)
+    trainer.recorder.command = command
     with timings.phase("GRPO"):
         trainer.train()
     print(f"\n{seconds_of_a_step(trainer.state.log_history)}\n{mismatch(trainer.state.log_history)}")
@@ -92,6 +91,17 @@ def run(options: argparse.Namespace) -> int:
     with timings.phase("evaluation"):
         after = measure(model, tokenizer, splits.held_out, options.seed)
     return report(before, after, splits.held_out, timings, output_dir)
+
+
+def make_trainer(options: argparse.Namespace, model: str | PreTrainedModel) -> GRPOTrainer:
+    """The trainer of a model that was warmed up, or of the folder that it was saved in."""
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=[correctness_reward, format_reward],
+        args=make_config(options),
+        train_dataset=Dataset.from_list([problem.row() for problem in make_splits(options.seed).grpo]),
+        processing_class=make_tokenizer(),
+    )
 
 
 def make_config(options: argparse.Namespace, **more: Any) -> GRPOConfig:
@@ -158,7 +168,7 @@ def report(before: Measured, after: Measured, problems: list[Problem], timings: 
     times = ", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.items())
     print(f"\nTime: {times}; {sum(seconds.values()):.0f} s in all")
     picture = "rewards.png, " if DRAWS else ""
-    files = f"the model and tokenizer (from_pretrained), {picture}metrics.jsonl, rollouts/, completions/"
+    files = f"the model and tokenizer (from_pretrained), {picture}metrics.jsonl, rollouts/, completions/, {BASE}/"
     print(f"Files in {output_dir}/: {files}")
     if not DRAWS:
         print("(`pip install 'groupgrad[plot]'` adds the picture of the rewards)")
