@@ -253,6 +253,27 @@ def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, mo
     assert {json.loads(line)["phase"] for line in capsys.readouterr().out.splitlines()} == {"eval"}
 
 
+@pytest.mark.parametrize("width", [80, 100, 140, 200])
+def test_every_number_of_a_rollout_is_printed_at_each_width(tmp_path, capsys, monkeypatch, width):
+    folder = write_run(tmp_path / "run", steps=1, rows=8)
+    path = folder / "rollouts" / "step_000001.0.parquet"
+    table = pq.read_table(path)
+    names = {"reward/correct": "reward/correctness_reward", "reward/short": "reward/group"}
+    pq.write_table(table.rename_columns([names.get(name, name) for name in table.column_names]), path)
+    (row,) = [row for row in run_rows(folder, 1) if row["row"] == 3]
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["rollouts", str(folder), "--search", row["completion"]]) == 0
+    printed = capsys.readouterr().out
+    assert "too narrow" not in printed and max(map(len, printed.splitlines())) <= width
+    numbers = [row["reward"], row["reward/correctness_reward"], row["reward/group"], row["advantage"]]
+    shown = [f"{number:.2f}" for number in numbers] + [f"{row['gradient_share']:.4g}", str(row["group"])]
+    shown += [row["finish_reason"], str(row["num_tokens"])]
+    words = printed.replace("│", " ").split()
+    assert all(words.count(value) >= shown.count(value) for value in shown)
+    assert ("correctness_reward" in words and "finish_reason" in words) == (width < 200)
+    assert ("correctness_" in words and "finish_" in words) == (width == 200)
+
+
 def test_files_without_shares_and_phases_are_read(tmp_path, capsys):
     """As an earlier release has written them."""
     folder = write_run(tmp_path / "run", steps=1, rows=8)

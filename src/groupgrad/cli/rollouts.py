@@ -7,7 +7,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -62,11 +62,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     console = Console()
     functions = run.facets()["rewards"]
-    rewards = ["reward", *(f"{REWARD}{name}" for name in functions if len(functions) > 1)]
+    others = [*run.facets()["shares"], "group", "finish_reason", "num_tokens"]
+    shown = {"reward", "advantage", "prompt", "completion", *others}
+    columns = {name if name not in shown else f"{REWARD}{name}": f"{REWARD}{name}" for name in functions}
+    rewards = {"reward": "reward", **(columns if len(functions) > 1 else {})}
     records = [_record(row, rewards) for row in rows]
     title = f"{run.name}: {len(rows)} of {count:,} rollouts"
-    others = [*run.facets()["shares"], "group", "finish_reason", "num_tokens"]
-    print_table(records, rewards, others, title=title, lead="step·row", console=console)
+    print_table(records, [*rewards], others, title=title, lead="step·row", console=console)
     for row in rows if arguments.tokens else ():
         _print_tokens(console, row, arguments.tokens)
     return 0
@@ -159,12 +161,13 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
     return int(first) if first else None, int(last) if last else (None if colon else int(first))
 
 
-def _record(row: dict[str, Any], rewards: Sequence[str]) -> dict[str, Any]:
-    """A row as a record of the printed table."""
+def _record(row: dict[str, Any], rewards: Mapping[str, str]) -> dict[str, Any]:
+    """A row as a record of the printed table. `rewards`: name in the table -> column of the row."""
     texts = {key: json.loads(row[key]) if row["is_messages"] else row[key] for key in ("prompt", "completion")}
-    others = ("advantage", "gradient_share", "group", "finish_reason", "num_tokens", *rewards)
+    others = ("advantage", "gradient_share", "group", "finish_reason", "num_tokens")
+    numbers = {**{name: row.get(name) for name in others}, **{name: row.get(key) for name, key in rewards.items()}}
     phase = "" if row.get("phase") in (None, TRAINING) else f" {row['phase']}"
-    return {**texts, "step·row": f"{row['step']}·{row['row']}{phase}", **{name: row.get(name) for name in others}}
+    return {**texts, "step·row": f"{row['step']}·{row['row']}{phase}", **numbers}
 
 
 def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
