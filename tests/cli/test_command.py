@@ -162,7 +162,7 @@ def test_the_help_of_each_command_has_its_exit_codes(command: str, capsys: Any) 
         (["replay", ".", "--stp", "3"], "unknown option '--stp'; did you mean --step?"),
         (["replay", "--stp=3"], "unknown option '--stp'; did you mean --step?"),
         (["replay", "."], "the following arguments are required: --step"),
-        (["rollouts", ".", "--tokens", "entropi"], "'entropi' is none of logprobs, entropy, gradient_shares; did you mean 'entropy'?"),
+        (["rollouts", ".", "--tokens", "entropi"], "entropy, gradient_shares; did you mean 'entropy'?"),
         (["rollouts", ".", "--tokens", "xyz"], "'xyz' is none of logprobs, entropy, gradient_shares\n"),
         (["completion", "bsh"], "did you mean 'bash'?"),
         (["train", "--save_strategy", "stesp"], "did you mean 'steps'?"),

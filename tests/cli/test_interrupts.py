@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pty
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,12 @@ import pytest
 from synthetic_run import write_run
 
 CTRL_C = b"\x03"
+ON_ITS_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "groupgrad", *sys.argv[1:]])
+"""
+"""Becomes the command, which the keys of its terminal interrupt."""
 
 
 class Terminal:
@@ -24,9 +28,8 @@ class Terminal:
         self.keys, screen = pty.openpty()
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "groupgrad", *arguments],
+            [sys.executable, "-c", ON_ITS_TERMINAL, *arguments],
             env=environment, stdin=screen, stdout=screen, stderr=screen, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip
         os.close(screen)
 

@@ -129,6 +129,7 @@ def test_actions_wait_while_a_process_trains(content, capsys):
 
 def test_a_command_that_cannot_be_taken_is_not_queued(content, capsys):
     """The state is the one that an arm will have once the commands before are taken."""
+    queued = "after the commands that are queued"
     store = Store("out", create=True)
     store.set_fact("plan", {"kind": "command line", "base": content["base"], "vary": content["vary"]})
     store.add_arms([(name, 0, {"beta": beta}) for beta, name in enumerate(["01-a", "02-b", "03-c"])])
@@ -141,11 +142,11 @@ def test_a_command_that_cannot_be_taken_is_not_queued(content, capsys):
             ("resume 1", "arm 01-a is waiting, there is nothing to resume"),
             ("resume 3", "arm 03-c is done, there is nothing to resume"),
             ("resume 2", None),
-            ("resume 2", "arm 02-b is waiting after the commands that are queued, there is nothing to resume"),
+            ("resume 2", f"arm 02-b is waiting {queued}, there is nothing to resume"),
             ("stop 2", None),
             ("delete 1", None),
-            ("delete 1", "arm 01-a is deleted after the commands that are queued, there is nothing to delete"),
-            ("clone 1 --set beta=0.2", "arm 01-a is deleted after the commands that are queued, there is nothing to clone"),
+            ("delete 1", f"arm 01-a is deleted {queued}, there is nothing to delete"),
+            ("clone 1 --set beta=0.2", f"arm 01-a is deleted {queued}, there is nothing to clone"),
         ]:
             assert cli.main(["sweep", words.split()[0], "out", *words.split()[1:]]) == (2 if refusal else 0)
             shown = capsys.readouterr()
