@@ -11,6 +11,7 @@ import urllib.parse
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from groupgrad.engines.vllm.server_pool import VLLMServerPool
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.engines.vllm.wire import PROTOCOL, model_sizes, specs_from_json, unpack
 from groupgrad.errors import WeightsLost
+from groupgrad.modeling.systems.fsdp import FSDPOptions, is_fully_sharded, shard
 from groupgrad.types import Media
 
 OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))
@@ -423,6 +425,17 @@ def test_what_does_not_fit_is_named(changes: dict[str, Any], words: str, scripte
     assert incompatibilities(model, 48, scripted.info) == []
     (problem,) = incompatibilities(model, 48, {**scripted.info, **changes})
     assert re.search(words, problem)
+
+
+def test_a_policy_in_shards_fits_the_server_that_the_whole_one_fits(
+    scripted: Scripted, model: Any, tmp_path: Path
+) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        shard(model, FSDPOptions(), torch.device("cpu"))
+        assert is_fully_sharded(model) and incompatibilities(model, 48, scripted.info) == []
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

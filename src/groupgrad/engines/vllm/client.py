@@ -23,6 +23,7 @@ from groupgrad.engines.vllm.weight_transport import GROUP_PORT, HttpTransport, c
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, PROTOCOL, model_sizes, pack, specs_of, specs_to_json, torch_dtype
 from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.modeling.systems.fsdp import own_class
 from groupgrad.modeling.weights import adapter_files
 
 logger = logging.getLogger(__name__)
@@ -212,7 +213,7 @@ def another_trainer(address: Address, theirs: str | None, ours: str | None) -> R
 def incompatibilities(policy: nn.Module, num_tokens: int, info: dict[str, Any]) -> list[str]:
     """Reasons why a server with this `info` cannot serve contexts of `num_tokens` of the policy; empty if it can."""
     base = base_model(unwrap(policy))
-    sizes = {**model_sizes(base.config), "architecture": type(base).__name__}
+    sizes = {**model_sizes(base.config), "architecture": own_class(base).__name__}
     vocab_size = base.config.get_text_config().vocab_size
     problems = []
     wrong = [

@@ -208,13 +208,18 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of `module`, which for a sharded one is the class that it had before."""
+    return next(kind for kind in type(module).__mro__ if _Sharded is None or not issubclass(kind, _Sharded))
+
+
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
     """Inside, every module of `model` has its own class, by which transformers finds a model's names in checkpoints."""
     classes = [(module, type(module)) for module in model.modules() if is_fully_sharded(module)]
     try:
-        for module, kind in classes:
-            module.__class__ = next(c for c in kind.__mro__ if not issubclass(c, _Sharded))
+        for module, _ in classes:
+            module.__class__ = own_class(module)
         yield
     finally:
         for module, kind in classes:
