@@ -173,6 +173,8 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 		"pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.5" "hypothesis>=6.100"
 	# Only the tests of images use this folder.
 	$(VLLM_PIP) --no-deps --upgrade --target $(VLLM_VENV)/vision $(VLLM_TORCHVISION)
+	# Only the ranks of `tests/vllm/test_server_ranks.py` use this one.
+	$(VLLM_PIP) --no-deps --upgrade --target $(VLLM_VENV)/deepspeed $(DEEPSPEED)
 	@touch $@
 
 clean:

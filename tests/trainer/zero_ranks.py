@@ -172,15 +172,20 @@ def failing_push(ranks: Any, kind: str, out: Path) -> dict[str, Any]:
     return {"error": None}
 
 
+def start_deepspeed() -> None:
+    """Start DeepSpeed on gloo. Collective."""
+    import deepspeed  # pyright: ignore[reportMissingImports]
+
+    # Compiling it takes minutes; gloo does the same.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # On GPUs the training arguments see to that.
+    deepspeed.init_distributed("gloo")
+
+
 def start(kind: str = "zero") -> Any:
     """The module `ranks`, after DeepSpeed has been started."""
     if kind == "zero":
-        import deepspeed  # pyright: ignore[reportMissingImports]
-
-        # Compiling it takes minutes; gloo does the same.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # On GPUs the training arguments see to that.
-        deepspeed.init_distributed("gloo")
+        start_deepspeed()
     path = Path(__file__).with_name("ranks.py")
     spec = importlib.util.spec_from_file_location("ranks", path)
     assert spec is not None and spec.loader is not None
