@@ -39,6 +39,47 @@ BUCKETS: list[tuple[int | bytes, dict[str, Any], int]] = [
 """Buckets that a push of `head_of` refuses: body (a number: so many zeros more than the tensor has), query, status."""
 
 
+BAD_JSON = (
+    *(b"{", b"[1]", b"\xff", b'{"a": 1e}', b"[" * 100_000, b"null", b'{"group": 5}', b'{"group": ["a"]}'),
+    *(b'{"name": "a"}', pickle.dumps({"group": "a"})),
+)
+"""Bodies that none of `JSON_ROUTES` takes."""
+
+JSON_ROUTES = ("init", "shutdown", "check", "generate", "start", "finish")
+"""Routes of groupgrad whose body is JSON."""
+
+GROUP = {"group": "g", "backend": "gloo", "port": 5, "size": 2, "timeout_s": 1.0, "peer": {}}
+BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    ("init", {**GROUP, "port": 0}, "there is no port 0"),
+    ("init", {**GROUP, "timeout_s": 1e9}, "waits at most 86400 s: lower vllm_server_timeout"),
+    ("init", {**GROUP, "timeout_s": float("nan")}, "timeout_s is nan"),
+    ("init", {**GROUP, "timeout_s": 10**400}, "which is no float"),
+    ("init", {**GROUP, "backend": "mpi"}, "the backend 'mpi' is neither nccl nor gloo"),
+    ("init", {**GROUP, "host": "10.0.0.1"}, "the route init takes no host"),
+    ("init", {"host": "10.0.0.1"}, "the route init takes no host"),
+    ("init", {"port": 5, "timeout_s": 1.0, "host": "10.0.0.1"}, "the route init takes no host"),
+    ("init", {"port": 0, "timeout_s": 1.0}, "there is no port 0"),
+    ("init", {"shared": "s", "group": "g"}, "the route init takes no group"),
+    ("init", {"shared": 5}, "the field shared is '5', which is no str"),
+    ("shutdown", {}, "the field group is 'None', which is no str"),
+    ("start", {"weight_version": "9-x", "push": "0", "tensors": [["a", "float32", [1]]]}, "timeout_s"),
+    ("start", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [5]}, "no list of name, dtype"),
+    ("start", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [["a", "os", [1]]]}, "'os' is not"),
+    ("start", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [["a", "int8", [-1]]]}, "shape"),
+    ("finish", {"weight_version": "9-x", "checksum": "many"}, "the field checksum is 'many', which is no int"),
+    ("finish", {"weight_version": "9-x", "checksum": True}, "the field checksum is 'True'"),
+    ("generate", {"weight_version": 5}, "the field weight_version"),
+    ("check", {"sampling": []}, "the field sampling is '\\[\\]', which is no dict"),
+]
+"""Fields that a route refuses: route, body, words of the answer."""
+
+BAD_ROWS: tuple[Any, ...] = (
+    *(5, {}),
+    *({"row": 0, "prompt": prompt, "seed": 0, "max_tokens": 1} for prompt in (1, -1)),
+)
+"""Rows that `generate` refuses where there is one prompt."""
+
+
 def address_of(trainer: VLLMServerPool) -> Address:
     """The trainer's only server."""
     return trainer.members[0].client.address
@@ -104,6 +145,48 @@ def bucket_is_refused(
     with pytest.raises(ServerRefused) as caught:
         call(address_of(trainer), "update", data, query={"weight_version": "1-x", **query}, timeout_s=5.0)
     assert caught.value.status == status
+
+
+def bad_json_is_refused(port: int, key: str, body: bytes) -> None:
+    """Sends one of `BAD_JSON` to each of `JSON_ROUTES`."""
+    for route in JSON_ROUTES:
+        status, answer = raw_exchange(port, request(f"/groupgrad/{route}", body, key))
+        assert status == 400 and answer["error"], (route, status, answer)
+
+
+def field_is_refused(trainer: VLLMServerPool, route: str, fields: dict[str, Any], words: str) -> None:
+    """Sends one of `BAD_FIELDS`."""
+    with pytest.raises(ServerRefused, match=words) as caught:
+        call(address_of(trainer), route, fields, timeout_s=5.0)
+    assert caught.value.status == 400
+
+
+def row_is_refused(trainer: VLLMServerPool, row: Any) -> None:
+    """Sends one of `BAD_ROWS`."""
+    body = {"weight_version": trainer.weight_version, "sampling": {}, "prompts": [[5]], "rows": [row]}
+    with pytest.raises(ServerRefused) as caught:
+        call(address_of(trainer), "generate", body, timeout_s=5.0)
+    assert caught.value.status == 400
+
+
+def send_half_a_push(trainer: VLLMServerPool, model: Any) -> None:
+    """Announces two tensors, sends zeros for the first, and tries to commit."""
+    announce(trainer, "1-x", [head_of(model), ["model.norm.weight", "float32", list(model.model.norm.weight.shape)]])
+    query = {"weight_version": "1-x", "first": 0, "count": 1}
+    call(address_of(trainer), "update", bytes(4 * model.lm_head.weight.numel()), query=query, timeout_s=30.0)
+    with pytest.raises(ServerRefused, match="2 tensors were announced, 1 came"):
+        call(address_of(trainer), "finish", {"weight_version": "1-x", "checksum": 0}, timeout_s=30.0)
+
+
+def nothing_is_sampled(trainer: VLLMServerPool, port: int, key: str) -> None:
+    """No route samples, and the server answers that a push has not ended."""
+    assert raw_exchange(port, request("/v1/completions", b'{"prompt": "a"}', key))[0] == 503
+    rows = {"prompts": [[5]], "rows": [{"row": 0, "prompt": 0, "seed": 0, "max_tokens": 1}]}
+    for version in (trainer.weight_version, "1-x"):
+        with pytest.raises(ServerRefused, match=r"the push '1-x' of weights has not ended") as caught:
+            call(address_of(trainer), "generate", {"weight_version": version, "sampling": {}, **rows}, timeout_s=30.0)
+        assert caught.value.status == 503
+    assert call(address_of(trainer), "info", timeout_s=30.0)["complete"] is False
 
 
 class Bomb:

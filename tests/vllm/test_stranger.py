@@ -18,13 +18,21 @@ import torch
 from raw_http import raw_exchange, request
 from real_vllm import OPTIONS, Served, requests
 from stranger_cases import (
+    BAD_FIELDS,
+    BAD_JSON,
+    BAD_ROWS,
     BUCKETS,
     announce,
     answered_408,
+    bad_json_is_refused,
     bucket_is_refused,
+    field_is_refused,
     head_of,
+    nothing_is_sampled,
     pickles_stay_closed,
     replay_is_refused,
+    row_is_refused,
+    send_half_a_push,
     slow_bodies,
 )
 
@@ -122,6 +130,30 @@ def test_a_bucket_of_other_tensors_reaches_no_worker(
     commit = {"weight_version": "1-x", "checksum": running_checksum(good)}
     with pytest.raises(ServerRefused, match=r"nothing was sent for model\.embed_tokens\.weight"):
         call(server.address, "finish", commit, timeout_s=30.0)
+    trainer.push(policy, 0)
+
+
+def test_bad_bodies_are_bad_requests(server: Served, trainer: VLLMServerPool) -> None:
+    for body in BAD_JSON:
+        bad_json_is_refused(server.port, server.key, body)
+    for route, fields, words in BAD_FIELDS:
+        field_is_refused(trainer, route, fields, words)
+    for row in BAD_ROWS:
+        row_is_refused(trainer, row)
+
+
+def test_half_a_push_and_then_silence_is_mended_by_another_trainer(
+    server: Served, trainer: VLLMServerPool, policy: Any
+) -> None:
+    samples = trainer.sample(requests(), OPTIONS)
+    send_half_a_push(trainer, policy)
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:
+        nothing_is_sampled(trainer, server.port, server.key)
+    other, started = server.engine(), time.monotonic()
+    other.push(policy, 1)
+    assert time.monotonic() - started < SILENCE_S
+    assert [sample.ids for sample in other.sample(requests(), OPTIONS)] == [sample.ids for sample in samples]
     trainer.push(policy, 0)
 
 

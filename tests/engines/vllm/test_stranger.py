@@ -6,7 +6,6 @@ After each attack the weights are what they were, and the server samples for its
 from __future__ import annotations
 
 import json
-import pickle
 import socket
 import time
 from collections.abc import Iterator
@@ -17,20 +16,28 @@ import pytest
 from raw_http import raw_exchange, request
 from simulated_server import KEY, SimulatedServer, pretend_vllm, servers_of
 from stranger_cases import (
+    BAD_FIELDS,
+    BAD_JSON,
+    BAD_ROWS,
     BUCKETS,
     announce,
     answered_408,
+    bad_json_is_refused,
     bucket_is_refused,
+    field_is_refused,
     head_of,
+    nothing_is_sampled,
     pickles_stay_closed,
     replay_is_refused,
+    row_is_refused,
+    send_half_a_push,
     slow_bodies,
 )
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.vllm import server as server_module
 from groupgrad.engines.vllm import server_requests
-from groupgrad.engines.vllm.http import ServerRefused, call
+from groupgrad.engines.vllm.http import call
 from groupgrad.engines.vllm.server_pool import VLLMServerPool
 
 OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))
@@ -155,64 +162,21 @@ def test_an_answer_that_nobody_reads_keeps_no_push_waiting(
         assert call(server.address, "info", timeout_s=5.0)["num_sampling"] == 0
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        *(b"{", b"[1]", b"\xff", b'{"a": 1e}', b"[" * 100_000, b"null", b'{"group": 5}', b'{"group": ["a"]}'),
-        *(b'{"name": "a"}', pickle.dumps({"group": "a"})),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("body", BAD_JSON, ids=str)
 def test_bad_json_is_a_bad_request(server: SimulatedServer, trainer: VLLMServerPool, body: bytes) -> None:
-    status, answer = raw_exchange(server.port, request("/groupgrad/shutdown", body, KEY))
-    assert status == 400 and answer["error"]
+    bad_json_is_refused(server.port, KEY, body)
 
 
-GROUP = {"group": "g", "backend": "gloo", "port": 5, "size": 2, "timeout_s": 1.0, "peer": {}}
-
-
-@pytest.mark.parametrize(
-    ("route", "fields", "words"),
-    [
-        ("init", {**GROUP, "port": 0}, "there is no port 0"),
-        ("init", {**GROUP, "timeout_s": 1e9}, "waits at most 86400 s: lower vllm_server_timeout"),
-        ("init", {**GROUP, "timeout_s": float("nan")}, "timeout_s is nan"),
-        ("init", {**GROUP, "timeout_s": 10**400}, "which is no float"),
-        ("init", {**GROUP, "backend": "mpi"}, "the backend 'mpi' is neither nccl nor gloo"),
-        ("init", {**GROUP, "host": "10.0.0.1"}, "the route init takes no host"),
-        ("init", {"host": "10.0.0.1"}, "the route init takes no host"),
-        ("init", {"port": 5, "timeout_s": 1.0, "host": "10.0.0.1"}, "the route init takes no host"),
-        ("init", {"port": 0, "timeout_s": 1.0}, "there is no port 0"),
-        ("init", {"shared": "s", "group": "g"}, "the route init takes no group"),
-        ("init", {"shared": 5}, "the field shared is '5', which is no str"),
-        ("shutdown", {}, "the field group is 'None', which is no str"),
-        ("start", {"weight_version": "9-x", "push": "0", "tensors": [["a", "float32", [1]]]}, "timeout_s"),
-        ("start", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [5]}, "no list of name, dtype"),
-        ("start", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [["a", "os", [1]]]}, "'os' is not"),
-        ("start", {"weight_version": "9-x", "push": "0", "timeout_s": 1, "tensors": [["a", "int8", [-1]]]}, "shape"),
-        ("finish", {"weight_version": "9-x", "checksum": "many"}, "the field checksum is 'many', which is no int"),
-        ("finish", {"weight_version": "9-x", "checksum": True}, "the field checksum is 'True'"),
-        ("generate", {"weight_version": 5}, "the field weight_version"),
-        ("check", {"sampling": []}, "the field sampling is '\\[\\]', which is no dict"),
-    ],
-)
+@pytest.mark.parametrize(("route", "fields", "words"), BAD_FIELDS)
 def test_a_field_that_cannot_be_is_a_bad_request(
     server: SimulatedServer, trainer: VLLMServerPool, route: str, fields: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ServerRefused, match=words) as caught:
-        call(trainer.members[0].client.address, route, fields, timeout_s=5.0)
-    assert caught.value.status == 400
+    field_is_refused(trainer, route, fields, words)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [5, {}, {"row": 0, "prompt": 1, "seed": 0, "max_tokens": 1}, {"row": 0, "prompt": -1, "seed": 0, "max_tokens": 1}],
-)
+@pytest.mark.parametrize("row", BAD_ROWS)
 def test_rows_without_a_prompt_are_a_bad_request(server: SimulatedServer, trainer: VLLMServerPool, row: Any) -> None:
-    body = {"weight_version": trainer.weight_version, "sampling": {}, "prompts": [[5]], "rows": [row]}
-    with pytest.raises(ServerRefused) as caught:
-        call(trainer.members[0].client.address, "generate", body, timeout_s=5.0)
-    assert caught.value.status == 400
+    row_is_refused(trainer, row)
 
 
 @pytest.mark.fault(
@@ -252,17 +216,8 @@ def test_a_bucket_of_other_tensors_reaches_no_worker(
 def test_half_a_push_and_then_silence_holds_up_no_other_push(
     server: SimulatedServer, trainer: VLLMServerPool, model: Any
 ) -> None:
-    announce(trainer, "1-x", [head_of(model), ["model.norm.weight", "float32", [32]]])
-    call(
-        trainer.members[0].client.address,
-        "update",
-        bytes(92 * 32 * 4),
-        query={"weight_version": "1-x", "first": 0, "count": 1},
-        timeout_s=5.0,
-    )
-    with pytest.raises(ServerRefused, match="2 tensors were announced, 1 came"):
-        call(trainer.members[0].client.address, "finish", {"weight_version": "1-x", "checksum": 0}, timeout_s=5.0)
-    assert raw_exchange(server.port, request("/v1/completions", text(prompt="a"), KEY))[0] == 503
+    send_half_a_push(trainer, model)
+    nothing_is_sampled(trainer, server.port, KEY)
     started = time.monotonic()
     trainer.push(model, 1)
     assert time.monotonic() - started < 2.0
