@@ -93,8 +93,10 @@ def require(name: str, purpose: str) -> None:
     """Raises ImportError with the command that installs the distribution, if it is missing."""
     if is_available(name):
         return
-    minimum = SUPPORTED.get(name, Supported()).minimum
-    target = f"{name}>={minimum}" if minimum else name
+    supported = SUPPORTED.get(name, Supported())
+    target = f"{name}>={supported.minimum}" if supported.minimum else name
+    if supported.tested:  # the newest release may be a later one, which the extra does not install
+        target = f"groupgrad[{supported.extra}]"
     raise ImportError(f"{purpose} needs '{name}', which is not installed; run `pip install '{target}'`")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import stat
@@ -93,14 +94,14 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_vllm_the_command_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(vllm_serve.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["--model", "m"]) == 2
-    assert "pip install vllm" in capsys.readouterr().err
+    assert "run `pip install 'groupgrad[vllm]'`" in capsys.readouterr().err
 
 
 def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
-    monkeypatch.setattr(vllm_serve.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(os, "execv", lambda path, command: called.append([path, *command]))
     monkeypatch.setattr(vllm_serve, "check_port", lambda arguments: ("127.0.0.1", 8000))
 
@@ -120,7 +121,7 @@ def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded(
     form: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(vllm_serve.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(os, "execv", lambda path, command: pytest.fail("it was started"))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -148,7 +149,7 @@ def test_ports_that_are_free_and_hosts_that_are_not_ours() -> None:
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], str]]:
     """`serve(*options)`: the command that would run, and the key in its environment."""
     ran: list[list[str]] = []
-    monkeypatch.setattr(vllm_serve.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(os, "execv", lambda path, command: ran.append(command) or 0)
 
     def run(*options: str) -> tuple[list[str], str]:

@@ -90,7 +90,7 @@ def test_the_samples_are_those_of_the_document(sample: str, shared: Path) -> Non
 @pytest.mark.skipif(is_available("vllm"), reason="vLLM is installed")
 def test_colocate_says_how_vllm_is_installed(run: Any, rest: Any, checksum: Any, unsampled: None) -> None:
     args = run(VLLM_COLOCATE, rest={"output_dir": "out"})["training_args"]
-    with pytest.raises(ImportError, match=r"vllm_mode=\"colocate\" needs 'vllm'.*`pip install 'vllm'`"):
+    with pytest.raises(ImportError, match=r"vllm_mode=\"colocate\" needs 'vllm'.*`pip install 'groupgrad\[vllm\]'`"):
         GRPOTrainer(**rest(args=args, reward_funcs=checksum))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -39,15 +38,14 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     try:
         arguments = vllm_arguments(argv)
-        if importlib.util.find_spec("vllm") is None:
-            raise ValueError("vLLM is not installed; run `pip install vllm`")
+        compat.require("vllm", "groupgrad vllm-serve")
         check_plugin()
         check_mode()
         address = check_port(arguments)
         key, arguments = take_key(arguments)
         if key is None and address is None:
             raise ValueError(f"a server without a port needs a key; set {VARIABLE}")
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         return refuse("vllm-serve", error)
     for problem in compat.unsupported_versions(["vllm"]):
         print(f"groupgrad vllm-serve: warning: {problem}", file=sys.stderr)
