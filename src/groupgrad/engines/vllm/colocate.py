@@ -27,13 +27,13 @@ from groupgrad.engines.vllm.tensor_parallel import TensorParallelSession, check_
 from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.engines.vllm.vllm_params import (
     FINISH_REASONS,
+    check_options,
     plain_errors,
     refusal,
     row_fields,
     sampled_logprobs,
     sampling_fields,
     sampling_params,
-    verify,
 )
 from groupgrad.engines.vllm.weight_sender import InProcess, PolicyWeights, WeightSender, sender_of
 from groupgrad.engines.vllm.wire import torch_dtype
@@ -136,7 +136,7 @@ class VLLMColocateEngine(VLLMEngine):
             )
         fields = sampling_fields(options, regex=self._options.regex)
         try:
-            verify(sampling_params(fields, {"seed": 0, "max_tokens": 1}), self._engine)
+            check_options(fields, self._engine)
         except ValueError as error:
             raise refusal(f"vLLM refuses the sampling options: {error}", fields, self._options.regex) from None
 

@@ -42,7 +42,7 @@ from groupgrad.engines.vllm.lora import lora_request
 from groupgrad.engines.vllm.row_stream import RowStream, ServerLoad
 from groupgrad.engines.vllm.server_requests import Call, Refusal, header, read_in_time, replayed, take, take_timeout
 from groupgrad.engines.vllm.transfer_plugin import TRANSFER_CONFIG
-from groupgrad.engines.vllm.vllm_params import sampling_params, verify
+from groupgrad.engines.vllm.vllm_params import check_options
 from groupgrad.engines.vllm.weight_receiver import REFUSED
 from groupgrad.engines.vllm.wire import (
     AS_LOADED,
@@ -260,8 +260,7 @@ class Routes:
     async def route_check(self, engine: Any, call: Call) -> None:
         sampling = take(await call.json(), "sampling", dict)
         with _refused_options():
-            params = sampling_params(sampling, {"seed": 0, "max_tokens": 1})
-            await asyncio.to_thread(verify, params, engine)  # a regex may take a while
+            await asyncio.to_thread(check_options, sampling, engine)  # a regex may take a while
 
     async def route_generate(self, engine: Any, call: Call) -> RowStream:
         """Start the rows."""

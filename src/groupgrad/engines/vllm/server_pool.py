@@ -6,9 +6,9 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,11 +203,9 @@ class VLLMServerPool(VLLMEngine):
         for member, cause in zip(self.members, causes):
             member.cause = cause
 
-    @contextmanager
-    def session(self, options: SamplingOptions) -> Iterator[PoolSession]:
+    def session(self, options: SamplingOptions) -> closing[PoolSession]:
         """A session over all servers; requests that have not ended when it is closed are aborted."""
-        with closing(PoolSession(self, options, self.pushed)) as session:
-            yield session
+        return closing(PoolSession(self, options, self.pushed))
 
     def close(self) -> None:
         """Leave the servers; they keep their weights."""

@@ -118,9 +118,9 @@ def sampling_params(fields: Mapping[str, Any], row: Mapping[str, int], **output_
         return SamplingParams(**shared, **row, logprobs=0, detokenize=bool(shared.get("stop")), **output_fields)
 
 
-def verify(params: Any, engine: Any) -> None:
+def check_options(fields: Mapping[str, Any], engine: Any) -> None:
     """Run vLLM's check of each submitted row. ValueError, with vLLM's message, for instance for an invalid regex."""
-    own = engine.input_processor
+    params, own = sampling_params(fields, {"seed": 0, "max_tokens": 1}), engine.input_processor
     with plain_errors():
         params.verify(own.model_config, own.speculative_config, own.structured_outputs_config, own.tokenizer)
 
