@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupgrad.telemetry.rollout_table import StoredRows, image_hashes, to_parquet, to_table
+from groupgrad.telemetry.rollout_table import StoredRows, images_of, to_parquet, to_table
 from groupgrad.telemetry.run_files import IMAGES, parse_rollout_file, replace_file, rollout_file
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ class RolloutFiles:
         kept = self._sample(step, parts, max_steps)
         if not kept:
             return
-        data = to_parquet(pa.concat_tables([to_table(step, part) for part in kept], promote_options="default"))
+        tables = [to_table(step, part) for part in kept]
+        data = to_parquet(pa.concat_tables(tables, promote_options="default"))
         self._row_bytes = data.size / sum(len(part.rollouts) for part in kept)
         if self._used + data.size > self._keep_bytes:
             self._thin()
@@ -70,8 +71,8 @@ class RolloutFiles:
         replace_file(path, lambda aside: aside.write_bytes(data))
         self._used += data.size - before
         self._last_step = step
-        for part in kept:
-            self._write_images(part)
+        for part, table in zip(kept, tables):
+            self._write_images(part, table["images"].to_pylist())
 
     def _sample(self, step: int, parts: Sequence[StoredRows], max_steps: int) -> list[StoredRows]:
         """The rows that fit into this step's share of the space that is left."""
@@ -118,18 +119,17 @@ class RolloutFiles:
         images = self._images_folder.glob("*.jpg") if self._rank == 0 and self._counts_images else ()
         return sum(path.stat().st_size for path in [*own, *images])
 
-    def _write_images(self, part: StoredRows) -> None:
-        """Stores each image once, scaled to at most 768 pixels, while there is space."""
-        for rollout in part.rollouts:
-            media = rollout.media or rollout.prompt.media
-            for name, image in zip(image_hashes(media), () if media is None else media.images):
+    def _write_images(self, part: StoredRows, names: Sequence[Sequence[str]]) -> None:
+        """Stores each image once under its name, scaled to at most 768 pixels, while there is space."""
+        for rollout, names_of_row in zip(part.rollouts, names):
+            for name, image in zip(names_of_row, images_of(rollout)):
                 if name not in self._images:
                     self._images.add(name)
                     self._write_image(self._images_folder / f"{name}.jpg", image)
 
     def _write_image(self, path: Path, image: Any) -> None:
         assert self._used is not None
-        if path.exists() or self._used >= self._keep_bytes or not hasattr(image, "convert"):
+        if path.exists() or self._used >= self._keep_bytes:
             return
         small = image.convert("RGB")
         small.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))

@@ -13,10 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from groupgrad.data.images import digest
 from groupgrad.telemetry.render import plain_value
 
 if TYPE_CHECKING:
-    from groupgrad.types import Rollout
+    from groupgrad.types import Media, Rollout
 
 REWARD = "reward/"
 """Prefix of the columns of single reward functions; the column `reward` is their weighted combination."""
@@ -111,7 +112,7 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
     """The rows as a table, with the number of the optimizer step that first trained on them."""
     rollouts = rows.rollouts
     prompts = [message_text(rollout.prompt.row["prompt"]) for rollout in rollouts]
-    media = [rollout.media or rollout.prompt.media for rollout in rollouts]
+    media = [rollout.prompt.media for rollout in rollouts]
     rewards = np.asarray(rows.rewards, dtype=np.float64).reshape(len(rollouts), len(rows.reward_names))
     traces = [rollout.trace for rollout in rollouts]
     count = len(rollouts)
@@ -137,7 +138,8 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "wait_s": _numbers([0.0 if trace is None else trace.wait_s for trace in traces]),
         "problem": pa.array([trace.problem if trace else "" for trace in traces], pa.string()),
         "tool_calls": pa.array([[] if trace is None else _calls(trace.tool_uses) for trace in traces], _CALLS),
-        "images": pa.array([image_hashes(item) for item in media], pa.list_(pa.string())),
+        "images": pa.array(_image_names([images_of(rollout) for rollout in rollouts]), pa.list_(pa.string())),
+        "prompt_images": pa.array([len(item.images) if item else 0 for item in media], pa.int32()),
         "data": pa.array([_data(rollout.prompt.row) for rollout in rollouts], pa.string()),
         "extra": pa.array([_extra(rows.columns, row) for row in range(count)], pa.string()),
         "completion_ids": _lists(rows.offsets, pa.array(rows.ids, pa.int32())),
@@ -169,12 +171,17 @@ def message_text(value: Any) -> str:
     return plain if isinstance(value, str) else json.dumps(plain, ensure_ascii=False)
 
 
-def image_hashes(media: Any) -> list[str]:
-    """Names of a rollout's images: the digest of all its images, and each one's index."""
-    if media is None:
-        return []
-    key = hashlib.sha1(media.key.encode()).hexdigest()[:16]
-    return [f"{key}_{place}" for place in range(len(media.images))]
+def images_of(rollout: Rollout) -> tuple[Any, ...]:
+    """The images of a rollout: those of its prompt, then those that its tools returned."""
+    media: Media | None = rollout.media or rollout.prompt.media
+    return () if media is None else media.images
+
+
+def _image_names(images: Sequence[Sequence[Any]]) -> list[list[str]]:
+    """A digest of each image of each row; an image that rows share is read once."""
+    distinct = {id(image): image for row in images for image in row}
+    names = {key: digest([image])[:16] for key, image in distinct.items()}
+    return [[names[id(image)] for image in row] for row in images]
 
 
 def _digest(*parts: str) -> str:
