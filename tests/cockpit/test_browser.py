@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import uvicorn
 from synthetic_run import HOSTILE, write_run
@@ -149,6 +150,40 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         page.press("[name=text]", "Enter")
         wait_until(page, "document.querySelector('.count').innerText.startsWith('8 rollouts')")
         assert page.evaluate("window.hacked") is None
+
+
+def test_images_and_tool_replies_stand_with_their_rollout(tmp_path, open_page):
+    folder = write_run(tmp_path / "first", steps=3, rows=16, tokens=20, images=True)
+
+    def pictures(within: str) -> list[tuple[str, list[int]]]:
+        """Text and colour of each picture, once it is there."""
+        page.wait_for_selector(f"{within} img")
+        wait_until(page, f"[...document.querySelectorAll('{within} img')].every((image) => image.naturalWidth === 60)")
+        return [(image.get_attribute("alt"), image.evaluate(COLOR)) for image in page.locator(f"{within} img").all()]
+
+    with served(folder) as address:
+        page = open_page(address + "#/rollouts?run=0&step=2&group=0&row=5")
+        page.wait_for_selector(".tokens")
+        (text, color), *more = pictures(".detail > header")
+        assert text == "image 1 of the prompt" and color == pytest.approx([254, 0, 0], abs=3) and not more
+        for row, green in ((0, 40), (5, 240)):
+            (text, color), *more = pictures(f"#row-{row}")
+            assert text == f"image 1 of row {row}" and color == pytest.approx([0, green, 200], abs=3) and not more
+        assert page.locator(".card img").count() == 2
+
+        assert page.locator("details.reply").count() == 1  # what the tool has written, folded
+        reply = page.locator("#row-5 .tokens details.reply")
+        assert reply.inner_text() == "tool or template, 5 tokens"
+        reply.locator("summary").click()
+        assert reply.locator("span.tool").count() == 5 and len(reply.inner_text().split()) == 10
+        page.click("text=this prompt in all steps")
+        wait_until(page, "document.querySelector('.count').innerText === '24 rollouts'")
+
+        old = folder / "rollouts" / "step_000001.0.parquet"  # a file of an earlier release has one column less
+        pq.write_table(pq.read_table(old).drop_columns("prompt_images"), old)
+        page.goto(address + "#/rollouts?run=0&step=1&group=0&row=5")
+        page.wait_for_selector("#row-5 img")
+        assert page.locator(".detail > header img").count() == 0 and page.locator(".card img").count() == 8 + 2
 
 
 def test_charts_are_walked_by_keyboard(tmp_path, open_page):
@@ -437,6 +472,15 @@ def test_a_thousand_steps_open_and_scroll_fast(tmp_path, open_page, capsys, turn
     assert frames > MIN_FRAMES
     assert mebibytes < MAX_MIB
 
+
+COLOR = """
+(image) => {
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d");
+  canvas.drawImage(image, 0, 0, 1, 1);
+  return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+}
+"""
+"""The mean colour of a picture."""
 
 COUNT_CANVASES = """
 const getContext = HTMLCanvasElement.prototype.getContext;

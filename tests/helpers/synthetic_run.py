@@ -6,16 +6,19 @@ import json
 import math
 import random
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from groupgrad.data.images import digest
 from groupgrad.telemetry import run_files
 from groupgrad.telemetry.rollout_files import RolloutFiles
 from groupgrad.telemetry.rollout_table import StoredRows
 from groupgrad.telemetry.run_files import LineFile
-from groupgrad.types import Prompt, Rollout, ToolUse, Trace
+from groupgrad.types import Media, Prompt, Rollout, ToolUse, Trace
 
 WORDS = ["the", "answer", "is", "carried", "over", "since", "seven", "times", "eight", "makes", "fifty", "six"]
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -33,11 +36,13 @@ def write_run(
     evaluated: Collection[int] = (),
     turns: int = 0,
     settings: dict[str, Any] | None = None,
+    images: bool = False,
 ) -> Path:
     """Writes a run that learns: its rewards rise, its entropy falls. `rows` a step, in groups of 8.
 
     At the steps `evaluated` there are rollouts of an evaluation, at step 0 nothing else. With `turns` prompts and
-    completions are conversations of so many turns each.
+    completions are conversations of so many turns each. With `images` each prompt has one, and the first and the sixth
+    row of each group have one more, which a tool has returned.
     """
     folder.mkdir(parents=True)
     generator, numbers = random.Random(seed), np.random.default_rng(seed)
@@ -59,6 +64,8 @@ def write_run(
         if step == 0:
             continue
         part = _rows(step / steps, rows, tokens, generator, numbers, hostile, turns)
+        if images:
+            part.rollouts = [_with_images(rollout) for rollout in part.rollouts]
         metrics.append({"step": step, "time": 1.7e9 + 5 * step, **_metrics(step, steps, part, numbers)})
         files.write(step, [part], max_steps=steps)
         if step % max(2, steps // 4) == 0:
@@ -127,6 +134,14 @@ def _rows(
         entropy=numbers.exponential(1.2 - progress, offsets[-1]).astype(np.float32),
         gradient_shares=shares.astype(np.float32),
     )
+
+
+def _with_images(rollout: Rollout) -> Rollout:
+    """The rollout with a red image of its prompt and, in some rows, one of a colour of its own that a tool returned."""
+    own = [(0, 40 * (rollout.index % 8 + 1), 200)] if rollout.index % 8 in (0, 5) else []
+    red, *more = (Image.new("RGB", (60, 40), color) for color in ["red", *own])
+    prompt = replace(rollout.prompt, media=Media((red,), {}, {}, digest([red])))
+    return replace(rollout, prompt=prompt, media=Media((red, *more), {}, {}, digest([red, *more])) if more else None)
 
 
 def _conversation(question: str, answer: str, turns: int) -> list[dict[str, Any]]:

@@ -94,7 +94,8 @@ export function rolloutsPage(state, query, { source, go }) {
     const shades = Object.entries(SHADES).filter(([value]) => value !== "gradient_shares" || scale);
     const select = el("select", { id: "shade", onchange: () => { state.shade = select.value; drawDetail(); } }, shades.map(([value, text]) => el("option", { value }, text)));
     select.value = by;
-    const cards = rows.map((row) => card(row, by, scale, (text) => fill(readout, text)));
+    const numShared = numPromptImages(rows);
+    const cards = rows.map((row) => card(row, by, scale, (text) => fill(readout, text), numShared));
     const others = present.filter((other) => other.index !== run);
     fill(detail,
       el("header", {},
@@ -104,7 +105,7 @@ export function rolloutsPage(state, query, { source, go }) {
         el("p", { class: "links" },
           link({ run, prompt_id: rows[0].prompt_id }, "this prompt in all steps"),
           others.map((other) => link({ run: other.index, prompt_id: rows[0].prompt_id }, `in ${other.name}`))),
-        imagesOf(rows[0])),
+        images(rows[0].images?.slice(0, numShared), "of the prompt")),
       el("div", { class: "cards" }, cards), readout);
     detail.dataset.shade = by;
     detail.scrollTop = 0;
@@ -115,12 +116,12 @@ export function rolloutsPage(state, query, { source, go }) {
     return el("a", { href: `#/rollouts?${new URLSearchParams(target)}` }, text);
   }
 
-  function imagesOf(row) {
-    const images = (row.images ?? []).map((name) => source.image(run, name)).filter(Boolean);
-    return images.length > 0 && el("div", { class: "images" }, images.map((src, place) => el("img", { src, alt: `image ${place + 1} of the prompt`, loading: "lazy" })));
+  function images(names, of) {
+    const sources = (names ?? []).map((name) => source.image(run, name)).filter(Boolean);
+    return sources.length > 0 && el("div", { class: "images" }, sources.map((src, place) => el("img", { src, alt: `image ${place + 1} ${of}`, loading: "lazy" })));
   }
 
-  function card(row, by, scale, say) {
+  function card(row, by, scale, say, numShared) {
     const rewards = Object.keys(row).filter((name) => name.startsWith("reward/"));
     const seconds = Object.entries(row).filter(([name, value]) => name.startsWith("seconds/") && value > 0.05);
     const sign = row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "";
@@ -137,6 +138,7 @@ export function rolloutsPage(state, query, { source, go }) {
       rewards.length > 1 && el("p", { class: "parts" }, rewards.map((name) => el("span", {}, name.slice(7), " ", el("b", {}, short(row[name]))))),
       row.problem && el("p", { class: "bad" }, row.problem),
       tokenBlock(row, by, scale, say),
+      images(row.images?.slice(numShared), `of row ${row.row}`),
       (row.tool_calls ?? []).length > 0 && el("details", {}, el("summary", {}, `${row.tool_calls.length} tool call${row.tool_calls.length > 1 ? "s" : ""}, ${duration(row.wait_s)} of waiting`),
         el("ul", {}, row.tool_calls.map((call) => el("li", { class: call.failed ? "bad" : "" }, `${call.name} ${duration(call.seconds)}${call.timed_out ? ", out of time" : call.failed ? ", failed" : ""}`)))),
       row.is_messages && messages(row),
@@ -205,6 +207,12 @@ function place(row) {
 
 function phaseName(phase) {
   return phase === "train" ? "training" : `evaluation ${phase}`;
+}
+
+/** How many of a row's first images are its prompt's. Files of earlier releases do not say: all, if all rows have the same. */
+function numPromptImages(rows) {
+  const names = rows.map((row) => String(row.images));
+  return rows[0].prompt_images ?? (names.every((name) => name === names[0]) ? Infinity : 0);
 }
 
 /** The largest gradient share of a token of these rows. */
