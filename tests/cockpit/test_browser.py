@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import uvicorn
+from page_scripts import COLOR, CONTRASTS, COUNT_CANVASES, NOTE_TICKS, SCROLL
 from synthetic_run import HOSTILE, write_run
 
 from groupgrad.cli.main import main
@@ -229,6 +230,24 @@ def test_charts_are_walked_by_keyboard(tmp_path, open_page):
         assert "first_step=1&last_step=1" in page.evaluate("location.hash")
 
 
+def test_ticks_of_an_axis_differ_and_shares_end_at_one(tmp_path, open_page):
+    folder = write_run(tmp_path / "first", steps=1, rows=8, tokens=8)
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink()
+    for step, mismatch in enumerate((1.00e-6, 1.01e-6, 1.03e-6), start=1):
+        numbers = {"loss": 1234.1 + step / 10, "frac_reward_zero_std": 0.0, "sampling/logp_mismatch": mismatch}
+        LineFile(metrics).append({"step": step, **numbers})
+    with served(folder) as address:
+        page = open_page(address)
+        page.add_init_script(NOTE_TICKS)
+        page.reload()
+        page.wait_for_selector("canvas")
+        page.wait_for_timeout(300)
+        assert page.evaluate("ticksOf('Effective groups')") == ["0", "0.25", "0.5", "0.75", "1"]
+        assert page.evaluate("ticksOf('Sampler and trainer')") == ["1e-6", "1.01e-6", "1.02e-6", "1.03e-6"]
+        assert page.evaluate("ticksOf('Loss')") == ["1,234.2", "1,234.3", "1,234.4"]
+
+
 @pytest.mark.slow
 def test_runs_beyond_the_colours_have_strokes_of_their_own(tmp_path, open_page):
     folders = [write_run(tmp_path / f"run-{place:02d}", steps=3, rows=8, tokens=8) for place in range(10)]
@@ -242,6 +261,40 @@ def test_runs_beyond_the_colours_have_strokes_of_their_own(tmp_path, open_page):
             {script[script.index("const DASHES") : script.index("/** The charts of")].replace("export", "")}
             return [0, 1, 2].flatMap((place) => [0, 8, 16, 24].map((index) => dashes(place, index).join())); }}""")
         assert len(set(dashes)) == len(dashes)
+
+
+@pytest.mark.slow
+def test_many_runs_leave_room_on_a_phone(tmp_path, open_page):
+    names = [f"arm-{place:02d}-learning_rate={place}e-6" for place in range(16)]
+    rates = [{"learning_rate": place * 1e-6} for place in range(16)]
+    folders = [
+        write_run(tmp_path / name, steps=3, rows=16, tokens=20, settings=rate) for name, rate in zip(names, rates)
+    ]
+
+    def box(selector: str) -> tuple[float, float]:
+        """Upper and lower end of an element, in pixels of the window."""
+        found = page.locator(selector).first.bounding_box()
+        return found["y"], found["y"] + found["height"]
+
+    with served(*folders) as address:
+        for width, height in ((390, 844), (1280, 800)):
+            page = open_page(address, width=width, height=height)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert box("#top")[1] < height / 4
+            heads = [head.bounding_box()["height"] for head in page.locator(".differences thead th").all()]
+            assert len(heads) == 17 and max(heads) < 100
+            assert "0.000005" in page.inner_text(".differences") and "499999" not in page.inner_text(".differences")
+            page.goto(address + "#/rollouts")
+            page.wait_for_selector(".item .chip")
+            assert page.locator("text=arm-03-").count() == 2  # among the runs to show, and those to choose from
+            page.locator(".item").nth(2).click()
+            page.wait_for_selector(".tokens")
+            page.wait_for_timeout(300)
+            for seen in (".detail h2", "#shade"):
+                assert max(box("#top")[1], 0) <= box(seen)[0] and box(seen)[1] <= height, (width, seen)
+            assert box(".detail h2")[0] < height / 2
+            page.select_option("[name=run]", label=names[7])
+            wait_until(page, "location.hash === '#/rollouts?run=7'")
 
 
 class Panel(CommandLinePanel):
@@ -365,12 +418,14 @@ def test_runs_are_compared_and_a_report_shows_the_same(tmp_path, open_page):
             text = page.inner_text("main")
             assert "What the configurations differ in" in text and "0.000005" in text and "5e-06" not in text
             assert "of groups have no variance" in text
-            page.goto(where + "#/rollouts")
-            page.wait_for_selector(".item .chip")
-            page.locator(".item").first.click()
+            page.goto(where + "#/rollouts?run=0&step=1&group=0&row=3")
             page.wait_for_selector(".tokens")
+            page.wait_for_selector(".item[aria-selected=true]:has-text('1 · 3')")  # almost the last of the list
+            listed, item = (page.locator(one).bounding_box() for one in (".list", ".item[aria-selected=true]"))
+            assert listed["y"] <= item["y"] and item["y"] + item["height"] <= listed["y"] + listed["height"]
+            assert page.evaluate("document.querySelector('.list').scrollTop") > 1000
             page.click("text=in second")
-            wait_until(page, "document.querySelector('.pills [aria-current]').innerText === 'second'")
+            wait_until(page, "document.querySelector('[name=run]').selectedOptions[0].text === 'second'")
             page.wait_for_selector(".item .chip")
             assert page.evaluate("window.hacked") is None
 
@@ -471,60 +526,3 @@ def test_a_thousand_steps_open_and_scroll_fast(tmp_path, open_page, capsys, turn
     assert max(rows_s, charts_s) < MAX_OPEN_S
     assert frames > MIN_FRAMES
     assert mebibytes < MAX_MIB
-
-
-COLOR = """
-(image) => {
-  const canvas = new OffscreenCanvas(1, 1).getContext("2d");
-  canvas.drawImage(image, 0, 0, 1, 1);
-  return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-}
-"""
-"""The mean colour of a picture."""
-
-COUNT_CANVASES = """
-const getContext = HTMLCanvasElement.prototype.getContext;
-window.canvases = 0;
-HTMLCanvasElement.prototype.getContext = function (...all) {
-  window.canvases += 1;
-  return getContext.apply(this, all);
-};
-"""
-
-SCROLL = """
-async () => {
-  const list = document.querySelector(".list");
-  let frames = 0;
-  const started = performance.now();
-  while (performance.now() - started < 3000) {
-    await new Promise(requestAnimationFrame);
-    list.scrollTop += 130;
-    frames += 1;
-  }
-  return (1000 * frames) / (performance.now() - started);
-}
-"""
-
-CONTRASTS = """
-() => {
-  const parse = (text) => (text.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
-  const light = ([r, g, b]) => {
-    const [x, y, z] = [r, g, b].map((v) => (v / 255 <= 0.03928 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * x + 0.7152 * y + 0.0722 * z;
-  };
-  const behind = (node) => {
-    const layers = [];
-    for (let at = node; at; at = at.parentElement) layers.push(parse(getComputedStyle(at).backgroundColor));
-    const over = (below, [r, g, b, a = 1]) => below.map((value, i) => value * (1 - a) + [r, g, b][i] * a);
-    return layers.reverse().reduce(over, [255, 255, 255]);
-  };
-  let worst = 99;
-  for (const node of document.querySelectorAll("main *, #top *")) {
-    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
-    if (!own || !node.checkVisibility() || node.tagName === "OPTION") continue;
-    const [one, two] = [light(parse(getComputedStyle(node).color)), light(behind(node))].sort((a, b) => b - a);
-    worst = Math.min(worst, (one + 0.05) / (two + 0.05));
-  }
-  return worst;
-}
-"""

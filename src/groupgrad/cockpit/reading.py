@@ -163,12 +163,22 @@ class RunFolder:
 
         A conversation is shown by its last question and by what the model has answered.
         """
-        table = self.index()
-        texts = self._matching(selection.text, table) if selection.text else None
-        chosen = select(table, selection, texts)
+        chosen = self._selected(selection)
         rows = ordered(chosen, sort, descending=descending, offset=offset, limit=limit).to_pylist()
         self._put_words(rows)
         return chosen.num_rows, rows
+
+    def place(self, row: tuple[int, int, str], selection: Selection, *, sort: str, descending: bool) -> int | None:
+        """The place of a row, given as step, number and phase, among those that `find` finds; None if it is not there."""
+        table = self._selected(selection)
+        names = [name for name in dict.fromkeys((sort, "step", "row", "phase")) if name in table.column_names]
+        table = ordered(table.select(names), sort, descending=descending, offset=0, limit=table.num_rows)
+        columns = (table[name].to_pylist() for name in ("step", "row", "phase")) if table.num_rows else ()
+        return next((place for place, found in enumerate(zip(*columns)) if found == row), None)
+
+    def _selected(self, selection: Selection) -> pa.Table:
+        table = self.index()
+        return select(table, selection, self._matching(selection.text, table) if selection.text else None)
 
     def _put_words(self, rows: Sequence[dict[str, Any]]) -> None:
         """Replaces the JSON of conversations by what was said. The index has its first characters alone."""

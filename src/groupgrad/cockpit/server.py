@@ -214,6 +214,8 @@ def _read_all(runs: Sequence[RunFolder], requests: OpenRequests) -> None:
 
 def _rollouts(run: RunFolder, request: Request) -> dict[str, Any]:
     query = request.query_params
+    phase = query.get("chosen_phase", TRAINING)
+    chosen = _number(request, "chosen_step", 0), _number(request, "chosen_row", 0), phase
     return views.rollouts(
         run,
         Selection.of(query),
@@ -221,6 +223,7 @@ def _rollouts(run: RunFolder, request: Request) -> dict[str, Any]:
         descending=query.get("order", "descending") != "ascending",
         offset=max(0, _number(request, "offset", 0)),
         limit=min(MAX_ROWS, max(1, _number(request, "limit", 100))),
+        chosen=chosen if "chosen_row" in query else None,
     )
 
 

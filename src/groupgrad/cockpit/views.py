@@ -60,12 +60,20 @@ def metrics(run: RunFolder, start: str = "0") -> dict[str, Any]:
 
 
 def rollouts(
-    run: RunFolder, selection: Selection, *, sort: str, descending: bool, offset: int, limit: int
+    run: RunFolder,
+    selection: Selection,
+    *,
+    sort: str,
+    descending: bool,
+    offset: int,
+    limit: int,
+    chosen: tuple[int, int, str] | None = None,
 ) -> dict[str, Any]:
-    """Some of the rows that are selected, and the number of all of them."""
+    """Some of the rows that are selected, the number of all of them, and the place of the chosen one (step, row, phase)."""
     complete = run.refresh(limit=FILES_AT_ONCE, wait=False)
     total, rows = run.find(selection, sort=sort, descending=descending, offset=offset, limit=limit)
-    return {"total": total, "rows": rows, "complete": complete, "facets": run.facets()}
+    place = None if chosen is None else run.place(chosen, selection, sort=sort, descending=descending)
+    return {"total": total, "rows": rows, "complete": complete, "facets": run.facets(), "place": place}
 
 
 def report(runs: Sequence[RunFolder], sweeps: Sequence[SweepPanel] = ()) -> dict[str, Any]:

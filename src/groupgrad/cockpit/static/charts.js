@@ -1,5 +1,5 @@
 // Charts of metrics over steps, drawn by uPlot.
-import { NUM_COLORS, el, fill, runColor, short } from "./dom.js";
+import { NUM_COLORS, el, fill, runColor, short, tickText } from "./dom.js";
 
 const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
 const LEADS = [[14, 3], [6, 8], [2, 8], [8, 3, 2, 8]];
@@ -15,12 +15,12 @@ export function dashes(place, index) {
 export const CHARTS = [
   { title: "Reward", keys: ["reward", "eval_reward"], hint: "mean weighted reward; dashed: held-out prompts" },
   { title: "Reward functions", prefix: "rewards/", suffix: "/mean", hint: "mean of each function" },
-  { title: "Effective groups", keys: ["frac_reward_zero_std"], map: (value) => 1 - value, hint: "share of groups whose rewards differ: only these teach" },
+  { title: "Effective groups", keys: ["frac_reward_zero_std"], map: (value) => 1 - value, isShare: true, hint: "share of groups whose rewards differ: only these teach" },
   { title: "Completion length", keys: ["completions/mean_length", "completions/max_length"], hint: "tokens; dashed: the longest" },
-  { title: "Truncated", keys: ["completions/clipped_ratio"], hint: "share of completions that ended at a limit" },
+  { title: "Truncated", keys: ["completions/clipped_ratio"], isShare: true, hint: "share of completions that ended at a limit" },
   { title: "Entropy", keys: ["entropy"], hint: "nats a token" },
   { title: "KL to the reference", keys: ["kl"], hint: "nats a token; only with beta above 0" },
-  { title: "Clipped tokens", keys: ["clip_ratio/high_mean", "clip_ratio/low_mean", "cispo_clip_ratio"], hint: "share above the trust region; dashed: below" },
+  { title: "Clipped tokens", keys: ["clip_ratio/high_mean", "clip_ratio/low_mean", "cispo_clip_ratio"], isShare: true, hint: "share above the trust region; dashed: below" },
   { title: "Gradient norm", keys: ["grad_norm"], hint: "before clipping" },
   { title: "Gradient signal to noise", keys: ["gradient/signal_to_noise"], hint: "1: as much signal as noise; with record_gradient_share" },
   { title: "Sampler and trainer", keys: ["sampling/sampling_logp_difference/mean", "sampling/logp_mismatch"], hint: "difference of their log-probs, nats" },
@@ -98,6 +98,13 @@ function label(series, chart, manyRuns) {
   return manyRuns ? `${series.run.name} · ${name}` : name;
 }
 
+/** The ends of an axis for numbers from `low` to `high`; shares end at 1. */
+function rangeOf(low, high, isShare) {
+  if (!low && !high) return [0, 1]; // zeros would get an axis up to 100; without numbers in a zoom both ends are null
+  const [lower, upper] = uPlot.rangeNum(low, high, 0.1, true);
+  return isShare ? [Math.max(lower, 0), Math.min(upper, 1)] : [lower, upper];
+}
+
 /** A chart as a figure, or null if no run has its metrics. */
 export function makeChart(chart, runs, { weight, sync, onStep }) {
   const series = seriesOf(chart, runs);
@@ -120,9 +127,8 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
     padding: [8, 10, 0, 0],
     legend: { show: false },
     cursor: { sync: { key: sync }, points: { size: 6 }, drag: { x: true, y: false } },
-    // Without a rule, a curve of zeros would have an axis up to 100; without numbers in a zoom both ends are null.
-    scales: { x: { time: false }, y: { range: (_, low, high) => (!low && !high ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true)) } },
-    axes: [axis, { ...axis, size: 52, values: (_, ticks) => ticks.map((value) => short(value)) }],
+    scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(low, high, chart.isShare) } },
+    axes: [axis, { ...axis, size: 52, values: (_, ticks, _axis, _space, step) => ticks.map((value) => tickText(value, step)) }],
     series: [{ label: "step" }, ...series.map((s) => ({
       label: label(s, chart, runs.length > 1),
       stroke: runColor(indexOf(s)),

@@ -36,6 +36,15 @@ export function short(value, digits = 3) {
   return Number(value.toFixed(size >= 100 ? 0 : size >= 10 ? Math.min(1, digits) : digits)).toString();
 }
 
+/** The value of a tick of an axis, with the digits that tell it from the next tick, which is `step` away. */
+export function tickText(value, step) {
+  if (value === 0) return "0";
+  const size = Math.floor(Math.log10(Math.abs(value)));
+  const digits = Math.max(0, size - Math.floor(Math.log10(step)) + 1); // one more, for steps of 2.5
+  if (size < -3 || size >= 6) return value.toExponential(Math.min(digits, 20)).replace(/\.?0+e/, "e");
+  return Number(value.toPrecision(Math.min(digits + 1, 20))).toLocaleString("en-US", { maximumFractionDigits: 20 });
+}
+
 /** A share in per cent, with its sign. */
 export function percent(value) {
   return `${value > 0 ? "+" : ""}${short(100 * value, 2)} %`;

@@ -136,14 +136,21 @@ function settingsOf(run) {
 
 const text = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
 
+/** The values of a setting, numbers without the digits that rounding leaves behind, unless these alone tell them apart. */
+function textsOf(values) {
+  const exact = values.map(text);
+  const brief = values.map((value) => text(typeof value === "number" ? Number(value.toPrecision(12)) : value));
+  return new Set(brief).size === new Set(exact).size ? brief : exact;
+}
+
 function differences(runs) {
   const all = runs.map(settingsOf);
   const names = [...new Set(all.flatMap((settings) => Object.keys(settings)))];
   const differing = names.filter((name) => name !== "output_dir" && name !== "run_name" && new Set(all.map((settings) => text(settings[name]))).size > 1);
   const body = differing.length
-    ? el("div", { class: "scroll" }, el("table", {},
+    ? el("div", { class: "scroll" }, el("table", { class: "differences" },
       el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => el("th", {}, runMark(run.index), run.name)))),
-      el("tbody", {}, differing.map((name) => el("tr", {}, el("th", {}, name), all.map((settings) => el("td", {}, text(settings[name]))))))))
+      el("tbody", {}, differing.map((name) => el("tr", {}, el("th", {}, name), textsOf(all.map((settings) => settings[name])).map((value) => el("td", {}, value)))))))
     : el("p", { class: "quiet" }, "Their configurations are the same.");
   return el("section", { class: "card" }, el("h2", {}, "What the configurations differ in"), body);
 }
@@ -152,7 +159,7 @@ function settingsCard(run) {
   if (!run) return null;
   const entries = Object.entries(settingsOf(run)).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return el("section", { class: "card" }, el("details", { class: "settings" }, el("summary", {}, el("h2", {}, "Settings")),
-    el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, entries.map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, text(value)))))))));
+    el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, entries.map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, textsOf([value])))))))));
 }
 
 function eventsCard(run) {

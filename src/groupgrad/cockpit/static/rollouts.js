@@ -15,12 +15,15 @@ export function rolloutsPage(state, query, { source, go }) {
   const narrow = matchMedia("(max-width: 760px)").matches;
   let known = "";
   let drawings = 0;
+  let isSought = query.step !== undefined && query.row !== undefined; // until the list shows the row of the address
 
   const list = new VirtualList({
     rowHeight: narrow ? 66 : 44,
     label: "Rollouts",
     load: async (offset, limit) => {
-      const answer = await source.rollouts(run, { ...filters(), offset, limit });
+      const chosen = isSought && offset === 0 ? { chosen_step: query.step, chosen_row: query.row, chosen_phase: query.of } : {};
+      const answer = await source.rollouts(run, { ...filters(), ...chosen, offset, limit });
+      isSought &&= !answer.complete;
       fill(count, `${answer.total.toLocaleString("en-US")} rollouts`, !answer.complete && ", more are being read ...", !source.live && " of this report");
       if (JSON.stringify(answer.facets) !== known) {
         known = JSON.stringify(answer.facets);
@@ -46,6 +49,12 @@ export function rolloutsPage(state, query, { source, go }) {
     go(next, { replace: true });
   }
 
+  function runChoice() {
+    const select = el("select", { name: "run", class: "wide", onchange: () => go({ run: select.value }) }, present.map((one) => el("option", { value: one.index }, one.name)));
+    select.value = run;
+    return el("label", {}, "Run", select);
+  }
+
   function drawFilters(facets) {
     const field = (name, label, attributes = {}) => el("label", {}, label, el("input", { name, value: query[name] ?? "", onchange: (event) => change(name, event.target.value.trim()), ...attributes }));
     const choice = (name, label, options) => {
@@ -60,6 +69,7 @@ export function rolloutsPage(state, query, { source, go }) {
       ...facets.shares.map((name) => [name, "gradient share"]),
       ...facets.rewards.map((name) => [`reward/${name}`, `reward ${name}`]), ...facets.seconds.map((name) => [`seconds/${name}`, `seconds of ${name}`])];
     fill(form,
+      present.length > 1 && runChoice(),
       field("text", "Text", { type: "search", placeholder: "in prompt or completion", class: "wide" }),
       field("first_step", "From step", { type: "number", placeholder: facets.steps[0] ?? "" }),
       field("last_step", "to", { type: "number", placeholder: facets.steps[1] ?? "" }),
@@ -152,7 +162,6 @@ export function rolloutsPage(state, query, { source, go }) {
   }
 
   const node = el("div", { class: "rollouts" },
-    present.length > 1 && el("nav", { class: "pills", "aria-label": "Run" }, present.map((other) => el("a", { href: `#/rollouts?run=${other.index}`, "aria-current": other.index === run ? "true" : null }, other.name))),
     form, el("div", { class: "columns" }, el("div", { class: "left" }, count, list.node), detail));
   drawFilters({ finish_reasons: [], tools: [], rewards: [], seconds: [], phases: [], shares: [], steps: [] });
   drawDetail();

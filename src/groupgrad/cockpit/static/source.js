@@ -55,7 +55,8 @@ class ReportSource {
     const compare = (a, b) => (rank(a) < rank(b) ? -1 : rank(a) > rank(b) ? 1 : 0);
     found.sort((a, b) => sign * compare(a, b) || a.step - b.step || a.row - b.row);
     const offset = query.offset ?? 0;
-    return { total: found.length, rows: found.slice(offset, offset + (query.limit ?? 100)), complete: true, facets };
+    const isChosen = (row) => row.step === Number(query.chosen_step) && row.row === Number(query.chosen_row) && (row.phase ?? "train") === (query.chosen_phase ?? "train");
+    return { place: found.findIndex(isChosen), total: found.length, rows: found.slice(offset, offset + (query.limit ?? 100)), complete: true, facets };
   }
 }
 

@@ -5,8 +5,9 @@ const PAGE = 100;
 const KEPT_PAGES = 30;
 
 /**
- * A list of `rowHeight` pixels a row. `load(offset, limit)` promises `{total, rows}`; `draw(node, row)` fills a row's
- * node, with null for a row that is still being loaded; `open(row)` is called for a click or Enter.
+ * A list of `rowHeight` pixels a row. `load(offset, limit)` promises `{total, rows, place}`, where `place` is that of a row
+ * to show, if any; `draw(node, row)` fills a row's node, with null for a row that is still being loaded; `open(row)` is
+ * called for a click or Enter.
  */
 export class VirtualList {
   constructor({ rowHeight, load, draw, open, label }) {
@@ -48,7 +49,8 @@ export class VirtualList {
       this.total = answer.total;
       this.space.style.height = `${this.total * this.rowHeight}px`;
     }
-    this.#render();
+    if ((answer.place ?? -1) >= 0) this.#move(answer.place);
+    else this.#render();
   }
 
   #schedule() {
