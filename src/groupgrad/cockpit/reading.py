@@ -169,7 +169,7 @@ class RunFolder:
         return chosen.num_rows, rows
 
     def place(self, row: tuple[int, int, str], selection: Selection, *, sort: str, descending: bool) -> int | None:
-        """The place of a row, given as step, number and phase, among those that `find` finds; None if it is not there."""
+        """The place of a row, given as (step, row, phase), among those that `find` finds; None if it is not there."""
         table = self._selected(selection)
         names = [name for name in dict.fromkeys((sort, "step", "row", "phase")) if name in table.column_names]
         table = ordered(table.select(names), sort, descending=descending, offset=0, limit=table.num_rows)

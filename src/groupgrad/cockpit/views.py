@@ -69,7 +69,7 @@ def rollouts(
     limit: int,
     chosen: tuple[int, int, str] | None = None,
 ) -> dict[str, Any]:
-    """Some of the rows that are selected, the number of all of them, and the place of the chosen one (step, row, phase)."""
+    """Some of the rows that are selected, the number of all of them, and the place of the chosen (step, row, phase)."""
     complete = run.refresh(limit=FILES_AT_ONCE, wait=False)
     total, rows = run.find(selection, sort=sort, descending=descending, offset=offset, limit=limit)
     place = None if chosen is None else run.place(chosen, selection, sort=sort, descending=descending)

@@ -72,7 +72,7 @@ function show() {
   drawTop(name);
   if (name === "rollouts" && shown === "rollouts" && page.retarget(query)) return;
   page?.dispose();
-  shown = name;
+  shown = document.body.dataset.page = name;
   page = makePage(name, query);
   fill(main, page.node);
   document.title = `groupgrad · ${state.runs.map((run) => run.name).join(", ")}`;
