@@ -308,7 +308,8 @@ def test_the_first_rows_are_read_without_pandas(folder):
         f"from groupgrad.cockpit.reading import RunFolder; run = RunFolder({str(folder)!r}); "
         "from groupgrad.cockpit.row_selection import Selection; "
         "found = views.rollouts(run, Selection(), sort='step', descending=True, offset=0, limit=9, "
-        "chosen=(3, 5, 'train')); assert len(found['rows']) == 9 and found['place'] == 9 * 32 + 5; views.metrics(run); views.summary(run); views.heading(run); "
+        "chosen=(3, 5, 'train')); assert len(found['rows']) == 9 and found['place'] == 9 * 32 + 5; "
+        "views.metrics(run); views.summary(run); views.heading(run); "
         "assert 'pandas' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
