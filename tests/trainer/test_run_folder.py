@@ -64,6 +64,23 @@ def test_a_run_leaves_metrics_rollouts_events_and_settings(make_trainer, tmp_pat
     assert json.loads(text)["settings"]["num_generations"] == 4
 
 
+def test_the_last_steps_have_a_loss_where_they_fill_no_window(make_trainer, tmp_path):
+    """The log history leaves it out, as TRL's does; the run folder has it in the line of the training's end."""
+    lines, history = {}, {}
+    for every in (1, 3):
+        trainer = make_trainer(max_steps=5, logging_steps=every, output_dir=str(tmp_path / str(every)))
+        trainer.train()
+        lines[every], history[every] = read_lines(tmp_path / str(every) / "metrics.jsonl"), trainer.state.log_history
+    steps, windows = ([line for line in lines[every] if "loss" in line] for every in (1, 3))
+    assert [line["step"] for line in windows] == [3, 5] and len(steps) == 5
+    assert windows[1]["loss"] == pytest.approx(np.mean([line["loss"] for line in steps[3:]]), abs=1e-7)
+    for name in ("grad_norm", "learning_rate"):
+        assert [line[name] for line in windows] == [steps[2][name], steps[4][name]], name
+    assert windows[1]["reward"] == pytest.approx(np.mean([line["reward"] for line in steps[3:]]))
+    assert [entry["step"] for entry in history[3] if "loss" in entry] == [3]
+    assert not {"grad_norm", "learning_rate"} & history[3][-1].keys()
+
+
 def test_an_engine_without_entropies_gets_those_of_the_training_pass(make_trainer, tmp_path):
     exact, other = tmp_path / "exact", tmp_path / "other"
     make_trainer(max_steps=1, output_dir=str(exact), rollout_engine="native").train()

@@ -90,6 +90,9 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._written: tuple[Any, ...] | None = None
         """Settings, length and threads with which this trainer has written the configuration."""
         self._step_began_ns = time.time_ns()
+        self.grad_norm: Any = None
+        """The norm of the last step's gradient, as a number or a tensor."""
+        self._learning_rate: float | None = None
         self._writer = WriteBehind(self._report)
         self._lines: deque[tuple[LineFile, dict[str, Any]]] = deque()
         """Lines that wait for the thread that writes."""
@@ -168,7 +171,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         """Adds a log event to the metrics."""
         if state.is_world_process_zero and logs:
             # Tensors are read now: they may change.
-            line = {"step": state.global_step, "time": time.time(), **plain_value(dict(logs))}
+            numbers = {**(self._last_window() if "train_runtime" in logs else {}), **logs}
+            line = {"step": state.global_step, "time": time.time(), **plain_value(numbers)}
             if self._folder is None:
                 self._early_lines.append(line)
             elif self._is_usable:
@@ -177,6 +181,19 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
                     self._writer.put(self._write_lines, is_large=False)
                 else:
                     self._write_lines()
+
+    def _last_window(self) -> dict[str, Any]:
+        """Loss, gradient norm and learning rate of the last steps, if they are too few for a log event of their own."""
+        trainer = self._trainer
+        num_steps = trainer.state.global_step - trainer._globalstep_last_logged
+        if num_steps <= 0 or self._learning_rate is None:
+            return {}
+        numbers = {"loss": float(trainer._tr_loss) / num_steps, "learning_rate": self._learning_rate}
+        return numbers if self.grad_norm is None else {**numbers, "grad_norm": float(self.grad_norm)}
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keeps the learning rate that the step has used."""
+        self._learning_rate = self._trainer._get_learning_rate()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Drops what an unfinished step has left behind."""

@@ -326,7 +326,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         if grad_norm is None and is_offloaded(self.model):
             grad_norm = clip_offloaded(self.model, math.inf, self.args.device)
         norm: Any = super()._get_grad_norm(model, grad_norm)
-        norm = norm.full_tensor() if is_shard(norm) else norm
+        norm = self.recorder.grad_norm = norm.full_tensor() if is_shard(norm) else norm
         scaler = getattr(self.accelerator, "scaler", None)
         scales = self.is_deepspeed_enabled and self.args.fp16 if scaler is None else scaler.get_scale() > 1
         if norm is None or scales:
