@@ -1,0 +1,50 @@
+"""Makes the pictures of the page of `groupgrad view` in the documents, of the run of `groupgrad demo`.
+
+    groupgrad demo --output-dir runs/demo
+    python bench/page_pictures.py runs/demo docs
+
+It needs Playwright and Chromium (`pip install playwright`, `apt-get install chromium`).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+COLORS = 128
+"""Colours of a picture, which keep its file small."""
+
+PICTURES = {
+    "view-overview.png": ("#/", (1280, 900), "light", ".chart canvas"),
+    "view-rollouts.png": ("#/rollouts?run=0&step=200&group=0&row=1", (1280, 900), "light", ".tokens"),
+    "view-phone.png": ("#/rollouts", (390, 780), "dark", ".item .chip"),
+}
+"""File → place on the page, size, colours, and what has to be there."""
+
+
+def main(run: Path, folder: Path) -> None:
+    """Writes the pictures of a run into a folder."""
+    command = [sys.executable, "-u", "-m", "groupgrad", "view", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as play:
+        assert server.stdout is not None
+        address = next(found[0] for line in server.stdout if (found := re.search(r"http://[^/\s]+", line)))
+        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for name, (where, (width, height), scheme, wanted) in PICTURES.items():
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page.goto(f"{address}/{where}")
+            page.wait_for_selector(wanted)
+            page.wait_for_timeout(3000)  # until all rollouts are counted
+            picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+            picture.quantize(COLORS, dither=Image.Dither.NONE).save(folder / name, optimize=True)
+        server.terminate()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
