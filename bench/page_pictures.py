@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
@@ -21,7 +22,7 @@ from playwright.sync_api import sync_playwright
 COLORS = 128
 """Colours of a picture, which keep its file small."""
 
-PICTURES = {
+PICTURES: dict[str, tuple[str, tuple[int, int], Any, str]] = {
     "view-overview.png": ("#/", (1280, 900), "light", ".chart canvas"),
     "view-rollouts.png": ("#/rollouts?run=0&step=200&group=0&row=1", (1280, 900), "light", ".tokens"),
     "view-phone.png": ("#/rollouts", (390, 780), "dark", ".item .chip"),
