@@ -11,10 +11,17 @@ PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --co
 # The first release of each package that pyproject.toml allows, in an environment of its own. torch is the one of the suite.
 FLOOR_VENV ?= .venv-floor
 FLOOR_EXTRAS = peft|math|judge|plot
+FLOOR_TOOLS = pillow "pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.5" "hypothesis>=6.100"
 comma := ,
 FLOOR_PIP = $(FLOOR_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 FLOOR_TESTS ?= tests/objectives tests/data tests/chat tests/test_compat.py tests/contract/test_constructor.py \
 	$(addprefix tests/trainer/test_,objective.py exactness.py metrics.py adapters.py finite_steps.py vllm_policy.py)
+
+# The releases of constraints.txt on another interpreter (PY), with others where RELEASES names them: "name==1.2", or "name"
+# for the newest that goes with the rest. The environment is removed afterwards.
+PY ?= $(PYTHON)
+PY_VENV ?= .venv-python
+PY_PIP = $(PY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(PY_VENV)/constraints.txt
 
 # vLLM requires a transformers release of its own, so its tests have their own environment. It needs exactly this torch.
 VLLM_VENV ?= .venv-vllm
@@ -35,7 +42,7 @@ DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py test
 TORCHAO ?= torchao==0.18.0
 TORCHAO_FOLDER = $(abspath $(VENV))/torchao
 
-.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-torchao test-vllm test-vllm-floor check format clean help vision
+.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-python test-torchao test-vllm test-vllm-floor check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -49,6 +56,7 @@ help:
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
 	@echo "make test-torchao  run the tests of torchao's optimizers"
 	@echo "make test-floor    run a part of the suite with the oldest releases that are supported"
+	@echo "make test-python   run the same part with another Python (PY=python3.13), in an environment that it removes"
 	@echo "make check         lint, check format, types and import floors"
 	@echo "make format        mend lint and format"
 	@echo "make docs          build the documentation into build/site; warnings are errors"
@@ -92,8 +100,21 @@ test-floor: $(FLOOR_VENV)/.groupgrad-floor
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(FLOOR_VENV)/bin/python -m pytest -n $(WORKERS) \
 		-m "not slow and not gpu" $(FLOOR_TESTS) $(TEST_ARGS)
 
+test-python:
+	set -e; trap 'rm -rf $(PY_VENV)' EXIT; trap 'exit 130' INT TERM; \
+	$(PY) -m venv --clear $(PY_VENV); \
+	cp constraints.txt $(PY_VENV); \
+	for release in $(RELEASES); do \
+		sed -i "/^$${release%%==*}==/d" $(PY_VENV)/constraints.txt; echo "$$release" >> $(PY_VENV)/constraints.txt; \
+	done; \
+	$(PY_PIP) torch; \
+	$(PY_PIP) --editable ".[$(subst |,$(comma),$(FLOOR_EXTRAS))]" $(FLOOR_TOOLS); \
+	$(PY_VENV)/bin/python -m pip list | grep -E "^(torch|transformers|datasets|trl|peft|numpy|pandas) "; \
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(PY_VENV)/bin/python -m pytest -n $(WORKERS) \
+		-m "not slow and not gpu" $(FLOOR_TESTS) $(TEST_ARGS)
+
 docs: $(VENV)/.groupgrad-docs
-	$(VENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
 recipes: $(VENV)/.groupgrad
 	$(VENV)/bin/python recipes/compare.py $(RECIPES_ARGS)
@@ -157,7 +178,7 @@ $(FLOOR_VENV)/.groupgrad-floor: pyproject.toml constraints.txt
 		| grep -v "^torch==" >> $(FLOOR_VENV)/constraints.txt
 	$(FLOOR_PIP) --constraint $(FLOOR_VENV)/constraints.txt torch
 	$(FLOOR_PIP) --constraint $(FLOOR_VENV)/constraints.txt --editable ".[$(subst |,$(comma),$(FLOOR_EXTRAS))]" \
-		pillow "pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.5" "hypothesis>=6.100"
+		$(FLOOR_TOOLS)
 	@touch $@
 
 # The torch companions that vLLM installs are GPU builds, which do not load with a CPU build of torch.
@@ -178,4 +199,4 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) $(PY_VENV) runs build dist .pytest_cache .ruff_cache
