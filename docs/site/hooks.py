@@ -92,7 +92,9 @@ def on_page_content(html_text: str, **_: Any) -> str:
     """Writes formulas as MathML, which browsers show without scripts."""
 
     def formula(match: re.Match[str]) -> str:
-        return convert(html.unescape(match[3]), display="block" if match[1] == "div" else "inline")
+        if match[1] == "div":
+            return f'<div class="formula">{convert(html.unescape(match[3]), display="block")}</div>'
+        return convert(html.unescape(match[3]), display="inline")
 
     return _FORMULA.sub(formula, html_text)
 
