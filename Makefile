@@ -42,7 +42,7 @@ DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py test
 TORCHAO ?= torchao==0.18.0
 TORCHAO_FOLDER = $(abspath $(VENV))/torchao
 
-.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-python test-torchao test-vllm test-vllm-floor check format clean help vision
+.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-pages test-python test-torchao test-vllm test-vllm-floor check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -51,6 +51,7 @@ help:
 	@echo "make recipes       train the demo's task with six recipes, three seeds each, and draw them"
 	@echo "make test          run the test suite without its slow tests"
 	@echo "make test-all      run the whole test suite"
+	@echo "make test-pages    run the slow tests of the documents, the notebooks and the page of runs (about four minutes)"
 	@echo "make test-vllm     run the tests on a real vLLM, on CPUs"
 	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
@@ -80,6 +81,12 @@ test: $(VENV)/.groupgrad-dev
 
 test-all: $(VENV)/.groupgrad-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
+
+# The page of runs is measured, so its tests run alone.
+test-pages: $(VENV)/.groupgrad-dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m slow \
+		tests/docs tests/contract/test_doc_blocks.py $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/cockpit $(TEST_ARGS)
 
 test-vllm: $(VLLM_VENV)/.groupgrad-vllm
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm \
