@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import logging
 import sys
 from typing import Any
 
@@ -59,6 +60,20 @@ def test_functions_of_others_are_compiled_at_once(compiled):
         torch.compile(function_of("transformers.integrations.flex_attention"))
         torch.compile(dynamic=True)(function_of("mine"))
         assert compiled == [("transformers.integrations.flex_attention", {}), ("mine", {"dynamic": True})]
+
+
+def test_the_warning_of_a_kernel_that_nobody_needs_is_dropped(caplog):
+    """Other warnings of the module stay, and so does the same one outside."""
+    log, text = logging.getLogger("bitsandbytes.backends.cpu.ops"), "Failed to load CPU gemm_4bit_forward from %s"
+    with quick_imports(), quick_imports():
+        log.warning(text, "kernels-community")
+        log.warning("the library is missing")
+    with quick_imports():
+        with quick_imports():
+            pass
+        log.warning(text, "an outer import")
+    log.warning(text, "elsewhere")
+    assert caplog.messages == ["the library is missing", text % "elsewhere"]
 
 
 def test_nothing_of_torch_changes_without_bitsandbytes(compiled):

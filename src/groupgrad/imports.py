@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_KERNEL_LOGGER = "bitsandbytes.backends.cpu.ops"
+
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
     """Imports inside search for no garbage, and bitsandbytes compiles its functions when they are called.
+
+    peft imports bitsandbytes where it is installed, which then warns that a kernel for inference in 4 bits is missing.
+    That warning is dropped: nothing may be quantized, and no model that trains runs the kernel
+    (`modeling/quantized.py`).
 
     What a process has imported is also left out of later collections, of which the interpreter runs several at its end,
     unless torch was there before: a model of that time may yet become garbage.
@@ -21,15 +28,23 @@ def quick_imports() -> Iterator[None]:
     finder = _LateCompilation()
     gc.disable()
     sys.meta_path.insert(0, finder)
+    of_kernels, is_of_use = logging.getLogger(_KERNEL_LOGGER), functools.partial(_is_of_use)
+    of_kernels.addFilter(is_of_use)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
         finder.end()
+        of_kernels.removeFilter(is_of_use)
         if may_freeze and "torch" in sys.modules:
             gc.freeze()
         if collects:
             gc.enable()
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """False for the warning that a kernel of bitsandbytes is missing."""
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
 class _LateCompilation:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +225,14 @@ def test_set_is_a_setting_of_the_run_with_and_without_a_file(planned: Any, capsy
         with pytest.raises(SystemExit):
             planned("--device", "80GB", "--completion", 512, "--set", setting)
         assert f"--set{'' if 'cannot' in problem else ' ' + setting}: {problem}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_plan_in_full_precision_says_nothing_of_kernels_for_4_bits(tmp_path: Path) -> None:
+    """peft imports bitsandbytes, which warns on processors with AVX512-BF16."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **HEADS, "hidden_size": 64, "num_hidden_layers": 2}))
+    flags = ["--model", str(tmp_path), "--device", "8GB", "--completion", "64", "--set", "use_peft=false"]
+    command = [sys.executable, "-m", "groupgrad", "plan", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
+    assert "Recommended: full" in ended.stdout and ended.stderr == ""

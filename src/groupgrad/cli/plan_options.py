@@ -11,6 +11,7 @@ from typing import Any
 
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.cli.command_parser import CommandParser
+from groupgrad.imports import quick_imports
 from groupgrad.spelling import did_you_mean
 
 _FIELDS = {
@@ -172,7 +173,8 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 def _settings_of(asked: argparse.Namespace) -> dict[str, Any]:
     """The settings of a run in a YAML file, if there is one, and in `--set`, which wins."""
-    from groupgrad.cli.parsing import TrainParser
+    with quick_imports():
+        from groupgrad.cli.parsing import TrainParser
 
     run = TrainParser(prog="groupgrad plan", usage="", description="", epilog="")
     settings = {} if asked.config is None else run.take_run(run.load_yaml(asked.config), asked.config)
