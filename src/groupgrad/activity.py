@@ -1,11 +1,14 @@
-"""Records the present activity of the training thread and its last sign of life, for the watchdog."""
+"""Records the present activity of the training thread and its last sign of life, for watches, which may end it."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import _exit
+from typing import NoReturn
 
 WAITING = "waiting for the other ranks"
 """Activity of a rank that waits in a collective, so that another rank is to blame for its silence."""
@@ -35,6 +38,7 @@ class Activity:
 
 _open: list[Activity] = []
 _last_sign = [0.0]
+_last_words: list[Callable[[str], None]] = []
 
 
 def sign_of_life() -> None:
@@ -58,3 +62,23 @@ def present() -> tuple[Activity | None, float]:
     """The innermost activity, None outside any, and the seconds since its last sign of life."""
     silent = time.monotonic() - _last_sign[0]
     return (_open[-1] if _open else None), silent
+
+
+@contextmanager
+def last_words(say: Callable[[str], None]) -> Iterator[None]:
+    """Context in which a watch that ends this process calls `say` with the reason first, on the watch's thread."""
+    _last_words.append(say)
+    try:
+        yield
+    finally:
+        _last_words.remove(say)
+
+
+def end_process(reason: str) -> NoReturn:
+    """Ends this process, whose training thread does not react, with a line that has the reason."""
+    try:
+        print(f"groupgrad: error: {reason}", file=sys.stderr, flush=True)
+        for say in _last_words:
+            say(reason)
+    finally:
+        _exit(EXIT_HUNG)  # not the one that training replaces

@@ -17,7 +17,7 @@ from groupgrad.cli.main import main
 from groupgrad.preflight.round_findings import round_findings
 from groupgrad.preflight.small_round import Round
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.telemetry.findings import Finding, as_text
+from groupgrad.telemetry.findings import Finding, as_text, in_numbers
 
 PLAN = GenerationPlan(
     micro_batch_rows=8, world_size=1, accumulation=4, steps_per_generation=4, num_iterations=1, num_generations=4
@@ -126,15 +126,15 @@ def test_of_several_processes_the_main_one_prints(run_flags: list[str], capsys: 
         codes.append(found)
         return [found, 1]
 
-    findings = check._findings
+    build = check._build
 
-    def found(*arguments: Any) -> Any:
-        result = findings(*arguments)
+    def built(*arguments: Any) -> Any:
+        trainer = build(*arguments)
         monkeypatch.setattr(dist, "is_main", lambda: False)
         monkeypatch.setattr(dist, "all_gather_objects", gather)
-        return result
+        return trainer
 
-    monkeypatch.setattr(check, "_findings", found)
+    monkeypatch.setattr(check, "_build", built)
     assert main(["check", *run_flags, "--no-round"]) == 1
     assert codes == [0] and capsys.readouterr().out == ""
 
@@ -193,8 +193,8 @@ def test_numbers_of_a_round(metrics: dict[str, float], topic: str, status: str, 
 
 
 def test_findings_are_printed_in_columns() -> None:
-    text = as_text([Finding("data", "few " * 30, "warning", "Add rows."), Finding("x", "fine")], width=60)
-    lines = text.splitlines()
-    assert lines[0].startswith("warning  data  few") and lines[1].startswith(" " * 15 + "few")
-    assert "ok       x     fine" in lines and lines[-1] == "0 errors, 1 warning"
+    found = [Finding("data", "few " * 30, "warning", "Add rows."), Finding("x", "fine")]
+    lines = as_text(found, width=60).splitlines()
+    assert lines[0].startswith("warning  data       few") and lines[1].startswith(" " * 20 + "few")
+    assert lines[-1] == "ok       x          fine" and in_numbers(found) == "0 errors, 1 warning"
     assert all(len(line) <= 60 for line in lines)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from synthetic_run import write_run
 
+from groupgrad.activity import EXIT_HUNG
 from groupgrad.cli.command_parser import COMMAND_CODES, EXIT_CODES
 from groupgrad.cli.main import COMMANDS, main
 from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED
 from groupgrad.stopping import EXIT_INTERRUPTED, EXIT_STOPPED
 from groupgrad.sweep.store import Store
-from groupgrad.trainer.watchdog import EXIT_HUNG
 
 
 def test_flags_and_a_file_take_effect(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:

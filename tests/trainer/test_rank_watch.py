@@ -22,8 +22,8 @@ from forked_ranks import forked_ranks, wait_for
 from transformers import TrainerCallback
 
 from groupgrad import GRPOTrainer, dist
+from groupgrad.activity import EXIT_HUNG
 from groupgrad.trainer import rank_links, rank_watch
-from groupgrad.trainer.watchdog import EXIT_HUNG
 
 TEXT = "the judge is out"
 

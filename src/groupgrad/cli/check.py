@@ -13,7 +13,7 @@ from typing import Any
 from groupgrad.cli.command_parser import epilog, refuse
 from groupgrad.cli.launch import add_flags
 from groupgrad.cli.parsing import Parsed, TrainParser, parse
-from groupgrad.telemetry.findings import Finding, as_text, count
+from groupgrad.telemetry.findings import Finding, as_text, count, in_numbers
 
 _EXAMPLES = """\
 groupgrad check --config run.yaml
@@ -65,12 +65,43 @@ def main(argv: Sequence[str]) -> int:
             return refuse("check", error)
         ours = [w for w in caught if issubclass(w.category, UserWarning) and "torch" not in Path(w.filename).parts]
         about_settings = [Finding("settings", text, "warning") for text in dict.fromkeys(str(w.message) for w in ours)]
-        findings = _findings(trainer, parsed, about_settings)
-    from groupgrad import dist
+        from groupgrad import dist, stopping
 
-    if dist.is_main():
-        print(as_text(findings, shutil.get_terminal_size((120, 24)).columns), end="")
-    return max(dist.all_gather_objects(1 if count(findings, "error") else 0))
+        report = _Report()
+        # A launcher signals the other ranks as soon as one has ended, perhaps before the findings are printed.
+        with stopping.received_signals():
+            report.add(*(about_settings or [Finding("settings", "they fit together")]))
+            is_whole = _try(trainer, parsed, report)
+            report.end()
+    code = 1 if count(report.findings, "error") else 0
+    # Ranks that a failed round has left in different collectives do not meet again.
+    return max(dist.all_gather_objects(code)) if is_whole else code
+
+
+class _Report:
+    """The findings so far; the main process prints them as they come."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+
+    def add(self, *findings: Finding) -> None:
+        """Prints further findings."""
+        self.findings += findings
+        self._print(as_text(findings, shutil.get_terminal_size((120, 24)).columns))
+
+    def fail(self, reason: str) -> None:
+        """Prints that the round has failed."""
+        self.add(Finding("round", f"it failed with {reason}", "error"))
+
+    def end(self) -> None:
+        """Prints the numbers of errors and warnings."""
+        self._print(f"\n{in_numbers(self.findings)}\n")
+
+    def _print(self, text: str) -> None:
+        from groupgrad import dist
+
+        if dist.is_main():
+            print(text, end="", flush=True)
 
 
 def _build(parsed: Parsed, folder: str) -> Any:
@@ -83,20 +114,30 @@ def _build(parsed: Parsed, folder: str) -> Any:
     return build(parsed)
 
 
-def _findings(trainer: Any, parsed: Parsed, about_settings: list[Finding]) -> list[Finding]:
+def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
+    """Reports on the data and on a small round. Returns False if the round has failed."""
+    from groupgrad import activity, stopping
     from groupgrad.preflight.data_findings import data_findings
     from groupgrad.preflight.round_findings import round_findings
     from groupgrad.preflight.small_round import make_round
 
     plan = trainer.plan
-    findings = [*(about_settings or [Finding("settings", "they fit together")]), *data_findings(trainer)]
+    report.add(*data_findings(trainer))
     if parsed.own["no_round"]:
-        return findings
+        return True
     num_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+
+    def end_with(reason: str) -> None:
+        report.fail(reason)
+        report.end()
+
     try:
-        done = make_round(trainer, parsed.own["prompts"])
-    except Exception as error:  # functions of the user raise anything
+        with activity.last_words(end_with):
+            done = make_round(trainer, parsed.own["prompts"])
+    except (Exception, stopping.StopRequested) as error:  # functions of the user raise anything
         if os.environ.get("GROUPGRAD_TRACEBACK"):
             raise
-        return [*findings, Finding("round", f"it failed with {type(error).__name__}: {error}", "error")]
-    return [*findings, *round_findings(trainer, done, plan, num_steps)]
+        report.fail(f"{type(error).__name__}: {error}")
+        return False
+    report.add(*round_findings(trainer, done, plan, num_steps))
+    return True

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import signal
-import sys
 import threading
 from collections.abc import Callable
-from os import _exit
 from types import FrameType
 from typing import Any, TypeVar
 
-from groupgrad.activity import EXIT_HUNG
+from groupgrad.activity import end_process
 from groupgrad.concurrency.lock_guard import LockGuard
 from groupgrad.concurrency.running_time import RunningTime
 
@@ -117,8 +115,7 @@ class _Deadline:
             if self._done.wait(TICK_S):
                 return
             self._beat()
-        print(f"groupgrad: error: {self._message}", file=sys.stderr, flush=True)
-        _exit(EXIT_HUNG)  # not the one that training replaces
+        end_process(self._message)
 
     def _beat(self) -> None:
         with self._lock:  # not after the end, which takes the deadline back

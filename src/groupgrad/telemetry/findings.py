@@ -9,7 +9,7 @@ from typing import Literal
 
 Status = Literal["ok", "warning", "error"]
 
-_STATUS_WIDTH = len("warning") + 2
+_STATUS_WIDTH, _TOPIC_WIDTH = len("warning") + 2, len("agreement") + 2
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,18 +30,21 @@ def count(findings: Sequence[Finding], status: Status) -> int:
 
 
 def as_text(findings: Sequence[Finding], width: int) -> str:
-    """Returns the findings as lines of at most `width` characters, in columns, and their numbers in the last line."""
-    topic_width = max((len(finding.topic) for finding in findings), default=0) + 2
-    indent = " " * (_STATUS_WIDTH + topic_width)
+    """Returns the findings as lines of at most `width` characters, in columns."""
+    indent = " " * (_STATUS_WIDTH + _TOPIC_WIDTH)
     lines = []
     for finding in findings:
-        head = f"{finding.status:<{_STATUS_WIDTH}}{finding.topic:<{topic_width}}"
+        head = f"{finding.status:<{_STATUS_WIDTH}}{finding.topic:<{_TOPIC_WIDTH}}"
         text = " ".join(part for part in (finding.text, finding.setting) if part)
         lines += textwrap.wrap(
             head + text, max(width, 60), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
-    errors, warnings = count(findings, "error"), count(findings, "warning")
-    return "\n".join([*lines, "", f"{_counted(errors, 'error')}, {_counted(warnings, 'warning')}", ""])
+    return "".join(f"{line}\n" for line in lines)
+
+
+def in_numbers(findings: Sequence[Finding]) -> str:
+    """Returns the numbers of errors and warnings, such as `0 errors, 1 warning`."""
+    return ", ".join(_counted(count(findings, status), status) for status in ("error", "warning"))
 
 
 def _counted(number: int, noun: str) -> str:

@@ -13,11 +13,9 @@ import logging
 import os
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from os import _exit
 from pathlib import Path
 from types import TracebackType
 
@@ -28,7 +26,7 @@ from groupgrad.errors import RankError
 from groupgrad.stopping import Stopped
 from groupgrad.trainer.rank_links import Link, News, connect, name_of
 from groupgrad.trainer.thread_interrupt import ThreadInterrupt, write_stacks
-from groupgrad.trainer.watchdog import EXIT_HUNG, REACTION_S
+from groupgrad.trainer.watchdog import REACTION_S
 
 logger = logging.getLogger(__name__)
 
@@ -216,8 +214,7 @@ class RankWatch:
             if self._closed.wait(0.05) or self._is_leaving:
                 self._throw_at = float("inf")
                 return
-        print(f"groupgrad: error: {self._cause}", file=sys.stderr, flush=True)
-        _exit(EXIT_HUNG)
+        activity.end_process(self._cause)
 
 
 def _own_name() -> str:

@@ -11,17 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from os import _exit
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from groupgrad import activity, dist
-from groupgrad.activity import EXIT_HUNG, Hung
+from groupgrad.activity import Hung
 from groupgrad.trainer.thread_interrupt import ThreadInterrupt, write_stacks
 
 logger = logging.getLogger(__name__)
@@ -125,8 +123,7 @@ class Watchdog:
         write_stacks(path, message)
         self._interrupt.throw(Hung(message))
         if not self._closed.wait(REACTION_S) and activity.present()[0] is present:
-            print(f"groupgrad: error: {message}", file=sys.stderr, flush=True)
-            _exit(EXIT_HUNG)
+            activity.end_process(message)
 
     def _raise_in_frozen(self, number: int, frame: FrameType | None) -> None:
         present, silent_s = activity.present()
