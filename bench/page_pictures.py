@@ -19,9 +19,6 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-COLORS = 128
-"""Colours of a picture, which keep its file small."""
-
 PICTURES: dict[str, tuple[str, tuple[int, int], Any, str]] = {
     "view-overview.png": ("#/", (1280, 900), "light", ".chart canvas"),
     "view-rollouts.png": ("#/rollouts?run=0&step=200&group=0&row=1", (1280, 900), "light", ".tokens"),
@@ -43,7 +40,10 @@ def main(run: Path, folder: Path) -> None:
             page.wait_for_selector(wanted)
             page.wait_for_timeout(3000)  # until all rollouts are counted
             picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-            picture.quantize(COLORS, dither=Image.Dither.NONE).save(folder / name, optimize=True)
+            # 256 colours keep the file small.
+            picture.quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+                folder / name, optimize=True
+            )
         server.terminate()
 
 

@@ -534,10 +534,8 @@ def test_a_thousand_steps_open_and_scroll_fast(tmp_path, browser, open_page, cap
         assert page.locator(".item:not([hidden])").count() < 60
         page.locator(".list").press("End")
         wait_until(page, "document.querySelector('.list').innerText.includes('1 · 63')")
-        heap, memory = (
-            page.evaluate("(gc(), performance.memory.usedJSHeapSize)") / 2**20,
-            renderer_bytes(browser) / 2**20,
-        )
+        heap = page.evaluate("(gc(), performance.memory.usedJSHeapSize / 2 ** 20)")
+        memory = renderer_bytes(browser) / 2**20
     kind, opened = "conversations" if turns else "texts", f"rows after {rows_s:.2f} s, charts {charts_s:.2f} s"
     with capsys.disabled():
         print(f"\n{kind}: {opened}, {frames:.0f} frames/s, {memory:.0f} MiB, of which JavaScript {heap:.0f}")

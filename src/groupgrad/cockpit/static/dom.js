@@ -41,7 +41,7 @@ export function tickText(value, step) {
   if (value === 0) return "0";
   const size = Math.floor(Math.log10(Math.abs(value)));
   const digits = Math.max(0, size - Math.floor(Math.log10(step)) + 1); // one more, for steps of 2.5
-  if (size < -3 || size >= 6) return value.toExponential(Math.min(digits, 20)).replace(/\.?0+e/, "e");
+  if ((size < -3 && step < 1e-4) || size >= 6) return value.toExponential(Math.min(digits, 20)).replace(/\.?0+e/, "e");
   return Number(value.toPrecision(Math.min(digits + 1, 20))).toLocaleString("en-US", { maximumFractionDigits: 20 });
 }
 
