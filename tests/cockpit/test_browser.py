@@ -36,7 +36,8 @@ IS_NEEDED = os.environ.get("GROUPGRAD_NEED_BROWSER") == "1"
 find = importlib.import_module if IS_NEEDED else pytest.importorskip
 playwright: Any = find("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None and not IS_NEEDED, reason="there is no Chromium: apt-get install chromium")
+HOW = "there is no Chromium: apt-get install chromium"
+pytestmark = pytest.mark.skipif(CHROMIUM is None and not IS_NEEDED, reason=HOW)
 
 GONE = "ERR_CONNECTION_REFUSED"
 """In the message of a page that asks once more after its server has ended."""
@@ -47,7 +48,7 @@ ZOOM = "document.querySelector('.chart').zoom()"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    assert CHROMIUM is not None, "there is no Chromium, and GROUPGRAD_NEED_BROWSER=1: apt-get install chromium"
+    assert CHROMIUM is not None, HOW
     flags = ["--no-sandbox", "--enable-precise-memory-info", "--js-flags=--expose-gc"]
     with playwright.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=flags)
