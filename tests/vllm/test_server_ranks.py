@@ -34,7 +34,7 @@ def ranks(large_server: Callable[[], Served], tmp_path_factory: pytest.TempPathF
             done.add(needs_deepspeed)
             cases = [name for name, settings in CASES.items() if ("deepspeed" in settings) == needs_deepspeed]
             path = os.pathsep.join([str(DEEPSPEED)] * needs_deepspeed + [os.environ.get("PYTHONPATH", "")])
-            run_on_two(WORKER, folder, large_server().port, *cases, timeout_s=300, PYTHONPATH=path)
+            run_on_two(WORKER, folder, large_server().port, *cases, timeout_s=500, PYTHONPATH=path)
         return [torch.load(folder / f"{case}_{rank}.pt", weights_only=False) for rank in range(2)]
 
     return results
