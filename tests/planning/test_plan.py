@@ -74,7 +74,7 @@ def test_layers_of_gemma_4_have_their_own_heads(build: Any, monkeypatch: pytest.
 def test_a_family_whose_head_size_follows_from_others_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Falcon's configuration derives `head_dim`, which cannot be set in a narrow copy."""
     monkeypatch.setattr(shapes, "_SMALL_HIDDEN", 32)
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes: Any = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
     shape = model_shape("falcon", FalconConfig(**sizes, alibi=False), half=False)
     assert shape.layers == 2 and shape.kv_values > 0
 

@@ -144,6 +144,11 @@ def test_ways_that_the_trainer_refuses_are_told_with_its_sentence(planned: Any, 
         ("--devices 8 --set fsdp=true --optim adafactor", "optim='adafactor' does not go with fsdp"),
         ("--devices 8 --set fsdp=true --set optim=paged_adamw_8bit", "optim='paged_adamw_8bit' does not go with fsdp"),
         ("--set fsdp=true", "fsdp shards weights over several processes, and there is one"),
+        (
+            "--devices 8 --vllm-colocate --vllm-tensor-parallel-size 3",
+            "8 training ranks cannot be shared out in groups",
+        ),
+        ("--devices 8 --vllm-server --vllm-tensor-parallel-size 8", "28 attention heads cannot be shared out in 8"),
         ("--devices 8 --context-parallel-size 2 --set torch_compile=true", "does not go with torch_compile=True"),
     ],
 )

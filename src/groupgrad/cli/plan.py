@@ -18,11 +18,56 @@ _PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scra
 def main(argv: Sequence[str]) -> int:
     """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
     options = parsed(argv)
+    from groupgrad.engines.vllm.tensor_parallel import check_tensor_parallel
     from groupgrad.planning.fitting import choices, recommended
-    from groupgrad.planning.memory import Colocate, RunSizes, ZeroBuffers
     from groupgrad.planning.shapes import has_tower, model_shape, read_config, whole_rows
 
-    sizes = RunSizes(
+    sizes = _run_sizes(options)
+    try:
+        if options.devices % options.context_parallel_size:
+            raise ValueError(
+                f"--context-parallel-size {options.context_parallel_size} devices train each row together, and "
+                f"--devices {options.devices} is no multiple of it; give a multiple"
+            )
+        config = read_config(options.model)
+        shape = model_shape(options.model, config, half=options.half)
+        obstacle = partial(whole_rows, config, options.settings)
+        if options.context_parallel_size > 1 and (reason := obstacle()) is not None:
+            raise ValueError(
+                f"--context-parallel-size {options.context_parallel_size} cuts the tokens of a row over devices, and "
+                f"{reason}"
+            )
+        if sizes.colocate is not None:
+            check_tensor_parallel(shape.text, sizes.colocate.tensor_parallel_size, ranks=sizes.devices)
+        size = options.vllm_tensor_parallel_size
+        server = _server(shape, sizes, options.device, size) if options.vllm_server else None
+        found = choices(shape, sizes, options.device)
+        if all(choice.refused for choice in found):
+            raise ValueError(found[0].refused)
+    except ValueError as error:
+        return refuse("plan", error)
+    print(_table(shape, sizes, options.device, found))
+    if (remark := _context_remark(shape, sizes)) is not None:
+        print(remark)
+    if has_tower(config):
+        print("The weights outside the text decoder are counted; the activations and tokens of images are not.\n")
+    if options.cut is not None:
+        print(
+            f"num_generations={options.num_generations} does not divide the {options.cut} completions of a generation "
+            f"batch, so {sizes.generation_rows * sizes.devices} are planned.\n"
+        )
+    best = recommended(found)
+    print(_advice(shape, sizes, options.device, best, obstacle))
+    if server is not None:
+        print(server)
+    return 0 if best else 1
+
+
+def _run_sizes(options: Any) -> Any:
+    """The sizes and choices of a run that the options stand for."""
+    from groupgrad.planning.memory import Colocate, RunSizes, ZeroBuffers
+
+    return RunSizes(
         prompt=options.prompt,
         completion=options.completion,
         group=options.num_generations,
@@ -49,40 +94,6 @@ def main(argv: Sequence[str]) -> int:
         zero=ZeroBuffers(**options.zero),
         settings=options.settings,
     )
-    try:
-        if options.devices % options.context_parallel_size:
-            raise ValueError(
-                f"--context-parallel-size {options.context_parallel_size} devices train each row together, and "
-                f"--devices {options.devices} is no multiple of it; give a multiple"
-            )
-        config = read_config(options.model)
-        shape = model_shape(options.model, config, half=options.half)
-        obstacle = partial(whole_rows, config, options.settings)
-        if options.context_parallel_size > 1 and (reason := obstacle()) is not None:
-            raise ValueError(
-                f"--context-parallel-size {options.context_parallel_size} cuts the tokens of a row over devices, and "
-                f"{reason}"
-            )
-        found = choices(shape, sizes, options.device)
-        if all(choice.refused for choice in found):
-            raise ValueError(found[0].refused)
-    except ValueError as error:
-        return refuse("plan", error)
-    print(_table(shape, sizes, options.device, found))
-    if (remark := _context_remark(shape, sizes)) is not None:
-        print(remark)
-    if has_tower(config):
-        print("The weights outside the text decoder are counted; the activations and tokens of images are not.\n")
-    if options.cut is not None:
-        print(
-            f"num_generations={options.num_generations} does not divide the {options.cut} completions of a generation "
-            f"batch, so {sizes.generation_rows * sizes.devices} are planned.\n"
-        )
-    best = recommended(found)
-    print(_advice(shape, sizes, options.device, best, obstacle))
-    if options.vllm_server:
-        print(_server(shape, sizes, options.device, options.vllm_tensor_parallel_size))
-    return 0 if best else 1
 
 
 def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:

@@ -113,6 +113,12 @@ def parser() -> argparse.ArgumentParser:
         default="float32",
         help="type in which gradients of bfloat16 weights are summed",
     )
+    _add_vllm(parser)
+    return parser
+
+
+def _add_vllm(parser: argparse.ArgumentParser) -> None:
+    switch = argparse.BooleanOptionalAction
     vllm = parser.add_argument_group("vLLM")
     vllm.add_argument("--vllm-colocate", action=switch, default=False, help="vLLM on the training devices samples")
     vllm.add_argument("--vllm-server", action=switch, default=False, help="a vLLM server on other devices samples")
@@ -121,7 +127,6 @@ def parser() -> argparse.ArgumentParser:
         type=_count,
         help="devices that share the weights of a vLLM (default: 1; of a server the fewest with which it fits)",
     )
-    return parser
 
 
 def _add_count(group: Any, name: str, default: int, help: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from groupgrad.engines.vllm import memory_check
 from groupgrad.engines.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
+from groupgrad.engines.vllm.tensor_parallel import check_tensor_parallel
 from groupgrad.planning.memory import Adapter, Colocate, Memory, RunSizes, predict
 from groupgrad.planning.refusals import refusal
 from groupgrad.planning.shapes import ModelShape
@@ -111,10 +112,17 @@ def server_need(
     """Returns what a vLLM server needs that samples the generation batches of all training devices.
 
     Without `tensor_parallel_size`, its devices are the fewest of 1, 2, 4 and 8 that hold all rows, or else one row.
+    ValueError for a size that the model's heads do not allow.
     """
-    heads = int(getattr(shape.text, "num_attention_heads", 0) or 0)
-    tried = [size for size in (1, 2, 4, 8) if heads % size == 0]
-    needs = [_need_of_each(shape, sizes, size) for size in ([tensor_parallel_size] if tensor_parallel_size else tried)]
+    needs = []
+    for size in (1, 2, 4, 8) if tensor_parallel_size is None else (tensor_parallel_size,):
+        try:
+            check_tensor_parallel(shape.text, size, ranks=size)
+        except ValueError:
+            if tensor_parallel_size is not None:
+                raise
+        else:
+            needs.append(_need_of_each(shape, sizes, size))
     usable = device_bytes * USABLE
     fitting = [need for need in needs if need.total <= usable] or [need for need in needs if need.least <= usable]
     return (fitting or needs[-1:])[0]
