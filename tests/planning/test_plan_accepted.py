@@ -64,7 +64,7 @@ def accepted(shown: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPat
     devices = int(flags.get("devices", 1))
     monkeypatch.setattr(GRPOConfig, "world_size", devices)
     profile = _launched(shown, devices, monkeypatch)
-    if profile.get("fsdp_config") or "fsdp=true" in words:
+    if profile.get("fsdp_config"):
         settings["fsdp"] = True
     if "--vllm-server" in words:
         settings |= {"use_vllm": True, "vllm_mode": "server"}

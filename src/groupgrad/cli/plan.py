@@ -156,6 +156,8 @@ def _advice(shape: Any, sizes: Any, device: int, best: Any, obstacle: Callable[[
     settings.append(f"gradient_checkpointing={best.sizes.checkpointing}")
     if sizes.context_parallel_size > 1:
         settings.append(f"context_parallel_size={sizes.context_parallel_size}")
+    given = {name: sizes.settings.get(name) for name in ("fsdp", "deepspeed")}
+    settings += [f"{name}={value!r}" for name, value in given.items() if value and isinstance(value, (bool, str))]
     texts = [f"Recommended: {best.name}, {', '.join(settings)}."]
     if sizes.on_gpu and (sizes.samples or sizes.colocate):
         texts.append(_vllm_beside(shape, best, device))
