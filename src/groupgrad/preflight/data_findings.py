@@ -27,10 +27,8 @@ def data_findings(trainer: Any) -> list[Finding]:
 
 def _columns(trainer: Any) -> Finding:
     columns = dataset_checks.column_names(trainer.train_dataset)
-    further = [name for name in columns if name != "prompt"]
-    text = f"the data set has {', '.join(columns)}"
-    given = f"; reward functions get {', '.join(further)} beside prompts and completions" if further else ""
-    return Finding("columns", text + given)
+    used = run_summary.columns_in_words(trainer, columns)
+    return Finding("columns", f"the data set has {', '.join(columns)}; {used}")
 
 
 def _prompts(trainer: Any) -> Finding:

@@ -87,7 +87,7 @@ class CallInputs:
         `responses` are the completions as texts; `ground_truths` is the first existing column of
         `GROUND_TRUTH_COLUMNS`. A column with the name of an alias replaces it.
         """
-        return ["responses", "ground_truths"] if self._ground_truth_column else ["responses"]
+        return ["responses", "ground_truths"] if self.ground_truth_column else ["responses"]
 
     def value(self, name: str) -> Any:
         """Returns one argument; its lists and messages are copies, so the function may change them."""
@@ -102,7 +102,7 @@ class CallInputs:
         if name == "responses" and name not in self.columns:
             return [completion_text(rollout.completion) for rollout in self.rollouts]
         if name == "ground_truths":
-            name = self._ground_truth_column
+            name = self.ground_truth_column
         return [copy_containers(value) for value in self.columns[name]]
 
     def describe(self, row: int) -> str:
@@ -122,7 +122,8 @@ class CallInputs:
         return f"rows {numbers[0]} to {numbers[-1]}, the first: {self.describe(0)}"
 
     @property
-    def _ground_truth_column(self) -> str:
+    def ground_truth_column(self) -> str:
+        """The column that `ground_truths` stands for; empty without one."""
         return next((name for name in GROUND_TRUTH_COLUMNS if name in self.columns), "")
 
 

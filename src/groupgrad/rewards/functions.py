@@ -50,6 +50,12 @@ class RewardFunction:
         inputs = CallInputs([], {name: [] for name in columns if name not in HIDDEN_COLUMNS})
         return [name for name in self.requires if name not in (*inputs.names, *inputs.aliases)]
 
+    def columns_named(self, columns: Iterable[str]) -> list[str]:
+        """Data-set columns that are keywords in the signature, and the one that `ground_truths` stands for."""
+        inputs = CallInputs([], {name: [] for name in columns if name not in HIDDEN_COLUMNS})
+        stands_for = {inputs.ground_truth_column} if "ground_truths" in self.takes else set()
+        return [name for name in inputs.columns if name in (self.takes - self.bound) | stands_for]
+
     def arguments(self, inputs: CallInputs, log: CallLog) -> dict[str, Any]:
         """Returns copies of the keyword arguments for one call. RewardError if a required one does not exist."""
         names = [name for name in inputs.names if self.takes_all or name in self.takes]

@@ -16,7 +16,7 @@ from groupgrad.concurrency.callables import innermost
 from groupgrad.concurrency.workers import NoAnswer
 from groupgrad.metrics import merge_all
 from groupgrad.rewards import REWARD_FUNCTIONS
-from groupgrad.rewards.call_inputs import CallInputs, CallLog, LogMisuse
+from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, CallInputs, CallLog, LogMisuse
 from groupgrad.rewards.function_calls import BegunCall, FunctionCalls
 from groupgrad.rewards.functions import RewardFunction, call_error, distinct_names, inspect_function, read_rewards
 from groupgrad.rewards.model_loading import RewardModelOptions
@@ -89,6 +89,13 @@ class RewardRunner:
         """The required arguments of each function that rows with these data-set columns do not provide."""
         missing = {function.name: function.missing(columns) for function in self._functions}
         return {name: arguments for name, arguments in missing.items() if arguments}
+
+    def columns_read(self, columns: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Returns the data-set columns that functions name, and the others that one of them gets by `**kwargs`."""
+        named = {name for function in self._functions for name in function.columns_named(columns)}
+        gets_all = any(function.takes_all for function in self._functions)
+        others = [name for name in columns if gets_all and name not in (*named, *HIDDEN_COLUMNS)]
+        return [name for name in columns if name in named], others
 
     @property
     def num_workers(self) -> int:

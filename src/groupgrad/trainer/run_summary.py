@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from groupgrad.data.columns import is_transformed
+from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.modeling.load import inner_tokenizer
 
 PROMPTS_AT_START = 64
@@ -39,18 +40,18 @@ class PromptLengths:
 
 
 class StartLines(TrainerCallback):
-    """Prints, when training begins, its batches, prompts and end of completions. The same lines are printed once."""
+    """Prints columns, batches, prompts and end of completions when training begins. The same lines are printed once."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._printed: tuple[str, str] | None = None
+        self._printed: tuple[str, str, str] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints the lines on the main process, above the progress bar."""
         if not state.is_world_process_zero:
             return
         # A run that is paused and resumed many times would spend its time on measuring prompts.
-        known = batch_in_words(self._trainer.plan), ending_in_words(self._trainer)
+        known = columns_in_words(self._trainer), batch_in_words(self._trainer.plan), ending_in_words(self._trainer)
         if known != self._printed:
             self._printed = known
             tqdm.write("\n".join(start_lines(self._trainer)))
@@ -59,9 +60,36 @@ class StartLines(TrainerCallback):
 def start_lines(trainer: Any) -> list[str]:
     """Returns the lines that are printed when training begins."""
     lengths = prompt_lengths(trainer, PROMPTS_AT_START, seconds=SECONDS_AT_START)
-    rows = {"batch": batch_in_words(trainer.plan), "prompts": str(lengths), "ending": ending_in_words(trainer)}
+    rows = {
+        "columns": columns_in_words(trainer),
+        "batch": batch_in_words(trainer.plan),
+        "prompts": str(lengths),
+        "ending": ending_in_words(trainer),
+    }
     width = max(map(len, rows))
     return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+
+
+def columns_in_words(trainer: Any, names: Sequence[str] | None = None) -> str:
+    """Returns which columns prompts are made of, which ones reward functions name, and which are left.
+
+    `names` are the data set's columns; None: those that are known without reading a row.
+    """
+    dataset, environments = trainer.train_dataset, trainer.rollout_components.environments
+    if names is None and not (isinstance(dataset, Dataset) and is_transformed(dataset)):
+        names = dataset.column_names
+    if not names:
+        return "they are made while rows are read"
+    own = [name for name in ("prompt", *IMAGE_COLUMNS) if name in names]
+    named, others = ([name for name in part if name not in own] for part in trainer.rewards.columns_read(names))
+    text = f"prompts are made of {', '.join(own)}; " if own else ""
+    text += f"reward functions name {', '.join(named) or 'no other'}"
+    if others:
+        text += f", and get {', '.join(others)} by **kwargs"
+    if environments is not None:
+        return f"environments get all; {text}"
+    unused = ", ".join(name for name in names if name not in (*own, *named, *others))
+    return f"{text}; nothing uses {unused}" if unused else text
 
 
 def data_in_words(trainer: Any) -> str:
