@@ -15,6 +15,7 @@ from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.cli import check
 from groupgrad.cli.main import main
 from groupgrad.preflight.round_findings import round_findings
+from groupgrad.preflight.round_memory import Usage, fullest
 from groupgrad.preflight.small_round import Round
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.telemetry.findings import Finding, as_text, in_numbers
@@ -22,6 +23,7 @@ from groupgrad.telemetry.findings import Finding, as_text, in_numbers
 PLAN = GenerationPlan(
     micro_batch_rows=8, world_size=1, accumulation=4, steps_per_generation=4, num_iterations=1, num_generations=4
 )
+GIB = 2**30
 METRICS = {
     "loss": 0.0,
     "reward": 0.5,
@@ -44,11 +46,13 @@ def topics(shown: str) -> dict[str, str]:
     return {match[2]: match[1] for match in found if match}
 
 
-def judged(context: int | None = None, **metrics: Any) -> dict[str, Finding]:
+def judged(context: int | None = None, ranks: int = 1, **metrics: Any) -> dict[str, Finding]:
     """The findings about a round of a model with this context with these metrics, by topic."""
-    done = Round({**METRICS, **metrics}, rows=8, micro_batch_rows=8, sample="", peak_bytes=95, total_bytes=100)
+    memory, num_places = fullest([Usage("host", False, 12 * GIB, 10 * GIB, 100 * GIB)] * ranks)
+    numbers = {key: value for key, value in {**METRICS, **metrics}.items() if value is not None}
+    done = Round(numbers, rows=8, micro_batch_rows=8, sample="", memory=memory, num_places=num_places)
     trainer = SimpleNamespace(
-        args=SimpleNamespace(max_completion_length=256, mask_truncated_completions=False),
+        args=SimpleNamespace(max_completion_length=256, mask_truncated_completions=False, use_vllm=False),
         rewards=SimpleNamespace(names=["one"]),
         model=torch.nn.Linear(1, 1),
         prompt_maker=SimpleNamespace(max_context=context),
@@ -88,7 +92,7 @@ def test_a_run_that_can_begin(tmp_path: Path, run_flags: list[str], capsys: Any)
     }
     assert found["agreement"] == found["columns"] == found["variance"] == "ok"
     assert "an optimizer step trains 16 completions" in shown and "8 completions of 2 prompts were sampled" in shown
-    assert "4 tokens" in shown and "reward functions get answer beside prompts" in shown
+    assert "4 tokens" in shown and "prompts are made of prompt; reward functions name answer" in shown
     assert "is answered by" in shown and "done:" not in shown and "step 1" not in shown
 
 
@@ -181,15 +185,38 @@ def test_conversations_whose_turns_end_with_another_token(
         ({"sampling/logp_mismatch": 0.3}, "agreement", "warning", "differ by 0.3 nats"),
         ({"tools/failure_frequency": 0.5}, "advice", "warning", "50 % of tool calls fail"),
         ({}, "time", "ok", "a step of 32 completions takes about 8 s at this rate, and 1,800 steps 4.0 h"),
-        ({}, "memory", "warning", "Lower per_device_train_batch_size"),
+        (
+            {"sampling/logp_mismatch": None, "sampling/sampling_logp_difference/mean": 0.01},
+            *("agreement", "ok", "sampler and trainer differ by 0.01 nats a token on average"),
+        ),
+        ({"sampling/logp_mismatch": None}, "agreement", "warning", "were not compared: no token"),
+        ({}, "memory", "ok", "1 process with libraries and model took at most 12 GiB of the 100 of the machine, 2 GiB"),
+        ({"ranks": 8}, "memory", "warning", "8 processes with libraries and model took at most 96 GiB of the 100 of"),
+        ({"ranks": 8}, "memory", "warning", "16 GiB more than before the round. Lower per_device_train_batch_size"),
     ],
 )
-def test_numbers_of_a_round(metrics: dict[str, float], topic: str, status: str, text: str) -> None:
+def test_numbers_of_a_round(metrics: dict[str, Any], topic: str, status: str, text: str) -> None:
     finding = judged(**metrics)[topic]
     assert finding.status == status
     shown = f"{finding.text} {finding.setting}"
     assert text in shown
     assert shown.count("%") <= 1  # no share and its complement, and none twice
+
+
+def test_of_several_accelerators_the_fullest_counts() -> None:
+    """Ranks that share one are added: here the two of host b on g0."""
+    peaks = {("a g0", 40): 1, ("b g0", 21): 2, ("b g1", 30): 1}
+    usages = [Usage(at, True, peak, 10, 80) for (at, peak), number in peaks.items() for _ in range(number)]
+    assert fullest(usages) == (Usage("b g0", True, 42, 20, 80, num_ranks=2), 3)
+
+
+def test_agreement_is_measured_where_no_row_has_a_gradient(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+    """Training makes no pass for rows of equal rewards, so the round makes one."""
+    (tmp_path / "equal.py").write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    assert main(["check", *run_flags, "--reward_funcs", "equal.one", "--max_completion_length", "256"]) == 0
+    text = capsys.readouterr().out
+    assert topics(text)["variance"] == "warning"
+    assert re.search(r"ok +agreement +log-probs of sampler and trainer differ by [\de.-]+ nats at most", text)
 
 
 def test_findings_are_printed_in_columns() -> None:

@@ -78,3 +78,16 @@ def test_a_failure_of_one_process_is_in_the_table(checked: Any, profile: str, re
     shown, code = checked("--accelerate-config", profile, "--reward_funcs", f"own_rewards.{reward}")
     assert code == 1
     assert re.search(rf"^ok +steps +.*\nerror +round +it failed with .*{reason}.*\n\n1 error, ", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("profile", ["ddp", "fsdp2"])
+def test_the_numbers_are_those_of_both_processes(checked: Any, profile: str) -> None:
+    """Under FSDP 2 training computes what is known from sampling again, and measures no gap to it."""
+    shown, _ = checked("--accelerate-config", profile, "--prompts", "1", "--max_completion_length", "40")
+    assert "4 completions of 1 prompt were sampled" in shown
+    gap = re.search(
+        r"^ok +agreement +log-probs of sampler and trainer differ by (\S+) nats at most", shown, re.MULTILINE
+    )
+    assert gap is not None and float(gap[1]) < 1e-5
+    memory = re.search(r"^ok +memory +2 processes with libraries and model took at most (\S+) GiB", shown, re.MULTILINE)
+    assert memory is not None and float(memory[1]) > 0.4  # each has imported torch and transformers

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupgrad.batching.generation_plan import GenerationPlan
-from groupgrad.preflight.small_round import Round
+from groupgrad.preflight.small_round import DIFFERENCE, Round
 from groupgrad.telemetry.advice import Advice, advice_on_step
 from groupgrad.telemetry.findings import Finding
 from groupgrad.trainer.batch_findings import NO_VARIANCE, TRUNCATED, ending, percent, variance
@@ -16,8 +16,8 @@ from groupgrad.trainer.mismatch_watch import MISMATCH, computing_types, toleranc
 FULL = 0.9
 """Share of the memory from which on a round is warned of."""
 
-_REWARD_SECONDS, _DIFFERENCE = "time/rewards", "sampling/sampling_logp_difference/mean"
-_HAVE_ROWS = (TRUNCATED, NO_VARIANCE, _REWARD_SECONDS, _DIFFERENCE)
+_REWARD_SECONDS = "time/rewards"
+_HAVE_ROWS = (TRUNCATED, NO_VARIANCE, _REWARD_SECONDS, DIFFERENCE)
 
 
 def round_findings(trainer: Any, done: Round, plan: GenerationPlan, num_steps: int) -> list[Finding]:
@@ -67,13 +67,16 @@ def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Advice], names: l
 
 
 def _agreement(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, Advice]) -> Finding:
-    gap, served = metrics.get(MISMATCH), advices.get(_DIFFERENCE)
+    gap, served = metrics.get(MISMATCH), advices.get(DIFFERENCE)
     if served is not None:
-        return Finding("agreement", served.text, "warning", served.setting)
+        native = "Set rollout_engine='native', whose log-probs are those of training."
+        return Finding("agreement", served.text, "warning", served.setting if trainer.args.use_vllm else native)
+    if DIFFERENCE in metrics:
+        return Finding("agreement", f"sampler and trainer differ by {metrics[DIFFERENCE]:.2g} nats a token on average")
     if gap is None:
-        mean = metrics.get(_DIFFERENCE)
-        known = "was not measured" if mean is None else f"is {mean:.2g} nats a token on average"
-        return Finding("agreement", f"the difference of sampler and trainer {known}")
+        text = "sampler and trainer were not compared: no token that is trained on has a log-prob of the sampler."
+        mend = "Let some completions end, or let the sampler report log-probs: rollout_engine='native' does."
+        return Finding("agreement", text, "warning", mend)
     types = computing_types(trainer.model, trainer.accelerator.mixed_precision)
     most = tolerance(types, trainer.accelerator.device)
     text = f"log-probs of sampler and trainer differ by {gap:.2g} nats at most; rounding explains {most:.1g}"
@@ -95,11 +98,18 @@ def _seconds(done: Round, plan: GenerationPlan, num_steps: int) -> Finding:
 
 
 def _memory(done: Round, plan: GenerationPlan) -> Finding:
-    share = done.peak_bytes / done.total_bytes
-    text = f"at most {done.peak_bytes / 2**30:.3g} GiB of {done.total_bytes / 2**30:.3g} were used"
+    used = done.memory
+    added, total = max(used.peak_bytes - used.before_bytes, 0), used.total_bytes / 2**30
+    processes = "1 process" if used.num_ranks == 1 else f"{used.num_ranks} processes"
+    who, kind = f"{processes} with libraries and model", "machine"
+    if used.is_accelerator:
+        who, kind = f"tensors of {processes}", "accelerator"
+    place = f"the fullest of {done.num_places} {kind}s" if done.num_places > 1 else f"the {kind}"
+    text = f"{who} took at most {used.peak_bytes / 2**30:.3g} GiB of the {total:.3g} of {place}"
+    text += f", {added / 2**30:.2g} GiB more than before the round"
     if done.micro_batch_rows != plan.micro_batch_rows:
         text += f", with {done.micro_batch_rows} rows a micro-batch in place of {plan.micro_batch_rows}"
-    if share < FULL:
+    if used.peak_bytes / used.total_bytes < FULL:
         return Finding("memory", text)
     mend = "Lower per_device_train_batch_size, set gradient_checkpointing=True, or train an adapter."
     return Finding("memory", f"{text}.", "warning", mend)

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
+from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
+from groupgrad import dist
 from groupgrad.cockpit.reading import RunFolder
+from groupgrad.objectives.measure import maximum_where, mean_where
+from groupgrad.objectives.mismatch import mismatch_gap
+from groupgrad.preflight.round_memory import MemoryWatch, Usage
+from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.trainer.batch_findings import FirstBatch
+from groupgrad.trainer.mismatch_watch import MISMATCH
 from groupgrad.trainer.run_summary import StartLines
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
+"""Key of the mean distance (nats) between the log-probs of trainer and sampler."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,14 +35,14 @@ class Round:
     micro_batch_rows: int
     sample: str
     """A prompt with its completion, shortened."""
-    peak_bytes: int
-    """The most memory of this process, or of its accelerator, since the process began."""
-    total_bytes: int
-    """All memory of the machine or accelerator."""
+    memory: Usage
+    """Memory of the machine or accelerator that was closest to full."""
+    num_places: int = 1
+    """Number of machines or accelerators."""
 
 
 def make_round(trainer: Any, num_prompts: int) -> Round:
-    """Makes one round of a trainer, which is of no other use afterwards. Its weights stay as they are.
+    """Makes one round of a trainer, which is of no other use afterwards. Its weights stay as they are. Collective.
 
     Nothing is reported, evaluated or saved. Files go to the trainer's `output_dir`.
     """
@@ -55,18 +58,21 @@ def make_round(trainer: Any, num_prompts: int) -> Round:
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(StartLines)
     trainer.remove_callback(FirstBatch)
+    comparison = _Comparison(trainer)
+    trainer.add_callback(comparison)
     trainer._start_anew()
+    watch = MemoryWatch(config.device)
     trainer.train()
     event = next(event for event in reversed(trainer.state.log_history) if "step_time" in event)
-    peak, total = _memory(config.device)
+    memory, num_places = watch.fullest()
     plan = trainer.plan
     return Round(
-        metrics=event,
+        metrics={**event, **comparison.numbers(event)},
         rows=plan.generation_batch_size,
         micro_batch_rows=plan.micro_batch_rows,
         sample=_sample(Path(config.output_dir)),
-        peak_bytes=peak,
-        total_bytes=total,
+        memory=memory,
+        num_places=num_places,
     )
 
 
@@ -81,6 +87,39 @@ def _set_sizes(config: Any, plan: Any, num_prompts: int) -> None:
     config.generation_batch_size, config.steps_per_generation = None, config.gradient_accumulation_steps
 
 
+class _Comparison(TrainerCallback):
+    """Scores all that the round has sampled and compares the log-probs with the sampler's.
+
+    Training measures that only where the sampler is exact and a row has a gradient.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._gap: dict[str, float] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Makes the comparison. Collective. The step's times have been taken already."""
+        store, scorer = MetricStore(), self._trainer.components.scorer
+        for experience in self._trainer._step_log.experiences:
+            batch = experience.batch
+            with dist.errors_on_all_ranks():
+                scores = scorer.policy(batch, rows_per_pass=self._trainer.plan.micro_batch_rows)
+            if batch.sampling_logprobs is not None:
+                gap = mismatch_gap(scores.logprobs, batch.sampling_logprobs, batch)
+                distance = gap.values.abs()
+                store.add({MISMATCH: maximum_where(distance, gap.measured)})
+                store.add({DIFFERENCE: mean_where(distance, gap.measured)})
+        self._gap = store.flush()
+
+    def numbers(self, event: dict[str, Any]) -> dict[str, float]:
+        """Returns the largest gap of a sampler that is exact, of others the mean one, unless `event` has it."""
+        if not self._gap:
+            return {}
+        if self._trainer.components.collector.rollouts.is_exact:
+            return {MISMATCH: max(self._gap[MISMATCH], event.get(MISMATCH, 0.0))}
+        return {DIFFERENCE: event.get(DIFFERENCE, self._gap[DIFFERENCE])}
+
+
 def _sample(folder: Path, width: int = 160) -> str:
     """Returns the first prompt and completion of the run in a folder; empty if it has stored none."""
     rows = RunFolder(folder).rows(1)
@@ -88,13 +127,3 @@ def _sample(folder: Path, width: int = 160) -> str:
         return ""
     prompt, completion = (str(rows[0][name]) for name in ("prompt", "completion"))
     return f"{prompt[-width:]!r} is answered by {completion[:width]!r}"
-
-
-def _memory(device: Any) -> tuple[int, int]:
-    """Returns the peak and the total memory in bytes of an accelerator, or of this process and machine."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    peak = psutil.Process().memory_info().rss
-    if resource is not None:
-        peak = max(peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    return peak, psutil.virtual_memory().total
