@@ -47,14 +47,15 @@ def make_round(trainer: Any, num_prompts: int) -> Round:
     Nothing is reported, evaluated or saved. Files go to the trainer's `output_dir`.
     """
     config, plan = trainer.args, trainer.plan
-    if not trainer.is_deepspeed_enabled:  # DeepSpeed has read the sizes already
-        _set_sizes(config, plan, num_prompts)
+    _set_sizes(config, plan, num_prompts)
     config.max_steps, config.learning_rate = 1, 0.0
     config.lr_scheduler_type, config.lr_scheduler_kwargs = SchedulerType.CONSTANT, {}
     config.logging_strategy, config.logging_steps = IntervalStrategy.STEPS, 1
     config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
     config.save_strategy, config.load_best_model_at_end = SaveStrategy.NO, False
     config.resume_from_checkpoint = None
+    if trainer.is_deepspeed_enabled:
+        _tell_deepspeed(trainer)
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(StartLines)
     trainer.remove_callback(FirstBatch)
@@ -85,6 +86,23 @@ def _set_sizes(config: Any, plan: Any, num_prompts: int) -> None:
     config.per_device_train_batch_size = math.gcd(plan.micro_batch_rows, rows)
     config.gradient_accumulation_steps = rows // config.per_device_train_batch_size
     config.generation_batch_size, config.steps_per_generation = None, config.gradient_accumulation_steps
+
+
+def _tell_deepspeed(trainer: Any) -> None:
+    """Replaces the sizes and the learning rate of the run, which DeepSpeed's configuration has been filled with."""
+    config, settings = trainer.args, trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    rows, accumulation = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    values = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": rows * accumulation * config.world_size,
+        "optimizer.params.lr": config.learning_rate,
+        "scheduler.params.warmup_max_lr": config.learning_rate,
+    }
+    for key, value in values.items():
+        parent, name = settings.find_config_node(key)
+        if parent is not None and name in parent:
+            parent[name] = value
 
 
 class _Comparison(TrainerCallback):
