@@ -84,3 +84,22 @@ def test_the_demo_is_interrupted_while_it_makes_its_model(tmp_path: Path, termin
     terminal.read(b"1. Base model:")
     status, shown = terminal.interrupted()
     assert status == 130 and shown.endswith("\ngroupgrad demo: interrupted\n") and "Traceback" not in shown
+
+
+@pytest.mark.slow
+def test_a_check_that_is_interrupted_prints_what_it_has_found(
+    tmp_path: Path, model_dir: Path, terminals: list[Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "what"}\n' * 8)
+    Path("own_rewards.py").write_text(
+        "import time\n\ndef waits(**columns):\n    print('the reward waits', flush=True)\n    time.sleep(300)\n"
+    )
+    run = ["--model_name_or_path", str(model_dir), "--dataset_name", "rows.jsonl", "--output_dir", "out"]
+    run += ["--reward_funcs", "own_rewards.waits", "--use_cpu", "--max_completion_length", "8", "--max_steps", "1"]
+    terminals.append(terminal := Terminal("check", *run, "--report_to", "none", "--bf16", "False"))
+    terminal.read(b"the reward waits")
+    status, shown = terminal.interrupted()
+    assert status == 130 and "Traceback" not in shown
+    assert shown.startswith("error    round      it was interrupted\n\n1 error, ")
+    assert shown.endswith("\n\ngroupgrad check: interrupted\n")

@@ -73,6 +73,9 @@ def main(argv: Sequence[str]) -> int:
             report.add(*(about_settings or [Finding("settings", "they fit together")]))
             is_whole = _try(trainer, parsed, report)
             report.end()
+            is_interrupted = stopping.requested() == "SIGINT"
+    if is_interrupted:
+        raise KeyboardInterrupt
     code = 1 if count(report.findings, "error") else 0
     # Ranks that a failed round has left in different collectives do not meet again.
     return max(dist.all_gather_objects(code)) if is_whole else code
@@ -137,7 +140,10 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
     except (Exception, stopping.StopRequested) as error:  # functions of the user raise anything
         if os.environ.get("GROUPGRAD_TRACEBACK"):
             raise
-        report.fail(f"{type(error).__name__}: {error}")
+        if stopping.requested() == "SIGINT":
+            report.add(Finding("round", "it was interrupted", "error"))
+        else:
+            report.fail(f"{type(error).__name__}: {error}")
         return False
     report.add(*round_findings(trainer, done, plan, num_steps))
     return True
