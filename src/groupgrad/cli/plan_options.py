@@ -100,6 +100,13 @@ def parser() -> argparse.ArgumentParser:
     batches.add_argument(
         "--rows", type=_count, help="completions that a device samples at a time (default: those of a step)"
     )
+    _add_training(parser)
+    _add_vllm(parser)
+    return parser
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    switch = argparse.BooleanOptionalAction
     training = parser.add_argument_group("Training")
     optimizers = ["adamw", "adamw_8bit", "adafactor", "sgd"]
     training.add_argument("--optim", choices=optimizers, default="adamw", help=f"optimizer: {', '.join(optimizers)}")
@@ -113,8 +120,6 @@ def parser() -> argparse.ArgumentParser:
         default="float32",
         help="type in which gradients of bfloat16 weights are summed",
     )
-    _add_vllm(parser)
-    return parser
 
 
 def _add_vllm(parser: argparse.ArgumentParser) -> None:
