@@ -133,7 +133,7 @@ def test_ways_that_the_trainer_refuses_are_told_with_its_sentence(planned: Any, 
     assert planned("--device 80GB --devices 16") == 0
     shown = capsys.readouterr().out
     assert "refused" not in shown.lower() and "--num-processes 16" in shown
-    assert shown.endswith(" on one machine, or on several as docs/vllm.md does.\n")
+    assert shown.endswith(" on one machine, or accelerate launch --num_machines on each of several.\n")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,7 @@ def test_ways_that_the_trainer_refuses_are_told_with_its_sentence(planned: Any, 
         ),
         ("--devices 8 --vllm-server --vllm-tensor-parallel-size 8", "28 attention heads cannot be shared out in 8"),
         ("--devices 8 --context-parallel-size 2 --set torch_compile=true", "does not go with torch_compile=True"),
+        ("--set router_aux_loss_coef=0.1", "router_aux_loss_coef"),
     ],
 )
 def test_settings_of_which_the_trainer_refuses_every_way_cannot_be_planned_for(
@@ -158,6 +159,13 @@ def test_settings_of_which_the_trainer_refuses_every_way_cannot_be_planned_for(
     assert planned(f"--device 80GB {words}") == 2
     shown = capsys.readouterr()
     assert text in re.sub(r"\s+", " ", shown.err) and shown.out == ""
+
+
+def test_a_size_of_a_vllm_needs_a_vllm(planned: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        planned("--device 80GB --vllm-tensor-parallel-size 2")
+    shown = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert ended.value.code == 2 and "--vllm-tensor-parallel-size 2 is of a vLLM, and none samples; add" in shown
 
 
 def test_no_more_than_eight_times_the_devices_are_proposed(planned: Any, capsys: Any) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from groupgrad.cli.command_parser import refuse
 from groupgrad.cli.plan_options import parsed, parser
+from groupgrad.imports import quick_imports
 
 __all__ = ["main", "parser"]
 
@@ -18,9 +18,10 @@ _PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scra
 def main(argv: Sequence[str]) -> int:
     """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
     options = parsed(argv)
-    from groupgrad.engines.vllm.tensor_parallel import check_tensor_parallel
-    from groupgrad.planning.fitting import choices, recommended
-    from groupgrad.planning.shapes import has_tower, model_shape, read_config, whole_rows
+    with quick_imports():
+        from groupgrad.engines.vllm.tensor_parallel import check_tensor_parallel
+        from groupgrad.planning.fitting import choices, recommended
+        from groupgrad.planning.shapes import has_tower, model_shape, read_config, whole_rows
 
     sizes = _run_sizes(options)
     try:
@@ -31,11 +32,11 @@ def main(argv: Sequence[str]) -> int:
             )
         config = read_config(options.model)
         shape = model_shape(options.model, config, half=options.half)
-        obstacle = partial(whole_rows, config, options.settings)
-        if options.context_parallel_size > 1 and (reason := obstacle()) is not None:
+        obstacle = whole_rows(config, options.settings)
+        if options.context_parallel_size > 1 and obstacle is not None:
             raise ValueError(
                 f"--context-parallel-size {options.context_parallel_size} cuts the tokens of a row over devices, and "
-                f"{reason}"
+                f"{obstacle}"
             )
         if sizes.colocate is not None:
             check_tensor_parallel(shape.text, sizes.colocate.tensor_parallel_size, ranks=sizes.devices)
@@ -135,8 +136,8 @@ def _context_remark(shape: Any, sizes: Any) -> str | None:
     )
 
 
-def _advice(shape: Any, sizes: Any, device: int, best: Any, obstacle: Callable[[], str | None]) -> str:
-    """What to set, or that nothing fits. `obstacle` says why devices cannot train each row together."""
+def _advice(shape: Any, sizes: Any, device: int, best: Any, obstacle: str | None) -> str:
+    """Says what to set, or that nothing fits. `obstacle` is the reason why devices cannot train each row together."""
     from groupgrad.planning.fitting import smallest_device
 
     remedies = _with_server(shape, sizes, device)
@@ -170,7 +171,7 @@ def _start(sizes: Any) -> str:
     """The flags that start the processes of a way to run; the settings of a run may say themselves how to shard."""
     is_set = sizes.sharding == "ddp" or sizes.only_sharding is not None
     profile = "" if is_set else f" --accelerate-config {sizes.sharding}"
-    nodes = "" if sizes.devices <= 8 else " on one machine, or on several as docs/vllm.md does"
+    nodes = "" if sizes.devices <= 8 else " on one machine, or accelerate launch --num_machines on each of several"
     return f"Start it with groupgrad train --num-processes {sizes.devices}{profile}{nodes}."
 
 
@@ -189,7 +190,7 @@ def _vllm_beside(shape: Any, best: Any, device: int) -> str:
 
 
 def _server(shape: Any, sizes: Any, device: int, tensor_parallel_size: int | None) -> str:
-    """What each device of a vLLM server needs, and how that compares to a training device."""
+    """Says what each device of a vLLM server needs, and whether a training device has as much."""
     from groupgrad.planning.fitting import USABLE, server_need
 
     need = server_need(shape, sizes, device, tensor_parallel_size)
@@ -224,14 +225,14 @@ def _with_server(shape: Any, sizes: Any, device: int) -> list[str]:
     return [] if served is None else [f"If a vLLM server on other devices samples (--vllm-server), {served.name} fits."]
 
 
-def _with_devices(shape: Any, sizes: Any, device: int, obstacle: Callable[[], str | None]) -> list[str]:
+def _with_devices(shape: Any, sizes: Any, device: int, obstacle: str | None) -> list[str]:
     """Sentences about the ways that fit if devices train each row together, or if there are more of them."""
     from groupgrad.planning.fitting import with_context_parallel, with_more_devices
 
     cuts = with_context_parallel(shape, sizes, device)
     texts = [
         f"If {number} devices train each row together (--context-parallel-size {number}), {cut.name} fits."
-        for cut in (cuts if cuts and obstacle() is None else [])
+        for cut in (cuts if cuts and obstacle is None else [])
         for number in [cut.sizes.context_parallel_size]
     ]
     if (wider := with_more_devices(shape, sizes, device)) is not None:

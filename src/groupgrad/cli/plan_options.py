@@ -156,7 +156,8 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         flags.error(f"{path}: {clash}")
     given = {word.partition("=")[0].replace("_", "-") for word in argv}
     for setting in asked.set:
-        flag = "--" + _FIELDS.get(_name(setting), "").replace("_", "-")
+        names = {**_FIELDS, "vllm_tensor_parallel_size": "vllm_tensor_parallel_size"}
+        flag = "--" + names.get(_name(setting), "").replace("_", "-")
         if flag in given:
             flags.error(f"--set {setting}: {flag} is given too; set it in one place")
     vllm_flags = {"--vllm-server", "--vllm-colocate"}
@@ -255,6 +256,11 @@ def _checked_together(flags: argparse.ArgumentParser, options: argparse.Namespac
     """The options. Exits with status 2 for those that exclude each other."""
     if options.vllm_server and options.vllm_colocate:
         flags.error("--vllm-server and --vllm-colocate exclude each other; give one of them")
+    if options.vllm_tensor_parallel_size is not None and not (options.vllm_server or options.vllm_colocate):
+        flags.error(
+            f"--vllm-tensor-parallel-size {options.vllm_tensor_parallel_size} is of a vLLM, and none samples; add "
+            "--vllm-colocate or --vllm-server, or leave it out"
+        )
     if options.sharding is not None and options.context_parallel_size > 1:
         flags.error(
             f"fsdp and deepspeed exclude --context-parallel-size (now {options.context_parallel_size}); set it to 1"
@@ -305,6 +311,8 @@ def _completed(options: argparse.Namespace, settings: dict[str, Any]) -> argpars
     options.colocate = tuple((colocate | {"tensor_parallel_size": options.vllm_tensor_parallel_size or 1}).values())
     is_kept = _OPTIMIZERS.get(str(settings.get("optim")), settings.get("optim")) == options.optim
     options.settings = {name: value for name, value in settings.items() if is_kept or name != "optim"}
+    if options.gradient_dtype == "weights":
+        options.settings["gradient_dtype"] = "weights"
     options.sharding = _sharding(settings)
     options.zero = _zero_buffers(settings) if options.sharding == "zero3" else {}
     options.way = "4-bit" if settings.get("load_in_4bit") else "LoRA" if settings.get("use_peft") else ""

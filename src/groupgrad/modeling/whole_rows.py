@@ -10,7 +10,7 @@ from groupgrad.modeling.vlm import is_multimodal
 
 
 def whole_rows_reason(model: nn.Module, padded_because: str | None, *, aux_loss: bool) -> str | None:
-    """Why the tokens of a row of `model` cannot be on several ranks, and what to set; None if they can.
+    """Says why the tokens of a row of `model` cannot be on several ranks, and what to set; None if they can.
 
     `padded_because` says why the model runs on padded rows only; None if it does not.
     """

@@ -129,7 +129,7 @@ def server_need(
 
 
 def _need_of_each(shape: ModelShape, sizes: RunSizes, tensor_parallel_size: int) -> ServerNeed:
-    """What each of so many devices of a vLLM server needs."""
+    """Returns the need of each device of a vLLM server on so many."""
     rows = (sizes.generation_rows or sizes.rows) * sizes.devices
     alone, served = (
         _least_served(shape, replace(sizes, colocate=Colocate(tensor_parallel_size=size)))

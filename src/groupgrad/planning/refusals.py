@@ -19,7 +19,7 @@ _OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
 def refusal(sizes: RunSizes) -> str | None:
     """The sentences of the rules that a way to run breaks; None if it breaks none.
 
-    Rules that the run breaks with the whole model on each device, too, are not about the way.
+    Rules that the run also breaks with the whole model on each device say nothing about the way, and are left out.
     """
     settings = {
         "optim": _OPTIMIZERS.get(sizes.optimizer, sizes.optimizer),

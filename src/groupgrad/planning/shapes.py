@@ -141,7 +141,7 @@ def has_tower(config: Any) -> bool:
 
 
 def whole_rows(config: Any, settings: Mapping[str, Any]) -> str | None:
-    """Why devices cannot train a row of this model together, and what to set; None if they can.
+    """Says why devices cannot train a row of this model together, and what to set; None if they can.
 
     `settings` are those of the run, of which `disable_dropout` and `router_aux_loss_coef` are read. ValueError if they
     ask for the loss of experts that the model has not.
