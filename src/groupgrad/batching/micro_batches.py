@@ -139,7 +139,7 @@ class MicroBatchRules:
     balance_ranks: bool = False
     """The ranks first give rows to each other (`balance_over_ranks`)."""
     attention_cost: float = 0.0
-    """Cost of one token's attention to another, in forward passes of a token; by it ranks get equal work."""
+    """Cost of one token's attention to another; the unit is the forward pass of a token (`row_costs`)."""
     context: dist.RankGroup | None = None
     """Ranks that make their passes together, so that each of them has the rows of all; None: each has its own."""
 

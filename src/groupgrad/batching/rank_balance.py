@@ -15,7 +15,7 @@ from groupgrad.batch import Batch
 from groupgrad.batching.packing import RowCost, row_costs, split, total_cost
 
 LEAST_GAINS = ((1.03, 0.03), (1.05, 0.01), (math.inf, 0.0))
-"""Minimum share of the slowest rank's cost that moving rows must save, if it costs at most so many times the mean."""
+"""(bound, gain): if the slowest rank costs at most `bound` times the mean, a move must save this share of its cost."""
 
 
 def balance_over_ranks(

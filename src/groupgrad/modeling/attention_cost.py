@@ -1,7 +1,8 @@
-"""What attention costs beside the rest of a model, by which ranks are given equal work."""
+"""Estimates what attention costs beside the rest of a model; ranks are given equal work by it."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -33,8 +34,10 @@ def attention_cost(model: nn.Module) -> float:
 
 
 def _query_numbers(layer: Any) -> int:
-    """Numbers of the queries of one token in a layer."""
+    """Numbers of the queries of one token in a layer; if values have another width, the mean of both."""
     heads = getattr(layer, "num_attention_heads", None) or 0
+    if (values := getattr(layer, "v_head_dim", None)) and hasattr(layer, "qk_nope_head_dim"):  # latent attention
+        return heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + values) // 2
     return heads * int(getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // max(heads, 1))
 
 
@@ -47,6 +50,7 @@ def _weights_of_a_token(model: nn.Module, text: Any) -> float:
         weights -= num_parameters(embedding)
     chosen: int = getattr(text, "num_experts_per_tok", None) or 0
     for name, stacked in model.named_parameters() if chosen else ():
-        if ".experts." in name and stacked.dim() == 3:  # (experts, outputs, inputs)
-            weights -= stacked.numel() * (1.0 - min(1.0, chosen / stacked.shape[0]))
+        shape = getattr(stacked, "ds_shape", stacked.shape)  # under ZeRO-3 the parameter itself is empty
+        if ".experts." in name and len(shape) == 3:  # (experts, outputs, inputs)
+            weights -= math.prod(shape) * (1.0 - min(1.0, chosen / shape[0]))
     return max(weights, 1.0)

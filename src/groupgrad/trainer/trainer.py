@@ -444,6 +444,7 @@ class GRPOTrainer(TrainingRun):
         """Decide what holds for all steps, once the model is placed and perhaps sharded over ranks."""
         is_shared, context = is_sharded(self.model), self.execution.context
         is_one_group = context is not None and context.size == dist.world_size()
+        balances = self.args.balance_ranks and dist.is_active() and not is_one_group
         self.sampler_logprobs.begin_training(is_shared=is_shared)
         self._rules = MicroBatchRules(
             self.components.policy_options,
@@ -451,8 +452,8 @@ class GRPOTrainer(TrainingRun):
             # DeepSpeed counts backward passes, and a sharded model's are collectives.
             backward_everywhere=self.is_deepspeed_enabled or is_shared,
             one_pass=is_shared,
-            balance_ranks=self.args.balance_ranks and dist.is_active() and not is_one_group,
-            attention_cost=attention_cost(self.model),
+            balance_ranks=balances,
+            attention_cost=attention_cost(self.model) if balances else 0.0,
             context=context,
         )
 

@@ -134,7 +134,7 @@ class Rectangle:
 
 @dataclass(slots=True, frozen=True)
 class Rectangles:
-    """All segments of a `PackedLevel`, for kernels that take none of unlike length."""
+    """All segments of a `PackedLevel`, for kernels that need segments of equal length."""
 
     parts: tuple[Rectangle, ...]
     tokens: torch.Tensor
@@ -154,8 +154,6 @@ class PackedLevel:
     sources: torch.Tensor
     """(n,) int64 index of each segment's initial state: in the first level in the given states followed by zeros, else
     in the final states of the level before."""
-    rectangles: Rectangles
-    """The same segments as rectangles."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -184,6 +182,7 @@ class Recurrence:
         self._num_tokens = sum(segment.length for segment in self._segments)
         self._chunks: dict[tuple[int, torch.device], Chunks] = {}
         self._packed: dict[torch.device, Packed] = {}
+        self._rectangles: dict[torch.device, list[Rectangles]] = {}
         self._heads: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self._continuing: list[int] = []
         """Segments (by number) that begin with `initial_states`; others with zeros or their prompt's final state."""
@@ -246,6 +245,13 @@ class Recurrence:
             self._packed[device] = self._make_packed(device)
         return self._packed[device]
 
+    def rectangles(self, device: torch.device) -> list[Rectangles]:
+        """The segments of each level of `packed`; made once for all layers."""
+        if device not in self._rectangles:
+            lengths = [level.bounds.diff().tolist() for level in self.packed(device).levels]
+            self._rectangles[device] = [_rectangles(level, device) for level in lengths]
+        return self._rectangles[device]
+
     def _make_packed(self, device: torch.device) -> Packed:
         def tensor(numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
             return torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -264,14 +270,7 @@ class Recurrence:
             number_of.update({segment.start: len(number_of) + rank for rank, segment in enumerate(level)})
             own = np.concatenate([np.arange(s.start, s.start + s.length) for s in level])
             bounds = np.cumsum([0, *(segment.length for segment in level)])
-            levels.append(
-                PackedLevel(
-                    tensor(own),
-                    tensor(bounds),
-                    tensor(sources),
-                    _rectangles([segment.length for segment in level], device),
-                )
-            )
+            levels.append(PackedLevel(tensor(own), tensor(bounds), tensor(sources)))
             places.append(own)
         ends = [number_of[self._segments[index].start] for index in self._left]
         return Packed(tuple(levels), tensor(np.argsort(np.concatenate(places))), tensor(ends))

@@ -46,7 +46,7 @@ def _is_installed(package: str) -> bool:
 
 
 def by_package(function: Callable[..., Any], name: str, recurrence: Recurrence, *args: Any, **options: Any) -> Any:
-    """What transformers' `function` of this name computes for flat tokens, whose shapes are those of its arguments."""
+    """Computes flat tokens by transformers' `function` of this name, whose arguments these are."""
     if name == "causal_conv1d_fn":
         return recurrent_scans.causal_conv1d(recurrence, *args, **options, function=function)
     return (_mamba2_scan if name == "mamba2_chunk_scan" else _delta_rule)(function, recurrence, *args, **options)
@@ -96,9 +96,11 @@ def _mamba2_scan(
 ) -> torch.Tensor:
     """(1, T, H, P) outputs of Mamba-2's scan; a step of length 0, as padding has, leaves the state as it is."""
 
+    of_levels = iter(recurrence.rectangles(hidden_states.device))
+
     def compute(level: PackedLevel, inputs: Sequence[torch.Tensor], initial: torch.Tensor) -> tuple[Any, Any]:
-        outputs, finals = [], []
-        for part in level.rectangles.parts:
+        outputs, finals, rectangles = [], [], next(of_levels)
+        for part in rectangles.parts:
             x, steps, b, c = (tensor[0, part.places] for tensor in inputs)
             output, final = function(
                 x,
@@ -112,8 +114,8 @@ def _mamba2_scan(
             )
             outputs.append(output.flatten(0, 1))
             finals.append(final.mT)
-        of_tokens = torch.cat(outputs).index_select(0, level.rectangles.tokens)
-        return of_tokens[None], torch.cat(finals).index_select(0, level.rectangles.order)
+        of_tokens = torch.cat(outputs).index_select(0, rectangles.tokens)
+        return of_tokens[None], torch.cat(finals).index_select(0, rectangles.order)
 
     steps = step_lengths(dt, dt_bias, dt_limit, softplus=dt_softplus)
     inputs = (hidden_states, steps, B, C)
