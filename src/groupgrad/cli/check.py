@@ -66,10 +66,11 @@ def main(argv: Sequence[str]) -> int:
         ours = [w for w in caught if issubclass(w.category, UserWarning) and "torch" not in Path(w.filename).parts]
         about_settings = [Finding("settings", text, "warning") for text in dict.fromkeys(str(w.message) for w in ours)]
         from groupgrad import dist, stopping
+        from groupgrad.config.launcher import holds_parts
 
         report = _Report()
         # A launcher signals the other ranks as soon as one has ended, perhaps before the findings are printed.
-        with stopping.received_signals():
+        with stopping.received_signals(leaves_work=not holds_parts(trainer.args)):
             report.add(*(about_settings or [Finding("settings", "they fit together")]))
             is_whole = _try(trainer, parsed, report)
             report.end()
@@ -140,8 +141,8 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
     except (Exception, stopping.StopRequested) as error:  # functions of the user raise anything
         if os.environ.get("GROUPGRAD_TRACEBACK"):
             raise
-        if stopping.requested() == "SIGINT":
-            report.add(Finding("round", "it was interrupted", "error"))
+        if (name := stopping.requested()) is not None:
+            report.add(Finding("round", f"it was stopped by {name}", "error"))
         else:
             report.fail(f"{type(error).__name__}: {error}")
         return False

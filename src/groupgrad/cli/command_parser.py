@@ -17,7 +17,7 @@ EXIT_CODES: dict[int, str] = {
     70: "a phase hung, or another rank ended, and this process did not react; stderr names the cause",
     73: "the disk refused the last checkpoint; all steps were made",
     75: "stopped by SIGTERM or SIGUSR1 after a checkpoint; start again with --resume_from_checkpoint auto",
-    130: "stopped by Ctrl-C; training has written a checkpoint",
+    130: "stopped by Ctrl-C; training then writes a checkpoint after its step, unless a second one follows",
 }
 """Exit status -> what it means."""
 
@@ -28,6 +28,7 @@ COMMAND_CODES: dict[str, dict[int, str]] = {
         0: "there is no error; there may be warnings",
         1: "something that was found is an error, or the round failed",
         2: EXIT_CODES[2],
+        70: EXIT_CODES[70],
     },
     "plan": {0: "something fits", 1: "nothing fits", 2: "the command line or the model's configuration cannot work"},
     "sweep": {

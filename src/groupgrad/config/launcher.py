@@ -36,6 +36,11 @@ def uses_fsdp(config: TrainingArguments) -> bool:
     return bool(config.fsdp) or env_flag("ACCELERATE_USE_FSDP")
 
 
+def holds_parts(config: TrainingArguments) -> bool:
+    """True if each rank holds a part of the model, so that ranks are in collectives whenever they compute with it."""
+    return zero_stage(config) == 3 or uses_fsdp(config)
+
+
 def fsdp_settings(config: TrainingArguments) -> dict[str, Any]:
     """The keys of `fsdp_config`, without a prefix `fsdp_`, from the config or else the launcher; {} without FSDP."""
     if config.fsdp:

@@ -29,7 +29,7 @@ class Usage:
     peak_bytes: int
     """The most during the round: the sum over the ranks of each one's peak."""
     before_bytes: int
-    """What they had when the round began."""
+    """The memory that they had when the round began."""
     total_bytes: int
     """All memory of the machine or accelerator."""
     num_ranks: int = 1
@@ -88,8 +88,8 @@ def _forget_peak() -> None:
 
 def _peak_bytes() -> int:
     """Returns the most resident memory of this process since `_forget_peak`."""
-    present = psutil.Process().memory_info().rss
+    present = psutil.Process().memory_info()
     if resource is None:
-        return present
+        return max(present.rss, getattr(present, "peak_wset", 0))
     unit = 1 if sys.platform == "darwin" else 1024
-    return max(present, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    return max(present.rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

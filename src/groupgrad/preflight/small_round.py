@@ -97,6 +97,7 @@ def _tell_deepspeed(trainer: Any) -> None:
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": rows * accumulation * config.world_size,
         "optimizer.params.lr": config.learning_rate,
+        "scheduler.params.warmup_min_lr": config.learning_rate,
         "scheduler.params.warmup_max_lr": config.learning_rate,
     }
     for key, value in values.items():

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from groupgrad import dist, stopping
 from groupgrad.activity import doing
 from groupgrad.batch import Batch
-from groupgrad.config.launcher import uses_fsdp, zero_stage
+from groupgrad.config.launcher import holds_parts
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import Paused, Stopped, StopRequested
 from groupgrad.telemetry.completions import CompletionLog
@@ -153,9 +153,7 @@ class StoppableRun(CheckpointedRun):
         for callback in callbacks:
             self.add_callback(callback)
         ignored = ("SIGTERM",) if self.args.enable_jit_checkpoint else ()
-        # Ranks that hold parts of one model are inside collectives whenever they compute with it.
-        is_sharded = zero_stage(self.args) == 3 or uses_fsdp(self.args)
-        received = stopping.received_signals(ignored=ignored, leaves_work=not is_sharded)
+        received = stopping.received_signals(ignored=ignored, leaves_work=not holds_parts(self.args))
         with received if self._receives_signals else nullcontext():
             try:
                 yield
