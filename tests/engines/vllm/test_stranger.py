@@ -149,7 +149,11 @@ def test_a_slow_body_is_given_up_and_holds_nothing_up(
     "nothing",
 )
 def test_an_answer_that_nobody_reads_keeps_no_push_waiting(
-    server: SimulatedServer, trainer: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch
+    server: SimulatedServer,
+    trainer: VLLMServerPool,
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(server_requests, "UNREAD_S", 0.5)
     with socket.create_connection(("127.0.0.1", server.port), timeout=5.0) as connection:
@@ -160,6 +164,7 @@ def test_an_answer_that_nobody_reads_keeps_no_push_waiting(
         trainer.push(model, 1)
         assert time.monotonic() - started < 4.0
         assert call(server.address, "info", timeout_s=5.0)["num_sampling"] == 0
+    assert "the answer of /v1/endless is given up: the caller" in caplog.text
 
 
 @pytest.mark.parametrize("body", BAD_JSON, ids=str)

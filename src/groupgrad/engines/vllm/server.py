@@ -40,7 +40,16 @@ from groupgrad.engines.vllm.api_keys import VARIABLE, check_key
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, MISSING_KEY_STATUS
 from groupgrad.engines.vllm.lora import lora_request
 from groupgrad.engines.vllm.row_stream import RowStream, ServerLoad
-from groupgrad.engines.vllm.server_requests import Call, Refusal, header, read_in_time, replayed, take, take_timeout
+from groupgrad.engines.vllm.server_requests import (
+    UNREAD_S,
+    Call,
+    Refusal,
+    header,
+    read_in_time,
+    replayed,
+    take,
+    take_timeout,
+)
 from groupgrad.engines.vllm.transfer_plugin import TRANSFER_CONFIG
 from groupgrad.engines.vllm.vllm_params import check_options
 from groupgrad.engines.vllm.weight_receiver import REFUSED
@@ -195,7 +204,9 @@ class Routes:
         try:
             await self._app(scope, replayed(body, receive), read_in_time(send))
         except (ConnectionAbortedError, ClientDisconnect) as error:
-            logger.warning("the answer of %s is given up: %s", scope["path"], error or "the caller went away")
+            # Starlette leaves out the reason.
+            reason = str(error) or f"the caller went away, or has read nothing for {UNREAD_S:g} s"
+            logger.warning("the answer of %s is given up: %s", scope["path"], reason)
         finally:
             self._load.num_sampling -= samples
 

@@ -19,7 +19,7 @@ MAX_TIMEOUT_S = 86400.0
 SILENCE_S = 60.0
 """Time to send a body, plus one second for each MiB that it announces, or may have if it announces no length."""
 UNREAD_S = 60.0
-"""Time in which a caller has to read a part of its answer."""
+"""Time that a caller has for reading each part of its answer."""
 
 
 class Refusal(Exception):
