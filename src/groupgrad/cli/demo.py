@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from groupgrad.cli.command_parser import CommandParser
+from groupgrad.imports import quick_imports
 
 
 def main(argv: Sequence[str]) -> int:
@@ -16,8 +17,9 @@ def main(argv: Sequence[str]) -> int:
     # Threads that spin while they wait slow a run down tenfold when other processes use the same cores. OpenMP reads
     # this when PyTorch is first imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from groupgrad.cli.parsing import command_of
-    from groupgrad.demo.run import run
+    with quick_imports():
+        from groupgrad.cli.parsing import command_of
+        from groupgrad.demo.run import run
 
     # Keeps the order of text and bars when the output goes into a pipe.
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]

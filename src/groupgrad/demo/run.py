@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 from transformers.utils import logging as transformers_logging
 
 from groupgrad.config import GRPOConfig
@@ -48,6 +54,14 @@ DRAWS = importlib.util.find_spec("matplotlib") is not None
 """True if a picture of the rewards is drawn."""
 
 
+class _KeepBase(TrainerCallback):
+    """Saves the model that GRPO starts from, once the run has its folder to itself."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        """Writes `BASE`."""
+        model.save_pretrained(Path(args.output_dir) / BASE)
+
+
 @dataclass(slots=True, frozen=True)
 class Measured:
     """A model on the held-out prompts, at temperature 1 (what is trained and judged) and greedily (for comparison)."""
@@ -72,12 +86,12 @@ def run(options: argparse.Namespace, command: dict[str, Any] | None = None) -> i
         warm_up(model, tokenizer, splits.warm_up, num_steps=options.warm_up_steps, seed=options.seed)
     with timings.phase("evaluation"):
         before = measure(model, tokenizer, splits.held_out, options.seed)
-    model.save_pretrained(Path(options.output_dir) / BASE)
     print(f"   held-out accuracy {before.sampled.accuracy:.1%}, format {before.sampled.format_rate:.1%}\n")
 
     print(f"2. GRPO: {options.grpo_steps} steps")
     trainer = make_trainer(options, model)
     trainer.recorder.command = command
+    trainer.add_callback(_KeepBase)
     with timings.phase("GRPO"):
         trainer.train()
     print(f"\n{seconds_of_a_step(trainer.state.log_history)}\n{mismatch(trainer.state.log_history)}")
