@@ -116,7 +116,7 @@ def _lines(values: Mapping[str, Sequence[str]], most: int) -> list[str]:
 
 
 def _widest(cells: Sequence[str]) -> int:
-    return max(len(line) for cell in cells for line in cell.split("\n"))
+    return max((len(line) for cell in cells for line in cell.split("\n")), default=0)
 
 
 def _header(name: str) -> str:
