@@ -47,6 +47,7 @@ from groupgrad.engines.vllm.server_requests import (
     header,
     read_in_time,
     replayed,
+    reply,
     take,
     take_timeout,
 )
@@ -69,8 +70,6 @@ MIDDLEWARE = "groupgrad.engines.vllm.server.Routes"
 FLAGS = ("--weight-transfer-config", TRANSFER_CONFIG, "--middleware", MIDDLEWARE)
 """Arguments that make `vllm serve` a server for groupgrad's trainers."""
 PREFIX = "/groupgrad/"
-RETRY_S = 1
-"""Seconds after which a caller that was refused during a push may retry."""
 PORT_FIELDS = {"port": int, "timeout_s": float}
 GROUP_FIELDS = {**PORT_FIELDS, "group": str, "backend": str, "size": int, "peer": dict}
 """Fields of a call of `init` that opens a port, or forms a process group there. The address is the server's own."""
@@ -172,7 +171,7 @@ class Routes:
             await send({"type": "websocket.close", "code": 1008})
         elif not self._has_key(scope):
             story = "this server answers only with its key, as a header `Authorization: Bearer KEY`"
-            await _reply(MISSING_KEY_STATUS, {"error": story}, scope, receive, send)
+            await reply(MISSING_KEY_STATUS, {"error": story}, scope, receive, send)
         elif scope["path"].startswith(PREFIX):
             await self._answer(scope, receive, send)
         else:
@@ -198,7 +197,7 @@ class Routes:
             if samples:
                 self._check_sampling()  # a push may have begun meanwhile
         except Refusal as refusal:
-            await _reply(refusal.status, {"error": str(refusal)}, scope, receive, send)
+            await reply(refusal.status, {"error": str(refusal)}, scope, receive, send)
             return
         self._load.num_sampling += samples
         try:
@@ -234,7 +233,7 @@ class Routes:
         if isinstance(answer, RowStream):
             await _stream(answer, scope, receive, send)
         else:
-            await _reply(status, answer or {}, scope, receive, send)
+            await reply(status, answer or {}, scope, receive, send)
 
     async def route_info(self, engine: Any, call: Call) -> dict[str, Any]:
         if engine.errored:
@@ -478,15 +477,6 @@ async def _stream(rows: RowStream, scope: Any, receive: Any, send: Any) -> None:
         logger.info("a trainer went away while its rows were sampled")
     finally:
         rows.abort()
-
-
-async def _reply(status: int, answer: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:
-    from starlette.responses import JSONResponse
-
-    headers = {"retry-after": str(RETRY_S)} if status == 503 else {}
-    if status in (MISSING_KEY_STATUS, 408, 413):  # a part of the body may still be on its way
-        headers["connection"] = "close"
-    await JSONResponse(answer, status, headers)(scope, receive, send)
 
 
 def check_mode() -> None:

@@ -10,6 +10,8 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
+from groupgrad.engines.vllm.http import MISSING_KEY_STATUS
+
 T = TypeVar("T", str, int, float, bool, list, dict)
 
 JSON_BYTES = 2**20
@@ -18,6 +20,8 @@ MAX_TIMEOUT_S = 86400.0
 """Longest wait that a caller may ask for."""
 SILENCE_S = 60.0
 """Time to send a body, plus one second for each MiB that it announces, or may have if it announces no length."""
+RETRY_S = 1
+"""Seconds after which a caller that was refused during a push may retry."""
 UNREAD_S = 60.0
 """Time that a caller has for reading each part of its answer."""
 
@@ -110,6 +114,16 @@ def read_in_time(send: Any) -> Any:
             raise ConnectionAbortedError(f"the caller has read nothing of its answer for {UNREAD_S:g} s") from None
 
     return send_in_time
+
+
+async def reply(status: int, answer: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:
+    """Answers with JSON; after a refusal that may have left a part of the body on its way, the connection ends."""
+    from starlette.responses import JSONResponse
+
+    headers = {"retry-after": str(RETRY_S)} if status == 503 else {}
+    if status in (MISSING_KEY_STATUS, 408, 413):
+        headers["connection"] = "close"
+    await JSONResponse(answer, status, headers)(scope, receive, send)
 
 
 def take(values: Mapping[str, Any], name: str, kind: type[T]) -> T:
