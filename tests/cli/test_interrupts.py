@@ -34,7 +34,7 @@ class Terminal:
         os.close(screen)
 
     def read(self, until: bytes = b"") -> str:
-        """What the command prints from now on, to its end, or to the text `until`."""
+        """Returns what the command prints from now on: all of it, or up to the text `until`."""
         shown = b""
         while not until or until not in shown:
             try:

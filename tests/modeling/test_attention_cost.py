@@ -1,4 +1,4 @@
-"""What attention costs beside linear layers, by hand for small models."""
+"""The cost of attention beside that of linear layers, worked by hand for small models."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _print(target: Console, table: Table) -> None:
 
 
 def _lines(values: Mapping[str, Sequence[str]], most: int) -> list[str]:
-    """Of each row a text with a line for each value, after its name; names are padded if lines then fit in `most`.
+    """Returns a text a row: a line `name value` for each value. Names are padded if all lines then fit in `most`.
 
     A name whose line would be longer stands above its value.
     """
