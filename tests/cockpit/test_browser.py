@@ -410,7 +410,15 @@ def test_a_run_that_was_stopped_and_goes_on_is_followed(tmp_path, open_page):
         metrics.append({"step": 6, "loss": 0.0, "reward": 8.5})
         wait_until(page, "document.querySelector('.tiles').innerText.includes('8.5')")
         assert page.evaluate(ZOOM) == zoomed and page.locator("details.settings").get_attribute("open") is not None
-        events.append({"time": time.time(), "step": 6, "event": "ended"})
+        # So does the mark of the rollout that is open.
+        page.click("nav >> text=Rollouts")
+        page.click(".item:has-text('4 · 2')")
+        page.wait_for_selector(".item[aria-selected=true]:has-text('4 · 2')")
+        with page.expect_response(lambda answer: "/rollouts?" in answer.url):
+            metrics.append({"step": 7, "loss": 0.0, "reward": 9.5})
+        page.wait_for_timeout(500)  # until the answer is drawn
+        assert page.locator(".item[aria-selected=true]:has-text('4 · 2')").count() == 1
+        events.append({"time": time.time(), "step": 7, "event": "ended"})
         wait_until(page, "document.querySelector('#top .state').innerText === 'ended'")
 
 
@@ -432,6 +440,10 @@ def test_runs_are_compared_and_a_report_shows_the_same(tmp_path, open_page):
             listed, item = (page.locator(one).bounding_box() for one in (".list", ".item[aria-selected=true]"))
             assert listed["y"] <= item["y"] and item["y"] + item["height"] <= listed["y"] + listed["height"]
             assert page.evaluate("document.querySelector('.list').scrollTop") > 1000
+            page.goto(where + "#/rollouts?run=0&step=40&group=0&row=2")  # the list goes along
+            page.wait_for_selector(".item[aria-selected=true]:has-text('40 · 2')")
+            page.go_back()
+            page.wait_for_selector(".item[aria-selected=true]:has-text('1 · 3')")
             page.click("text=in second")
             wait_until(page, "document.querySelector('[name=run]').selectedOptions[0].text === 'second'")
             page.wait_for_selector(".item .chip")

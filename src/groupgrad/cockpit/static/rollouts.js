@@ -21,9 +21,10 @@ export function rolloutsPage(state, query, { source, go }) {
     rowHeight: narrow ? 66 : 44,
     label: "Rollouts",
     load: async (offset, limit) => {
-      const chosen = isSought && offset === 0 ? { chosen_step: query.step, chosen_row: query.row, chosen_phase: query.of } : {};
+      const sought = isSought && offset === 0 ? query : null;
+      const chosen = sought ? { chosen_step: query.step, chosen_row: query.row, chosen_phase: query.of } : {};
       const answer = await source.rollouts(run, { ...filters(), ...chosen, offset, limit });
-      isSought &&= !answer.complete;
+      if (sought === query && answer.complete) isSought = false; // `query` changes when another row is opened
       fill(count, `${answer.total.toLocaleString("en-US")} rollouts`, !answer.complete && ", more are being read ...", !source.live && " of this report");
       if (JSON.stringify(answer.facets) !== known) {
         known = JSON.stringify(answer.facets);
@@ -33,11 +34,16 @@ export function rolloutsPage(state, query, { source, go }) {
       return answer;
     },
     draw: drawItem,
+    isOpen,
     open: (row) => {
       const { of, ...rest } = query;
       go({ ...rest, run, ...place(row) });
     },
   });
+
+  function isOpen(row) {
+    return String(row.step) === query.step && String(row.row) === query.row && (row.phase ?? "train") === (query.of ?? "train");
+  }
 
   function filters() {
     return Object.fromEntries(FILTERS.filter((name) => query[name]).map((name) => [name, query[name]]));
@@ -177,6 +183,11 @@ export function rolloutsPage(state, query, { source, go }) {
       if (same) {
         query = next;
         drawDetail();
+        const current = list.row(list.current);
+        if (query.row !== undefined && !(current && isOpen(current))) {
+          isSought = true;
+          list.reset();
+        }
       }
       return same;
     },

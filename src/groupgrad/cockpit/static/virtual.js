@@ -7,11 +7,11 @@ const KEPT_PAGES = 30;
 /**
  * A list of `rowHeight` pixels a row. `load(offset, limit)` promises `{total, rows, place}`, where `place` is that of a row
  * to show, if any; `draw(node, row)` fills a row's node, with null for a row that is still being loaded; `open(row)` is
- * called for a click or Enter.
+ * called for a click or Enter; `isOpen(row)` is true for the row that is open, which is marked.
  */
 export class VirtualList {
-  constructor({ rowHeight, load, draw, open, label }) {
-    Object.assign(this, { rowHeight, load, draw, open });
+  constructor({ rowHeight, load, draw, open, isOpen, label }) {
+    Object.assign(this, { rowHeight, load, draw, open, isOpen });
     this.space = el("div", { class: "space" });
     this.node = el("div", { class: "list", role: "listbox", tabindex: 0, "aria-label": label }, this.space);
     this.pool = [];
@@ -87,6 +87,7 @@ export class VirtualList {
         node.style.transform = `translateY(${index * rowHeight}px)`;
         this.draw(node, row);
       }
+      if (this.current < 0 && row && this.isOpen(row)) this.current = index; // after `reset`
       node.setAttribute("aria-selected", index === this.current);
     });
     if (!count) return;
