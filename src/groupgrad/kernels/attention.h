@@ -258,8 +258,7 @@ struct RunningSoftmax {
             const Vec score = load(scores + i);
             most = score > most ? score : most;
         }
-        float highest = most[0];
-        for (int lane = 1; lane < LANES; lane++) highest = std::max(highest, most[lane]);
+        const float highest = largest(most);
         const float factor = highest > peak ? exponential(splat(peak - highest))[0] : 1.0f;
         Vec more = {};
         peak = highest;

@@ -168,7 +168,7 @@ private:
     }
 
     void add_own() const {
-        if (LANES < 16 && group.count == 1 && num_queries() >= MOST_ROWS) return add_span(columns());
+        if (group.count == 1 && num_queries() >= MOST_ROWS) return add_span(columns());
         // One span is read by all tokens; of several each has a token.
         const long step = group.count == 1 ? tokens : 1;
         for (long start = 0; start < tokens; start += step) {

@@ -146,13 +146,22 @@ inline float total(Vec value) {
     return numbers[0];
 }
 
+// The largest of a vector's lanes.
+inline float largest(Vec value) {
+    float numbers[LANES];
+    std::memcpy(numbers, &value, sizeof(value));
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) numbers[i] = numbers[half + i] > numbers[i] ? numbers[half + i] : numbers[i];
+    return numbers[0];
+}
+
 // e to the power of x within 2 units in the last place; 0 below the smallest normal number, NaN stays NaN.
 inline Vec exponential(Vec x) {
     const Vec lowest = splat(-87.3f), highest = splat(88.0f);
-    Vec y = x < lowest ? lowest : x;
-    y = y > highest ? highest : y;
-    const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
-    const Vec power = (y * 1.44269504f + shift) - shift;
+    Vec y = lowest > x ? lowest : x;  // in this order a comparison with NaN gives x, in one instruction
+    y = highest < y ? highest : y;
+    const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers, in the lowest bits
+    const Vec shifted = y * 1.44269504f + shift, power = shifted - shift;
     const Vec rest = (y - power * 0.693359375f) + power * 2.12194440e-4f;
     Vec sum = splat(1.0f / 5040);
     sum = sum * rest + 1.0f / 720;
@@ -162,7 +171,7 @@ inline Vec exponential(Vec x) {
     sum = sum * rest + 0.5f;
     sum = sum * rest + 1.0f;
     sum = sum * rest + 1.0f;
-    const Bits bits = (reinterpret_cast<Bits>(__builtin_convertvector(power, Whole)) + 127u) << 23;
+    const Bits bits = (reinterpret_cast<Bits>(shifted) + 127u) << 23;  // of 2 to that power
     return x < lowest ? Vec{} : sum * reinterpret_cast<Vec>(bits);
 }
 
