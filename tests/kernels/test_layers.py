@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.cpp_step import CompiledStep
-from groupgrad.kernels.layers import gated, gated_linear, linear, norm
+from groupgrad.kernels.layers import Activation, gated, gated_linear, linear, norm
 
 HALF_UNIT = 2.0**-24
 """Maximum relative error of rounding a number to float32 once."""
@@ -268,6 +268,44 @@ def test_gates_and_their_gradients_are_those_of_float64(shape: tuple[int, ...], 
     assert_gradients(lambda *x: gated(kernels, *x), exact_gated, [gate, up])
 
 
+def exact_gelu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """GELU with a hyperbolic tangent, as a sigmoid: 1 + tanh(z) of a very negative z is 0 in float64."""
+    return gate * torch.sigmoid(2 * inner_of_gelu(gate)) * up
+
+
+def inner_of_gelu(gate: torch.Tensor) -> torch.Tensor:
+    return math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (16,), (33, 50), (3, 4, 1400)])
+def test_gelu_gates_and_their_gradients_are_those_of_float64(shape: tuple[int, ...], kernels: ctypes.CDLL):
+    torch.manual_seed(0)
+    gate, up = (2 * torch.randn(shape)).clamp(-5, 5), torch.randn(shape)
+    wide, wide_up = gate.double(), up.double()
+    expected = exact_gelu(wide, wide_up)
+    torch.testing.assert_close(expected, nn.functional.gelu(wide, approximate="tanh") * wide_up, rtol=0, atol=1e-14)
+    gelu = lambda *x: gated(kernels, *x, activation="gelu_tanh")  # noqa: E731
+    found = gelu(gate, up)
+    # A rounded exponent makes an exponential wrong by as many half units as it is large.
+    half_units = 10 + 6 * inner_of_gelu(wide).abs()
+    assert ((found.double() - expected).abs() <= half_units * HALF_UNIT * expected.abs()).all()
+    alone = torch.cat([gelu(a, b) for a, b in zip(gate.flatten()[:40].split(1), up.flatten()[:40].split(1))])
+    assert torch.equal(found.flatten()[:40], alone)
+    assert_gradients(gelu, exact_gelu, [gate, up])
+
+
+def test_extreme_gelu_gates(kernels: ctypes.CDLL):
+    gate = torch.tensor([1e38, 1e20, 100.0, 0.0, -0.0, -20.0, -1e4, -1e20, NAN])
+    up = torch.full_like(gate, 1.5)
+    gelu = lambda *x: gated(kernels, *x, activation="gelu_tanh")  # noqa: E731
+    found = gelu(gate, up)
+    assert found[:3].tolist() == pytest.approx([1.5e38, 1.5e20, 150.0]) and found[8].isnan()
+    assert found[3:8].tolist() == pytest.approx([0.0] * 5, abs=1e-17)
+    of_gate, of_up = gradients(gelu, [gate, up], torch.ones(9))
+    assert of_gate[:8].tolist() == pytest.approx([1.5, 1.5, 1.5, 0.75, 0.75, 0.0, 0.0, 0.0], abs=1e-6)
+    assert of_up[:8].tolist() == pytest.approx([1e38, 1e20, 100.0, *[0.0] * 5], rel=1e-6, abs=1e-17)
+
+
 def test_gates_take_inputs_of_any_strides(kernels: ctypes.CDLL):
     gate, up = torch.randn(9, 20), torch.randn(20, 9)
     expected = gated(kernels, gate, up.T.contiguous())
@@ -275,13 +313,14 @@ def test_gates_take_inputs_of_any_strides(kernels: ctypes.CDLL):
     assert torch.equal(gated(kernels, gate.T.contiguous().T, up.T), expected)
 
 
+@pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_product_of_gates_keeps_no_result_of_them(has_bias: bool, kernels: ctypes.CDLL):
+def test_a_product_of_gates_keeps_no_result_of_them(has_bias: bool, activation: Activation, kernels: ctypes.CDLL):
     torch.manual_seed(0)
     inputs = [2 * torch.randn(3, 5, 37), torch.randn(3, 5, 37), torch.randn(29, 37)]
     inputs += [torch.randn(29)] if has_bias else []
-    apart = lambda gate, up, *rest: linear(kernels, gated(kernels, gate, up), *rest)  # noqa: E731
-    together = lambda *x: gated_linear(kernels, *x)  # noqa: E731
+    apart = lambda gate, up, *rest: linear(kernels, gated(kernels, gate, up, activation), *rest)  # noqa: E731
+    together = lambda *x: gated_linear(kernels, *x, activation=activation)  # noqa: E731
     assert torch.equal(together(*inputs), apart(*inputs))
     grad_output = torch.randn(3, 5, 29)
     for found, expected in zip(gradients(together, inputs, grad_output), gradients(apart, inputs, grad_output)):
@@ -289,7 +328,7 @@ def test_a_product_of_gates_keeps_no_result_of_them(has_bias: bool, kernels: cty
     kept: list[int] = []
     leaves = [x.requires_grad_() for x in inputs]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
-        gated_linear(kernels, *leaves)
+        together(*leaves)
     assert kept == [x.data_ptr() for x in leaves[:3]]
 
 

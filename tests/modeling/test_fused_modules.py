@@ -15,7 +15,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP, Lfm2RMSNorm
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeMLP, Lfm2MoeRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -61,6 +64,7 @@ def test_numbers_and_gradients_are_those_of_float64(kind: Any):
         torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
 
 
+GEMMA_PARTS: list[Any] = [GemmaRMSNorm, Gemma2RMSNorm, Gemma3RMSNorm, GemmaMLP, Gemma2MLP, Gemma3MLP]
 HYBRID_PARTS: list[Any] = [
     *(Qwen3_5RMSNorm, Qwen3_5RMSNormGated, Qwen3_5MLP, OlmoHybridRMSNormGated),
     *(Lfm2RMSNorm, Lfm2MLP, Lfm2MoeRMSNorm, Lfm2MoeMLP),
@@ -69,17 +73,20 @@ HYBRID_PARTS: list[Any] = [
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("kind", HYBRID_PARTS)
-def test_parts_of_hybrids_have_the_numbers_and_gradients_of_the_modules(kind: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", GEMMA_PARTS + HYBRID_PARTS)
+def test_parts_of_layers_have_the_numbers_and_gradients_of_the_modules(kind: Any, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     if kind in (NemotronHRMSNormGated, BambaRMSNormGated):
         config = None
     elif kind.__name__.startswith("Lfm2"):
         config: Any = transformers.Lfm2Config(hidden_size=48, intermediate_size=40)
+    elif kind in GEMMA_PARTS:
+        config = transformers.Gemma2Config(hidden_size=48, intermediate_size=40)
+        config.hidden_act = config.hidden_activation  # the first Gemma's name for it
     else:
         config = transformers.Qwen3_5TextConfig(hidden_size=48, intermediate_size=40)
     if kind.__name__.endswith("MLP"):
-        module = kind(config) if kind is Lfm2MLP else kind(config, 40)
+        module = kind(config) if kind is Lfm2MLP or kind in GEMMA_PARTS else kind(config, 40)
     elif config is None:
         module = kind(48, group_size=16 if kind is NemotronHRMSNormGated else 48, eps=1e-5)
     else:
@@ -228,7 +235,7 @@ def replaced(model: Any) -> None:
 
 
 def other_formula(model: Any) -> None:
-    model[0] = GemmaRMSNorm(48)
+    model[0] = Gemma4RMSNorm(48)
 
 
 @pytest.mark.parametrize("change", [compiled, half, replaced, other_formula])

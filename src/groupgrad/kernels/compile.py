@@ -255,8 +255,8 @@ def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.groupgrad_linear.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
     kernels.groupgrad_norm.argtypes = [pointer] * 2 + [ctypes.c_float] + [pointer] * 2 + [number] * 2 + [ctypes.c_int]
     kernels.groupgrad_norm_gradient.argtypes = [pointer] * 6 + [number] * 2 + [ctypes.c_int]
-    kernels.groupgrad_gate.argtypes = [pointer] * 3 + [number, ctypes.c_int]
-    kernels.groupgrad_gate_gradient.argtypes = [pointer] * 6 + [number, ctypes.c_int]
+    kernels.groupgrad_gate.argtypes = [pointer] * 3 + [number, ctypes.c_int, ctypes.c_int]
+    kernels.groupgrad_gate_gradient.argtypes = [pointer] * 6 + [number, ctypes.c_int, ctypes.c_int]
     kernels.groupgrad_rotate.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
     kernels.groupgrad_state_step.argtypes = [pointer, ctypes.c_int]
     kernels.groupgrad_convolution_step.argtypes = [pointer] * 5 + [number] * 5 + [ctypes.c_int] * 2

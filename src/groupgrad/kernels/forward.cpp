@@ -6,6 +6,7 @@
 
 namespace {
 
+constexpr int64_t PART = 4096;         // numbers of a gate that a thread takes at a time
 constexpr long CHUNK_FLOATS = 1 << 18;  // of rows multiplied together, which stay in a cache for all weights
 
 // Rows multiplied together.
@@ -97,27 +98,22 @@ void groupgrad_norm_gradient(const float *gradient, const float *input, const fl
     }
 }
 
-// output = silu(gates) * ups, of `count` numbers.
-void groupgrad_gate(const float *gates, const float *ups, float *output, int64_t count, int threads) {
-    constexpr int64_t PART = 4096;
+// output = activation(gates) * ups, of `count` numbers. The activation is silu or, with `is_gelu`, `TanhGelu`.
+void groupgrad_gate(const float *gates, const float *ups, float *output, int64_t count, int is_gelu, int threads) {
+    const auto compute = is_gelu ? gate_values<TanhGelu> : gate_values<Silu>;
 #pragma omp parallel for num_threads(threads) if (count > SMALL_PART)
     for (int64_t start = 0; start < count; start += PART)
-        gate_values(gates + start, ups + start, std::min(PART, count - start), output + start);
+        compute(gates + start, ups + start, std::min(PART, count - start), output + start);
 }
 
-// Gradients of silu(gates) * ups with respect to both. `output`, unless null, gets silu(gates) * ups once more; it may
-// be `gradient`.
-void groupgrad_gate_gradient(const float *gradient, const float *gates, const float *ups, float *of_gates,
-                             float *of_ups, float *output, int64_t count, int threads) {
+// What `gate_gradients` computes, of `count` numbers.
+void groupgrad_gate_gradient(const float *gradient, const float *gates, const float *ups, float *of_gates, float *of_ups,
+                             float *output, int64_t count, int is_gelu, int threads) {
+    const auto compute = is_gelu ? gate_gradients<TanhGelu> : gate_gradients<Silu>;
 #pragma omp parallel for num_threads(threads) if (count > SMALL_PART)
-    for (int64_t i = 0; i < count; i += LANES) {
-        const long left = count - i;
-        const Vec gate = load_some(gates + i, left), grad = load_some(gradient + i, left);
-        const Vec one_more = 1.0f + exponential(-gate), share = 1.0f / one_more, up = load_some(ups + i, left);
-        store_some(of_gates + i, grad * up * share * (1.0f + gate * (1.0f - share)), left);
-        store_some(of_ups + i, grad * gate * share, left);
-        if (output) store_some(output + i, gate / one_more * up, left);
-    }
+    for (int64_t start = 0; start < count; start += PART)
+        compute(gradient + start, gates + start, ups + start, std::min(PART, count - start), of_gates + start,
+                of_ups + start, output ? output + start : nullptr);
 }
 
 // output = input (tokens, heads, width) rotated by the angles of each token, given as cosines and sines (tokens, width).

@@ -84,12 +84,45 @@ double normalise(const float *input, const float *weight, long width, float epsi
 
 // ------------------------------------------------------------------------------------------------ gates
 
-// to = silu(gates) * ups, of `count` numbers.
+// An activation x * sigmoid(inner(x)), and the derivative of `inner`.
+struct Silu {
+    static Vec inner(Vec x) { return x; }
+    static Vec slope(Vec) { return splat(1.0f); }
+};
+
+// GELU with a hyperbolic tangent (arXiv:1606.08415, section 2): 0.5 * (1 + tanh(z)) is sigmoid(2 * z).
+struct TanhGelu {
+    static constexpr float TWICE = 1.5957691216f, CUBE = 0.044715f;  // 2 * sqrt(2 / pi)
+    static Vec inner(Vec x) { return TWICE * (x + CUBE * x * x * x); }
+    static Vec slope(Vec x) {
+        const Vec square = x * x, limit = splat(1e6f);  // from which on a product with 1 - sigmoid is 0
+        return TWICE * (1.0f + 3.0f * CUBE * (square > limit ? limit : square));
+    }
+};
+
+// to = activation(gates) * ups, of `count` numbers.
+template <class Activation = Silu>
 void gate_values(const float *gates, const float *ups, long count, float *to) {
     for (long i = 0; i < count; i += LANES) {
         const Vec gate = load_some(gates + i, count - i);
-        const Vec value = gate / (1.0f + exponential(-gate)) * load_some(ups + i, count - i);
+        const Vec value = gate / (1.0f + exponential(-Activation::inner(gate))) * load_some(ups + i, count - i);
         store_some(to + i, value, count - i);
+    }
+}
+
+// Gradients of activation(gates) * ups with respect to both. `output`, unless null, gets activation(gates) * ups once
+// more; it may be `gradient`.
+template <class Activation>
+void gate_gradients(const float *gradient, const float *gates, const float *ups, long count, float *of_gates,
+                    float *of_ups, float *output) {
+    for (long i = 0; i < count; i += LANES) {
+        const long left = count - i;
+        const Vec gate = load_some(gates + i, left), grad = load_some(gradient + i, left), up = load_some(ups + i, left);
+        const Vec one_more = 1.0f + exponential(-Activation::inner(gate)), share = 1.0f / one_more;
+        const Vec slope = share * (1.0f + gate * (1.0f - share) * Activation::slope(gate));
+        store_some(of_gates + i, grad * up * slope, left);
+        store_some(of_ups + i, grad * gate * share, left);
+        if (output) store_some(output + i, gate / one_more * up, left);
     }
 }
 

@@ -7,10 +7,13 @@ computes bit-exactly the same numbers. There are no second derivatives.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Of a gate: x * sigmoid(x), or GELU with a hyperbolic tangent (arXiv:1606.08415, section 2)."""
 
 
 def linear(
@@ -62,20 +65,25 @@ def norm(kernels: ctypes.CDLL | None, input: torch.Tensor, weight: torch.Tensor,
     return _Norm.apply(kernels, input, weight, epsilon)  # pyright: ignore[reportReturnType]
 
 
-def gated(kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, of equal shapes."""
+def gated(kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    """activation(gate) * up, of equal shapes."""
     if not _needs_gradient(gate, up):
-        return _times_silu(kernels, gate.contiguous(), up.contiguous())
-    return _Gated.apply(kernels, gate, up)  # pyright: ignore[reportReturnType]
+        return _activated(kernels, gate.contiguous(), up.contiguous(), activation)
+    return _Gated.apply(kernels, gate, up, activation)  # pyright: ignore[reportReturnType]
 
 
 def gated_linear(
-    kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    kernels: ctypes.CDLL,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """`linear` of `gated`; the backward pass computes `gated` again instead of keeping its output."""
     if _needs_gradient(gate, up) and _needs_gradient(weight):
-        return _GatedLinear.apply(kernels, gate, up, weight, bias)  # pyright: ignore[reportReturnType]
-    return linear(kernels, gated(kernels, gate, up), weight, bias)
+        return _GatedLinear.apply(kernels, gate, up, weight, bias, activation)  # pyright: ignore[reportReturnType]
+    return linear(kernels, gated(kernels, gate, up, activation), weight, bias)
 
 
 def rotated(kernels: ctypes.CDLL, input: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
@@ -97,11 +105,11 @@ def _normalised(
     return output, factors
 
 
-def _times_silu(kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of contiguous tensors."""
+def _activated(kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`gated` of contiguous tensors, without a gradient."""
     output = torch.empty_like(gate)
     pointers = [x.data_ptr() for x in (gate, up, output)]
-    kernels.groupgrad_gate(*pointers, gate.numel(), torch.get_num_threads())
+    kernels.groupgrad_gate(*pointers, gate.numel(), activation == "gelu_tanh", torch.get_num_threads())
     return output
 
 
@@ -168,17 +176,20 @@ class _Norm(torch.autograd.Function):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor, activation: Activation
+    ) -> torch.Tensor:
         gate, up = gate.contiguous(), up.contiguous()
-        output = _times_silu(kernels, gate, up)
-        ctx.kernels = kernels
+        output = _activated(kernels, gate, up, activation)
+        ctx.kernels, ctx.activation = kernels, activation
         ctx.save_for_backward(gate, up)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *_gate_gradients(ctx.kernels, grads[0].contiguous(), *ctx.saved_tensors)
+        gate, up = ctx.saved_tensors
+        return None, *_gate_gradients(ctx, grads[0].contiguous(), gate, up), None
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -190,10 +201,11 @@ class _GatedLinear(torch.autograd.Function):
         up: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        activation: Activation,
     ) -> torch.Tensor:
-        gate, up, ctx.kernels = gate.contiguous(), up.contiguous(), kernels
+        gate, up, ctx.kernels, ctx.activation = gate.contiguous(), up.contiguous(), kernels, activation
         ctx.save_for_backward(gate, up, weight)
-        return product(kernels, _times_silu(kernels, gate, up), weight, bias)
+        return product(kernels, _activated(kernels, gate, up, activation), weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -201,18 +213,19 @@ class _GatedLinear(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         flat = grads[0].reshape(-1, grads[0].shape[-1])
         inner = flat.mm(weight)
-        of_gate, of_up = _gate_gradients(ctx.kernels, inner, gate, up, inner)
+        of_gate, of_up = _gate_gradients(ctx, inner, gate, up, inner)
         of_bias = flat.sum(0) if ctx.needs_input_grad[4] else None
-        return None, of_gate, of_up, flat.t().mm(inner), of_bias
+        return None, of_gate, of_up, flat.t().mm(inner), of_bias, None
 
 
 def _gate_gradients(
-    kernels: ctypes.CDLL, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, output: torch.Tensor | None = None
+    ctx: Any, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, output: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `gated` with respect to both inputs. `output`, if given, gets its result; it may be `grad`."""
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
     pointers = [None if x is None else x.data_ptr() for x in (grad, gate, up, of_gate, of_up, output)]
-    kernels.groupgrad_gate_gradient(*pointers, gate.numel(), torch.get_num_threads())
+    is_gelu, threads = ctx.activation == "gelu_tanh", torch.get_num_threads()
+    ctx.kernels.groupgrad_gate_gradient(*pointers, gate.numel(), is_gelu, threads)
     return of_gate, of_up
 
 

@@ -11,6 +11,7 @@ operation and keep the results of several for the backward pass.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,6 +113,15 @@ def is_silu(activation: Any) -> bool:
     return type(activation).__name__ in ("SiLU", "SiLUActivation") and _is_untouched(activation)
 
 
+def gate_activation(activation: Any) -> layers.Activation | None:
+    """What a module without hooks computes, by its name in the kernels of gates, if they compute it."""
+    if is_silu(activation):
+        return "silu"
+    # `act` may be another form of the same function, written in PyTorch's operations.
+    is_gelu = type(activation).__name__ == "GELUTanh" and isinstance(activation.act, functools.partial)
+    return "gelu_tanh" if is_gelu and _is_untouched(activation) else None
+
+
 def is_squared_relu(activation: Any) -> bool:
     """True for a module without hooks that computes max(x, 0)^2."""
     return type(activation).__name__ == "ReLUSquaredActivation" and _is_untouched(activation)
@@ -200,7 +210,7 @@ def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool) -> _Co
         if is_dense or not has_kernels or not _is_plain_parameter(module.weight):
             return None
         return _centred_norm if kind.__name__ in CENTRED_NORMS else _gated_norm
-    return _gated if has_kernels and kind.__name__ in MLPS and is_silu(activation_of(module)) else None
+    return _gated if has_kernels and kind.__name__ in MLPS and gate_activation(activation_of(module)) else None
 
 
 def _is_plain_parameter(weight: Any) -> bool:
@@ -288,7 +298,8 @@ def _is_linear(module: Any) -> bool:
 def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     library = kernels.library()
     (gate_of, up_of, down_of), activation = _projections(module), activation_of(module)
-    if library is None or not _is_plain_input(input) or not is_silu(activation):
+    name = gate_activation(activation)
+    if library is None or not _is_plain_input(input) or name is None:
         return None
     # Tensors of the inner width stay small at any length of a row; see `stretches`. A gradient needs all of them.
     is_cut = not torch.is_grad_enabled() and input.dim() > 1 and is_long(input)
@@ -299,9 +310,9 @@ def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:
         if not (_is_plain(gate) and _is_plain(up) and gate.shape == up.shape):
             outputs.append(down_of(activation(gate) * up))
         elif _is_linear(down_of) and down_of.weight.shape[1:] == gate.shape[-1:]:
-            outputs.append(layers.gated_linear(library, gate, up, down_of.weight, down_of.bias))
+            outputs.append(layers.gated_linear(library, gate, up, down_of.weight, down_of.bias, name))
         else:
-            outputs.append(down_of(layers.gated(library, gate, up)))
+            outputs.append(down_of(layers.gated(library, gate, up, name)))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
 
 

@@ -346,6 +346,17 @@ def test_other_decoders(family: str):
     assert_trained_alike(model, sample_turns(unbounded, submitted[:6], 300, keep=True))
 
 
+@pytest.mark.parametrize("family", ["Gemma", "Gemma3Text"])
+def test_threads_cut_no_activation_elsewhere(family: str):
+    """PyTorch computes the last numbers of a thread's part by other code, whose GELU rounds otherwise."""
+    model, submitted, before = make_other(family), requests(300), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
 def test_adapters_within_layers(targets: Any):
     config = peft.LoraConfig(r=8, target_modules=targets, init_lora_weights=False)
