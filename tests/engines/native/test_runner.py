@@ -228,6 +228,32 @@ def test_where_memory_ran_out_the_next_generation_batch_records_again(build, gpu
     assert Graph.num_replayed == engine.statistics.num_steps
 
 
+def test_cached_memory_is_given_back_to_a_recording_that_needs_it(build, gpu, caplog, monkeypatch):
+    """The allocator does so outside of recordings alone; a pool whose graphs are gone cannot be recorded into again."""
+    model = long_context(build, "qwen3")
+    expected = NativeEngine(model).sample(requests(12), OPTIONS)
+    given_back: list[bool] = []
+    pools: list[Any] = []
+    begin = Graph.capture_begin
+
+    def begin_if_there_is_memory(graph: Graph, pool: Any = None, **more: Any) -> None:
+        pools.append(pool)
+        if not given_back:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        begin(graph, pool=pool, **more)
+
+    monkeypatch.setattr(Graph, "capture_begin", begin_if_there_is_memory)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(Graph.recording is None))
+    handles = iter(range(1, 100))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
+    engine = NativeEngine(to_cuda(model))
+    assert [s.ids for s in engine.sample(requests(12), OPTIONS)] == [s.ids for s in expected]
+    assert given_back == [True]
+    assert pools[:2] == [(0, 1), (0, 2)] and set(pools[1:]) == {(0, 2)}
+    assert Graph.num_replayed == engine.statistics.num_steps
+    assert not caplog.records
+
+
 def test_nothing_is_recorded_on_a_cpu():
     assert cuda_graphs.cuda_recorder({torch.device("cpu")}) is None
     assert cuda_graphs.cuda_recorder({torch.device("cuda", 0), torch.device("cuda", 1)}) is None

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
 from groupgrad.engines.native.kv_cache import KVCache, padded
 from groupgrad.engines.native.logits import step_logits
+from groupgrad.modeling.systems.oom import is_out_of_memory
 
 Work = Callable[[], torch.Tensor]
 
@@ -121,13 +122,20 @@ def cuda_recorder(devices: set[torch.device]) -> Recorder | None:
     pool, side = torch.cuda.graph_pool_handle(), _streams[device]
 
     def record(work: Work, owned: Iterable[torch.Tensor], trial: Work) -> Work:
-        current = torch.cuda.current_stream(device)
+        nonlocal pool
+        current, stored = torch.cuda.current_stream(device), list(owned)
         side.wait_stream(current)
         with torch.cuda.device(device), torch.cuda.stream(side):
             # Libraries initialise themselves in a first run, which a graph must not contain.
             trial()
-            replay = _capture(work, pool, _InputCollector(owned))
-        current.wait_stream(side)
+            current.wait_stream(side)
+            replay = _capture_if_it_fits(work, pool, stored)
+            if replay is None:
+                # While a graph is recorded, the allocator gives no cached memory back to the device. A pool whose
+                # graphs are all gone cannot be recorded into again.
+                torch.cuda.empty_cache()
+                pool = torch.cuda.graph_pool_handle()
+                replay = _capture(work, pool, _InputCollector(stored))
         return replay
 
     return record
@@ -145,6 +153,16 @@ class _Replay:
     def __call__(self) -> torch.Tensor:
         self.graph.replay()
         return self.output
+
+
+def _capture_if_it_fits(work: Work, pool: Any, owned: Iterable[torch.Tensor]) -> _Replay | None:
+    """Records `work` as `_capture` does; None if there is no memory for the recording."""
+    try:
+        return _capture(work, pool, _InputCollector(owned))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return None  # the traceback, which holds tensors of the recording, is gone now
 
 
 def _capture(work: Work, pool: Any, collector: _InputCollector) -> _Replay:
