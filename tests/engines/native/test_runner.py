@@ -194,8 +194,9 @@ def test_all_sessions_record_on_one_stream(gpu, monkeypatch):
 
 
 def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
-    closed = []
+    closed, released = [], []
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: closed.append(where), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *where: released.append(where), raising=False)
     numbers = SimulatedTensor(torch.ones(3))
 
     def work() -> torch.Tensor:
@@ -207,9 +208,33 @@ def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):
     assert record is not None
     with pytest.raises(RuntimeError, match="previous error during capture"):
         record(work, (), work)
-    assert closed == [(0, (0, 1))]
+    assert closed == released == [(0, (0, 1))]
     assert Stream.current is Stream.default
     assert not Generator.default.is_captured
+
+
+def test_a_pool_that_is_closed_already_is_not_released_twice(gpu, monkeypatch):
+    """A graph that was recorded, and could not be made to run, releases its pool itself."""
+
+    def closed(*where: Any) -> None:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    released = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", closed, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *where: released.append(where), raising=False)
+    end = Graph.capture_end
+
+    def end_and_fail(graph: Graph) -> None:
+        end(graph)
+        raise RuntimeError("cannot instantiate")
+
+    monkeypatch.setattr(Graph, "capture_end", end_and_fail)
+    record = cuda_graphs.cuda_recorder({GPU})
+    assert record is not None
+    work = lambda: SimulatedTensor(torch.ones(3)) + 1  # noqa: E731
+    with pytest.raises(RuntimeError, match="cannot instantiate"):
+        record(work, (), work)
+    assert not released
 
 
 def test_where_memory_ran_out_the_next_generation_batch_records_again(build, gpu, caplog, monkeypatch):

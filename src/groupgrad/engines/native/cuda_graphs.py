@@ -188,11 +188,13 @@ def _capture(work: Work, pool: Any, collector: _InputCollector) -> _Replay:
 def _leave_failed_capture(pool: Any) -> None:
     """Undoes what a failed capture leaves behind on the current device."""
     device = torch.cuda.current_device()
-    # Its pool stays open, and cached memory could not be freed any more.
-    close = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    if close is not None:
-        with suppress(RuntimeError):
+    # Its pool stays open, and cached memory could not be freed any more. The pool also counts as used by the graph for
+    # good, and its memory could never be freed.
+    close, release = (getattr(torch._C, f"_cuda_{name}", None) for name in ("endAllocateToPool", "releasePool"))
+    if close is not None and release is not None:
+        with suppress(RuntimeError):  # if the pool is closed already, the graph releases it itself
             close(device, pool)
+            release(device, pool)
     # Before torch 2.13 the random stream counts as captured from then on, and dropout raises. A copy of it does not.
     for generator in torch.cuda.default_generators[device : device + 1]:
         generator.graphsafe_set_state(generator.clone_state())
