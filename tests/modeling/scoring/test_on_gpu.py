@@ -11,6 +11,9 @@ from peft import LoraConfig, get_peft_model
 from simulated_cuda import GPU, SimulatedTensor, simulated_cuda, to_cuda, with_random_adapters
 from torch import nn
 
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
+from groupgrad.modeling.scoring.block_attention import BlockPlan
+from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
 
 KINDS = [
@@ -70,3 +73,27 @@ def test_adapters_and_gradient_checkpointing_do(use_reentrant: bool, build, batc
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     compare(model, batch, ForwardOptions())
+
+
+def attended(query: Any, key: Any, value: Any, of_output: Any) -> list[torch.Tensor]:
+    """Outputs of two rows behind a prompt, with sinks, and the gradients of queries, keys and values."""
+    prompt = Segment(0, 5)
+    plan = BlockPlan([prompt, Segment(5, 7, 5, row=0, shared=prompt), Segment(12, 4, 5, row=1, shared=prompt)])
+    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+    sinks = query.new_zeros(len(query))
+    output = plan.attend(*inputs, AttentionCall(0, 0.25, sinks=sinks))
+    return [output.detach(), *torch.autograd.grad(output, inputs, of_output)]
+
+
+def test_scores_of_training_are_not_rounded_to_half_precision():
+    """Scores are near 12, where numbers of bfloat16 are 1/16 apart."""
+    stream = torch.Generator().manual_seed(0)
+    shapes = (4, 16, 16), (2, 16, 16), (2, 16, 16), (16, 4, 16)
+    query, key, value, of_output = (torch.randn(shape, generator=stream).bfloat16() for shape in shapes)
+    query, key = query + 1.75, key + 1.75
+    expected = attended(*(x.float() for x in (query, key, value, of_output)))
+    with simulated_cuda():
+        actual = attended(*(SimulatedTensor(x) for x in (query, key, value, of_output)))
+    errors = [float((ours.inner.float() - theirs).norm() / theirs.norm()) for ours, theirs in zip(actual, expected)]
+    assert errors[0] < 0.006
+    assert max(errors[1:]) < 0.02

@@ -21,6 +21,7 @@ from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.block_attention import kernel_for
 from groupgrad.modeling.scoring.blocks import QUERY_TILE
 from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.modeling.scoring.wide_products import wide_products
 from groupgrad.modeling.vlm import PromptImages
 
 
@@ -174,10 +175,7 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 def products(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
     """(B, T, S) float32 products of query (B, T, D) and key (B, S, D), times `scale`."""
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        # Training's kernels keep scores in float32; bfloat16 would round a score between 8 and 16 by up to 0.03.
-        if "dtype" in torch.ops.aten.bmm.overloads():
-            return torch.bmm(query, key.transpose(1, 2), out_dtype=torch.float32).mul_(scale)
-        return torch.bmm(query.float(), key.float().transpose(1, 2)).mul_(scale)
+        return wide_products(query, key.transpose(1, 2)).mul_(scale)  # as training's kernels keep scores
     return torch.bmm(query * scale, key.transpose(1, 2)).float()
 
 

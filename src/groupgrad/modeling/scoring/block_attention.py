@@ -21,6 +21,7 @@ from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.blocks import Block, Segment, make_blocks
 from groupgrad.modeling.scoring.flex_attention import TokenPlaces, attend_flex, is_usable
 from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.modeling.scoring.wide_products import wide_products
 
 
 class BlockPlan:
@@ -177,7 +178,7 @@ class _Keys:
         dtype = dtype or query.dtype
         query, scores = query.to(dtype), []
         for part in self._parts:
-            products = torch.bmm(query.view(len(part), -1, part.shape[2]), part.to(dtype).transpose(1, 2))
+            products = wide_products(query.view(len(part), -1, part.shape[2]), part.to(dtype).transpose(1, 2))
             scores.append(products.view(*query.shape[:5], -1).float())
         return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 

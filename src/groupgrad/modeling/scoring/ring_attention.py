@@ -22,6 +22,7 @@ from groupgrad.dist import RankGroup, RingHop
 from groupgrad.modeling.scoring.attention import AttentionCall
 from groupgrad.modeling.scoring.blocks import QUERY_TILE
 from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.modeling.scoring.wide_products import wide_products
 
 KEY_TILE = 1024
 """Keys whose scores with a tile of queries are computed at a time."""
@@ -165,7 +166,7 @@ class _RingAttention(torch.autograd.Function):
                     weights = scores.sub_(total[:, :, at, None]).exp_()
                     of_output = _joined(grads[:, :, at])
                     grad_value[:, there] += _joined(weights).to(grads.dtype).transpose(1, 2) @ of_output
-                    products = (of_output @ values[:, there].transpose(1, 2)).view_as(weights).to(exact)
+                    products = wide_products(of_output, values[:, there].transpose(1, 2)).view_as(weights).to(exact)
                     of_scores = products.sub_(delta[:, :, at, None]).mul_(weights)
                     if slope is not None:
                         of_scores.mul_(slope)
@@ -221,7 +222,7 @@ def _scores(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(Hkv, rep, T', K') scores of a tile, capped and masked, and the slope of the cap; None without one."""
     part = queries[:, :, tile.queries]
-    products = _joined(part) @ keys[:, tile.keys].transpose(1, 2)
+    products = wide_products(_joined(part), keys[:, tile.keys].transpose(1, 2))
     scores = products.view(*part.shape[:3], -1).to(torch.promote_types(queries.dtype, torch.float32))
     slope = None
     if call.softcap is not None:
