@@ -189,8 +189,8 @@ _HEADER = [
 ]
 _HOW = (
     "Medians over steps, after a warm-up step. Both trainers run the same configuration, gradient checkpointing (TRL's "
-    "default) included. TRL's sampling is its `generate`, its training the rest "
-    "of its step. Peak: allocated during a step above what is held between steps (weights and optimizer state). "
+    "default) included. TRL's sampling is its `generate`; training is the rest of the step, optimizer included. "
+    "Peak: allocated during a step above what is held between steps (weights and optimizer state). "
     "Of floor: the least seconds that the machine allows, over those measured. A floor counts the multiplications of "
     "exact GRPO (each prompt once a group, no padding, nothing recomputed) at the rate of large matrix products, or, "
     "at each decode step, the bytes of weights, keys and values at the speed of reading memory, if that takes longer; "

@@ -75,10 +75,15 @@ class Measuring(TrainerCallback):
             self.save(self.steps[1:])
 
 
-def our_phases(logs: dict[str, float], _seconds: float) -> dict[str, float]:
-    """The parts of a step that groupgrad logs, and how far sampling's log-probs are from training's."""
+def our_phases(logs: dict[str, float], seconds: float) -> dict[str, float]:
+    """The parts of a step that groupgrad logs, and how far sampling's log-probs are from training's.
+
+    Training is the rest of the step, as for TRL: passes that the device has still to run when `time/training` ends, and
+    the optimizer, are in none of the logged parts.
+    """
     kept = {key.removeprefix("time/"): value for key, value in logs.items() if key.startswith("time/")}
-    return kept | {key: logs[key] for key in ("sampling/logp_mismatch",) if key in logs}
+    kept |= {key: logs[key] for key in ("sampling/logp_mismatch",) if key in logs}
+    return kept | {"training": seconds - kept["sampling"]}
 
 
 def their_phases(model: Any) -> Phases:

@@ -45,6 +45,7 @@ def test_a_tiny_model_is_measured(tmp_path):
         assert len(step["lengths"]) == 8 and 1 <= min(step["lengths"]) <= max(step["lengths"]) <= 24
         assert step["phases"]["training"] > step["floors"]["training"] > 0
         assert step["seconds"] >= step["phases"]["sampling"] > step["floors"]["sampling"] > 0
+        assert sum(step["phases"][part] for part in ("sampling", "training")) == pytest.approx(step["seconds"])
 
 
 def test_a_model_in_half_precision_keeps_its_rotary_frequencies():
