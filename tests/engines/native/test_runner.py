@@ -300,7 +300,11 @@ def test_cuda_graphs_give_what_the_modules_give(name: str, dtype: torch.dtype, b
     submitted = requests()
     with caplog.at_level(logging.WARNING):
         recorded = NativeEngine(model).sample(submitted, OPTIONS)
-    assert not caplog.records
+    # Torch's grouped product of experts reads on the host how many tokens each has, but for bfloat16 on these devices.
+    has_experts = any(".experts." in parameter for parameter, _ in model.named_parameters())
+    is_grouped = dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert ["cannot be recorded" in text for text in warnings] == [True] * (has_experts and not is_grouped)
     eager = NativeEngine(model)
     monkeypatch.setattr(eager, "_recorder", lambda devices: None)
     expected = eager.sample(submitted, OPTIONS)
