@@ -16,10 +16,11 @@
 # transformers 5.17, accelerate 1.15, huggingface-hub 1.33, tokenizers 0.23.2 and pyarrow 24 on Python 3.12, say, these do:
 #
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --dest .whl \
-#       transformers==5.23.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 trl==1.16.0
+#       transformers==5.23.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 trl==1.16.0 \
+#       hypothesis==6.170.15 sortedcontainers==2.4.0
 #
-# trl only if it is to be timed beside. Not huggingface-hub: its releases from 2.0 on need packages that such an image
-# lacks. Where pyarrow is 21 to 23, datasets==4.8.5 instead.
+# trl only if it is to be timed beside, the last two only for the tests. Not huggingface-hub: its releases from 2.0 on
+# need packages that such an image lacks. Where pyarrow is 21 to 23, datasets==4.8.5 instead.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -45,6 +46,9 @@ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
 status=0
 if [ "$what" != bench ]; then
     if "$python" -c "import pytest" 2>/dev/null; then
+        for package in hypothesis peft; do
+            "$python" -c "import $package" 2>/dev/null || echo "$package is not installed here: tests whose file imports it do not run"
+        done
         # Only files that have such tests, as others may need what is not here. In order, so that flex attention is
         # tried (tests/models) before a model comes that it refuses (tests/trainer), after which it is left alone.
         mapfile -t files < <(grep -rl 'mark\.gpu' tests --include='*.py' | sort)
