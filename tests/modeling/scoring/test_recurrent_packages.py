@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -143,6 +144,19 @@ def test_half_precision_on_a_gpu_leads_to_an_installed_package(monkeypatch: pyte
     tensor.dtype = torch.float32
     assert not recurrent_packages.is_usable(name, tensor)  # pyright: ignore
     assert not recurrent_packages.is_usable(name, torch.zeros(1, dtype=torch.bfloat16))
+
+
+def test_a_package_that_cannot_be_imported_counts_as_missing(monkeypatch, tmp_path, caplog) -> None:
+    (tmp_path / "fla" / "ops").mkdir(parents=True)
+    (tmp_path / "fla" / "ops" / "gated_delta_rule.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not recurrent_packages._is_installed.__wrapped__("fla")
+    assert "undefined symbol" in caplog.text
+    (tmp_path / "fla" / "ops" / "gated_delta_rule.py").write_text("")
+    importlib.invalidate_caches()
+    assert recurrent_packages._is_installed.__wrapped__("fla")
+    for name in [name for name in sys.modules if name.split(".")[0] == "fla"]:
+        del sys.modules[name]
 
 
 def test_a_layer_calls_transformers_function_with_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

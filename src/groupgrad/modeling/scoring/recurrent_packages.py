@@ -8,7 +8,9 @@ selective scan, whose kernel takes no initial state, stays with PyTorch.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -19,6 +21,8 @@ from groupgrad.modeling.scoring import recurrent_scans
 from groupgrad.modeling.scoring.recurrence import PackedLevel, Recurrence, Zeros
 from groupgrad.modeling.scoring.recurrent_scans import step_lengths, zero_states
 
+logger = logging.getLogger(__name__)
+
 _PACKAGES = {
     "torch_chunk_gated_delta_rule": "fla",
     "chunk_kimi_delta_attention": "fla",
@@ -26,6 +30,13 @@ _PACKAGES = {
     "causal_conv1d_fn": "causal_conv1d",
 }
 """Name of a function in transformers' model files -> the package that it leads to."""
+
+_MODULES = {
+    "fla": "fla.ops.gated_delta_rule",
+    "mamba_ssm": "mamba_ssm.ops.triton.ssd_combined",
+    "causal_conv1d": "causal_conv1d",
+}
+"""Package -> the module from which transformers takes its functions."""
 
 Compute = Callable[[PackedLevel, Sequence[torch.Tensor], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A level, its tokens of some inputs (each (1, t, ...)), its initial states -> outputs (1, t, ...) and final states."""
@@ -42,7 +53,18 @@ def is_usable(name: str, tensor: torch.Tensor) -> bool:
 
 @cache
 def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    """True if the package can be imported. A build for another release of torch or Triton fails there.
+
+    transformers' functions then compute in PyTorch, and refuse rows that lie end to end.
+    """
+    if importlib.util.find_spec(package) is None:
+        return False
+    try:
+        importlib.import_module(_MODULES[package])
+    except Exception as error:  # a binary of another release may raise anything
+        logger.warning("%s cannot be imported (%s: %s): PyTorch computes instead", package, type(error).__name__, error)
+        return False
+    return True
 
 
 def by_package(function: Callable[..., Any], name: str, recurrence: Recurrence, *args: Any, **options: Any) -> Any:
