@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -191,6 +192,19 @@ def test_all_sessions_record_on_one_stream(gpu, monkeypatch):
         work = lambda: SimulatedTensor(torch.ones(3)) + 1  # noqa: E731
         record(work, (), work)
     assert len(used) == 1
+
+
+def test_the_pool_of_recordings_is_never_without_a_graph(gpu):
+    """The allocator refuses to record into a pool whose graphs are all gone, as when keys and values have moved."""
+    record = cuda_graphs.cuda_recorder({GPU})
+    assert record is not None
+    work = lambda: SimulatedTensor(torch.ones(3)) + 1  # noqa: E731
+    graphs = []
+    for _ in range(2):
+        replay: Any = record(work, (), work)
+        graphs.append(weakref.ref(replay.graph))
+        del replay
+    assert [graph() is not None for graph in graphs] == [False, True]
 
 
 def test_a_recording_that_fails_at_its_end_cleans_up(gpu, monkeypatch):

@@ -120,9 +120,10 @@ def cuda_recorder(devices: set[torch.device]) -> Recorder | None:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     pool, side = torch.cuda.graph_pool_handle(), _streams[device]
+    newest: _Replay | None = None
 
     def record(work: Work, owned: Iterable[torch.Tensor], trial: Work) -> Work:
-        nonlocal pool
+        nonlocal pool, newest
         current, stored = torch.cuda.current_stream(device), list(owned)
         side.wait_stream(current)
         with torch.cuda.device(device), torch.cuda.stream(side):
@@ -131,12 +132,13 @@ def cuda_recorder(devices: set[torch.device]) -> Recorder | None:
             current.wait_stream(side)
             replay = _capture_if_it_fits(work, pool, stored)
             if replay is None:
-                # While a graph is recorded, the allocator gives no cached memory back to the device. A pool whose
-                # graphs are all gone cannot be recorded into again.
+                # While a graph is recorded, the allocator gives no cached memory back to the device.
                 torch.cuda.empty_cache()
                 pool = torch.cuda.graph_pool_handle()
                 replay = _capture(work, pool, _InputCollector(stored))
-        return replay
+        # A pool whose graphs are all gone cannot be recorded into again.
+        newest = replay
+        return newest
 
     return record
 
