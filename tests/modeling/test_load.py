@@ -194,6 +194,24 @@ def test_a_tied_head_multiplies_in_float32_and_keeps_its_weight(build, tmp_path,
     assert torch.equal(loaded.lm_head.weight, weight)
 
 
+def test_a_tied_head_in_float32_reads_no_random_state(build, monkeypatch):
+    """A GPU refuses that while a decode step is recorded."""
+    model = build("qwen3-tied").to(torch.bfloat16)
+    load.cast_head_to_float32(model)
+
+    def refuse() -> None:
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+
+    monkeypatch.setattr(torch, "get_rng_state", refuse)
+    hidden = torch.randn(1, 3, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    with torch.no_grad():
+        expected = model.lm_head(hidden)
+    logits = model.lm_head(hidden)
+    logits.sum().backward()
+    assert torch.equal(logits, expected)
+    assert hidden.grad is not None
+
+
 def test_heads_that_cannot_be_cast(build):
     with pytest.raises(ValueError, match="names no output head"):
         load.cast_head_to_float32(nn.Linear(2, 2))

@@ -308,9 +308,10 @@ class Float32Linear(nn.Linear):
             if self.weight.dtype == torch.float32:
                 return super().forward(input.float())
             input = input.float()
+            # Random states cannot be read while a decode step is recorded as a CUDA graph.
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             products = [
-                checkpoint(_float32_product, input, rows, use_reentrant=False)
-                for rows in self.weight.split(self.slice_rows)
+                checkpoint(_float32_product, input, rows, **options) for rows in self.weight.split(self.slice_rows)
             ]
             output = torch.cat(products, dim=-1)
             return output if self.bias is None else output + self.bias.float()
