@@ -57,6 +57,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("nemotron_h", {"kv_memory": 2**17}),
         ("jamba", {}),
         ("lfm2", {}),
+        ("mamba", {}),
+        ("mamba2", {"max_rows": 5}),
     ],
 )
 def test_recorded_steps_give_the_same_texts(name: str, bounds: dict[str, int], build, gpu):

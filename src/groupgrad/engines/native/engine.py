@@ -104,7 +104,7 @@ class NativeEngine:
     @torch.no_grad()
     def _make_session(self, model: nn.Module, params: SamplingParams, statistics: Statistics) -> NativeSession:
         device, probe = input_device(model), self._probe_of(model)
-        devices = {layer.device for layer in probe.layers.values()}
+        devices = {part.device for part in (*probe.layers.values(), *probe.states)}
         record = self._recorder(devices) if probe.can_record else None
         cache, direct = self._make_cache(probe, record is not None), direct_model(model, probe.calls)
         return NativeSession(
