@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from peft import LoraConfig
 from simulated_cuda import Graph, to_cuda, trainers_on_simulated_cuda
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.modeling.scoring.forward import score_tokens
+from groupgrad.modeling.self_check import random_batch
 
 NUMBERS = ("loss", "grad_norm", "reward", "entropy", "kl", "sampling/logp_mismatch")
 
@@ -86,3 +89,44 @@ def test_tf32_set_as_transformers_sets_it(tf32, make_model, make_tokenizer, tmp_
         )
         assert trainer.execution.engine_choice.name == "native"
     assert torch.get_float32_matmul_precision() == "high"  # torch's compiler reads it
+
+
+def test_training_passes_are_not_computed_by_cudnn(make_model, make_tokenizer, tmp_path, monkeypatch):
+    """It would build a plan for each shape of a padded micro-batch, forward and backward."""
+    allowed: dict[str, set[bool]] = {"forward": set(), "backward": set()}
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def note(when: str) -> None:
+        allowed[when].add(torch.backends.cuda.cudnn_sdp_enabled())
+
+    def attend_and_note(*tensors: Any, **options: Any) -> Any:
+        output = attend(*tensors, **options)
+        if output.requires_grad:
+            note("forward")
+            output.register_hook(lambda _: note("backward"))
+        return output
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend_and_note)
+    with trainers_on_simulated_cuda():
+        trainer = GRPOTrainer(
+            model=to_cuda(make_model()),
+            reward_funcs=lengths,
+            args=GRPOConfig(
+                output_dir=str(tmp_path),
+                bf16=False,
+                max_steps=1,
+                num_generations=4,
+                max_completion_length=8,
+                report_to="none",
+                save_strategy="no",
+            ),
+            train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(30)]),
+            processing_class=make_tokenizer(),
+        )
+        for noted in allowed.values():
+            noted.clear()
+        options = replace(trainer.components.forward_options, layout="dense")
+        with trainer._training_passes(is_last=False):
+            score_tokens(trainer.model, random_batch(trainer.model), options).logprobs.sum().backward()
+    assert allowed == {"forward": {False}, "backward": {False}}
+    assert torch.backends.cuda.cudnn_sdp_enabled()

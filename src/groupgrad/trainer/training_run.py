@@ -38,6 +38,7 @@ from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import configured_kernels
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.attention import unplug
+from groupgrad.modeling.scoring.cudnn_attention import without_cudnn_attention
 from groupgrad.modeling.systems import zero3
 from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
 from groupgrad.modeling.systems.fsdp import (
@@ -282,7 +283,8 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     def _training_passes(self, *, is_last: bool) -> Iterator[None]:
         """Context of a micro-batch's forward and backward passes. Collective at the end if `is_last`, and on errors."""
         sync = nullcontext() if self._gradient_sync is None else self._gradient_sync.micro_batch(is_last=is_last)
-        with self.gradient_sums.passes(is_last=is_last), sync, deterministic_cpu(self.model):
+        passes = self.gradient_sums.passes(is_last=is_last)
+        with passes, sync, deterministic_cpu(self.model), without_cudnn_attention():
             try:
                 yield
             finally:

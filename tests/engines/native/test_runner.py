@@ -144,6 +144,22 @@ def test_a_ragged_batch_is_recorded_few_times(build, gpu):
     assert Graph.num_recorded <= 12
 
 
+def test_prompts_are_not_computed_by_cudnn(build, gpu, monkeypatch):
+    """It would build a plan for each length of a prompt."""
+    allowed = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def attend_and_note(*tensors: Any, **options: Any) -> Any:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*tensors, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend_and_note)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    NativeEngine(to_cuda(long_context(build, "qwen3"))).sample(requests(4), OPTIONS)
+    assert set(allowed) == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_scores_are_not_rounded_to_half_precision(gpu):
     query, key = (
         torch.full((1, 1, 2), 3.0, dtype=torch.bfloat16),

@@ -11,6 +11,7 @@ from torch import nn
 
 from groupgrad.modeling.scoring.attention import run_planned
 from groupgrad.modeling.scoring.attention_plan import AttentionPlan
+from groupgrad.modeling.scoring.cudnn_attention import without_cudnn_attention
 from groupgrad.modeling.scoring.forward import output_head
 from groupgrad.modeling.scoring.head_hook import HeadHook
 
@@ -23,7 +24,7 @@ def last_logits(
     `extra` are further arguments of the model, such as images. ValueError if the model cannot run plans.
     """
     head = HeadHook(last, torch.zeros_like(last), last, torch.Size((1, len(ids))))
-    with head.on(output_head(model)):
+    with head.on(output_head(model)), without_cudnn_attention():
         logits = run_planned(model, ids, positions, plan, **extra).logits[0]
     # Models that compute their logits without the output head return those of all tokens.
     return logits if head.is_narrowed else logits[last.to(logits.device)]

@@ -21,6 +21,7 @@ from groupgrad.dist import RankGroup
 from groupgrad.modeling.fused_modules import compiled_parts
 from groupgrad.modeling.scoring.attention import attention_dropout, plannable
 from groupgrad.modeling.scoring.context_split import cut_over_ranks
+from groupgrad.modeling.scoring.cudnn_attention import without_cudnn_attention
 from groupgrad.modeling.scoring.head_hook import HeadHook, StatesTap
 from groupgrad.modeling.scoring.layout import dense_inputs, flat_inputs
 from groupgrad.modeling.scoring.logit_transform import logit_transform
@@ -212,7 +213,7 @@ def score_without_gradient(
     together. `aux_loss` keeps the options' auxiliary loss, which is computed on whole batches only.
     """
     options = replace(options, entropy_gradient=False, aux_loss=aux_loss and options.aux_loss)
-    with evaluation_mode(model), gather_per_module(model):
+    with evaluation_mode(model), gather_per_module(model), without_cudnn_attention():
         if options.aux_loss or is_sharded(model):
             return score_tokens(model, batch, options)
         return score_in_parts(batch, lambda part: score_tokens(model, part, options))
