@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from simulated_cuda import GPU, SimulatedTensor, simulated_cuda, to_cuda, with_random_adapters
 from torch import nn
+from vlm_batches import make_batch, make_vlm_setup
 
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.block_attention import BlockPlan
@@ -97,3 +98,11 @@ def test_scores_of_training_are_not_rounded_to_half_precision():
     errors = [float((ours.inner.float() - theirs).norm() / theirs.norm()) for ours, theirs in zip(actual, expected)]
     assert errors[0] < 0.006
     assert max(errors[1:]) < 0.02
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "llava_next"])
+def test_images_are_computed_on_the_gpu(name: str):
+    vlm = make_vlm_setup(name)
+    batch = make_batch(vlm)
+    for way in (ForwardOptions(), ForwardOptions(layout="dense")):
+        compare(vlm.model, batch, way)
