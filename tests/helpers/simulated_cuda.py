@@ -40,6 +40,8 @@ _INDEXING = frozenset(
         torch.ops.aten._index_put_impl_.default,
     }
 )
+_UNORDERED = frozenset({torch.ops.aten.cumsum.default})
+"""Refused under deterministic algorithms for floating-point numbers (`torch.use_deterministic_algorithms`)."""
 _SYNCHRONISING = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
 
 
@@ -101,6 +103,8 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         _check_devices(func, args, kwargs)
+        if func in _UNORDERED and args[0].is_floating_point() and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(f"{func} does not have a deterministic implementation on CUDA")
         if func in _SYNCHRONISING or (func in _INDEXING and _has_bool_index(args)):
             _synchronise(str(func))
         plain_args, plain_kwargs = _mapped(SimulatedTensor, _inner, (args, kwargs))

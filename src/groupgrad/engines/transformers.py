@@ -29,6 +29,7 @@ from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
+from groupgrad.modeling.systems.cumulative_sums import cumulative_sum
 from groupgrad.modeling.vlm import padded_image_inputs, prompt_images
 
 # With these options `generate` searches or filters in ways of its own, and rows share its random stream.
@@ -197,7 +198,7 @@ class _RowSampler(LogitsProcessor):
         sign_of_life()
         draws = self._draws[self._steps]
         self._steps += 1
-        cumulative = scores.to(self._device).double().softmax(dim=-1).cumsum(dim=-1)
+        cumulative = cumulative_sum(scores.to(self._device).double().softmax(dim=-1))
         # The last sum is 1 up to rounding; scaling the draw by it keeps the token inside the support.
         tokens = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)
         tokens = tokens.clamp(max=scores.shape[-1] - 1).to(scores.device)

@@ -14,6 +14,7 @@ from groupgrad.engines.native.cpp_step import UnfilteredSampling
 from groupgrad.engines.native.sampling_params import SamplingParams
 from groupgrad.kernels import library
 from groupgrad.kernels.choose import Choice, choose, score
+from groupgrad.modeling.systems.cumulative_sums import cumulative_sum
 
 TILE = 1 << 19
 """Number of logits processed at a time on a CPU; they and their exponentials fit into its cache."""
@@ -240,13 +241,13 @@ class _Softmax:
 
 def _invert(softmax: _Softmax, draws: torch.Tensor) -> torch.Tensor:
     """(n,) first tokens whose cumulative probability exceeds the uniform `draws` (n,): first the block, then in it."""
-    cumulative = softmax.sums.cumsum(dim=-1)
+    cumulative = cumulative_sum(softmax.sums)
     # The product may round up to the sum, which no token exceeds.
     target = (draws.clamp(max=_BELOW_ONE) * cumulative[:, -1])[:, None]
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     mass = softmax.sums.gather(-1, block)
     share = ((target - cumulative.gather(-1, block) + mass) / mass).clamp_(0.0, _BELOW_ONE)
     blocks = softmax.weights.view(len(draws), -1, BLOCK)
-    within = blocks.gather(1, block[..., None].expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(dim=-1)
+    within = cumulative_sum(blocks.gather(1, block[..., None].expand(-1, 1, BLOCK)).squeeze(1).double())
     place = torch.searchsorted(within, share * within[:, -1:], right=True)
     return (block * BLOCK + place).squeeze(-1)

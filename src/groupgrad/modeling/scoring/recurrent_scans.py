@@ -18,6 +18,7 @@ from groupgrad.kernels import delta_rule
 from groupgrad.kernels.convolution import convolution
 from groupgrad.kernels.recurrent import convolution_step, state_step, step_kernels
 from groupgrad.modeling.scoring.recurrence import CHUNK_SIZES, Chunks, Prepare, Recurrence, inputs_at
+from groupgrad.modeling.systems.cumulative_sums import cumulative_sum
 
 
 def causal_conv1d(
@@ -108,7 +109,7 @@ def gated_delta_rule(
     def prepare(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, strength: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        q, k, decay = _repeated(q, groups), _repeated(k, groups), g.squeeze(-1).cumsum(-1)
+        q, k, decay = _repeated(q, groups), _repeated(k, groups), cumulative_sum(g.squeeze(-1))
         between = _decay_between(decay)
         # What the tokens of a chunk write, if the state before the chunk is S: written - read @ S.
         system = ((k * strength) @ k.mT) * between
@@ -144,7 +145,7 @@ def kimi_delta_rule(
     def prepare(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, strength: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        decay = g.cumsum(-2)
+        decay = cumulative_sum(g, -2)
         decayed = k[..., None, :, :] * _decay_between(decay.mT).movedim(-3, -1)
         system = ((k * strength)[..., None, :] * decayed).sum(-1)
         right = torch.cat([v, k * decay.exp()], dim=-1) * strength
@@ -209,7 +210,7 @@ def _mamba2_by_chunks(
     x, b, c, g = (_chunked(chunks, tensor) for tensor in (x, B, C, log_decay[..., None]))
 
     def prepare(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        b, c, decay = _repeated(b, groups), _repeated(c, groups), g.squeeze(-1).cumsum(-1)
+        b, c, decay = _repeated(b, groups), _repeated(c, groups), cumulative_sum(g.squeeze(-1))
         inside = ((c @ b.mT) * _decay_between(decay)) @ x
         added = (b * (decay[..., -1:] - decay).exp()[..., None]).mT @ x
         return inside, c * decay.exp()[..., None], decay[..., -1].exp()[..., None, None], added
