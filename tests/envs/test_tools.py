@@ -390,6 +390,8 @@ def test_writing_a_result_counts_towards_the_deadline(workers: Workers):
 class ScriptedOwner:
     """An owner of methods with a script of problems."""
 
+    thread = None
+
     def __init__(self, problems: list[str | None] | None = None):
         self.problems = problems or []
         self.log: list[Any] = []

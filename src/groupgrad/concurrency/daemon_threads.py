@@ -1,4 +1,4 @@
-"""A thread pool whose threads never keep the interpreter from ending."""
+"""Threads that never keep the interpreter from ending: a pool of them, and single ones."""
 
 from __future__ import annotations
 
@@ -56,3 +56,58 @@ class DaemonThreads(ThreadPoolExecutor):
             elif is_wanted:
                 future.set_result(result)
             del future, function, result, error  # an idle thread keeps no arguments alive
+
+
+class OwnThread:
+    """Runs functions one after another on one daemon thread of its own, which ends when this object is dropped.
+
+    For objects that work on one thread only, such as connections of sqlite3. The thread starts with the first function.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._has_started = False
+        self._num_open = 0
+        self._lock = threading.Lock()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Starts `fn` after the functions before it. RuntimeError if the system has no more threads."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if not self._has_started:
+                threading.Thread(target=_run_all, args=(self._work,), name=self._name, daemon=True).start()
+                self._has_started = True
+            self._num_open += 1
+        self._work.put(functools.partial(self._run, future, functools.partial(fn, *args, **kwargs)))
+        return future
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a function runs or waits."""
+        with self._lock:
+            return self._num_open > 0
+
+    def _run(self, future: Future[Any], function: Callable[[], Any]) -> None:
+        result = error = None
+        is_wanted = future.set_running_or_notify_cancel()
+        try:
+            result = function() if is_wanted else None
+        except BaseException as raised:  # SystemExit in a tool ends the tool, not the thread
+            error = raised
+        with self._lock:  # before the result, whose reader may ask at once
+            self._num_open -= 1
+        if error is not None:
+            future.set_exception(error)
+        elif is_wanted:
+            future.set_result(result)
+
+    def __del__(self) -> None:
+        self._work.put(None)
+
+
+def _run_all(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Runs what comes until None comes."""
+    while (function := work.get()) is not None:
+        function()
+        del function  # a waiting thread keeps nothing alive

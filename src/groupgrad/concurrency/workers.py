@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupgrad.concurrency.callables import function_name, is_async
-from groupgrad.concurrency.daemon_threads import DaemonThreads
+from groupgrad.concurrency.daemon_threads import DaemonThreads, OwnThread
 from groupgrad.concurrency.event_loop import LoopThread
 from groupgrad.concurrency.running_time import SLICE_S, slices
 
@@ -54,6 +54,8 @@ class _Call:
     then: Callable[[Any], Any] | None
     timeout_s: float
     name: str
+    thread: OwnThread | None = None
+    """The thread of a plain function; None: any."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     started: float | None = None
     """`time.monotonic()` when it started running."""
@@ -136,16 +138,23 @@ class Workers:
         timeout_s: float,
         then: Callable[[Any], Any] | None = None,
         name: str | None = None,
+        thread: OwnThread | None = None,
     ) -> Future[Outcome]:
         """Starts `function(**kwargs)`; the future is done by about `timeout_s` seconds after it started running.
 
         `then` is applied to the return value, on the same thread and within the same deadline. An awaitable that a
         plain function returns is awaited on the event loop. The future never raises and cannot be cancelled: any
         exception of the function, `SystemExit` and `KeyboardInterrupt` too, is the outcome's `error`. The function has
-        the caller's context variables. `name` stands for the function in warnings.
+        the caller's context variables. `name` stands for the function in warnings. A plain function runs on `thread`,
+        if one is given, after the functions before it.
         """
         call = _Call(
-            functools.partial(function, **kwargs), is_async(function), then, timeout_s, name or function_name(function)
+            functools.partial(function, **kwargs),
+            is_async(function),
+            then,
+            timeout_s,
+            name or function_name(function),
+            thread,
         )
         future: Future[Outcome] = Future()
         future.set_running_or_notify_cancel()
@@ -179,7 +188,7 @@ class Workers:
 
     async def _supervise_in_thread(self, call: _Call) -> Outcome:
         call.started = time.monotonic()
-        running = self._threads.submit(call.context.run, call.run)
+        running = (call.thread or self._threads).submit(call.context.run, call.run)
         try:
             for wait_s in slices(call.timeout_s):
                 await asyncio.wait({asyncio.wrap_future(running)}, timeout=wait_s)

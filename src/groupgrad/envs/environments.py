@@ -18,6 +18,7 @@ import numpy as np
 
 from groupgrad.chat.tool_messages import is_image
 from groupgrad.concurrency.callables import is_async
+from groupgrad.concurrency.daemon_threads import OwnThread
 from groupgrad.concurrency.workers import Outcome, Workers
 from groupgrad.envs.env_spec import (
     ENV_COLUMN,
@@ -53,9 +54,10 @@ class Environments:
     Each is called once here for inspection: TypeError if it is not callable; ValueError if it fails, for a class
     without `reset`, and for public methods that cannot be tools or have the name of one of `tools`.
     The public methods of the class, inherited ones too, are tools, except `reset`, `get_reward`, `close` and names that
-    begin with `_`. An instance serves later rollouts too, with `reuse=False` a single one. The `close` of each instance
-    is called once: by `close`, when the instance is discarded, or at the interpreter's end. Call `acquire` and
-    `release` on one thread only.
+    begin with `_`. All plain methods of an instance run on one thread, which is its own and on which the factory makes
+    it, so that it may hold what one thread alone may use. An instance serves later rollouts too, with `reuse=False` a
+    single one. The `close` of each instance is called once: by `close`, when the instance is discarded, or at the
+    interpreter's end. Call `acquire` and `release` on one thread only.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Environments:
         self._lock = threading.Lock()
         self._alive: dict[int, Any] = {}
         """Instances that have not been closed, by `id`."""
+        self._threads: dict[int, OwnThread] = {}
+        """The thread of each of these instances, by the same key."""
         self._close_timeout_s = close_timeout_s
         self._closers = Workers(16)
         self._closing: set[Future[None]] = set()
@@ -79,8 +83,9 @@ class Environments:
         self._specs: dict[str, EnvSpec] = {}
         try:
             for name, factory in factories_by_name(factories).items():
-                instance = first_instance(factory, name)
-                self._add(instance, name or type(instance).__name__)
+                thread = OwnThread("environment")
+                instance = thread.submit(first_instance, factory, name).result()
+                self._add(instance, name or type(instance).__name__, thread)
                 spec = inspect_factory(instance, factory, name)
                 check_names([*self._tools, *spec.tools], f"the environment '{spec.env_class.__name__}'")
                 self._specs[spec.name] = spec
@@ -122,7 +127,8 @@ class Environments:
         spec = self.spec_of(row)
         with self._lock:
             instance = spec.pool.pop() if spec.pool else None
-        return EnvHandle(self, spec, instance, self._tools)
+            thread = OwnThread("environment") if instance is None else self._threads[id(instance)]
+        return EnvHandle(self, spec, instance, self._tools, thread)
 
     def release(self, handle: EnvHandle) -> None:
         """Returns an instance to the pool. Closes it if none is reused, it failed, or a call may still be inside it."""
@@ -138,7 +144,8 @@ class Environments:
                 spec.pool.append(instance)
                 return
             del self._alive[id(instance)]
-        self._start_closing(instance)
+            thread = self._threads.pop(id(instance))
+        self._start_closing(instance, thread)
 
     def close(self) -> None:
         """Closes every instance, those in use too, and waits for it, `close_timeout_s` seconds at most.
@@ -147,12 +154,12 @@ class Environments:
         """
         with self._lock:
             atexit.unregister(self.close)
-            instances = list(self._alive.values())
+            instances = [(instance, self._threads.pop(key)) for key, instance in self._alive.items()]
             self._alive.clear()
             for spec in self._specs.values():
                 spec.pool.clear()
-        for instance in instances:
-            self._start_closing(instance)
+        for instance, thread in instances:
+            self._start_closing(instance, thread)
         # Each has a deadline of its own, but only from when it starts.
         late = wait(self._closing.copy(), timeout=self._close_timeout_s + 0.5).not_done
         if late:
@@ -160,8 +167,11 @@ class Environments:
             self._closing -= late
         self._closers.close()
 
-    def create(self, spec: EnvSpec) -> Any:
-        """A new instance; EnvironmentFault if the factory fails or makes an instance of another class than at first."""
+    def create(self, spec: EnvSpec, thread: OwnThread) -> Any:
+        """A new instance, whose methods run on `thread`, the calling one.
+
+        EnvironmentFault if the factory fails or makes an instance of another class than at first.
+        """
         try:
             instance = spec.factory()
         except Exception as error:
@@ -172,22 +182,22 @@ class Environments:
                 f"the factory of the environment '{spec.name}' made a {type(instance).__name__}, but a "
                 f"{spec.env_class.__name__} at first; give a dict of factories by name for several classes"
             )
-        self._add(instance, spec.name)
+        self._add(instance, spec.name, thread)
         return instance
 
-    def _add(self, instance: Any, name: str) -> None:
+    def _add(self, instance: Any, name: str, thread: OwnThread) -> None:
         with self._lock:
             if id(instance) in self._alive:
                 raise EnvironmentFault(
                     f"the factory of the environment '{name}' gave the same {type(instance).__name__} twice; rollouts "
                     "run side by side, so it must make a new one at each call"
                 )
-            self._alive[id(instance)] = instance
+            self._alive[id(instance)], self._threads[id(instance)] = instance, thread
             if len(self._alive) == 1:
                 # The reference also keeps this object alive until its instances have been closed.
                 atexit.register(self.close)
 
-    def _start_closing(self, instance: Any) -> None:
+    def _start_closing(self, instance: Any, thread: OwnThread) -> None:
         close = getattr(instance, "close", None)
         if not callable(close):
             return
@@ -202,15 +212,23 @@ class Environments:
             self._closing.discard(logged)
             logged.set_result(None)
 
-        self._closers.call(close, {}, timeout_s=self._close_timeout_s, name=name).add_done_callback(log)
+        is_free = not thread.is_busy  # a call that hangs must not keep the instance open
+        closing = self._closers.call(
+            close, {}, timeout_s=self._close_timeout_s, name=name, thread=thread if is_free else None
+        )
+        closing.add_done_callback(log)
 
 
 class EnvHandle:
     """One rollout's use of an environment: first `reset`, then calls of the toolbox, then `get_reward`."""
 
-    def __init__(self, environments: Environments, spec: EnvSpec, instance: Any, tools: Sequence[Tool]):
+    def __init__(
+        self, environments: Environments, spec: EnvSpec, instance: Any, tools: Sequence[Tool], thread: OwnThread
+    ):
         self.instance: Any = instance
         """The user's object, for reward functions; None until a first `reset` has made one."""
+        self.thread = thread
+        """The thread on which all plain methods of the instance run."""
         self.spec = spec
         self.toolbox = ToolBox(tools, spec.tools, self)
         self.must_discard = False
@@ -287,7 +305,7 @@ class EnvHandle:
         if self._is_detached:
             raise abandoned
         if self.instance is None:
-            instance = self._environments.create(self.spec)
+            instance = self._environments.create(self.spec, self.thread)
             with self._lock:
                 is_wanted = not (self.must_discard or self._is_detached)
                 if is_wanted:
@@ -314,7 +332,8 @@ class EnvHandle:
                 problem = str(outcome.error) if is_complete else f"{name} failed: {error_text(outcome.error)}"
             answered.set_result(EnvOutcome(outcome.value, problem))
 
-        workers.call(function, {}, timeout_s=timeout_s, then=check, name=name).add_done_callback(answer)
+        running = workers.call(function, {}, timeout_s=timeout_s, then=check, name=name, thread=self.thread)
+        running.add_done_callback(answer)
         return answered
 
     def _check_observation(self, value: Any) -> Observation:

@@ -185,7 +185,10 @@ def _start(
             return
         function = tool.function if owner is None else owner.method(tool.name)
         render_result = functools.partial(render, max_chars=options.max_result_chars)
-        running = workers.call(function, arguments, timeout_s=options.timeout_s, then=render_result, name=tool.name)
+        thread = None if owner is None else owner.thread
+        running = workers.call(
+            function, arguments, timeout_s=options.timeout_s, then=render_result, name=tool.name, thread=thread
+        )
     except Exception as error:
         reply.set_result(_reply(tool, Outcome(error=error), options))
     else:

@@ -1,0 +1,117 @@
+"""Tools and environments that work on one thread only, as scripts write them where everything runs on the main one."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from datasets import Dataset
+from scripted_agents import EOS, call, with_tools
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
+from groupgrad.engines.selection import EngineChoice
+from groupgrad.trainer import build as trainer_build
+
+ROWS = [{"prompt": [{"role": "user", "content": f"Look up {i}."}]} for i in range(4)]
+
+
+class CallsOnce(BatchEngine):
+    """Samples one call of a tool, and "done" once it is answered."""
+
+    def __init__(self, tokenizer: Any, text: str):
+        self._tokenizer, self._text = tokenizer, text
+
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        return [self._sample(request) for request in requests]
+
+    def _sample(self, request: Request) -> Sample:
+        text = "done" if "<tool>" in self._tokenizer.decode(request.prompt_ids) else self._text
+        ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], EOS]
+        return Sample(ids, "eos", [-0.5] * len(ids), [0.25] * len(ids))
+
+
+@pytest.fixture
+def train(
+    tmp_path: Path, tokenizer: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    """Trains two steps of eight rollouts that call a tool once; the last step's log."""
+
+    def train(text: str, **arguments: Any) -> dict[str, Any]:
+        engine = CallsOnce(with_tools(tokenizer), text)
+        monkeypatch.setattr(trainer_build, "choose_engine", lambda *a, **k: EngineChoice(engine, "calling", "a test"))
+        args = GRPOConfig(
+            str(tmp_path),
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            num_generations=4,
+            max_completion_length=400,
+            max_steps=2,
+            logging_steps=1,
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model=make_model(max_position_embeddings=2048),
+            args=args,
+            processing_class=tokenizer,
+            train_dataset=Dataset.from_list(ROWS),
+            **arguments,
+        )
+        trainer.train()
+        return [log for log in trainer.state.log_history if "reward" in log][-1]
+
+    return train
+
+
+class Ledger:
+    """Keeps a connection of sqlite3, which refuses every thread but the one that made it."""
+
+    threads: ClassVar[dict[int, set[int]]] = {}
+    num_closed: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.rows = sqlite3.connect(":memory:")
+        self.rows.execute("create table entries (amount)")
+        self._note()
+
+    def _note(self) -> None:
+        Ledger.threads.setdefault(id(self), set()).add(threading.get_ident())
+
+    def reset(self, **row: Any) -> None:
+        self._note()
+        self.rows.execute("delete from entries")
+
+    def add(self, amount: int) -> int:
+        """Adds an entry.
+
+        Args:
+            amount: How much.
+        """
+        self._note()
+        self.rows.execute("insert into entries values (?)", (amount,))
+        return self.rows.execute("select sum(amount) from entries").fetchone()[0]
+
+    def get_reward(self) -> float:
+        self._note()
+        return float(self.rows.execute("select sum(amount) from entries").fetchone()[0])
+
+    def close(self) -> None:
+        self._note()
+        self.rows.close()
+        Ledger.num_closed += 1
+
+
+def test_an_environment_may_keep_a_connection_that_one_thread_may_use(train: Any) -> None:
+    """From its first instance's creation to its close, each environment is used on one thread, which is its own."""
+    Ledger.threads, Ledger.num_closed = {}, 0
+    log = train(call("add", amount=3), environment_factory=Ledger)
+    assert log["rollouts/error"] == log["tools/failure_frequency"] == 0.0
+    assert log["reward"] == 3.0
+    assert len(Ledger.threads) == Ledger.num_closed == 8
+    assert all(len(threads) == 1 for threads in Ledger.threads.values())
+    assert len(set.union(*Ledger.threads.values())) == 8
