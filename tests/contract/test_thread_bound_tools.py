@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,7 +44,7 @@ def train(
 ) -> Callable[..., dict[str, Any]]:
     """Trains two steps of eight rollouts that call a tool once; the last step's log."""
 
-    def train(text: str, **arguments: Any) -> dict[str, Any]:
+    def train(text: str, config: dict[str, Any] | None = None, /, **arguments: Any) -> dict[str, Any]:
         engine = CallsOnce(with_tools(tokenizer), text)
         monkeypatch.setattr(trainer_build, "choose_engine", lambda *a, **k: EngineChoice(engine, "calling", "a test"))
         args = GRPOConfig(
@@ -54,6 +57,7 @@ def train(
             max_steps=2,
             logging_steps=1,
             disable_tqdm=True,
+            **(config or {}),
         )
         trainer = GRPOTrainer(
             model=make_model(max_position_embeddings=2048),
@@ -115,3 +119,121 @@ def test_an_environment_may_keep_a_connection_that_one_thread_may_use(train: Any
     assert len(Ledger.threads) == Ledger.num_closed == 8
     assert all(len(threads) == 1 for threads in Ledger.threads.values())
     assert len(set.union(*Ledger.threads.values())) == 8
+
+
+@contextmanager
+def alarm(seconds: int) -> Iterator[None]:
+    """Bounds the time of a block, as many scripts do; Python allows it on the main thread alone."""
+
+    def end(*_: Any) -> None:
+        raise TimeoutError("too slow")
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def look_up(number: int) -> int:
+    """Looks a number up.
+
+    Args:
+        number: Which.
+    """
+    with alarm(5):
+        return 10 * number
+
+
+def look_up_text(number: int) -> str:
+    """Looks a number up, and tells of its own errors.
+
+    Args:
+        number: Which.
+    """
+    try:
+        with alarm(5):
+            return str(10 * number)
+    except ValueError as error:
+        return f"it went wrong: {error}"
+
+
+class Shelf:
+    """Counts its visits, in a method that sets an alarm first."""
+
+    def reset(self, **row: Any) -> None:
+        self.num_visits = 0
+
+    def look_up(self, number: int) -> int:
+        """Looks a number up.
+
+        Args:
+            number: Which.
+        """
+        with alarm(5):
+            self.num_visits += 1
+            return 10 * number
+
+
+def found(completions: Any, **kwargs: Any) -> list[float]:
+    return [float(messages[1]["content"] == "70") for messages in completions]
+
+
+@pytest.mark.parametrize("tool", [look_up, look_up_text])
+def test_a_tool_may_set_an_alarm(tool: Any, train: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Its calls run on the main thread, which one warning says."""
+    log = train(call(tool.__name__, number=7), tools=[tool], reward_funcs=found)
+    assert log["reward"] == 1.0
+    assert log["tools/failure_frequency"] == 0.0
+    (warning,) = [r.getMessage() for r in caplog.records if "main thread" in r.getMessage()]
+    assert warning.startswith(f"the tool '{tool.__name__}' works on the main thread alone (")
+    assert "tool_timeout_s" in warning
+
+
+def test_a_method_of_an_environment_may_set_an_alarm(train: Any) -> None:
+    visits: list[int] = []
+
+    def visited(environments: Any, completions: Any, **kwargs: Any) -> list[float]:
+        visits.extend(environment.num_visits for environment in environments)
+        return found(completions)
+
+    log = train(call("look_up", number=7), environment_factory=Shelf, reward_funcs=visited)
+    assert log["reward"] == 1.0
+    assert visits == [1] * 16
+
+
+def test_a_tool_that_fails_on_the_main_thread_too_is_repeated_once(train: Any) -> None:
+    """The words of the error may be about something else, such as code of the model that a tool runs."""
+    threads: list[bool] = []
+
+    def run_code(number: int) -> str:
+        """Runs code.
+
+        Args:
+            number: Which.
+        """
+        threads.append(threading.current_thread() is threading.main_thread())
+        return "ValueError: signal only works in main thread of the main interpreter"
+
+    log = train(call("run_code", number=7), tools=[run_code], reward_funcs=found)
+    assert log["reward"] == 0.0
+    assert threads.count(True) == 1
+    assert threads.count(False) == 16
+
+
+def test_a_tool_on_the_main_thread_has_a_deadline(train: Any) -> None:
+    def wait_long(number: int) -> str:
+        """Waits.
+
+        Args:
+            number: Which.
+        """
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        time.sleep(0 if number == 7 else 20)
+        return "70"
+
+    began = time.monotonic()
+    log = train(call("wait_long", number=1), {"tool_timeout_s": 0.2}, tools=[wait_long], reward_funcs=found)
+    assert log["tools/timeouts"] == 1.0
+    assert time.monotonic() - began < 15

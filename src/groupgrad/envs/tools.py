@@ -15,6 +15,7 @@ from groupgrad.chat import ToolCall
 from groupgrad.chat.tool_messages import Content, NotJson, cut, render
 from groupgrad.concurrency.callables import function_name
 from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers
+from groupgrad.envs.main_thread import MainThreadNeed, call_here
 from groupgrad.envs.schemas import argument_problem, describe
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Tool:
     """Default values of the arguments that may be left out."""
     warned_types: set[str] = field(default_factory=set[str], compare=False, repr=False)
     """Types of results without a JSON form that the user has been warned of."""
+    main_thread: MainThreadNeed = field(default_factory=MainThreadNeed, compare=False, repr=False)
 
 
 @dataclass(slots=True, frozen=True)
@@ -145,6 +147,9 @@ class ToolBox:
             reply.set_result(ToolReply(call.name, cut(problem or "", options.max_result_chars), failed=True))
             return reply
         owner = self._owner if call.name in self._methods else None
+        if tool.main_thread.calls_here() and (owner is None or self._last_method_call.done()):
+            reply.set_result(_reply_here(tool, call.arguments, owner, options))
+            return reply
         start = functools.partial(_start, tool, call.arguments, owner, reply, workers, options)
         if owner is None:
             start()
@@ -152,6 +157,15 @@ class ToolBox:
             previous, self._last_method_call = self._last_method_call, reply
             previous.add_done_callback(lambda _: start())
         return reply
+
+    def repeat_here(self, call: ToolCall, reply: ToolReply, options: ToolOptions) -> ToolReply:
+        """The reply to a call, made again on this thread if it is the main one and the tool works there alone."""
+        tool = self._tools.get(call.name)
+        if tool is None or not tool.main_thread.may_help(reply.content, tool.name):
+            return reply
+        repeated = _reply_here(tool, call.arguments, self._owner if call.name in self._methods else None, options)
+        tool.main_thread.learn(repeated.content, tool.name, reply.content)
+        return repeated
 
     def _problem(self, call: ToolCall, tool: Tool | None) -> str | None:
         if call.problem:
@@ -193,6 +207,19 @@ def _start(
         reply.set_result(_reply(tool, Outcome(error=error), options))
     else:
         running.add_done_callback(finish)
+
+
+def _reply_here(tool: Tool, arguments: dict[str, Any], owner: EnvHandle | None, options: ToolOptions) -> ToolReply:
+    """Runs a plain tool with valid arguments on this thread. Raises KeyboardInterrupt."""
+    if owner is not None and (problem := owner.problem()) is not None:
+        return ToolReply(tool.name, f"Error: {problem}", failed=True)
+    function = tool.function if owner is None else owner.method(tool.name)
+    render_result = functools.partial(render, max_chars=options.max_result_chars)
+    return _reply(
+        tool,
+        call_here(function, arguments, timeout_s=options.timeout_s, then=render_result, name=tool.name),
+        options,
+    )
 
 
 def _reply(tool: Tool, outcome: Outcome, options: ToolOptions) -> ToolReply:

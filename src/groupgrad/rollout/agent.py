@@ -286,7 +286,9 @@ class _Agent:
         """Answers a turn's calls and appends the replies. False, with nothing appended, if they do not fit."""
         maker = self._prompt_maker
         calls = [self._toolbox.call(call, self._workers, self._tool_options) for call in turn.calls]
-        replies: list[ToolReply] = await self._wait_for(calls)
+        answered: list[ToolReply] = await self._wait_for(calls)
+        repeat = self._toolbox.repeat_here
+        replies = [repeat(call, reply, self._tool_options) for call, reply in zip(turn.calls, answered)]
         self._tool_uses += [ToolUse(reply.name, reply.failed, reply.timed_out, reply.seconds) for reply in replies]
         messages = [_message(reply, call) for reply, call in zip(replies, turn.calls)]
         if maker.conversation_images(messages):
