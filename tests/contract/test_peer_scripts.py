@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import pickle
 import re
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,21 @@ def test_parsed_records(tmp_path: Path) -> None:
     assert (get_peft_config(model), get_quantization_config(model), get_kbit_device_map()) == (None, None, None)
     *_, config, _ = TrlParser([GRPOConfig, ModelConfig]).parse_args_and_config([*common, "--beta", "0.2"])
     assert config.beta == 0.2
+
+
+def test_a_script_may_keep_the_settings_that_the_signature_has(tmp_path: Path) -> None:
+    """Scripts for several releases of TRL filter their settings by the fields that the installed one knows."""
+
+    @dataclass
+    class Extended(GRPOConfig):
+        system_prompt: str | None = None
+
+    wanted = {"output_dir": str(tmp_path), "beta": 0.1, "use_cpu": True, "of_another_release": 3}
+    for kind, further in ((GRPOConfig, {}), (Extended, {"system_prompt": "Think."})):
+        known = inspect.signature(kind).parameters
+        config = kind(**{name: value for name, value in {**wanted, **further}.items() if name in known})
+        assert (config.beta, config.use_cpu) == (0.1, True)
+    assert "system_prompt" not in inspect.signature(GRPOConfig).parameters
 
 
 def test_mixtures(rows: Path) -> None:

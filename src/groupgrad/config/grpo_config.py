@@ -25,6 +25,14 @@ from groupgrad.modeling.systems.extension_lock import bound_waits
 from groupgrad.spelling import did_you_mean
 
 
+class _FieldsAsSignature:
+    """The signature of a class's `__init__`: `inspect.signature` would show that of its `__new__`."""
+
+    def __get__(self, config: Any, owner: type) -> inspect.Signature:
+        _, *parameters = inspect.signature(owner.__init__).parameters.values()
+        return inspect.Signature(parameters)
+
+
 @dataclass(repr=False)
 class GRPOConfig(GRPOSettings):
     """All settings of a GRPO run: the fields of `transformers.TrainingArguments` and of `GRPOSettings`.
@@ -35,6 +43,8 @@ class GRPOConfig(GRPOSettings):
     that lists every setting that cannot work. One UserWarning names the settings that have no effect beside the
     others.
     """
+
+    __signature__ = _FieldsAsSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
         """TypeError for a setting that does not exist, with the most similar one or the place where it belongs."""
