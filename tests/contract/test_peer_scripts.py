@@ -136,6 +136,41 @@ def test_parsed_records(tmp_path: Path) -> None:
     assert config.beta == 0.2
 
 
+@dataclass
+class OwnConfig(GRPOConfig):
+    system_prompt: str | None = None
+    max_train_rows: int = 5
+
+
+@dataclass
+class OwnArguments:
+    max_prompt_length: int = 512
+    prompt_column: str = "prompt"
+
+
+def test_a_script_may_add_fields(tmp_path: Path) -> None:
+    """Those of `groupgrad train` and of earlier releases are not taken, whatever the order of the records."""
+    flags = ["--output_dir", str(tmp_path), "--use_cpu", "--system_prompt", "Think.", "--max_prompt_length", "7"]
+    (tmp_path / "run.yaml").write_text("prompt_column: question\nmax_train_rows: 3\n")
+    flags += ["--config", str(tmp_path / "run.yaml")]
+    for kinds in ((ScriptArguments, OwnConfig, ModelConfig, OwnArguments), (OwnArguments, OwnConfig, ScriptArguments)):
+        records = TrlParser(kinds).parse_args_and_config(flags)
+        assert tuple(type(record) for record in records) == kinds
+        by_kind = {type(record): record for record in records}
+        assert by_kind[OwnArguments] == OwnArguments(7, "question")
+        assert (by_kind[OwnConfig].system_prompt, by_kind[OwnConfig].max_train_rows) == ("Think.", 3)
+        assert by_kind[OwnConfig].max_prompt_length is None
+
+
+def test_a_field_of_two_records_is_refused() -> None:
+    @dataclass
+    class Conflicting:
+        beta: float = 0.5
+
+    with pytest.raises(ValueError, match=r"Conflicting and GRPOConfig both have a field 'beta'.* rename"):
+        TrlParser((GRPOConfig, Conflicting))
+
+
 def test_a_script_may_keep_the_settings_that_the_signature_has(tmp_path: Path) -> None:
     """Scripts for several releases of TRL filter their settings by the fields that the installed one knows."""
 

@@ -91,7 +91,7 @@ class FieldParser(ChoiceParser, HfArgumentParser):
         hints = typing.get_type_hints(dtype)
         title = TRAINING if issubclass(dtype, TrainingArguments) else dtype.__name__
         sections: dict[str, list[dataclasses.Field]] = {}
-        for field in dataclasses.fields(dtype):
+        for field in self._fields_of(dtype):
             title = SECTIONS.get(field.name, title)
             if field.init:
                 field.type = hints[field.name]
@@ -100,6 +100,10 @@ class FieldParser(ChoiceParser, HfArgumentParser):
             group = self.add_argument_group(title)
             for field in sections[title]:
                 self._add_field(group, field)
+
+    def _fields_of(self, dtype: Any) -> Sequence[dataclasses.Field]:
+        """The fields of a dataclass that are flags."""
+        return dataclasses.fields(dtype)
 
     def _add_field(self, group: Any, field: dataclasses.Field) -> None:
         hint, num_actions = field.type, len(self._actions)

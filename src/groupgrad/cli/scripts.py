@@ -5,20 +5,21 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets, load_dataset
 
 from groupgrad.cli.arguments import ModelArguments
-from groupgrad.cli.arguments import ScriptArguments as TrainArguments
 from groupgrad.cli.parsing import FieldParser
 from groupgrad.cli.train import peft_config as get_peft_config
 from groupgrad.cli.train import quantization_config as get_quantization_config
+from groupgrad.config import GRPOConfig, legacy
 
 __all__ = [
     "DatasetConfig",
@@ -34,9 +35,16 @@ __all__ = [
 
 
 @dataclass
-class ScriptArguments(TrainArguments):
-    """The data set, how its rows become prompts, and the reward functions, for scripts that add fields."""
+class ScriptArguments:
+    """The data set of a script, which may add fields."""
 
+    dataset_name: str | None = field(default=None, metadata={"help": "Data set: a hub id or a local folder."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration (subset) of the data set."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Read rows while training instead of downloading all first."}
+    )
     ignore_bias_buffers: bool = field(default=False, metadata={"help": "Without effect: there are no such buffers."})
 
     def __post_init__(self) -> None:
@@ -139,7 +147,8 @@ def get_kbit_device_map() -> dict[str, int] | None:
 class TrlParser(FieldParser):
     """Parses flags, and the keys of a YAML file named by `--config`, into instances of dataclasses.
 
-    The command line wins over the file; the file's mapping `env` is exported to the environment.
+    The command line wins over the file; the file's mapping `env` is exported to the environment. A field of an earlier
+    release that the script has too is the script's. ValueError for another field of two dataclasses.
     """
 
     def __init__(self, dataclass_types: Any = None, **kwargs: Any):
@@ -147,7 +156,22 @@ class TrlParser(FieldParser):
         for record in types:
             if is_dataclass(record) and any(item.name == "config" for item in fields(record)):
                 raise ValueError(f"{record.__name__} has a field 'config', which names the YAML file; rename the field")
-        super().__init__(types, **kwargs)
+        self._given_order = types
+        self._left_out = _fields_of_scripts(types)
+        super().__init__(sorted(types, key=lambda record: bool(self._left_out[record])), **kwargs)
+
+    def _fields_of(self, dtype: Any) -> list[Field[Any]]:
+        return [item for item in super()._fields_of(dtype) if item.name not in self._left_out[dtype]]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """`ArgumentParser.parse_known_args`, whose values two dataclasses may take."""
+        return super().parse_known_args(args, _Values() if namespace is None else namespace)
+
+    def parse_args_into_dataclasses(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """One instance of each dataclass, in the order in which the parser got them, and what else there is."""
+        parsed = super().parse_args_into_dataclasses(*args, **kwargs)
+        records, rest = parsed[: len(self._given_order)], parsed[len(self._given_order) :]
+        return (*sorted(records, key=lambda record: self._given_order.index(type(record))), *rest)
 
     def parse_args_and_config(
         self,
@@ -190,3 +214,37 @@ class TrlParser(FieldParser):
         """Take values as defaults; the names that are no field, as arguments."""
         unknown = self.take_defaults(values)
         return [text for key, value in unknown.items() for text in (f"--{key}", str(value))]
+
+
+def _fields_of_scripts(records: list[Any]) -> dict[Any, set[str]]:
+    """For each dataclass the fields of earlier releases that it leaves to another one. ValueError for other doubles."""
+    left_out: dict[Any, set[str]] = {record: set() for record in records}
+    owners: dict[str, list[Any]] = {}
+    for record in filter(is_dataclass, records):
+        for item in fields(record):
+            owners.setdefault(item.name, []).append(record)
+    for name, found in owners.items():
+        old = [record for record in found if name in legacy.LEGACY and _is_inherited(record, name)]
+        if len(found) - len(old) > 1:
+            raise ValueError(
+                f"{found[-1].__name__} and {found[0].__name__} both have a field {name!r}, and a flag sets only "
+                "one; rename it"
+            )
+        for record in old if len(old) < len(found) else old[1:]:
+            left_out[record].add(name)
+    return left_out
+
+
+def _is_inherited(record: Any, name: str) -> bool:
+    """True if a dataclass has a field of `GRPOConfig` as it is there."""
+    return issubclass(record, GRPOConfig) and (
+        record.__dataclass_fields__[name] is GRPOConfig.__dataclass_fields__[name]
+    )
+
+
+class _Values(argparse.Namespace):
+    """Parsed values; those that a first dataclass has taken may be taken again."""
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self):
+            super().__delattr__(name)
