@@ -280,6 +280,13 @@ def test_a_card_without_a_hub(make_trainer: Any, tmp_path: Path) -> None:
     assert (card["model_name"], card["datasets"], card["pipeline_tag"]) == ("run", ["a/b"], "text2text-generation")
 
 
+def test_a_card_whose_fields_are_one_dict(make_trainer: Any, tmp_path: Path) -> None:
+    """Scripts pass `{"tags": [...]}` as the first argument."""
+    make_trainer().create_model_card({"tags": ["rl", "tutorial"], "dataset_name": "a/b"})
+    card = yaml.safe_load((tmp_path / "run" / "README.md").read_text().split("---\n")[1])
+    assert (card["model_name"], card["datasets"], card["tags"][-2:]) == ("run", ["a/b"], ["rl", "tutorial"])
+
+
 def test_a_card_beside_every_checkpoint(make_trainer: Any, tmp_path: Path) -> None:
     make_trainer({"save_strategy": "steps", "save_steps": 1}).train()
     assert (tmp_path / "run" / "checkpoint-1").is_dir()

@@ -484,9 +484,13 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         super()._save_checkpoint(*args, **kwargs)
 
     def create_model_card(
-        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **fields: Any
+        self, model_name: Any = None, dataset_name: Any = None, tags: Any = None, **fields: Any
     ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Write the model card (`README.md`) into `output_dir`; main process only. `fields`: see `write_run_card`."""
+        """Write the model card (`README.md`) into `output_dir`; main process only. `fields`: see `write_run_card`.
+
+        A dict as the first argument has the fields, such as `{"tags": ["math"]}`.
+        """
         if self.is_world_process_zero():
-            fields |= {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+            given = model_name if isinstance(model_name, dict) else {"model_name": model_name}
+            fields |= {"dataset_name": dataset_name, "tags": tags, **given}
             write_run_card(self.args, self.model, self.state.log_history, hub_model_id=self.hub_model_id, **fields)
