@@ -122,7 +122,9 @@ def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_compo
     rollout_components.check_dataset(dataset, name, prompt_maker.max_context)
 
 
-def check_rewards(rewards: RewardRunner, train: Any, evaluation: Any, rollout_components: RolloutComponents) -> None:
+def check_rewards(
+    rewards: RewardRunner, train: Any, evaluation: Any, rollout_components: RolloutComponents, config: GRPOConfig
+) -> None:
     """ValueError if reward functions or reward models cannot read the rows of the data sets."""
     # Rows without prompts are for environments, which begin with a conversation.
     if not isinstance(next(iter(train), {}).get("prompt"), str):
@@ -130,17 +132,21 @@ def check_rewards(rewards: RewardRunner, train: Any, evaluation: Any, rollout_co
             model.check_conversations()
     # Rollout functions and environments may bring further arguments.
     if rollout_components.function is None and rollout_components.environments is None:
-        _check_reward_arguments(rewards, train, evaluation)
+        _check_reward_arguments(rewards, train, evaluation, config)
 
 
-def _check_reward_arguments(rewards: RewardRunner, train: Any, evaluation: Any) -> None:
+def _check_reward_arguments(rewards: RewardRunner, train: Any, evaluation: Any, config: GRPOConfig) -> None:
     """ValueError if a reward function requires an argument that a data set has no column for."""
     for name, dataset in {"train_dataset": train, **named_datasets(evaluation)}.items():
         columns = column_names(dataset)
         for function, missing in rewards.missing_arguments(columns).items():
+            left, remedy = ", ".join(columns), "add the column"
+            if config.remove_unused_columns:
+                left += ", which remove_unused_columns=True has left"
+                remedy = "set remove_unused_columns=False"
             raise ValueError(
                 f"the reward function {function!r} requires the argument {missing[0]!r}, and {name} has no such column "
-                f"(it has {', '.join(columns)}); add the column, or give the argument a default"
+                f"(it has {left}); {remedy}, or give the argument a default"
             )
 
 

@@ -170,7 +170,7 @@ class GRPOTrainer(TrainingRun):
             on_error.callback(rollouts.close)
             dataset_checks.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, rollouts, config)
             self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, rollouts)
-            dataset_checks.check_rewards(self.rewards, train_dataset, eval_dataset, rollouts)
+            dataset_checks.check_rewards(self.rewards, train_dataset, eval_dataset, rollouts, config)
             is_open = bool(callbacks) or rollout_func is not None or type(self) is not GRPOTrainer
             check_best_metric(config, eval_dataset, self.rewards, rollouts, is_open=is_open)
             super().__init__(
