@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+import groupgrad
 from groupgrad import (
     DatasetMixtureConfig,
     GRPOConfig,
@@ -184,6 +185,19 @@ def test_a_script_may_keep_the_settings_that_the_signature_has(tmp_path: Path) -
         config = kind(**{name: value for name, value in {**wanted, **further}.items() if name in known})
         assert (config.beta, config.use_cpu) == (0.1, True)
     assert "system_prompt" not in inspect.signature(GRPOConfig).parameters
+
+
+def test_what_else_trl_exports_is_imported_from_there() -> None:
+    """A name that groupgrad lacks is an error that says so, for every name of the installed release."""
+    import trl
+
+    names = {name for names in trl._import_structure.values() for name in names}  # pyright: ignore
+    missing = sorted(name for name in names if name not in groupgrad._MODULES)
+    assert {"RichProgressCallback", "SFTTrainer", "maybe_apply_chat_template"} <= set(missing)
+    for name in missing:
+        with pytest.raises(ImportError, match=f"groupgrad has no {name}: .*Import it from trl"):
+            exec(f"from groupgrad import {name}")
+    assert not hasattr(groupgrad, "no_such_name")
 
 
 def test_mixtures(rows: Path) -> None:
