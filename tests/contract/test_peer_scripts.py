@@ -163,6 +163,17 @@ def test_a_script_may_add_fields(tmp_path: Path) -> None:
         assert by_kind[OwnConfig].max_prompt_length is None
 
 
+def test_the_dtype_by_its_older_name(tmp_path: Path) -> None:
+    """Recipes of earlier releases set `torch_dtype`, and their scripts read it."""
+    (tmp_path / "run.yaml").write_text("torch_dtype: bfloat16\n")
+    (model,) = TrlParser(ModelConfig).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
+    assert (model.dtype, model.torch_dtype) == ("bfloat16", "bfloat16")
+    assert (ModelConfig(dtype="auto").torch_dtype, ModelConfig().torch_dtype) == ("auto", "float32")
+    assert (ModelConfig(torch_dtype="float32", dtype="float32").dtype) == "float32"
+    with pytest.raises(ValueError, match=r"dtype='auto' and torch_dtype='bfloat16'.*one setting.*set dtype alone"):
+        ModelConfig(dtype="auto", torch_dtype="bfloat16")
+
+
 def test_a_field_of_two_records_is_refused() -> None:
     @dataclass
     class Conflicting:

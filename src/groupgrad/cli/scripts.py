@@ -60,6 +60,16 @@ class ModelConfig(ModelArguments):
     dtype: str | None = field(
         default="float32", metadata={"help": "Dtype of the weights: auto, bfloat16, float16 or float32."}
     )
+    torch_dtype: str | None = field(default=None, metadata={"help": "For older scripts. Now: dtype."})
+
+    def __post_init__(self) -> None:
+        default = type(self).dtype
+        if self.torch_dtype is not None and self.dtype not in (default, self.torch_dtype):
+            raise ValueError(
+                f"dtype={self.dtype!r} and torch_dtype={self.torch_dtype!r} are one setting with two names; "
+                "set dtype alone"
+            )
+        self.torch_dtype = self.dtype = self.torch_dtype or self.dtype
 
 
 @dataclass
