@@ -106,7 +106,7 @@ def test_appended_metrics_are_logged(make_trainer):
     for read in readings:
         with pytest.raises(AttributeError, match=r"state\.log_history"):
             read(trainer._metrics["train"]["mine"])
-    for read in (list, len, lambda metrics: "mine" in metrics):
+    for read in (list, len, lambda metrics: "mine" in metrics, lambda metrics: metrics.get("mine")):
         with pytest.raises(AttributeError, match=r"state\.log_history"):
             read(trainer._metrics["train"])
 
@@ -179,6 +179,29 @@ def test_a_defined_loss_gets_every_row_also_without_advantage(hook, make_policy,
     Mine(model, equal, config, prompts(4), processing_class=tokenizer).train()
     assert calls == [4]
     assert model.lm_head.weight.detach().norm() < before
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("advantages", r"batch\.advantages, \(B,\)"),
+        ("completion_mask", r"batch\.trained, \(L,\)"),
+        ("old_per_token_logps", r"batch\.old_logprobs, \(L,\)"),
+        ("input_ids", "its attributes"),
+    ],
+)
+def test_a_loss_that_reads_the_peers_dict_is_told_of_the_batch(
+    make_trainer, tokenizer, make_policy, tmp_path, key, remedy
+):
+    class Weighted(GRPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs) * inputs[key].float().mean()
+
+    trainer = make_trainer(max_steps=1)
+    args = GRPOConfig(output_dir=str(tmp_path), num_generations=4, max_completion_length=4, use_cpu=True, bf16=False)
+    trainer = Weighted(make_policy(), twice, args, prompts(4), processing_class=tokenizer)
+    with pytest.raises(TypeError, match=rf"{key}.*{remedy}.*docs/from-trl\.md"):
+        trainer.train()
 
 
 def test_the_page_lists_the_same_names():

@@ -137,7 +137,7 @@ class MetricLists:
     def __getitem__(self, name: str) -> MetricList:
         return MetricList(self._store, name)
 
-    __iter__ = __contains__ = __len__ = _refuse_reading
+    __getattr__ = __iter__ = __contains__ = __len__ = _refuse_reading
 
 
 SETTINGS = (
