@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import HfArgumentParser
 
 import groupgrad
 from groupgrad import (
@@ -181,6 +182,19 @@ def test_a_field_of_two_records_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"Conflicting and GRPOConfig both have a field 'beta'.* rename"):
         TrlParser((GRPOConfig, Conflicting))
+
+
+def test_the_parser_of_transformers_reads_the_records(tmp_path: Path) -> None:
+    """Scripts parse their records by `HfArgumentParser` too, from flags, a dict or a file."""
+    records: Any = (OwnArguments, ScriptArguments, ModelConfig)
+    flags = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--beta", "0.3"]
+    flags += ["--vllm_server_base_url", "http://one:8000"]
+    (config,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(flags)
+    assert (config.beta, config.vllm_server_base_url) == (0.3, "http://one:8000")
+    own, script, model = HfArgumentParser(records).parse_dict({"prompt_column": "q", "dtype": "auto"})
+    assert (own.prompt_column, script.dataset_name, model.dtype) == ("q", None, "auto")
+    (config,) = HfArgumentParser(GRPOConfig).parse_dict({"output_dir": str(tmp_path), "use_cpu": True, "bf16": False})
+    assert config.vllm_server_base_url is None
 
 
 def test_a_script_may_keep_the_settings_that_the_signature_has(tmp_path: Path) -> None:

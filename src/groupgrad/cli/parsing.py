@@ -107,7 +107,7 @@ class FieldParser(ChoiceParser, HfArgumentParser):
 
     def _add_field(self, group: Any, field: dataclasses.Field) -> None:
         hint, num_actions = field.type, len(self._actions)
-        if typing.get_args(hint)[:2] == (str, list[str]):  # a flag takes one value or several
+        if typing.get_args(hint)[:2] == (list[str], str):  # a flag takes one value or several
             field.type = list[str] | None
         self._parse_dataclass_field(group, field)
         flag, *others = self._actions[num_actions:]

@@ -221,7 +221,8 @@ class GRPOSettings(LegacyArguments):
         2, "Sleep mode: 2 drops vLLM's weights; 1 keeps them in host memory, so that with adapters only those are sent."
     )
     vllm_structured_outputs_regex: str | None = _option(None, "Regular expression that every completion must match.")
-    vllm_server_base_url: str | list[str] | None = _option(
+    # The list first: transformers' HfArgumentParser cannot read the other order.
+    vllm_server_base_url: list[str] | str | None = _option(
         None, "Server: URL, or a list of the URLs of several, which replaces host and port."
     )
     vllm_server_host: str = _option("0.0.0.0", "Server: host name or address.")
