@@ -44,18 +44,8 @@ class DaemonThreads(ThreadPoolExecutor):
                 if self._idle.acquire(blocking=False):
                     return
                 continue
-            result = error = None
-            is_wanted = future.set_running_or_notify_cancel()
-            try:
-                result = function() if is_wanted else None
-            except BaseException as raised:  # SystemExit in a tool ends the tool, not the thread
-                error = raised
-            self._idle.release()  # before the result, whose reader may submit again at once
-            if error is not None:
-                future.set_exception(error)
-            elif is_wanted:
-                future.set_result(result)
-            del future, function, result, error  # an idle thread keeps no arguments alive
+            _answer(future, function, self._idle.release)
+            del future, function  # an idle thread keeps no arguments alive
 
 
 class OwnThread:
@@ -79,7 +69,7 @@ class OwnThread:
                 threading.Thread(target=_run_all, args=(self._work,), name=self._name, daemon=True).start()
                 self._has_started = True
             self._num_open += 1
-        self._work.put(functools.partial(self._run, future, functools.partial(fn, *args, **kwargs)))
+        self._work.put(functools.partial(_answer, future, functools.partial(fn, *args, **kwargs), self._end_function))
         return future
 
     @property
@@ -88,19 +78,9 @@ class OwnThread:
         with self._lock:
             return self._num_open > 0
 
-    def _run(self, future: Future[Any], function: Callable[[], Any]) -> None:
-        result = error = None
-        is_wanted = future.set_running_or_notify_cancel()
-        try:
-            result = function() if is_wanted else None
-        except BaseException as raised:  # SystemExit in a tool ends the tool, not the thread
-            error = raised
-        with self._lock:  # before the result, whose reader may ask at once
+    def _end_function(self) -> None:
+        with self._lock:
             self._num_open -= 1
-        if error is not None:
-            future.set_exception(error)
-        elif is_wanted:
-            future.set_result(result)
 
     def __del__(self) -> None:
         self._work.put(None)
@@ -111,3 +91,18 @@ def _run_all(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (function := work.get()) is not None:
         function()
         del function  # a waiting thread keeps nothing alive
+
+
+def _answer(future: Future[Any], function: Callable[[], Any], end: Callable[[], None]) -> None:
+    """Runs `function`, calls `end`, and gives the future the result, whose reader may submit again at once."""
+    result = error = None
+    is_wanted = future.set_running_or_notify_cancel()
+    try:
+        result = function() if is_wanted else None
+    except BaseException as raised:  # SystemExit in a tool ends the tool, not the thread
+        error = raised
+    end()
+    if error is not None:
+        future.set_exception(error)
+    elif is_wanted:
+        future.set_result(result)
