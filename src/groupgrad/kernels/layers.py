@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 Activation = Literal["silu", "gelu_tanh"]
-"""Of a gate: x * sigmoid(x), or GELU with a hyperbolic tangent (arXiv:1606.08415, section 2)."""
+"""The activation of a gate: x * sigmoid(x), or GELU with a hyperbolic tangent (arXiv:1606.08415, section 2)."""
 
 
 def linear(

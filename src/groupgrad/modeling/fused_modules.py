@@ -114,7 +114,7 @@ def is_silu(activation: Any) -> bool:
 
 
 def gate_activation(activation: Any) -> layers.Activation | None:
-    """What a module without hooks computes, by its name in the kernels of gates, if they compute it."""
+    """The name that the kernels of gates have for a module without hooks; None if they do not compute it."""
     if is_silu(activation):
         return "silu"
     # `act` may be another form of the same function, written in PyTorch's operations.

@@ -6,7 +6,7 @@ import torch
 
 
 def cumulative_sum(values: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """`values.cumsum(dim)` of floating-point numbers, of the same shape.
+    """Computes `values.cumsum(dim)` of floating-point numbers, of the same shape.
 
     PyTorch refuses it on a GPU under deterministic algorithms. There each of log2(n) steps adds to every number the one
     that lies 1, 2, 4, ... places before it.
