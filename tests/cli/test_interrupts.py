@@ -14,8 +14,9 @@ from synthetic_run import write_run
 
 CTRL_C = b"\x03"
 ON_ITS_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
 os.execv(sys.executable, [sys.executable, "-m", "groupgrad", *sys.argv[1:]])
 """
 """Becomes the command, which the keys of its terminal interrupt."""
