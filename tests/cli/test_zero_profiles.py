@@ -1,4 +1,4 @@
-"""The profiles `zero2` and `zero3` train what one process trains, and `groupgrad check` tries them.
+"""The profiles `zero1`, `zero2` and `zero3` train what one process trains, and `groupgrad check` tries them.
 
 They need DeepSpeed (`make test-deepspeed`).
 """
@@ -62,7 +62,7 @@ def groupgrad(model_dir: Path, tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize("profile", ["zero2", "zero3"])
+@pytest.mark.parametrize("profile", ["zero1", "zero2", "zero3"])
 def test_two_processes_have_the_losses_of_one(groupgrad: Any, tmp_path: Path, profile: str) -> None:
     """The KL of the second step depends on the update of the first, so both losses are compared."""
     two = ["--num-processes", "2", "--accelerate-config", profile, "--per_device_train_batch_size", "4"]
@@ -85,7 +85,7 @@ def agreement(shown: str) -> float:
     return float(gap[1])
 
 
-@pytest.mark.parametrize("profile", ["zero2", "zero3"])
+@pytest.mark.parametrize("profile", ["zero1", "zero2", "zero3"])
 def test_a_check_makes_a_small_round_and_measures_the_agreement(groupgrad: Any, profile: str) -> None:
     flags = ["--num-processes", "2", "--accelerate-config", profile, "--per_device_train_batch_size", "4"]
     shown = groupgrad("check", *flags, "--prompts", "1").stdout
