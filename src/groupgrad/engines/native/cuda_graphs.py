@@ -67,6 +67,10 @@ class StepRecorder:
         self._steps: dict[StepShape, RecordedStep] = {}
         self._version = (0, 0)
 
+    def drop(self) -> None:
+        """Forgets the recorded steps; the newest one keeps its memory, into which the next ones are recorded."""
+        self._steps = {}
+
     def step_for(self, batch: DecodeBatch) -> RecordedStep:
         """A step for these rows, recorded if there is none of their shape."""
         suffixes, prompts = self._cache.suffixes, self._cache.prompts

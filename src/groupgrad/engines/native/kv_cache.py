@@ -180,11 +180,12 @@ class KVCache:
 
     def offload(self, slot: int, num_tokens: int) -> OffloadedKV:
         """Copies the first tokens of a suffix out of its slot."""
-        self.offloaded_tokens += num_tokens + self.state_tokens
         at = (slot, slice(None), slice(0, num_tokens))
         stored = self.suffixes.own_tensors.items()
         tensors = {number: (k[at].clone(), v[at].clone()) for number, (k, v) in stored}
-        return OffloadedKV(num_tokens, tensors, [state[slot].clone() for state in self.suffixes.states])
+        offloaded = OffloadedKV(num_tokens, tensors, [state[slot].clone() for state in self.suffixes.states])
+        self.offloaded_tokens += num_tokens + self.state_tokens
+        return offloaded
 
     def restore(self, offloaded: OffloadedKV, slot: int) -> None:
         """Copies an offloaded suffix into a slot that has room for it."""
@@ -204,6 +205,12 @@ class KVCache:
         """Frees an offloaded suffix."""
         self.offloaded_tokens -= offloaded.num_tokens + self.state_tokens
         offloaded.tensors, offloaded.states = {}, []
+
+    def clear(self) -> None:
+        """Frees all buffers. Offloaded suffixes count no longer; their owner frees them."""
+        self.offloaded_tokens = 0
+        for buffer in (self.suffixes, self.prompts):
+            buffer.resize(0, 0)
 
     def reserve(self, need: Need, used: Need) -> bool:
         """Makes room for `need`, keeping the tokens of `used`; False, with nothing done, if the bound forbids it.

@@ -120,6 +120,11 @@ class DecodeRunner:
         """Lets the model's modules compute all further steps."""
         self.direct = None
 
+    def drop_recordings(self) -> None:
+        """Frees the recorded steps; they are recorded again when they are needed."""
+        if self._recorder is not None:
+            self._recorder.drop()
+
     def step_for(self, batch: DecodeBatch) -> EagerStep | RecordedStep:
         """A decode step for these rows, which keep their slots."""
         if self._recorder is not None:

@@ -54,12 +54,13 @@ class Sampler:
             return []
         longest = max(request.max_new_tokens for request in requests)
         self._grow(len(requests) - len(self._free), longest)
-        rows, self._free = self._free[: len(requests)], self._free[len(requests) :]
+        rows = self._free[: len(requests)]
         draws = torch.zeros(len(requests), longest, dtype=torch.float64)
         for row, request in zip(draws, requests):
             stream = torch.Generator().manual_seed(request.seed)
             row[: request.max_new_tokens] = torch.rand(request.max_new_tokens, generator=stream, dtype=torch.float64)
         self._draws[torch.tensor(rows, device=self.device), :longest] = draws.to(self.device)
+        self._free = self._free[len(requests) :]
         if self.params.repetition_penalty != 1.0:
             self._unseen.update(zip(rows, (request.prompt_ids for request in requests)))
         return rows
@@ -71,11 +72,20 @@ class Sampler:
         new_width = max(longest, 2 * width) if longest > width else width
         if (new_height, new_width) == (height, width):
             return
-        self._free += range(height, new_height)
-        self._draws, self.logprobs, self.entropies = (
+        self._draws, self.logprobs, self.entropies = [
             F.pad(table, (0, new_width - width, 0, new_height - height))
             for table in (self._draws, self.logprobs, self.entropies)
-        )
+        ]
+        self._free += range(height, new_height)  # once there is memory for them
+
+    def restart(self, row: int, request: Request) -> None:
+        """Forgets the tokens of a request in a table row; -1: it has none yet."""
+        if row >= 0 and self.params.repetition_penalty != 1.0:
+            self._unseen[row] = request.prompt_ids
+
+    def drop_scratch(self) -> None:
+        """Frees the memory that is kept from step to step."""
+        self._scratch = {}
 
     def take_out(self, rows: Sequence[int], counts: Sequence[int]) -> list[tuple[list[float], list[float]]]:
         """Log-probs and entropies of the first `counts` tokens of finished requests; frees their rows."""

@@ -14,8 +14,9 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from groupgrad.engines.base import Request
-from groupgrad.engines.native.kv_cache import KVCache, Need
+from groupgrad.engines.native.kv_cache import KVCache, Need, OffloadedKV
 from groupgrad.engines.native.sequence import Group, PromptKey, RetainedPrefix, Sequence, image_key
+from groupgrad.modeling.systems.oom import is_out_of_memory
 
 T = TypeVar("T")
 
@@ -69,6 +70,8 @@ class Scheduler:
         """False from an admission or a preemption until requests arrive, a sequence ends, or a prefix is released."""
         self._num_groups = self._num_admitted = 0
         self.num_waited = self.num_preempted = 0
+        self.num_tried = 0
+        """Sequences that the last admission let run at once."""
 
     @property
     def is_gathering(self) -> bool:
@@ -149,8 +152,16 @@ class Scheduler:
             sequences = self._take_fitting()
             self._is_admission_due = False
             self.num_waited += bool(self.waiting)
+        self.num_tried = len(self.running) + len(sequences)
         if not sequences:
             return Admission([], [])
+        try:
+            return self._admit(sequences)
+        except Exception:
+            self.waiting.extendleft(s for s in reversed(sequences) if s not in self.running)
+            raise
+
+    def _admit(self, sequences: list[Sequence]) -> Admission:
         new_groups = _new_groups(sequences)
         is_reserved = self.cache.reserve(self._need(sequences).with_more_tokens(1), self._need())
         assert is_reserved, "only sequences that fit are admitted"
@@ -247,6 +258,21 @@ class Scheduler:
         # Otherwise the next admission would give the freed slot back to the same sequence.
         self._is_admission_due = False
 
+    def retreat(self, max_sequences: int, max_tokens: int) -> None:
+        """Puts all running sequences back into the queue, drops all keys and values, and lowers both bounds."""
+        for retained in self._retained.values():
+            retained.offloaded = None
+        for group in self.groups:
+            group.slot, group.ref_count, group.first_logits = -1, 0, None
+        self.cache.clear()
+        self._max_sequences, self.cache.max_tokens = max_sequences, max_tokens
+        self.num_preempted += len(self.running)
+        queue = [*self.running, *self.waiting]
+        self.waiting = deque([*(s for s in queue if not s.is_fresh), *(s for s in queue if s.is_fresh)])
+        self.running, self.groups = [], []
+        self._slots_version += 1
+        self._is_admission_due = True
+
     def _need(self, admitted: Collection[Sequence] = ()) -> Need:
         """Room of the running and the admitted sequences."""
         return _need([*self.running, *admitted], [*self.groups, *_new_groups(admitted)])
@@ -284,11 +310,20 @@ class Scheduler:
             num_tokens = sequence.num_stored
             while not (is_room := self.cache.fits(need, num_tokens)) and self._drop_unclaimed():
                 need = _need(others, self.groups).with_more_tokens(1)
-            if is_room:
-                retained.offloaded = self.cache.offload(slots[id(sequence)], num_tokens)
+            if is_room and (offloaded := self._offloaded(slots[id(sequence)], num_tokens)) is not None:
+                retained.offloaded = offloaded
                 retained.group.ref_count += 1
                 has_offloaded = True
         return has_offloaded
+
+    def _offloaded(self, slot: int, num_tokens: int) -> OffloadedKV | None:
+        """The suffix in this slot, offloaded; None where the device has no memory for it."""
+        try:
+            return self.cache.offload(slot, num_tokens)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        return None
 
     def release(self, ticket: int) -> None:
         """Frees the retained prefix of a finished sequence, unless a request has claimed it."""

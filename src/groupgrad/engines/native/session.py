@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -23,7 +25,10 @@ from groupgrad.engines.native.scheduler import Admission, Scheduler
 from groupgrad.engines.native.sequence import Group, Sequence
 from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
 from groupgrad.modeling.vlm import flat_image_inputs, prompt_images
+
+logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 8192
 """Tokens per prefill pass, unless a single prompt has more."""
@@ -77,6 +82,7 @@ class NativeSession:
         self._step_seconds = RUN_SECONDS
         self._host_seconds = self._run_seconds = 0.0
         self._may_exceed_bound, self._statistics = may_exceed_bound, statistics
+        self._prefill_tokens, self._least_tokens, self._most_tokens = PREFILL_TOKENS, 0, self._cache.max_tokens
         self._batch: _RunningBatch | None = None
         self._finished: list[tuple[int, Sample]] = []
         self._num_submitted = self._num_open = 0
@@ -102,10 +108,31 @@ class NativeSession:
     def advance(self) -> list[tuple[int, Sample]]:
         """Admits sequences and samples a token for each, or several within about `RUN_SECONDS`.
 
-        Returns the samples that finished, in ticket order. ValueError if log-probs are not finite.
+        Returns the samples that finished, in ticket order. ValueError if log-probs are not finite. When memory runs
+        out, half as many sequences run from then on and draw the same tokens; RuntimeError if one alone does not fit.
         """
         self._check_open()
-        scheduler, statistics, started = self._scheduler, self._statistics, time.perf_counter()
+        scheduler, statistics = self._scheduler, self._statistics
+        try:
+            self._admit_and_decode()
+            is_out = False
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if scheduler.num_tried < 2:
+                raise _does_not_fit(error) from error
+            is_out = True
+        if is_out:  # the traceback, which holds tensors of the failed pass, is gone now
+            self._retreat()
+        statistics.peak_bytes = self._cache.peak_tokens * self._cache.bytes_per_token
+        statistics.num_waited, statistics.num_preempted = scheduler.num_waited, scheduler.num_preempted
+        finished, self._finished = sorted(self._finished, key=lambda pair: pair[0]), []
+        self._num_open -= len(finished)
+        _check_finite([sample for _, sample in finished])
+        return finished
+
+    def _admit_and_decode(self) -> None:
+        scheduler, started = self._scheduler, time.perf_counter()
         admission = scheduler.admit()
         if admission.sequences:
             self._start(admission)
@@ -114,12 +141,19 @@ class NativeSession:
             self._decode()
             if not admission.sequences:
                 self._host_seconds = time.perf_counter() - started - self._run_seconds
-        statistics.peak_bytes = self._cache.peak_tokens * self._cache.bytes_per_token
-        statistics.num_waited, statistics.num_preempted = scheduler.num_waited, scheduler.num_preempted
-        finished, self._finished = sorted(self._finished, key=lambda pair: pair[0]), []
-        self._num_open -= len(finished)
-        _check_finite([sample for _, sample in finished])
-        return finished
+
+    def _retreat(self) -> None:
+        """Frees all keys and values after a step without memory; its sequences wait, and fewer run from now on."""
+        self._batch = None
+        self._runner.drop_recordings()
+        self._sampler.drop_scratch()
+        collect_what_failed()
+        scheduler = self._scheduler
+        self._finish(scheduler.running)
+        _warn_once()
+        scheduler.retreat(scheduler.num_tried // 2, max(self._least_tokens, self._cache.max_tokens // 2))
+        self._prefill_tokens = max(1, self._prefill_tokens // 2)
+        collect_what_failed()
 
     @property
     def num_open(self) -> int:
@@ -143,7 +177,8 @@ class NativeSession:
         longest = max(requests, key=lambda request: len(request.prompt_ids) + request.max_new_tokens)
         cache = self._cache
         num_tokens = len(longest.prompt_ids) + longest.max_new_tokens + 2 * cache.state_tokens
-        if num_tokens > cache.max_tokens and self._may_exceed_bound:
+        self._least_tokens = max(self._least_tokens, num_tokens)
+        if num_tokens > cache.max_tokens and (self._may_exceed_bound or num_tokens <= self._most_tokens):
             cache.max_tokens = num_tokens
         if num_tokens > cache.max_tokens:
             raise ValueError(
@@ -165,6 +200,20 @@ class NativeSession:
 
     def _start(self, admission: Admission) -> None:
         """Computes the tokens of admitted sequences that are not stored, and samples missing first tokens."""
+        fresh = [sequence for sequence in admission.sequences if sequence.is_fresh]
+        unsampled = [sequence for sequence in admission.sequences if not sequence.sampled_ids]
+        try:
+            self._compute_start(admission, fresh)
+        except Exception:
+            for sequence in unsampled:  # admitted again, they draw the same tokens
+                sequence.sampled_ids.clear()
+                sequence.finish_reason = None
+                self._sampler.restart(sequence.table_row, sequence.request)
+            raise
+        self._scheduler.started(fresh)
+        self._finish(admission.sequences)
+
+    def _compute_start(self, admission: Admission, fresh: list[Sequence]) -> None:
         sequences, new_groups = admission.sequences, admission.new_groups
         for group in new_groups:
             if group.media is not None and group.prompt_images is None:
@@ -176,7 +225,6 @@ class NativeSession:
         unseen = [sequence for sequence in sequences if sequence.table_row < 0]
         for sequence, table_row in zip(unseen, self._sampler.add([sequence.request for sequence in unseen])):
             sequence.table_row = table_row
-        fresh = [sequence for sequence in sequences if sequence.is_fresh]
         without_logits = {id(s.group): s.group for s in fresh if s.group.first_logits is None}.values()
         stored = [group for group in without_logits if group not in new_groups]
         has_states = bool(self._cache.state_tokens)
@@ -188,12 +236,11 @@ class NativeSession:
         self._cache.begin_suffixes([(slot, s.group.slot) for slot, s in slots if not s.num_stored])
         self._sample_first_tokens(fresh)
         self._prefill_suffixes([(slot, s) for slot, s in slots if s.num_stored])
-        self._finish(sequences)
 
     def _prefill_prompts(self, groups: list[tuple[Group, int]]) -> None:
         """Computes prompts, each from a place on; the tokens before it are stored."""
         runs = [TokenRun(g.prompt_ids[start:], g.slot, start, images=g.prompt_images) for g, start in groups]
-        for pack in _packs(list(zip((group for group, _ in groups), runs))):
+        for pack in _packs(list(zip((group for group, _ in groups), runs)), self._prefill_tokens):
             for (group, _), row in zip(pack, self._prefill([run for _, run in pack], self._cache.prompts)):
                 if group.num_fresh:
                     group.first_logits = row
@@ -208,7 +255,7 @@ class NativeSession:
             ids, group = s.suffix_ids[s.num_restored : s.num_stored], s.group
             run = TokenRun(ids, slot, s.num_restored, group.slot, len(group.prompt_ids), group.prompt_images)
             runs.append((s, run))
-        for pack in _packs(runs):
+        for pack in _packs(runs, self._prefill_tokens):
             logits = self._prefill([run for _, run in pack], self._cache.suffixes)
             first = [i for i, (s, _) in enumerate(pack) if not s.sampled_ids]
             if first:
@@ -238,7 +285,6 @@ class NativeSession:
         for start in range(0, len(sequences), FIRST_TOKEN_ROWS):
             part = sequences[start : start + FIRST_TOKEN_ROWS]
             self._sample_first(part, torch.stack([s.group.first_logits for s in part]))  # pyright: ignore
-        self._scheduler.started(sequences)
 
     def _sample_first(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         table_rows = self._tensor([sequence.table_row for sequence in sequences])
@@ -377,18 +423,33 @@ def _start_of_last_pass(group: Group, has_states: bool = False) -> int:
     return 0 if is_image or has_states else last
 
 
-def _packs(items: list[tuple[Any, TokenRun]]) -> Iterator[list[tuple[Any, TokenRun]]]:
-    """Splits items into lists whose runs have at most `PREFILL_TOKENS` tokens together."""
+def _packs(items: list[tuple[Any, TokenRun]], max_tokens: int) -> Iterator[list[tuple[Any, TokenRun]]]:
+    """Splits items into lists whose runs have at most `max_tokens` tokens together."""
     pack, size = [], 0
     for item in items:
         length = len(item[1].ids)
-        if pack and size + length > PREFILL_TOKENS:
+        if pack and size + length > max_tokens:
             yield pack
             pack, size = [], 0
         pack.append(item)
         size += length
     if pack:
         yield pack
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning(
+        "sampling so many rows at once does not fit into memory, so that fewer run at a time, with the same texts; a "
+        "lower engine_kv_memory or per_device_train_batch_size avoids that"
+    )
+
+
+def _does_not_fit(error: BaseException) -> RuntimeError:
+    return RuntimeError(
+        f"sampling one row alone does not fit into memory ({error}); lower max_completion_length, shorten the prompts, "
+        "use a smaller model, or sample with vLLM on other devices (use_vllm=True, vllm_mode='server')"
+    )
 
 
 def _check_finite(samples: list[Sample]) -> None:
