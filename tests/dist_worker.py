@@ -36,6 +36,7 @@ def main(rank: int, folder: Path) -> None:
         "no_rows": dist.all_gather_rows(torch.zeros(0, dtype=torch.int64) if rank else torch.tensor([7])).tolist(),
         "half": str(dist.all_gather_rows(torch.ones(1, dtype=torch.bfloat16)).dtype),
         "sums": dist.all_sum([1.0 + rank, 0.1, 2.0**53]),
+        "exchanged": exchanged(rank),
         "failure": failure(ValueError("bad reward") if rank == 1 else None),
         "both": failure(KeyError(f"rank {rank}")),
         "no_failure": failure(None),
@@ -53,6 +54,16 @@ def main(rank: int, folder: Path) -> None:
         time.sleep(3)
     results["late"] = failure_of(lambda: dist.all_sum([1.0]))
     (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+def exchanged(rank: int) -> list[dict[int, str]]:
+    """Returns what the other rank has sent, in the way of each backend."""
+    own, found = dist._object_options, []
+    for options in ({}, {"use_batch": True}):
+        dist._object_options = lambda options=options: options
+        found.append(dist.exchange_objects({1 - rank: f"from {rank}"}, [(0, 1), (1, 0)]))
+    dist._object_options = own
+    return found
 
 
 def averaged(rank: int, bucket_bytes: int) -> dict[str, list[Any]]:

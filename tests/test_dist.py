@@ -20,6 +20,7 @@ def test_alone_every_collective_is_the_identity():
     assert dist.all_gather_objects("x") == ["x"]
     assert dist.all_gather_rows(values) is values
     assert dist.all_sum([1, 2.5]) == [1.0, 2.5]
+    assert dist.exchange_objects({}, []) == {}
     dist.raise_on_all_ranks(None)
     with pytest.raises(KeyError, match="mine"):
         dist.raise_on_all_ranks(KeyError("mine"))
@@ -28,6 +29,15 @@ def test_alone_every_collective_is_the_identity():
     dist.average_gradients(layer.parameters())
     assert layer.weight.grad.item() == 3.0
     assert layer.bias.grad is None
+
+
+@pytest.mark.parametrize(
+    ("backends", "options"),
+    [("cuda:nccl", {"use_batch": True}), ("cpu:gloo,cuda:nccl", {"use_batch": True}), ("cpu:gloo", {})],
+)
+def test_no_pair_of_gpus_is_connected_for_objects_alone(backends, options, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backends)
+    assert dist._object_options() == options
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +127,10 @@ def test_different_models_are_refused(ranks):
         assert f"ranks {rank} and {other} have different models: bias is ({3 + rank},)" in text
         assert "bias is (3,) torch.float32 frozen here" in ranks[1]["freeze"][1]
         assert "the ranks train different parameters: 2, 1 of them" in ranks[rank]["uneven"][1]
+
+
+def test_objects_are_exchanged_in_the_way_of_each_backend(ranks):
+    assert [rank["exchanged"] for rank in ranks] == [[{"1": "from 1"}] * 2, [{"0": "from 0"}] * 2]
 
 
 def test_processes_with_gloo_sleep_once_at_exit(ranks):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import inspect
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -117,14 +118,25 @@ def exchange_objects(outgoing: Mapping[int, T], routes: Sequence[tuple[int, int]
     `routes` are all pairs (sender, receiver), in the same order on all ranks, which call this even if none is theirs.
     """
     received: dict[int, T] = {}
+    options = _object_options() if routes else {}
     for sender, receiver in routes:
         if sender == rank():
-            torch_dist.send_object_list([outgoing[receiver]], dst=receiver)
+            torch_dist.send_object_list([outgoing[receiver]], dst=receiver, **options)
         elif receiver == rank():
             parts: list[Any] = [None]
-            torch_dist.recv_object_list(parts, src=sender)
+            torch_dist.recv_object_list(parts, src=sender, **options)
             received[sender] = parts[0]
     return received
+
+
+def _object_options() -> dict[str, Any]:
+    """Arguments with which objects are sent over the group's own NCCL communicator.
+
+    By default each pair of ranks gets a communicator of its own, which takes time to connect and memory on both
+    devices. Older releases of torch have no other way.
+    """
+    takes_batch = "use_batch" in inspect.signature(torch_dist.send_object_list).parameters
+    return {"use_batch": True} if takes_batch and "nccl" in str(torch_dist.get_backend_config()) else {}
 
 
 @dataclass(slots=True, frozen=True)
