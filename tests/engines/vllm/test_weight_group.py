@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+from groupgrad.engines.vllm import weight_group
 from groupgrad.engines.vllm.weight_group import GroupBroken, WeightGroup, open_store
 
 
@@ -88,3 +91,24 @@ def test_a_port_that_is_taken_is_named() -> None:
 def test_a_port_that_nobody_opens_is_named() -> None:
     with pytest.raises(GroupBroken, match="was not reached"):
         open_store("127.0.0.1", port(), serves=False, timeout_s=1.0)
+
+
+def test_a_broken_nccl_group_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's watchdog ends a process whose group fails, unless the group is made with these settings."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    made: list[Any] = []
+
+    class Group:
+        class Options:
+            _timeout = None
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any):
+            names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+            made.append(([os.environ.get(name) for name in names], options._timeout))
+
+    monkeypatch.setattr(weight_group.torch_dist, "ProcessGroupNCCL", Group, raising=False)
+    weight_group._make_group("nccl", None, 0, 2, timedelta(seconds=30))
+    assert made == [(["0", "0"], timedelta(seconds=60))]
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ

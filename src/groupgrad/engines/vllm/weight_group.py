@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +20,16 @@ import torch.distributed as torch_dist
 Backend = Literal["nccl", "gloo"]
 
 POLL_S, MEETING_POLL_S = 0.001, 0.02
+
+_NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""Environment in which an NCCL group is made, which reads it then.
+
+By default NCCL's watchdog ends the whole process when a transfer fails or takes too long, because later work could use
+its data. Here a transfer is waited for on the host, and its failure is a `GroupBroken` from which both sides recover.
+"""
+
+_MAKING = threading.Lock()
+"""Held while the environment is changed: groups with several servers are formed on threads."""
 
 
 class GroupBroken(ConnectionError):
@@ -137,6 +148,9 @@ def _meet(store: Any, rank: int, size: int, timeout_s: float) -> None:
 def _make_group(backend: Backend, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     if backend == "gloo":
         return torch_dist.ProcessGroupGloo(store, rank, size, timeout)
+    from accelerate.utils import patch_environment
+
     options = torch_dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timeout
-    return torch_dist.ProcessGroupNCCL(store, rank, size, options)  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = 2 * timeout  # this module's own waits end before
+    with _MAKING, patch_environment(**_NCCL_SETTINGS):
+        return torch_dist.ProcessGroupNCCL(store, rank, size, options)  # pyright: ignore[reportAttributeAccessIssue]
