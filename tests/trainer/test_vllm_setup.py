@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from groupgrad import dist
 from groupgrad.config import GRPOConfig
 from groupgrad.config.sampling import sampling_options
 from groupgrad.engines.vllm.colocate_start import ColocateOptions
+from groupgrad.errors import RankError
 from groupgrad.trainer import vllm_setup
 
 
@@ -134,3 +138,16 @@ def test_gradients_of_half_precision_weights_count_as_they_are_summed(
     model = make_model().to(torch.bfloat16)
     config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, gradient_dtype=kind)
     assert vllm_setup.training_bytes(config, model).gradients == size * model.num_parameters()
+
+
+def test_no_rank_starts_vllm_when_memory_does_not_suffice_on_another(start: Any, monkeypatch: Any) -> None:
+    """Starting vLLM is a collective, in which the other ranks would wait for the one that refuses."""
+
+    @contextmanager
+    def fails_elsewhere() -> Iterator[None]:
+        yield
+        raise RankError("stopped because rank 1 failed with ValueError: vLLM needs at least 9 GiB")
+
+    monkeypatch.setattr(dist, "errors_on_all_ranks", fails_elsewhere)
+    with pytest.raises(RankError, match="rank 1 failed"):
+        start()
