@@ -21,9 +21,9 @@ import torch
 from forked_ranks import forked_ranks, wait_for
 from transformers import TrainerCallback
 
-from groupgrad import GRPOTrainer, dist
+from groupgrad import GRPOTrainer, activity, dist
 from groupgrad.activity import EXIT_HUNG
-from groupgrad.trainer import rank_links, rank_watch
+from groupgrad.trainer import rank_links, rank_watch, watchdog
 
 TEXT = "the judge is out"
 
@@ -254,6 +254,25 @@ def test_a_hang_on_one_rank_ends_all_with_its_cause(ranks, tmp_path, place):
     assert "in all_gather_objects" in stacks[0] and "Meanwhile rank 0 was busy with: waiting for the other" in stacks[0]
     if place != "lock":
         assert "in begin" in stacks[1]
+
+
+def test_a_rank_that_waits_long_for_one_that_works_is_no_hang(ranks, tmp_path):
+    """One rank may sample much longer rows than the others."""
+
+    def work() -> None:
+        end = time.monotonic() + 5.0
+        while time.monotonic() < end:
+            activity.sign_of_life()
+            time.sleep(0.1)
+
+    def action(rank: int) -> None:
+        watchdog.REACTION_S = 0.0  # a rank that waits has 3 s then
+        trainer = ranks.build("long", tmp_path, hang_timeout_s=1.0)
+        trainer.add_callback(Do("on_step_end", on_rank_1(work)))
+        trainer.train()
+
+    with forked_ranks(action, tmp_path) as both:
+        assert both.wait(60) == [0, 0], both.log(0) + both.log(1)
 
 
 def test_the_first_message_may_come_in_pieces():

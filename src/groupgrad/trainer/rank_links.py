@@ -38,7 +38,7 @@ class News:
     """A message of one rank to the others."""
 
     kind: str
-    """`lives`, `done`, `failed`, `hangs`, `silent` or `gone`."""
+    """`lives`, `busy`, `done`, `failed`, `hangs`, `silent` or `gone`."""
     rank: int
     """The rank that this is about."""
     text: str

@@ -2,7 +2,8 @@
 
 Beside the process group each rank has a TCP connection to rank 0, which passes news on. A rank that fails outside
 `dist.errors_on_all_ranks`, or that hangs, says so; a connection that ends without a message is that of a process that
-was killed. Then every rank ends with an error that names rank and cause, whatever it waits for.
+was killed. Then every rank ends with an error that names rank and cause, whatever it waits for. As long as a rank works
+and shows signs of life, the ranks that wait for it do not count as hanging.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class RankWatch:
         self._throw_at = float("inf")
         self._is_leaving = False
         self._beat_at = 0.0
+        self._busy_until = 0.0
+        """Time until which another rank counts as working."""
         self._noted: set[type[Exception]] = set()
         self._interrupt = ThreadInterrupt()
         self._thread: threading.Thread | None = None
@@ -135,8 +138,7 @@ class RankWatch:
                 link.heard_at = now
         if now - self._beat_at >= TICK_S:
             self._beat_at = now
-            present, _ = activity.present()
-            self._send(News("lives", dist.rank(), "" if present is None else present.what))
+            self._tell_life(now)
         self._act(now)
         for link in (key.data for key, _ in ready):
             for news in link.read():
@@ -146,9 +148,23 @@ class RankWatch:
                 self._learn_of_end(link)
         self._look_for_silence(now)
 
+    def _tell_life(self, now: float) -> None:
+        """Sends a sign of life, and whether a rank works that others may wait for; rank 0 passes that on."""
+        present, silent_s = activity.present()
+        self._send(News("lives", dist.rank(), "" if present is None else present.what))
+        works = present is not None and present.what != activity.WAITING
+        is_silent = self._timeout_s is not None and silent_s >= self._timeout_s
+        if (works and not is_silent) or (dist.is_main() and now < self._busy_until):
+            self._send(News("busy", dist.rank(), ""))
+
     def _learn(self, news: News, link: Link) -> None:
         if news.kind == "lives":
             link.doing = news.text
+        elif news.kind == "busy":
+            self._busy_until = time.monotonic() + 2 * TICK_S
+            present, _ = activity.present()
+            if present is not None and present.what == activity.WAITING:
+                activity.sign_of_life()  # the watchdog of the rank that works says when that hangs
         elif news.kind == "done":
             link.is_done = True
         else:
