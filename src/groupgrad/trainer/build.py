@@ -430,7 +430,7 @@ def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.
             mapping(config.model_init_kwargs),
             trust_remote_code=config.trust_remote_code,
             quantization_config=quantization_config,
-            on_device=config.world_size == 1 and not uses_deepspeed(config),
+            on_device=not uses_deepspeed(config) and not uses_fsdp(config),
         )
     if not isinstance(model, (PreTrainedModel, nn.Module)):
         raise TypeError(
