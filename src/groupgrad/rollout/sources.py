@@ -114,15 +114,23 @@ class RolloutComponents:
             )
 
 
+@dataclass(slots=True, frozen=True)
+class ToolUse:
+    """How tools are called and environments are used."""
+
+    max_tool_calling_iterations: int | None = None
+    """Most turns with calls in a rollout; None: any number."""
+    reuse_environments: bool = True
+    """An environment serves later rollouts too."""
+
+
 def build_rollout_components(
     prompt_maker: PromptMaker,
     tools: Any = None,
     environment_factory: Any = None,
     rollout_func: Any = None,
     response_parser: Any = None,
-    *,
-    max_tool_calling_iterations: int | None = None,
-    reuse_environments: bool = True,
+    use: ToolUse = ToolUse(),
 ) -> RolloutComponents:
     """Checks the trainer's arguments about rollouts and builds the components.
 
@@ -131,9 +139,9 @@ def build_rollout_components(
     """
     call_settings = {
         "response_parser": response_parser,
-        "max_tool_calling_iterations": max_tool_calling_iterations,
+        "max_tool_calling_iterations": use.max_tool_calling_iterations,
     }
-    reuse = {} if reuse_environments else {"reuse_environments": False}
+    reuse = {} if use.reuse_environments else {"reuse_environments": False}
     if rollout_func is not None:
         _warn_unused({**call_settings, **reuse}, "a rollout_func makes whole rollouts itself")
         return RolloutComponents(_check_function(rollout_func, tools=tools, environment_factory=environment_factory))
@@ -148,7 +156,7 @@ def build_rollout_components(
     if environment_factory is None:
         _warn_unused(reuse, "there is no environment_factory")
     else:
-        environments = Environments(environment_factory, shared_tools, reuse=reuse_environments)
+        environments = Environments(environment_factory, shared_tools, reuse=use.reuse_environments)
         schemas = [schema for of_environment in environments.schemas.values() for schema in of_environment]
     if not schemas:
         _warn_unused(call_settings, "the environments have no methods that are tools")

@@ -22,6 +22,7 @@ from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
 from groupgrad.rewards.supervision import SupervisionOptions
 from groupgrad.rollout.agent import AgentOptions
 from groupgrad.rollout.collector import ScoringOptions
+from groupgrad.rollout.sources import ToolUse
 
 
 def generation_plan(config: GRPOConfig) -> GenerationPlan:
@@ -64,6 +65,11 @@ def agent_options(config: GRPOConfig) -> AgentOptions:
         ),
         ahead=config.rollout_ahead,
     )
+
+
+def tool_use(config: GRPOConfig) -> ToolUse:
+    """Returns how tools are called and environments are used."""
+    return ToolUse(config.max_tool_calling_iterations, config.reuse_environments)
 
 
 def engine_options(config: GRPOConfig) -> EngineOptions:

@@ -158,13 +158,7 @@ class GRPOTrainer(TrainingRun):
             train_dataset = dataset_checks.rows_for_environment(environment_factory, self.plan, config)
         self.prompt_maker = build.build_prompt_maker(config, policy)
         self.rollout_components = rollouts = build_rollout_components(
-            self.prompt_maker,
-            tools,
-            environment_factory,
-            rollout_func,
-            response_parser,
-            max_tool_calling_iterations=config.max_tool_calling_iterations,
-            reuse_environments=config.reuse_environments,
+            self.prompt_maker, tools, environment_factory, rollout_func, response_parser, room_options.tool_use(config)
         )
         with ExitStack() as on_error:
             on_error.callback(rollouts.close)
