@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from groupgrad import GRPOConfig
+from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.objectives.policy import LOSSES
 
@@ -62,3 +62,14 @@ def test_the_navigation_names_pages_that_exist() -> None:
     for page in set(re.findall(r"[\w/-]+\.md", text)) - made:
         source = ROOT / "docs" / page
         assert any(path.exists() for path in (source, source.with_suffix(".ipynb"), ROOT / page)), page
+
+
+def test_the_api_shows_the_methods_that_the_trainer_inherits() -> None:
+    """mkdocstrings leaves out what a base class defines, unless `inherited_members` names it."""
+    section = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("::: groupgrad.GRPOTrainer")[2]
+    own, inherited = (
+        [name.strip() for name in found.split(",")]
+        for found in re.findall(r"^ +(?:inherited_)?members: \[(.+)\]$", section, re.MULTILINE)[:2]
+    )
+    assert all(callable(getattr(GRPOTrainer, name)) for name in own)
+    assert inherited == [name for name in own if name not in vars(GRPOTrainer)]
