@@ -158,8 +158,8 @@ inline float largest(Vec value) {
 // e to the power of x within 2 units in the last place; 0 below the smallest normal number, NaN stays NaN.
 inline Vec exponential(Vec x) {
     const Vec lowest = splat(-87.3f), highest = splat(88.0f);
-    Vec y = lowest > x ? lowest : x;  // in this order a comparison with NaN gives x, in one instruction
-    y = highest < y ? highest : y;
+    Vec y = x < lowest ? lowest : x;
+    y = y > highest ? highest : y;
     const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers, in the lowest bits
     const Vec shifted = y * 1.44269504f + shift, power = shifted - shift;
     const Vec rest = (y - power * 0.693359375f) + power * 2.12194440e-4f;
