@@ -25,6 +25,11 @@ def test_a_repeated_call_shows_if_the_main_thread_helps(caplog: pytest.LogCaptur
     assert not other.may_help(COMPLAINT, "look_up") and not other.calls_here()
 
 
+def test_a_page_with_the_same_words_is_a_result_like_any_other() -> None:
+    page = f"How to use signals in Python. {COMPLAINT} " + "Read on in the next chapter. " * 20
+    assert not MainThreadNeed().may_help(page, "read_page")
+
+
 def test_a_run_on_another_thread_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     need = MainThreadNeed()
     with ThreadPoolExecutor(1) as pool:

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 _COMPLAINTS = ("only works in main thread", "There is no current event loop in thread")
 """Parts of Python's errors: of `signal.signal`, and of `asyncio.get_event_loop`."""
+_MAX_CHARS = 400
+"""Longest result that counts as such an error; a tool may find the same words in a page or in the output of code."""
 
 
 @dataclass(slots=True)
@@ -84,4 +86,5 @@ def call_here(
 
 
 def _complains(content: Any) -> bool:
-    return isinstance(content, str) and any(complaint in content for complaint in _COMPLAINTS)
+    is_short = isinstance(content, str) and len(content) <= _MAX_CHARS
+    return is_short and any(complaint in content for complaint in _COMPLAINTS)
