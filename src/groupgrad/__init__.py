@@ -35,20 +35,14 @@ _MODULES = {
 
 _OF_TRL = frozenset(
     {
+        *("DPOConfig", "DPOTrainer", "DistillationConfig", "DistillationTrainer", "KTOConfig", "KTOTrainer"),
+        *("RLOOConfig", "RLOOTrainer", "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer"),
         *("BEMACallback", "LogCompletionsCallback", "RichProgressCallback", "SyncRefModelCallback", "WeaveCallback"),
         *("add_response_schema", "apply_chat_template", "clone_chat_template", "create_reference_model"),
         *("extract_prompt", "get_training_chat_template", "init_zero_verbose", "is_conversational"),
-        *(
-            "is_conversational_from_value",
-            "maybe_apply_chat_template",
-            "maybe_convert_to_chatml",
-            "maybe_extract_prompt",
-        ),
-        *("maybe_unpair_preference_dataset", "pack_dataset", "prepare_multimodal_messages"),
-        *("supports_tool_calling", "unpair_preference_dataset"),
-        *("DPOConfig", "DPOTrainer", "KTOConfig", "KTOTrainer", "RewardConfig", "RewardTrainer"),
-        *("RLOOConfig", "RLOOTrainer", "SFTConfig", "SFTTrainer"),
-        *("DistillationConfig", "DistillationTrainer"),
+        *("is_conversational_from_value", "maybe_apply_chat_template", "maybe_convert_to_chatml"),
+        *("maybe_extract_prompt", "maybe_unpair_preference_dataset", "pack_dataset"),
+        *("prepare_multimodal_messages", "supports_tool_calling", "unpair_preference_dataset"),
     }
 )
 """Names that scripts import from TRL and that are not here."""

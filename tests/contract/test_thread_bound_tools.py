@@ -147,7 +147,7 @@ def look_up(number: int) -> int:
 
 
 def look_up_text(number: int) -> str:
-    """Looks a number up, and tells of its own errors.
+    """Looks a number up, and returns its own errors as text.
 
     Args:
         number: Which.
