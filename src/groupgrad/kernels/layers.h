@@ -119,8 +119,8 @@ void gate_gradients(const float *gradient, const float *gates, const float *ups,
         const long left = count - i;
         const Vec gate = load_some(gates + i, left), grad = load_some(gradient + i, left), up = load_some(ups + i, left);
         const Vec one_more = 1.0f + exponential(-Activation::inner(gate)), share = 1.0f / one_more;
-        const Vec slope = share * (1.0f + gate * (1.0f - share) * Activation::slope(gate));
-        store_some(of_gates + i, grad * up * slope, left);
+        const Vec inner = gate * (1.0f - share) * Activation::slope(gate);
+        store_some(of_gates + i, grad * up * share * (1.0f + inner), left);
         store_some(of_ups + i, grad * gate * share, left);
         if (output) store_some(output + i, gate / one_more * up, left);
     }
