@@ -231,6 +231,7 @@ LATER: dict[str, Any] = {
     "stochastic_rounding": False,
     "gradient_dtype": "auto",
     "shuffle_rows": "rows",
+    "dynamic_sampling_rounds": 0,
     "balance_ranks": True,
     "save_in_background": False,
     "allow_partial_resume": False,
@@ -398,6 +399,9 @@ AUDIT: dict[str, Changes | Warns] = {
     "max_completion_length": Changes("tests/trainer/test_options.py::test_max_completion_length"),
     "shuffle_dataset": Changes("tests/trainer/test_options.py::test_shuffle_dataset_off_keeps_the_order"),
     "shuffle_rows": WEIGHTS,
+    "dynamic_sampling_rounds": Changes(
+        "tests/trainer/test_dynamic_sampling.py::test_the_groups_that_train_have_a_signal"
+    ),
     "balance_ranks": Changes("tests/trainer/test_processes.py::test_ranks_share_the_work_of_long_rows"),
     "max_tokens_per_pass": Changes("tests/trainer/test_long_rows.py::test_rows_of_a_group_are_cut_into_passes"),
     "context_parallel_size": Changes(

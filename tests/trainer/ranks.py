@@ -68,6 +68,12 @@ CASES: dict[str, dict[str, Any]] = {
         "shuffle_rows": "groups",
         "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
     },
+    # Flat groups of both ranks give place to others, in rounds in which one rank may have no rows.
+    "dynamic_sampling": {
+        **TWO_STEPS,
+        "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
+        "dynamic_sampling_rounds": 2,
+    },
     "rows_stay": {
         **TWO_STEPS,
         "shuffle_rows": "groups",

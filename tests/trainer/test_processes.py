@@ -28,6 +28,7 @@ CASES = [
     "vespo",
     "entropy",
     "flat_groups",
+    "dynamic_sampling",
     "rows_stay",
     "reward_model",
     "cut_groups",

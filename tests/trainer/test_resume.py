@@ -13,6 +13,10 @@ from transformers import TrainerCallback
 # Settings of a run, and the step whose checkpoint it is resumed from.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "inside_a_generation_batch": ({"steps_per_generation": 4, "max_steps": 6, "lr_scheduler_type": "linear"}, 2),
+    "dynamic_sampling": (
+        {"steps_per_generation": 2, "max_steps": 5, "dynamic_sampling_rounds": 2, "flat_groups": True},
+        3,
+    ),
     "second_pass_over_a_generation_batch": ({"num_iterations": 2, "max_steps": 4}, 3),
     "between_two_generation_batches_of_a_step": (
         {"generation_batch_size": 24, "gradient_accumulation_steps": 2, "max_steps": 4},
@@ -59,6 +63,11 @@ class StepsSeen(TrainerCallback):
         self._steps.append(state.global_step)
 
 
+def few_vary(completion_ids: list[list[int]], row: list[int], **kwargs: Any) -> list[float]:
+    """Rewards that are equal within a group, except for every third prompt."""
+    return [float(len(ids) + ids[0] % 3) if number % 3 == 0 else 0.5 for ids, number in zip(completion_ids, row)]
+
+
 @pytest.fixture
 def build(make_trainer, make_policy, tools, tmp_path):
     """`build(folder, **settings)` returns a new trainer and model, equal for equal settings."""
@@ -72,6 +81,8 @@ def build(make_trainer, make_policy, tools, tmp_path):
         if settings.pop("evaluate", False):
             extra["eval_dataset"] = tools.prompts(3)
             settings |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+        if settings.pop("flat_groups", False):
+            settings["reward_funcs"] = few_vary
         if settings.pop("peft", False):
             from peft import LoraConfig
 

@@ -121,6 +121,11 @@ class GRPOSettings(LegacyArguments):
         "by seed; with several ranks a reward function may see part of a group) or 'groups' (whole groups: each prompt "
         "is computed in one step alone).",
     )
+    dynamic_sampling_rounds: int = _option(
+        0,
+        "Further rounds of sampling in which groups whose rewards are all equal give place to groups of other prompts, "
+        "drawn at random by data_seed or seed (DAPO's dynamic sampling); 0: such groups stay and teach nothing.",
+    )
     balance_ranks: bool = _option(
         True,
         "Several ranks give each other rows of a step, after sampling, so that all have about equal work. No result "

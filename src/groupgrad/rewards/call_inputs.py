@@ -35,7 +35,7 @@ TRAINER_METRICS = frozenset(
 )
 """Metrics that the trainer logs itself."""
 TRAINER_METRIC_PREFIXES = (
-    *("completions/", "rewards/", "clip_ratio/", "sampling/"),
+    *("completions/", "rewards/", "dynamic_sampling/", "clip_ratio/", "sampling/"),
     *("vespo/", "time/", "tools/", "rollouts/"),
 )
 

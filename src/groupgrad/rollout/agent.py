@@ -25,7 +25,7 @@ from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.tool_images import ToolReplyEncoder, open_reply_images
 from groupgrad.rollout.driver import Driver, sample_turn, wait_for
-from groupgrad.rollout.requests import GenerationRequest, RolloutSource, row_seed, turn_seed, versions_of
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, turn_seed, versions_of
 from groupgrad.rollout.single_turn import completion_budget
 from groupgrad.rollout.statistics import agent_metrics
 from groupgrad.types import FinishReason, Media, Prompt, Rollout, ToolUse, Trace
@@ -171,7 +171,7 @@ class _Agent:
         self._rollouts, self._prompt_maker, self._chat = rollouts, rollouts.prompt_maker, rollouts.chat
         self._workers, self._tool_options = rollouts.workers, rollouts.options.tools
         self._row, self._group, self._step = row, row // request.num_generations, request.step
-        self._seed = row_seed(rollouts.seed, request.phase, request.number, row)
+        self._seed = request.seed_of(row, rollouts.seed)
         self._data = request.rows_by_group[self._group]
         self._handle = handle
         self._toolbox = ToolBox(rollouts.tools) if handle is None else handle.toolbox

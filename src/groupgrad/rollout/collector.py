@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from groupgrad.batching.collate import collate
 from groupgrad.metrics import Metric
 from groupgrad.objectives import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
 from groupgrad.rewards.reward_runner import RewardRunner
+from groupgrad.rollout.dynamic_sampling import DynamicSampling, ScoredRollouts
 from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, report_failures
 from groupgrad.rollout.statistics import completion_metrics, lag_metrics, log_records, num_tokens
@@ -73,7 +75,8 @@ class ExperienceCollector:
 
     vLLM samples through a `prefetcher`, which sends it the policy's weights. Any other engine samples inside the
     context that `around` makes, which all ranks enter and leave together. `hooks` is the trainer, whose
-    `score_rollouts` and `compute_advantages` a subclass may define; None for those of this room.
+    `score_rollouts` and `compute_advantages` a subclass may define; None for those of this room. `dynamic` replaces
+    groups without a signal in training.
     """
 
     def __init__(
@@ -86,12 +89,13 @@ class ExperienceCollector:
         *,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         hooks: ScoringHooks | None = None,
+        dynamic: DynamicSampling | None = None,
     ):
         self.rollouts, self.rewards = rollouts, rewards
         self._score = rewards.score if hooks is None else hooks.score_rollouts
         self._advantages = self.compute_advantages if hooks is None else hooks.compute_advantages
         self.options, self.timings = options, timings
-        self._around = around
+        self._around, self._dynamic = around, dynamic
         self._prefetcher, self._sample = prefetcher, prefetcher or self._sample_here
         self._measures_lag = prefetcher is not None and prefetcher.ahead > 0
 
@@ -103,19 +107,19 @@ class ExperienceCollector:
         A failure on any rank is raised on all of them, and a RolloutError if more than half of the generation batch's
         rollouts failed, over all ranks.
         """
-        rollouts = self._sample(request, upcoming)
-        score = self._score if rollouts else self.rewards.score  # a subclass need not score a rank without rollouts
-        with dist.errors_on_all_ranks(), self.timings.phase("rewards"):
-            table = score(rollouts, trainer_state=trainer_state, step=request.step)
-        rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
-        if problems:
-            report_failures(problems, request)
-        result = self._advantages(rewards, request.num_generations)
+        scored, refills = self._scored(request, trainer_state, upcoming), {}
+        if self._dynamic is not None and request.phase == "train":
+            sample = partial(self._scored, trainer_state=trainer_state)
+            scored, result, refills = self._dynamic.refill(request, scored, sample, self._advantages)
+        else:
+            result = self._advantages(scored.rewards, request.num_generations)
+        rollouts, table = scored.rollouts, scored.table
         rows = [rollout.index for rollout in rollouts]
         advantages = result.advantages[rows]
         metrics = {
             **completion_metrics(rollouts),
-            **reward_metrics(rewards, table.names, result),
+            **reward_metrics(scored.rewards, table.names, result),
+            **refills,
             **self.rollouts.metrics(rollouts),
             **table.metrics,
         }
@@ -128,12 +132,25 @@ class ExperienceCollector:
             advantages,
             batch,
             metrics,
-            num_tokens=tokens,
+            num_tokens=scored.num_tokens,
             mean_reward=float(result.combined.nanmean()),
             records=records,
             table=table,
             combined_rewards=result.combined[rows].tolist(),
         )
+
+    def _scored(
+        self, request: GenerationRequest, trainer_state: Any, upcoming: Sequence[GenerationRequest] = ()
+    ) -> ScoredRollouts:
+        """Collective. Samples and scores what a request asks for."""
+        rollouts = self._sample(request, upcoming)
+        score = self._score if rollouts else self.rewards.score  # a subclass need not score a rank without rollouts
+        with dist.errors_on_all_ranks(), self.timings.phase("rewards"):
+            table = score(rollouts, trainer_state=trainer_state, step=request.step)
+        rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
+        if problems:
+            report_failures(problems, request)
+        return ScoredRollouts(rollouts, table, rewards, tokens)
 
     def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages:
         """The advantages of all N rows of a generation batch from (N, R) rewards, NaN where not scored."""

@@ -31,6 +31,13 @@ class GenerationRequest:
     phase: str
     number: int
     step: int
+    attempt: int = 0
+    """0 for the prompts of the data loader; 1, 2, ... for those that dynamic sampling draws in their place."""
+
+    def seed_of(self, row: int, run_seed: int) -> int:
+        """The seed of a row's random stream. It does not depend on the rank or on the other rows of the batch."""
+        phase = f"{self.phase}/{self.attempt}" if self.attempt else self.phase
+        return row_seed(run_seed, phase, self.number, row)
 
 
 def training_request(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
-from groupgrad.rollout.requests import GenerationRequest, RolloutSource, row_seed, versions_of
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, versions_of
 from groupgrad.types import FinishReason, Prompt, Rollout
 
 
@@ -52,7 +52,7 @@ class SingleTurnRollouts(RolloutSource):
         """One rollout for each row number."""
         by_group = {group: self.prompt_maker(row, group) for group, row in request.rows_by_group.items()}
         prompts = [by_group[row // request.num_generations] for row in request.rows]
-        seeds = [row_seed(self.seed, request.phase, request.number, row) for row in request.rows]
+        seeds = [request.seed_of(row, self.seed) for row in request.rows]
         samples = sample_prompts(self.engine, self.prompt_maker, self.sampling, prompts, seeds)
         texts = self.prompt_maker.tokenizer.batch_decode([s.ids for s in samples], skip_special_tokens=True)
         return [

@@ -389,7 +389,10 @@ def build_components(
         prefetcher = RolloutPrefetcher(rollouts, timings, engine, ahead=ahead, in_flight=in_flight)
     elif uses_deepspeed(config) or uses_fsdp(config):
         around = partial(gather_all, policy.model)
-    collector = ExperienceCollector(rollouts, rewards, scoring, timings, prefetcher, around=around, hooks=trainer)
+    dynamic = room_options.dynamic_sampling(config, trainer.train_dataset) if config.dynamic_sampling_rounds else None
+    collector = ExperienceCollector(
+        rollouts, rewards, scoring, timings, prefetcher, around=around, hooks=trainer, dynamic=dynamic
+    )
     evaluator = Evaluator(
         model=policy.model,
         collector=collector,

@@ -37,6 +37,11 @@ def check_datasets(
                 f"train_dataset is a stream without a length and max_steps is {config.max_steps}; set max_steps to the "
                 "number of optimizer steps to train"
             )
+        if config.dynamic_sampling_rounds:
+            raise ValueError(
+                f"dynamic_sampling_rounds={config.dynamic_sampling_rounds} draws prompts at random, and train_dataset "
+                "is a stream, whose rows come in their order; set it to 0, or load the data set without streaming"
+            )
         _read_stream_here(config)
     elif len(train) < plan.prompts_per_generation:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
 from groupgrad.rewards.supervision import SupervisionOptions
 from groupgrad.rollout.agent import AgentOptions
 from groupgrad.rollout.collector import ScoringOptions
+from groupgrad.rollout.dynamic_sampling import DynamicSampling
 from groupgrad.rollout.sources import ToolUse
 
 
@@ -52,6 +53,12 @@ def loader_options(config: GRPOConfig) -> LoaderOptions:
         multiprocessing_context=getattr(config, "dataloader_multiprocessing_context", None),
         ahead=config.rollout_ahead,
     )
+
+
+def dynamic_sampling(config: GRPOConfig, train_dataset: Any) -> DynamicSampling:
+    """Returns the rounds in which groups without a signal are replaced, by prompts of the training data."""
+    seed = config.seed if config.data_seed is None else config.data_seed
+    return DynamicSampling(config.dynamic_sampling_rounds, train_dataset, seed)
 
 
 def agent_options(config: GRPOConfig) -> AgentOptions:
