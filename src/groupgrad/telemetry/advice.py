@@ -72,8 +72,8 @@ def _no_variance(numbers: Numbers) -> Advice | None:
         why = "most prompts are always or never solved by now"
     return Advice(
         f"{share * 100:.0f} % of groups have no variance, so their completions teach nothing: {why}.",
-        "Leave out prompts that are always or never solved, raise num_generations or temperature, or give partial "
-        "rewards.",
+        "Leave out prompts that are always or never solved, raise num_generations or temperature, give partial "
+        "rewards, or set dynamic_sampling_rounds, which draws other prompts in their place.",
         "frac_reward_zero_std",
     )
 
