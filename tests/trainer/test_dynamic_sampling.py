@@ -6,6 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from scripted_agents import with_tools
+from simulated_vllm import simulate_vllm
+
+from groupgrad.rollout.single_turn import SingleTurnRollouts
 
 
 class RowReward:
@@ -61,3 +66,86 @@ def test_a_stream_is_refused(make_trainer, tools):
 def test_a_number_that_is_none_is_refused(make_trainer, rounds):
     with pytest.raises(ValueError, match="dynamic_sampling_rounds"):
         make_trainer(dynamic_sampling_rounds=rounds)
+
+
+class Counting:
+    """An environment whose reward varies for every fourth row alone; it knows the row that it was reset with."""
+
+    made: list[Counting]
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        Counting.made.append(self)
+
+    def reset(self, row: int, **columns: Any) -> str:
+        self.rows.append(row)
+        return f" {row}"
+
+    def count(self) -> int:
+        """Counts the resets."""
+        return len(self.rows)
+
+    def get_reward(self) -> float:
+        return Counting.made.index(self) % 4 if self.rows[-1] % 4 == 0 else 1.0
+
+
+def test_environments_are_reset_with_the_rows_that_are_drawn(make_trainer, tokenizer, make_model):
+    Counting.made = []
+    messages = [[{"role": "user", "content": f"Count to {row}."}] for row in range(16)]
+    trainer = make_trainer(
+        model=make_model(max_position_embeddings=2048),
+        reward_funcs=[],
+        train_dataset=Dataset.from_dict({"prompt": messages, "row": list(range(16))}),
+        trainer={"environment_factory": Counting, "processing_class": with_tools(tokenizer)},
+        dynamic_sampling_rounds=40,
+        max_steps=2,
+    )
+    trained = []
+    trainer.on_experience = lambda experience: trained.append(
+        [(r.prompt.row["row"], reward) for r, reward in zip(experience.rollouts, experience.combined_rewards)]
+    )
+    trainer.train()
+    assert all(row % 4 == 0 for batch in trained for row, _ in batch)
+    assert all(len({reward for _, reward in batch[start : start + 4]}) > 1 for batch in trained for start in (0, 4))
+    assert len(Counting.made) == 8, "further rounds take the environments of the groups that they replace"
+    assert sum(len(made.rows) for made in Counting.made) > 16
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+def test_a_rollout_function_is_asked_for_the_prompts_that_are_drawn(make_trainer, copies):
+    """Both kinds of functions: one completion for each prompt given, or a group for each."""
+    asked, reward = [], RowReward(2, 5, 11, 14)
+
+    def roll(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        asked.append(len(prompts))
+        count = len(prompts) * copies
+        return {"prompt_ids": [[5, 6]] * count, "completion_ids": [[7, 1]] * count, "logprobs": None}
+
+    trainer = make_trainer(reward_funcs=reward, dynamic_sampling_rounds=40, trainer={"rollout_func": roll}, max_steps=2)
+    trained: list[int] = []
+    trainer.on_experience = lambda experience: trained.extend(r.prompt.row["row"] for r in experience.rollouts)
+    trainer.train()
+    assert set(trained) <= {2, 5, 11, 14} and len(trained) == 16
+    assert len(asked) == len(reward.seen) > 2
+
+
+def test_rounds_beside_batches_that_are_sampled_ahead(make_trainer, monkeypatch):
+    """Each generation batch of a server is still begun once, and its further rounds have weights of its own step."""
+    served, asked = simulate_vllm(monkeypatch), []
+    sample = SingleTurnRollouts.__call__
+
+    def recorded(self: SingleTurnRollouts, request: Any) -> Any:
+        asked.append((request.number, request.attempt))
+        return sample(self, request)
+
+    monkeypatch.setattr(SingleTurnRollouts, "__call__", recorded)
+    reward = RowReward(2, 5, 11, 14)
+    trainer = make_trainer(
+        reward_funcs=reward, use_vllm=True, vllm_mode="server", rollout_ahead=1, dynamic_sampling_rounds=40
+    )
+    trainer.train()
+    assert served
+    assert sorted(number for number, attempt in asked if attempt == 0) == [0, 1, 2]
+    assert any(attempt for _, attempt in asked)
+    assert len(set(asked)) == len(asked)
+    assert all(entry["frac_reward_zero_std"] == 0 for entry in trainer.state.log_history if "reward" in entry)
