@@ -16,8 +16,9 @@ from simulated_cuda import GPU, Generator, Graph, SimulatedTensor, Stream, simul
 from tiny_hybrids import CONFIGS, make_hybrid
 from torch import nn
 
-from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.base import Request, SamplingOptions, sample_all
 from groupgrad.engines.native import NativeEngine, cuda_graphs
+from groupgrad.engines.native import session as sessions
 from groupgrad.engines.native.attention_plans import products
 from groupgrad.engines.native.logits import cast_bytes
 
@@ -72,6 +73,36 @@ def test_recorded_steps_give_the_same_texts(name: str, bounds: dict[str, int], b
         assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
     assert Graph.num_replayed == engine.statistics.num_steps
     assert Graph.num_recorded <= engine.statistics.num_steps / 2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_host_reads_the_tokens_of_several_steps_at_once(name: str, keep: bool, build, gpu, monkeypatch):
+    """Steps are launched ahead for an eighth of the tokens so far, not where a state has to end with its row."""
+    monkeypatch.setattr(sessions, "RUN_SECONDS", 1e9)
+    looks: list[int] = []
+    decode = sessions.NativeSession._decode
+    monkeypatch.setattr(sessions.NativeSession, "_decode", lambda session: (looks.append(1), decode(session)))
+    model = make_hybrid(name) if name in CONFIGS else long_context(build, name)
+    asked = [replace(request, max_new_tokens=100 + 10 * (i % 3), keep=keep) for i, request in enumerate(requests(6))]
+    options = replace(OPTIONS, max_new_tokens=120)
+    expected = NativeEngine(model).sample(asked, options)
+    looks.clear()
+    engine = NativeEngine(to_cuda(model))
+    with engine.session(options) as session:
+        actual = sample_all(session, asked)
+    lengths = [len(sample.ids) for sample in actual]
+    assert [sample.ids for sample in actual] == [sample.ids for sample in expected]
+    assert len(set(lengths)) > 1 and max(lengths) > 60, "rows end at different steps"
+    for ours, theirs in zip(actual, expected):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
+        assert ours.entropies == pytest.approx(theirs.entropies, rel=1e-5, abs=1e-5)
+    num_steps = engine.statistics.num_steps
+    assert Graph.num_replayed == num_steps <= max(lengths) * (1 + sessions.AHEAD_SHARE) + 1
+    if name == "qwen3_5" and keep:
+        assert len(looks) == num_steps
+    else:
+        assert len(looks) < num_steps / 2
 
 
 def test_adapters_are_recorded_unmerged(build, gpu):

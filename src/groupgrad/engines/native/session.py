@@ -39,6 +39,10 @@ FIRST_TOKEN_ROWS = 64
 RUN_SECONDS = 0.05
 """Decode steps run for about this long between calls of the scheduler; a small model's step takes less."""
 
+AHEAD_SHARE = 1 / 8
+"""Recorded steps are launched ahead of the host for this share of the tokens that rows have. What rows compute behind
+their ends is wasted, so it bounds the waste."""
+
 
 @dataclass(slots=True)
 class Statistics:
@@ -301,12 +305,13 @@ class NativeSession:
         sign_of_life()
         batch, started = self._batch, time.perf_counter()
         tokens = self._next_tokens(batch, running)
+        sampled = tokens.T.tolist()
         self._run_seconds = time.perf_counter() - started
         self._step_seconds = self._run_seconds / len(tokens)
         batch.tokens = tokens[-1]
         batch.counts += len(tokens)
         self._statistics.num_steps += len(tokens)
-        self._statistics.num_decoded += self._append(running, tokens.T.tolist())
+        self._statistics.num_decoded += self._append(running, sampled)
         self._finish(running)
 
     def _num_free_steps(self, running: list[Sequence]) -> int:
@@ -330,19 +335,35 @@ class NativeSession:
             tokens = None if sampling is None else batch.step.sample(batch.tokens, positions, sampling, num_steps)
             if tokens is not None:
                 return tokens
-        logits = batch.step.logits(batch.tokens, positions).to(self._device)
-        return self._sampler.choose(logits, batch.table_rows, batch.counts)[None]
+        if isinstance(batch.step, RecordedStep) and self._may_pass_ends(running):
+            num_tokens = sum(len(sequence.sampled_ids) for sequence in running)
+            num_steps = max(1, min(num_steps, int(AHEAD_SHARE * num_tokens / len(running))))
+        else:
+            num_steps = 1
+        newest, chosen = batch.tokens, []
+        for number in range(num_steps):  # without a look at the tokens, for which the host would wait
+            logits = batch.step.logits(newest, positions + number).to(self._device)
+            newest = self._sampler.choose(logits, batch.table_rows, batch.counts + number)
+            chosen.append(newest)
+        return torch.stack(chosen)
 
     def _num_idle_tokens(self, running: list[Sequence]) -> int:
         """Maximum number of tokens to waste on ended sequences before the batch is rebuilt without them.
 
-        That many cost about as much time as rebuilding the batch does. The number is 0 while sequences wait for room,
-        and for models with recurrent states if a state is retained: it must be the one after the last token.
+        That many cost about as much time as rebuilding the batch does.
         """
-        num_rows, has_states = len(running), bool(self._cache.state_tokens)
-        if self._scheduler.waiting or (has_states and any(sequence.request.keep for sequence in running)):
+        if not self._may_pass_ends(running):
             return 0
-        return min(num_rows, int(num_rows * self._host_seconds / self._step_seconds))
+        return min(len(running), int(len(running) * self._host_seconds / self._step_seconds))
+
+    def _may_pass_ends(self, running: list[Sequence]) -> bool:
+        """True if sequences that have ended may go on for some steps until the batch is rebuilt without them.
+
+        False while sequences wait for room, and for models with recurrent states if a state is retained: it must be the
+        one after the last token.
+        """
+        has_states = bool(self._cache.state_tokens)
+        return not self._scheduler.waiting and not (has_states and any(s.request.keep for s in running))
 
     def _make_batch(self, running: list[Sequence]) -> _RunningBatch:
         if self._batch is not None and len(running) > len(self._batch.tokens):
