@@ -29,12 +29,13 @@ def main() -> int:
     """Trains what is missing, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--rungs", type=int, nargs="+", help="steps of the rungs in place of those of a sweep")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench-sweep"))
     options = parser.parse_args(namespace=argparse.Namespace(steps=120, rows=64, warm_up_steps=800))
     transformers_logging.disable_progress_bar()
     stores = {seed: trained(options, seed) for seed in options.seeds}
     print("| seed | arm found | arm that is the best | behind the best | steps made |\n|---|---|---|---|---|")
-    rows = [replayed(store, Halving()) for store in stores.values()]
+    rows = [replayed(store, Halving(), options.rungs) for store in stores.values()]
     for seed, row in zip(stores, rows):
         print(f"| {seed} | {row['found']} | {row['best']} | {row['behind']} | {row['share']:.1%} |")
     same, tied = sum(row["lead"] == 0.0 for row in rows), sum(row["p_value"] > 0.05 for row in rows)
@@ -58,11 +59,15 @@ def trained(options: argparse.Namespace, seed: int) -> Store:
     return Store(folder)
 
 
-def replayed(store: Store, halving: Halving) -> dict[str, Any]:
-    """The arm that a sweep with halving would have found, beside the best one, and its share of all steps."""
+def replayed(store: Store, halving: Halving, rungs: list[int] | None = None) -> dict[str, Any]:
+    """The arm that a sweep with halving would have found, beside the best one, and its share of all steps.
+
+    `rungs` are the steps of its rungs, by default those of `halving`.
+    """
     arms = {arm.id: arm for arm in store.arms()}
     length = max(arm.max_steps or 0 for arm in arms.values())
-    rungs, alive, before, num_steps = halving.rungs(length), list(arms), 0, 0
+    rungs = halving.rungs(length) if rungs is None else rungs
+    alive, before, num_steps = list(arms), 0, 0
     for rung in rungs:
         num_steps, before = num_steps + len(alive) * (rung - before), rung
         seen = {}
