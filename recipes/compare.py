@@ -95,7 +95,9 @@ def train(name: str, model: Any, tokenizer: Any, splits: Any, seed: int, options
         processing_class=tokenizer,
     )
     trainer.train()
-    rewards = series(trainer.state.log_history, "reward")
+    # The mean of all completions, also where groups with equal rewards are discarded.
+    metric = "dynamic_sampling/reward" if settings.get("dynamic_sampling_rounds") else "reward"
+    rewards = series(trainer.state.log_history, metric)
     after = evaluate(trainer.model, tokenizer, splits.held_out, seed=seed).accuracy
     return {"after": after, "steps": rewards.index.tolist(), "rewards": rewards.tolist()}
 
