@@ -23,6 +23,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adapter": {**PLAIN, "peft": True, "learning_rate": 1.0},
     # Few groups have a signal, so that a rank has no gradient now and then.
     "no_signal": {**SGD, "flat": True, "balance_ranks": False},
+    # Flat groups give place to others, in a round in which a rank may have no rows.
+    "drawn_again": {**SGD, "flat": True, "dynamic_sampling_rounds": 1},
     "by_need": {**PLAIN, "gradient_checkpointing": None},
     "cut": {**PLAIN, "max_tokens_per_pass": 16},
     "forward_on_one": {**PLAIN, "short": ("forward", (1,), 14)},

@@ -24,7 +24,16 @@ SCRIPT = Path(__file__).with_name("sharded_ranks.py")
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 ZERO = [*SLOW, pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]
 FAST = ["middle_on_one", "images", "offload", "by_need", "hopeless"]
-MORE = ["plain", "adapter", "no_signal", "cut", "forward_on_one", "middle_on_both", "images_checkpointing"]
+MORE = [
+    "plain",
+    "adapter",
+    "no_signal",
+    "drawn_again",
+    "cut",
+    "forward_on_one",
+    "middle_on_both",
+    "images_checkpointing",
+]
 TOGETHER = {"fsdp2": [FAST, MORE], "zero3": [[case for case in FAST + MORE if case != "offload"]]}
 """Cases of each kind that two processes run one after the other."""
 CASES = [
