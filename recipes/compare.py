@@ -140,7 +140,8 @@ def write(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace,
         f'--warm_up_steps {options.warm_up_steps}"`: held-out accuracy after\n{options.steps} optimizer steps of 128 '
         "completions, two steps a generation batch; one completion for each of 512\n"
         f"prompts, at temperature 1. Before training: {before}.\nOnly the method is the recipe's; sizes and the "
-        "learning rate are the demo's, so this shows that each method trains,\nand is no ranking.\n\n"
+        "learning rate are the demo's, so this shows that each method trains,\nand is no ranking. `dapo` samples more: "
+        "it replaces groups with equal rewards, and its picture counts these too.\n\n"
         f"| recipe | {seeds} | mean |\n|---|{'---|' * (options.seeds + 1)}\n" + "\n".join(rows) + "\n\n"
         f"![Mean reward of the demo's task by recipe](../docs/recipes.png)\n{END}"
     )
