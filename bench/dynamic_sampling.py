@@ -43,9 +43,7 @@ def main() -> None:
     parser.add_argument("--warm_up_steps", type=int, default=800)
     options = parser.parse_args()
     transformers_logging.disable_progress_bar()
-    print(
-        "| seed | rounds | before | after | groups with a signal | discarded per group | completions | seconds |"
-    )
+    print("| seed | rounds | before | after | groups with a signal | discarded per group | completions | seconds |")
     print("|---|---|---|---|---|---|---|---|")
     for seed in range(options.seeds):
         tokenizer, splits = make_tokenizer(), make_splits(seed)
