@@ -26,7 +26,7 @@ class RowReward:
 
 
 def test_the_groups_that_train_have_a_signal(make_trainer):
-    """Of 16 prompts four vary. With 40 further rounds each of the two groups of a step has one of them in the end."""
+    """The rewards of four of the 16 prompts vary; 40 further rounds are enough to draw one of them for each group."""
     reward, trained = RowReward(2, 5, 11, 14), []
     trainer = make_trainer(reward_funcs=reward, dynamic_sampling_rounds=40)
     trainer.on_experience = lambda experience: trained.extend(r.prompt.row["row"] for r in experience.rollouts)

@@ -33,7 +33,7 @@ class ScoredRollouts:
     rewards: torch.Tensor
     """(N, R) rewards of all ranks in row order, NaN where a row has none."""
     num_tokens: int
-    """Of all ranks, prompts included."""
+    """Tokens of prompts and completions, over all ranks and rounds."""
 
     def with_groups(self, later: ScoredRollouts, rows: Sequence[int]) -> ScoredRollouts:
         """The same with `rows`, of all ranks, from a later round; metrics of functions, times and tokens of both."""
