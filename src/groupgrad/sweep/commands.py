@@ -16,8 +16,12 @@ from groupgrad.sweep.sweep_plan import SweepPlan, arm_name, arm_settings
 if TYPE_CHECKING:
     from groupgrad.sweep.factory import ArmFactory
 
-_STATES_AFTER = {"stop": STOPPED, "resume": WAITING, "delete": DELETED}
-"""Command -> the state of its arm afterwards."""
+_STATES_AFTER = {
+    "stop": (STOPPED, "stopped by a command"),
+    "resume": (WAITING, ""),
+    "delete": (DELETED, "deleted by a command"),
+}
+"""Command -> the state of its arm afterwards, and the reason for it."""
 
 
 def check_queued(store: Store, kind: str, arm: Arm) -> None:
@@ -25,7 +29,7 @@ def check_queued(store: Store, kind: str, arm: Arm) -> None:
     state = arm.state
     for command in store.queued():
         if command.arm == arm.id and _obstacle(command.kind, state) is None:
-            state = _STATES_AFTER.get(command.kind, state)
+            state, _ = _STATES_AFTER.get(command.kind, (state, ""))
     _check_state(kind, arm, state)
 
 
@@ -72,30 +76,16 @@ def apply_commands(
             _check_state(command.kind, arm, arm.state)
             if command.kind == "clone":
                 _clone(store, command, arm, *sweep())
-            else:
-                _ACTIONS[command.kind](store, command, arm, drop)
+                continue
+            if command.kind != "resume":
+                drop(arm.id)
+            if command.kind == "delete":
+                shutil.rmtree(store.folder_of(arm), ignore_errors=True)
+            store.take(command, state=_STATES_AFTER[command.kind])
         except (ValueError, TypeError, OSError) as error:
             refused[command.id] = f"{command.kind} of arm {arm.name} was refused: {error}"
             store.take(command, refused=True, message=str(error))
     return refused
-
-
-def _stop(store: Store, command: Command, arm: Arm, drop: Callable[[int], None]) -> None:
-    store.take(command, state=(STOPPED, "stopped by a command"))
-    drop(arm.id)
-
-
-def _resume(store: Store, command: Command, arm: Arm, drop: Callable[[int], None]) -> None:
-    store.take(command, state=(WAITING, ""))
-
-
-def _delete(store: Store, command: Command, arm: Arm, drop: Callable[[int], None]) -> None:
-    drop(arm.id)
-    shutil.rmtree(store.folder_of(arm), ignore_errors=True)
-    store.take(command, state=(DELETED, "deleted by a command"))
-
-
-_ACTIONS = {"stop": _stop, "resume": _resume, "delete": _delete}
 
 
 def _clone(store: Store, command: Command, arm: Arm, plan: SweepPlan, factory: ArmFactory) -> None:
