@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -66,13 +66,11 @@ def fullest(usages: Iterable[Usage]) -> tuple[Usage, int]:
     for usage in usages:
         known = places.get(usage.place)
         if known is not None:
-            usage = Usage(
-                usage.place,
-                usage.is_accelerator,
-                known.peak_bytes + usage.peak_bytes,
-                known.before_bytes + usage.before_bytes,
-                usage.total_bytes,
-                known.num_ranks + usage.num_ranks,
+            usage = replace(
+                usage,
+                peak_bytes=known.peak_bytes + usage.peak_bytes,
+                before_bytes=known.before_bytes + usage.before_bytes,
+                num_ranks=known.num_ranks + usage.num_ranks,
             )
         places[usage.place] = usage
     return max(places.values(), key=lambda usage: usage.peak_bytes / usage.total_bytes), len(places)
