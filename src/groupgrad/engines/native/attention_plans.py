@@ -20,7 +20,6 @@ from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.block_attention import kernel_for
 from groupgrad.modeling.scoring.blocks import QUERY_TILE
-from groupgrad.modeling.scoring.recurrence import Recurrence
 from groupgrad.modeling.scoring.wide_products import wide_products
 from groupgrad.modeling.vlm import PromptImages
 
@@ -38,17 +37,13 @@ class ProbePlan:
         """Class of a direct form -> True if its logits agreed with the logits of the model's modules."""
         self.can_record = True
         """False once a step of the model could not be recorded."""
-        self._recurrence = ProbeRecurrence()
-
-    @property
-    def recurrence(self) -> Recurrence:
+        self.recurrence = ProbeRecurrence()
         """Records the states of recurrent layers."""
-        return self._recurrence
 
     @property
     def states(self) -> list[StateShape]:
         """Shapes of the states of recurrent layers, in the order in which a pass computes them."""
-        return self._recurrence.states
+        return self.recurrence.states
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(1, Hq, D) outputs: a single token attends to its own value alone."""
@@ -99,22 +94,19 @@ class PrefillPlan:
         self._table = span_table(torch.tensor(table))
 
     @property
-    def recurrence(self) -> Recurrence:
+    def recurrence(self) -> SlotRecurrence:
         """Runs continue from their slot's states, or, if the slot has no tokens, from their prompt's final states."""
         if self._recurrence is None:
-            self._recurrence = self._make_recurrence()
+            own = [(i, run.slot) for i, run in enumerate(self._runs) if run.offset]
+            behind = [(i, run.prefix_slot) for i, run in enumerate(self._runs) if run.prefix_length and not run.offset]
+            sources = [
+                StateSource([i for i, _ in pairs], buffer, [slot for _, slot in pairs])
+                for pairs, buffer in ((own, self._buffer), (behind, self._prompts))
+                if pairs
+            ]
+            lengths, slots = [len(run.ids) for run in self._runs], [run.slot for run in self._runs]
+            self._recurrence = SlotRecurrence(lengths, self._buffer, slots, sources)
         return self._recurrence
-
-    def _make_recurrence(self) -> SlotRecurrence:
-        own = [(i, run.slot) for i, run in enumerate(self._runs) if run.offset]
-        behind = [(i, run.prefix_slot) for i, run in enumerate(self._runs) if run.prefix_length and not run.offset]
-        sources = [
-            StateSource([i for i, _ in pairs], buffer, [slot for _, slot in pairs])
-            for pairs, buffer in ((own, self._buffer), (behind, self._prompts))
-            if pairs
-        ]
-        lengths, slots = [len(run.ids) for run in self._runs], [run.slot for run in self._runs]
-        return SlotRecurrence(lengths, self._buffer, slots, sources)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""

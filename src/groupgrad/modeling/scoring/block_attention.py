@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ class BlockPlan:
         prompts = [segment.shared or none for segment in segments]
         rows = [(s.start, s.length, 0, p.length, p.start, s.start) for s, p in zip(segments, prompts)]
         self._spans = torch.tensor(rows, dtype=torch.int64).view(-1, 6)
-        self._groups: tuple[torch.Tensor, torch.Tensor] | None = None
         self.spans = span_table(self._spans)
         """(n, 10) int64, the segments as the compiled kernels take them."""
 
@@ -52,12 +52,10 @@ class BlockPlan:
             self._blocks_on[device] = [block.to(device) for block in self._blocks]
         return self._blocks_on[device]
 
-    @property
+    @cached_property
     def groups(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The segments as the compiled gradient takes them, made when they are first needed."""
-        if self._groups is None:
-            self._groups = rows_by_prompt(self._spans)
-        return self._groups
+        return rows_by_prompt(self._spans)
 
     def places(self, device: torch.device) -> TokenPlaces:
         """The tokens as flex attention masks them."""
