@@ -12,7 +12,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +22,6 @@ from torch import nn
 
 from groupgrad.modeling.families import is_transformers_class
 from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
-from groupgrad.modeling.scoring.recurrence import Recurrence
 
 _WIDTH_STEP = 8
 """Widths of heads with a bias are multiples of this, as vector instructions read them."""
@@ -44,11 +42,6 @@ class PlanMask:
         """(T,) indices of the flat tokens in their rows, or (3, T) with several axes."""
         self._layer_of: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """Identity of a key tensor -> the tensor, and the first layer that has passed it."""
-
-    @property
-    def recurrence(self) -> Recurrence:
-        """The order of the tokens in recurrent layers."""
-        return self._plan.recurrence
 
     def to(self, *_: object, **__: object) -> PlanMask:
         """Returns itself. Model files call `to` to convert the dtype of a mask; a plan has none."""
@@ -166,23 +159,16 @@ def _falcon(
     return module.dense(output.flatten(2)), None
 
 
-@dataclass(slots=True, frozen=True)
-class _Route:
-    """Names a method of a layer class, and the function that computes it under a plan."""
-
-    method: str
-    counterpart: Callable[..., tuple[torch.Tensor, None]]
-
-
-_ROUTES = {
-    "GPTJAttention": _Route("_attn", _scores_method),
-    "CodeGenAttention": _Route("_attn", _scores_method),
-    "GPTNeoSelfAttention": _Route("_attn", _scores_method),
-    "BloomAttention": _Route("forward", _bloom),
-    "MptAttention": _Route("forward", _mpt),
-    "FalconAttention": _Route("forward", _falcon),
+_ROUTES: dict[str, tuple[str, Callable[..., tuple[torch.Tensor, None]]]] = {
+    "GPTJAttention": ("_attn", _scores_method),
+    "CodeGenAttention": ("_attn", _scores_method),
+    "GPTNeoSelfAttention": ("_attn", _scores_method),
+    "BloomAttention": ("forward", _bloom),
+    "MptAttention": ("forward", _mpt),
+    "FalconAttention": ("forward", _falcon),
 }
-"""Class of attention layers in transformers' model files -> the method that gets the mask."""
+"""Class of attention layers in transformers' model files -> the method that gets the mask, and the function that
+computes it under a plan."""
 
 _classes: WeakKeyDictionary[nn.Module, list[type[nn.Module]]] = WeakKeyDictionary()
 
@@ -203,7 +189,7 @@ def unroutable_attention(model: nn.Module) -> str | None:
 def route_attention(model: nn.Module) -> None:
     """Wraps the attention layers of `model`, once for each class."""
     for cls in routed_classes(model):
-        _wrap(cls, _ROUTES[cls.__name__])
+        _wrap(cls, *_ROUTES[cls.__name__])
 
 
 def routed_classes(model: nn.Module) -> list[type[nn.Module]]:
@@ -214,8 +200,8 @@ def routed_classes(model: nn.Module) -> list[type[nn.Module]]:
     return _classes[model]
 
 
-def _wrap(cls: type[nn.Module], route: _Route) -> None:
-    original = getattr(cls, route.method)
+def _wrap(cls: type[nn.Module], method: str, counterpart: Callable[..., tuple[torch.Tensor, None]]) -> None:
+    original = getattr(cls, method)
     if original in _wrappers:
         return
 
@@ -225,10 +211,10 @@ def _wrap(cls: type[nn.Module], route: _Route) -> None:
         plan = next((value for value in given if isinstance(value, PlanMask)), None)
         if plan is None:
             return original(module, *args, **kwargs)
-        return route.counterpart(module, plan, *args, **kwargs)
+        return counterpart(module, plan, *args, **kwargs)
 
     _wrappers.add(wrapper)
-    setattr(cls, route.method, wrapper)
+    setattr(cls, method, wrapper)
 
 
 def _layer(module: Any) -> int:
