@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from groupgrad.engines.vllm import memory_check
 from groupgrad.engines.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
 from groupgrad.engines.vllm.tensor_parallel import check_tensor_parallel
-from groupgrad.planning.memory import Adapter, Colocate, Memory, RunSizes, predict
+from groupgrad.planning.memory import Adapter, Colocate, Memory, RunSizes, Sharding, predict
 from groupgrad.planning.refusals import refusal
 from groupgrad.planning.shapes import ModelShape
 
@@ -197,31 +196,25 @@ def with_context_parallel(shape: ModelShape, sizes: RunSizes, device_bytes: int)
     return list(found.values())
 
 
+_WAYS: tuple[tuple[str, Adapter, tuple[Sharding, ...]], ...] = (
+    ("full", "full", ("zero1", "zero2", "zero3", "fsdp2")),
+    ("LoRA", "lora", ("zero3", "fsdp2")),
+    ("4-bit", "4bit", ()),
+)
+"""What is trained, by its name in the plan, and the ways to shard it that are tried where none is asked for."""
+
+
 def _ways(sizes: RunSizes) -> list[tuple[str, RunSizes]]:
-    only = sizes.only_sharding
-    if only is not None:
-        adapters: tuple[tuple[str, Adapter], ...] = (("full", "full"), ("LoRA", "lora"), ("4-bit", "4bit"))
-        ending = "" if only == "ddp" else f", {only}"
-        # bitsandbytes' packed weights are not divided.
-        whole = only not in ("zero3", "fsdp2")
-        found = [(name + ending, kind) for name, kind in adapters if whole or kind != "4bit"]
-        ways = [(name, replace(sizes, adapter=kind, sharding=only)) for name, kind in found]
-    else:
-        ways = list(_all_ways(sizes))
+    only, may_shard = sizes.only_sharding, sizes.devices > 1 and sizes.context_parallel_size == 1
+    ways = []
+    for name, adapter, tried in _WAYS:
+        shardings = ["ddp", *(tried if may_shard else ())] if only is None else [only]
+        if adapter == "4bit" and only in ("zero3", "fsdp2"):  # bitsandbytes' packed weights are not divided
+            continue
+        for sharding in shardings:
+            ending = "" if sharding == "ddp" else f", {sharding}"
+            ways.append((name + ending, replace(sizes, adapter=adapter, sharding=sharding)))
     return [(name, way) for name, way in ways if name.startswith(sizes.way)]
-
-
-def _all_ways(sizes: RunSizes) -> Iterator[tuple[str, RunSizes]]:
-    shards = sizes.devices > 1 and sizes.context_parallel_size == 1
-    yield "full", replace(sizes, adapter="full", sharding="ddp")
-    if shards:
-        for sharding in ("zero1", "zero2", "zero3", "fsdp2"):
-            yield f"full, {sharding}", replace(sizes, adapter="full", sharding=sharding)
-    yield "LoRA", replace(sizes, adapter="lora", sharding="ddp")
-    if shards:
-        for sharding in ("zero3", "fsdp2"):
-            yield f"LoRA, {sharding}", replace(sizes, adapter="lora", sharding=sharding)
-    yield "4-bit", replace(sizes, adapter="4bit", sharding="ddp")
 
 
 def _largest(shape: ModelShape, name: str, sizes: RunSizes, device_bytes: int) -> Choice:
