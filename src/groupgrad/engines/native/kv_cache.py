@@ -51,7 +51,7 @@ class KVBuffer:
     """Keys, values and recurrent states, for every layer, of up to `num_slots` sequences of `slot_size` tokens."""
 
     def __init__(self, layers: dict[int, LayerShape], states: Sequence[StateShape] = ()):
-        self._layers, self._states = layers, states
+        self._layers = layers
         self.num_slots, self.slot_size = 0, 0
         self.version = 0
         """Changes when the tensors are replaced."""

@@ -54,7 +54,8 @@ class Scheduler:
 
     def __init__(self, cache: KVCache, max_sequences: int | None):
         self.cache, self._max_sequences = cache, max_sequences
-        self._gathering: list[Sequence] = []
+        self.gathering: list[Sequence] = []
+        """New requests that wait for others, to be admitted together."""
         self._num_gathering_steps = 0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -72,11 +73,6 @@ class Scheduler:
         self.num_waited = self.num_preempted = 0
         self.num_tried = 0
         """Sequences that the last admission let run at once."""
-
-    @property
-    def is_gathering(self) -> bool:
-        """True while new requests wait for others, to be admitted together."""
-        return bool(self._gathering)
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -99,7 +95,7 @@ class Scheduler:
             retained = self._claim(request.continues, request.prompt_ids)
             context_ids = request.prompt_ids[len(retained.group.prompt_ids) :]
             sequence = Sequence(ticket, request, retained.group, context_ids)
-        self._gathering.append(sequence)
+        self.gathering.append(sequence)
 
     def _group(self, request: Request) -> Group:
         """The group of the request's prompt, created if no sequence or retained prefix is in it."""
@@ -123,7 +119,7 @@ class Scheduler:
         """Claims the retained prefix that a new request continues; no other request may continue it then."""
         retained = self._unclaimed(ticket)
         if retained is None:
-            is_open = any(s.ticket == ticket for s in [*self.running, *self.waiting, *self._gathering])
+            is_open = any(s.ticket == ticket for s in [*self.running, *self.waiting, *self.gathering])
             raise ValueError(
                 f"continues={ticket}, but "
                 + ("that request has not ended" if is_open else "nothing is kept of such a request")
@@ -177,7 +173,7 @@ class Scheduler:
 
     def _enqueue_arrivals(self) -> None:
         """Moves gathered requests to the queue, in which sequences that have tokens come before fresh ones."""
-        arrived = self._gathering
+        arrived = self.gathering
         if not arrived:
             return
         self._num_gathering_steps += 1
@@ -193,7 +189,7 @@ class Scheduler:
                 *fresh,
             ]
         )
-        self._gathering, self._num_gathering_steps = [], 0
+        self.gathering, self._num_gathering_steps = [], 0
         self._is_admission_due = True
 
     def _take_fitting(self) -> list[Sequence]:

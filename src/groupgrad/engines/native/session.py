@@ -316,7 +316,7 @@ class NativeSession:
 
     def _num_free_steps(self, running: list[Sequence]) -> int:
         """Steps before the scheduler is needed again, unless a sequence ends earlier; 1 if every token is examined."""
-        if self._stop_strings or self._scheduler.is_gathering:
+        if self._stop_strings or self._scheduler.gathering:
             return 1
         budget, longest = running[0].request.max_new_tokens, 0
         for s in running:
