@@ -47,13 +47,12 @@ class LockGuard:
 
         Zero takes the deadline back.
         """
-        if hasattr(os, "set_blocking"):
-            self._send(json.dumps([number, seconds, message[:1000]]).encode() + b"\n", start=seconds > 0)
-
-    def _send(self, line: bytes, *, start: bool) -> None:
+        if not hasattr(os, "set_blocking"):
+            return
+        line = json.dumps([number, seconds, message[:1000]]).encode() + b"\n"
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                if not start:
+                if seconds <= 0:
                     return
                 self._process = _started()
             assert self._process.stdin is not None
