@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,22 @@ def test_settings_are_named_first(clean, tmp_path):
     report = bisection_report(result)
     assert "learning_rate: 0.01 in" in report
     assert f"compared: step 1; {clean} has 12 and {tmp_path / 'other'} 2" in report
+
+
+def test_adapters_and_dtypes_are_settings(clean, tmp_path):
+    """Runs of `groupgrad train` differ in them as in any other setting; earlier releases have not recorded them."""
+    folders = []
+    for name, rank in (("four", 4), ("eight", 8), ("earlier", None)):
+        folders.append(shutil.copytree(clean, tmp_path / name))
+        path = folders[-1] / "run_config.json"
+        config = json.loads(path.read_text())
+        assert config["dtype"] == "float32" and config["adapter"] is None and config["quantization"] is None
+        config |= {"adapter": {"r": rank, "lora_alpha": 16}, "dtype": "bfloat16" if rank == 8 else "float32"}
+        if rank is None:
+            del config["adapter"], config["dtype"]
+        path.write_text(json.dumps(config))
+    assert bisect(folders[0], folders[1]).settings == {"dtype": ("float32", "bfloat16"), "adapter.r": (4, 8)}
+    assert "dtype" not in bisect(folders[0], folders[2]).settings
 
 
 def test_a_flipped_bit_is_found_without_a_replay(clean, tmp_path):

@@ -33,6 +33,15 @@ def active_adapters(model: Any) -> list[str]:
     return [active] if isinstance(active, str) else list(active)
 
 
+def adapter_settings(model: Any) -> dict[str, Any] | None:
+    """The settings of the active adapter that are not None, sets sorted; None without an adapter."""
+    if not is_adapted(model):
+        return None
+    given = model.peft_config[next(iter(active_adapters(model)), next(iter(model.peft_config)))].to_dict()
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in given.items()}
+    return {name: getattr(value, "value", value) for name, value in plain.items() if value is not None}
+
+
 def leaves_base_unchanged(peft_config: Any) -> bool:
     """True if an adapter of this configuration begins without a change of the base model's weights."""
     init = getattr(peft_config, "init_lora_weights", True)

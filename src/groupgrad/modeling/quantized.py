@@ -17,6 +17,13 @@ def is_quantized(model: Any) -> bool:
     return bool(getattr(inner, "is_quantized", False)) or getattr(inner, "quantization_method", None) is not None
 
 
+def quantization_settings(model: Any) -> dict[str, Any] | None:
+    """The settings by which the model's weights were quantized when they were loaded; None if they were not."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    settings: Any = getattr(inner.config, "quantization_config", None)
+    return settings.to_dict() if hasattr(settings, "to_dict") else settings
+
+
 def is_packed(parameter: torch.Tensor) -> bool:
     """True for the packed weight of a quantized layer, whatever dtype it is stored as."""
     return not parameter.is_floating_point() or type(parameter).__name__ in _PACKED

@@ -111,8 +111,11 @@ def bisect(
 def _settings(one: RunRecords, two: RunRecords) -> dict[str, tuple[Any, Any]]:
     """Differences in what decides results: settings, model, rewards, data, processes, threads, versions and so on."""
     found = compare_settings(deciding(one.config.get("settings", {})), deciding(two.config.get("settings", {})))
-    kinds = ("model", "rewards", "data", "processes", "threads", "max_steps")
-    found |= compare_settings(*({kind: run.config.get(kind) for kind in kinds} for run in (one, two)))
+    kinds = ("model", "dtype", "quantization", "rewards", "data", "processes", "threads", "max_steps")
+    recorded = [kind for kind in kinds if kind in one.config and kind in two.config]  # earlier releases wrote fewer
+    found |= compare_settings(*({kind: run.config[kind] for kind in recorded} for run in (one, two)))
+    adapters = [run.config.get("adapter") or {} for run in (one, two)]
+    found |= compare_settings(*({f"adapter.{name}": value for name, value in given.items()} for given in adapters))
     found |= compare_settings(one.config.get("versions", {}), two.config.get("versions", {}))
     return found
 

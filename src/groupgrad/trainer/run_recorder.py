@@ -27,7 +27,9 @@ from groupgrad import compat, dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.data.digest import dataset_digest
+from groupgrad.modeling.adapters import adapter_settings
 from groupgrad.modeling.model_names import model_source
+from groupgrad.modeling.quantized import quantization_settings
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.scoring.head_hook import StatesTap
 from groupgrad.modeling.systems.sharding import is_sharded
@@ -379,6 +381,9 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             "max_steps": trainer.state.max_steps,
             "processes": dist.world_size(),
             "model": model_source(model) or type(model).__name__,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": quantization_settings(model),
+            "adapter": adapter_settings(model),
             "rewards": list(trainer.rewards.names),
             "versions": compat.environment(),
             "threads": torch.get_num_threads(),

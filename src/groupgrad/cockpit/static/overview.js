@@ -130,8 +130,10 @@ function mean(values) {
 }
 
 function settingsOf(run) {
-  const { settings = {}, model, rewards, processes, max_steps: steps } = run.summary.config;
-  return { model, rewards: (rewards ?? []).join(", "), processes, max_steps: steps, ...settings };
+  const { settings = {}, model, dtype, quantization, adapter, data, rewards, processes, max_steps: steps } = run.summary.config;
+  const ofAdapter = Object.entries(adapter ?? {}).map(([name, value]) => [`adapter.${name}`, value]);
+  const rows = data ? `${data.rows} rows, ${data.digest}` : undefined;
+  return { model, dtype, quantization, ...Object.fromEntries(ofAdapter), data: rows, rewards: (rewards ?? []).join(", "), processes, max_steps: steps, ...settings };
 }
 
 const text = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
