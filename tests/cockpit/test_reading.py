@@ -44,11 +44,11 @@ def test_conversations_are_listed_by_what_was_said(tmp_path):
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]},
     ]
-    call = {"type": "function", "function": {"name": "count", "arguments": {}}}
+    call = {"type": "function", "function": {"name": "count", "arguments": {"what": 'red "dots"'}}}
     completion = [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "3"},
-        {"role": "assistant", "content": "Three."},
+        {"role": "assistant", "content": "Three.\nOr \\(3\\)."},
     ]
     changed = {"prompt": json.dumps(prompt), "completion": json.dumps(completion), "is_messages": True}
     for name, value in changed.items():
@@ -58,8 +58,13 @@ def test_conversations_are_listed_by_what_was_said(tmp_path):
     run = RunFolder(folder)
     run.refresh()
     first, second = run.find(Selection(), limit=2)[1]
-    assert (first["prompt"], first["completion"]) == ("[image] How many?", "→ count Three.")
+    assert (first["prompt"], first["completion"]) == ("[image] How many?", "→ count Three.\nOr \\(3\\).")
     assert second["prompt"].startswith("What is")
+    # A search reads what was said and called, not the JSON that holds it.
+    for text in ("be BRIEF", "three.\nor", "\\(3\\)", '{"what"', 'red "dots"', "how many"):
+        assert [row["row"] for row in run.find(Selection(text=text), limit=2)[1]] == [first["row"]], text
+    for text in ("assistant", '"role"', "tool_calls"):
+        assert run.find(Selection(text=text), limit=2)[0] == 0, text
 
 
 def test_rows_are_found_by_each_condition(run):
@@ -172,6 +177,15 @@ def test_on_a_terminal_tokens_are_shaded_without_colours_they_have_numbers(folde
     assert main(command) == 0
     lines = capsys.readouterr().out.partition("by logprobs (nats):")[2].splitlines()
     assert re.fullmatch(r" +0 +-?[\d.e-]+  '.*'", lines[1])
+
+
+def test_tokens_have_the_advantage_of_their_row(folder, capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["rollouts", str(folder), "--step", "3", "--limit", "1", "--tokens", "advantage"]) == 0
+    lines = capsys.readouterr().out.partition("by advantage (of the row):")[2].splitlines()[1:]
+    shown = [line.split()[1] for line in lines if line.strip()]
+    own = {number for number in shown if number != "tool"}
+    assert len(own) == 1 and abs(float(own.pop())) > 0
 
 
 def test_the_command_prints_rollouts(folder, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -273,11 +274,19 @@ class RunFolder:
 
     def _mask(self, name: str, text: str) -> pa.Array:
         count = self._parts[name][1].num_rows
-        table = self._read(name, ("prompt", "completion"))
+        table = self._read(name, ("prompt", "completion", "is_messages"))
         if table is None or table.num_rows != count:
             return pa.array([False] * count)
-        masks = [pc.match_substring(table[column], text, ignore_case=True) for column in ("prompt", "completion")]
-        return pc.or_(*masks).combine_chunks()
+        # Conversations are stored as JSON, in which a text may be escaped, and which has words of its own.
+        stored = {text, json.dumps(text, ensure_ascii=False)[1:-1]}
+        texts = [table[column].combine_chunks() for column in ("prompt", "completion")]
+        masks = [pc.match_substring(column, words, ignore_case=True) for column in texts for words in stored]
+        mask, sought = functools.reduce(pc.or_, masks), text.casefold()
+        found = [
+            matches and (not is_messages or any(sought in _words(column[row].as_py()).casefold() for column in texts))
+            for row, (matches, is_messages) in enumerate(zip(mask.to_pylist(), table["is_messages"].to_pylist()))
+        ]
+        return pa.array(found, pa.bool_())
 
 
 def _empty() -> pa.Table:
@@ -313,6 +322,23 @@ def _said(text: str, role: str, *, last_alone: bool) -> str:
         messages = json.loads(text)
         chosen = [message for message in messages if message["role"] == role] or messages
         return " ".join(filter(None, map(_content, chosen[-1:] if last_alone else chosen)))
+    except (ValueError, TypeError, KeyError, AttributeError):  # a user's function may return any messages
+        return text
+
+
+def _words(text: str) -> str:
+    """The texts of all messages and what they call, with arguments; a text that is no JSON of messages is returned."""
+    try:
+        lines = []
+        for message in json.loads(text):
+            content = message.get("content") or []
+            lines += [content] if isinstance(content, str) else [block.get("text") or "" for block in content]
+            for call in message.get("tool_calls") or ():
+                called = call.get("function", call)
+                arguments = called.get("arguments")
+                lines += [str(called.get("name")), json.dumps(arguments, ensure_ascii=False)]
+                lines += map(str, arguments.values() if isinstance(arguments, dict) else ())
+        return "\n".join(lines)
     except (ValueError, TypeError, KeyError, AttributeError):  # a user's function may return any messages
         return text
 
