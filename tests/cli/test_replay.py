@@ -164,6 +164,16 @@ def test_a_script_of_ones_own_is_run_up_to_its_training(work: Path, capsys: Any,
     assert after == before
 
 
+def test_a_script_that_trains_another_run_first_is_refused(work: Path, capsys: Any, monkeypatch: Any) -> None:
+    (work / "two.py").write_text(SCRIPT + "\n" + SCRIPT.replace("mine", "second"))
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.argv", ["two.py", "0.01"])
+        runpy.run_path("two.py", run_name="__main__")
+    assert main(["replay", "second", "--step", "3", "--script", "two.py", "--", "0.01"]) == 2
+    other = (work / "mine").resolve()
+    assert f"two.py trains another run first, that of {other}, and second is to be" in capsys.readouterr().err
+
+
 def test_a_run_of_the_demo_is_repeated(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     demo = ["demo", "--seed", "3", "--output-dir", "runs/demo", "--warm-up-steps", "2", "--grpo-steps", "2"]

@@ -17,10 +17,14 @@ from groupgrad.config.hidden_secrets import HIDDEN
 from groupgrad.replay.replaying import ReplayError
 from groupgrad.replay.run_records import RunRecords
 from groupgrad.sweep.store import ARMS, FILE
+from groupgrad.telemetry import run_files
 
 
 class _Done(BaseException):
-    """Ends a script where it would have trained; no `except Exception` of the script holds it up."""
+    """Ends a script where it would have trained; no `except Exception` of the script holds it up.
+
+    Its text, if any, is the reason for which there is nothing to replay with.
+    """
 
 
 def trainer_of(records: RunRecords, advice: str) -> Any:
@@ -98,6 +102,12 @@ def at_training_of(script: str, arguments: Sequence[str], records: RunRecords, a
     original = TrainingRun.train
 
     def instead(trainer: Any, *_: Any, **__: Any) -> None:
+        other = Path(trainer.args.output_dir).resolve()
+        if other != records.path.resolve() and (other / run_files.CONFIG).is_file():
+            raise _Done(
+                f"{script} trains another run first, that of {other}, and {records.name} is to be replayed; give the "
+                "script arguments with which it trains that one first, or replay in Python with its trainer"
+            )
         with mock.patch.object(TrainingRun, "train", original):
             act(trainer)
         raise _Done
@@ -124,6 +134,8 @@ def at_training_of(script: str, arguments: Sequence[str], records: RunRecords, a
     ):
         try:
             runpy.run_path(script, run_name="__main__")
-        except _Done:
+        except _Done as done:
+            if done.args:
+                raise ReplayError(str(done)) from None
             return
     raise ReplayError(f"{script} has ended without a call of trainer.train(), so there is no trainer to replay with")
