@@ -27,7 +27,7 @@ BOUNDS = (0.5, 1.0, 2.0, 4.0, 6.0)
 SHARES = (0.05, 0.2, 0.4, 0.6, 0.8)
 """The same for shares of the row's largest gradient share."""
 
-UNITS = {"logprobs": "nats", "entropy": "nats", "gradient_shares": "shares of the largest"}
+UNITS = {"logprobs": "nats", "entropy": "nats", "advantage": "of the row", "gradient_shares": "shares of the largest"}
 """Quantities by which tokens can be shaded."""
 
 SORTABLE = ("advantage", "step", "row", "group", "num_tokens")
@@ -171,12 +171,14 @@ def _record(row: dict[str, Any], rewards: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
-    """The tokens of a row, shaded by how unlikely or uncertain each was, or by how much it taught.
+    """The tokens of a row, shaded by how unlikely or uncertain each was, by its advantage, or by how much it taught.
 
     Tokens of tools are dim. Without colours, as in a pipe, there is a line for each token, with its number.
     """
     console.print(Text(f"\nstep {row['step']} row {row['row']}, by {number} ({UNITS[number]}):", style="bold"))
     values, sampled = row.get(number) or [None] * len(row["tokens"]), row["sampled"] or [True] * len(row["tokens"])
+    if number == "advantage":
+        values = [row[number] if own else None for own in sampled]
     bounds: tuple[float, ...] = BOUNDS
     if number == "gradient_shares":
         largest = max((abs(value) for value in values if value is not None), default=0.0) or 1.0
