@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -66,6 +67,17 @@ def test_the_table_has_the_numbers_of_the_rung_lines(content, capsys, caplog):
         (row,) = [row for row in shown.splitlines() if f" {name} " in row]
         assert f"  dropped at rung {rung}  " in row and f"  {steps}  " in row and row.endswith(f"{mean}  {behind}")
     assert "is the mean of the steps in `compared`" in shown
+
+
+def test_an_arm_that_has_made_no_turn_shows_the_length_of_its_run(content, capsys):
+    assert cli.main(["sweep", write(content)]) == 0
+    first = Store("out").arms()[0]
+    with sqlite3.connect("out/sweep.sqlite") as database:  # as before the end of its first turn
+        database.execute("UPDATE arms SET max_steps = NULL")
+    capsys.readouterr()
+    assert cli.main(["sweep", "status", "out"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if f" {first.name} " in line]
+    assert f"/{content['base']['max_steps']} " in row and "?" not in row
 
 
 def test_actions_on_a_sweep_that_is_not_running(content, capsys, caplog):

@@ -83,10 +83,17 @@ def results(store: Store) -> list[Result]:
             behind = compare.MeanDifference(*drop.behind)
         elif drop is None and best is not None and arm.id != best.id:
             behind = _behind(store, best, arm, metric)
-        numbers = arm.state, arm.step, arm.max_steps, arm.changes, reward, behind, arm.reason
+        max_steps = arm.max_steps or planned_steps(store, arm)
+        numbers = arm.state, arm.step, max_steps, arm.changes, reward, behind, arm.reason
         rung = None if drop is None else drop.rung + 1
         rows.append(Result(arm.name, *numbers, compared=(after + 1, arm.step), rung=rung))
     return rows
+
+
+def planned_steps(store: Store, arm: Arm) -> int | None:
+    """The length of an arm's run by its `max_steps`, which a first turn has not recorded yet; None without that."""
+    given = {**(store.fact("base") or {}), **arm.changes}.get("max_steps")
+    return given if isinstance(given, int) and given > 0 else None
 
 
 def cost(store: Store) -> Cost:
