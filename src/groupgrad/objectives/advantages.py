@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from groupgrad.metrics import Metric, average, mean_of
+from groupgrad.metrics import Metric, mean_of
 from groupgrad.objectives.options import one_of
 
 ScaleRewards = Literal["group", "batch", "none"]
@@ -103,13 +103,13 @@ def reward_metrics(rewards: torch.Tensor, names: Sequence[str], result: Advantag
     """
     metrics = {
         "reward": _mean(result.combined),
-        "reward_std": _std(result.combined),
+        "reward_std": _mean(_about_mean(result.combined.view(1, -1)).std),
         "frac_reward_zero_std": mean_of(result.zero_std.sum(), result.zero_std.numel()),
     }
     for index, name in enumerate(names):
         column = rewards[:, index].detach().double()
         metrics[f"rewards/{name}/mean"] = _mean(column)
-        metrics[f"rewards/{name}/std"] = _std(column)
+        metrics[f"rewards/{name}/std"] = _mean(_about_mean(column.view(1, -1)).std)
     return metrics
 
 
@@ -136,13 +136,6 @@ def _about_mean(values: torch.Tensor) -> _Deviations:
 
 def _mean(values: torch.Tensor) -> Metric:
     return mean_of(values.nan_to_num(nan=0.0).sum(), (~values.isnan()).sum())
-
-
-def _std(values: torch.Tensor) -> Metric:
-    std = _about_mean(values.view(1, -1)).std
-    if std.numel() == 0 or bool(std.isnan()):
-        return mean_of(0.0, 0.0)
-    return average(std.squeeze())
 
 
 def _input_error(rewards: torch.Tensor, weight: torch.Tensor, num_generations: int) -> str:
