@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
-import torch
-
 from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.packing import RowCost, pack, row_costs, split, split_to_size, total_cost
@@ -40,6 +38,8 @@ class StepRows:
     """(B,)."""
     loss_tokens: list[int]
     """(B,) tokens of each row that the loss is over."""
+    num_tokens: list[int]
+    """(B,) tokens of each row and its prompt."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class MicroBatch:
     @property
     def num_forward_tokens(self) -> int:
         """Prompt and completion tokens, each row with its own copy of the prompt."""
-        return int(self._row_tokens().sum())
+        return sum(self.step_rows.num_tokens[row] for row in self.rows)
 
     @property
     def max_row_tokens(self) -> int:
         """Tokens of the longest row, those of its prompt included; 0 without rows."""
-        return max(self._row_tokens().tolist(), default=0)
+        return max((self.step_rows.num_tokens[row] for row in self.rows), default=0)
 
     @cached_property
     def batch(self) -> Batch:
@@ -102,12 +102,6 @@ class MicroBatch:
         if total_cost(costs) <= limit:
             return [self]
         return self._parts(self._rows_of(split_to_size(costs, limit)))
-
-    def _row_tokens(self) -> torch.Tensor:
-        """(n,) prompt and completion tokens of each row."""
-        batch = self.step_rows.batch
-        lengths = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
-        return lengths[self.rows]
 
     def _costs(self) -> list[RowCost]:
         return [self.step_rows.costs[row] for row in self.rows]
@@ -179,7 +173,8 @@ def assign_micro_batches(
             _keep_a_live_row(batch, rows, needed)
     elif with_rows and FORWARD_AND_BACKWARD not in needed:
         _keep_a_live_row(batch, with_rows[0], needed)
-    step = StepRows(batch, needed, row_costs(batch, needed), batch.loss_tokens.tolist())
+    num_tokens = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
+    step = StepRows(batch, needed, row_costs(batch, needed), batch.loss_tokens.tolist(), num_tokens.tolist())
     return [MicroBatch(step, rows) for rows in assigned]
 
 
