@@ -53,7 +53,7 @@ from groupgrad.modeling.systems.fsdp import (
 from groupgrad.modeling.systems.gradient_sums import GradientSums
 from groupgrad.modeling.systems.gradient_sync import GradientSync
 from groupgrad.modeling.systems.oom_retry import MemoryGuard
-from groupgrad.modeling.systems.sharding import is_sharded, num_parameters
+from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience
@@ -116,6 +116,8 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     components: TrainerComponents
     _build_components: Callable[[], None]
     _prepare_steps: Callable[[], None]
+    _num_parameters: int
+    """Of the model, shards of other ranks included."""
     _policy: build.PolicyBundle
     rollout_components: RolloutComponents
     gradient_sums: GradientSums
@@ -434,7 +436,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     def floating_point_ops(self, inputs: Any) -> float:
         """Estimate for training on a micro-batch: 6 a parameter and token (arXiv:2001.08361, sec. 2.1)."""
         num_tokens = self._micro_batches[inputs.index].num_forward_tokens / self.args.context_parallel_size
-        return 6.0 * num_parameters(self.model) * num_tokens
+        return 6.0 * self._num_parameters * num_tokens
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Nothing: tokens are counted when they are sampled."""
