@@ -21,8 +21,8 @@ def clip_metrics(ratio: PerToken | PerRow, batch: Batch, epsilon: float, epsilon
     signs = broadcast_to_tokens(PerRow(batch.advantages), batch) if per_token else batch.advantages
     low = ((ratio.values < 1 - epsilon) & (signs < 0)).float()
     high = ((ratio.values > 1 + epsilon_high) & (signs > 0)).float()
-    counts = counted(ratio, batch)
     rows = batch.loss_tokens > 0
+    counts = batch.trained if per_token else rows
     return {
         "clip_ratio/low_mean": mean_where(low, counts),
         "clip_ratio/low_min": minimum_where(row_mean(low, batch) if per_token else low, rows),
