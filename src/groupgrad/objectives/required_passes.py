@@ -8,6 +8,7 @@ import torch
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.objectives.options import PolicyOptions
+from groupgrad.objectives.ragged import row_sum
 
 NO_PASS = 0
 """The row's scores are known from sampling, or no loss token needs them."""
@@ -37,9 +38,8 @@ def known_rows(batch: Batch, on_policy: OnPolicyInfo) -> torch.Tensor:
     """(B,) bool: fresh rows with a log-prob and an entropy for each loss token."""
     if batch.sampling_logprobs is None or batch.sampling_entropy is None:
         return torch.zeros_like(batch.advantages, dtype=torch.bool)
-    lacks = batch.trained & ~(batch.sampling_logprobs.isfinite() & batch.sampling_entropy.isfinite())
-    missing = torch.zeros_like(batch.prompt_of_row).index_add(0, batch.row_of_token, lacks.long())
-    return fresh_rows(batch, on_policy) & (missing == 0)
+    lacks = ~(batch.sampling_logprobs.isfinite() & batch.sampling_entropy.isfinite())
+    return fresh_rows(batch, on_policy) & (row_sum(lacks.long(), batch) == 0)
 
 
 def known_scores(batch: Batch) -> TokenScores:
