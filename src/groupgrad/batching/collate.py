@@ -30,10 +30,10 @@ def collate(
     offsets = offsets_of(_integers(lengths))
     media, row_media = tuple(prompt.media for prompt in prompts.values()), tuple(r.media for r in rollouts)
     return Batch(
-        completion_ids=_flat([rollout.completion_ids for rollout in rollouts]),
+        completion_ids=_integers([token for rollout in rollouts for token in rollout.completion_ids]),
         row_of_token=rows_of(offsets),
         offsets=offsets,
-        prompt_ids=_flat([prompt.ids for prompt in prompts.values()]),
+        prompt_ids=_integers([token for prompt in prompts.values() for token in prompt.ids]),
         prompt_offsets=offsets_of(_integers([len(prompt.ids) for prompt in prompts.values()])),
         prompt_of_row=_integers([numbers[identity] for identity in identities]),
         trained=torch.tensor(
@@ -52,10 +52,6 @@ def collate(
 
 def _integers(values: Sequence[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
-
-
-def _flat(parts: Sequence[Sequence[int]]) -> torch.Tensor:
-    return _integers([token for part in parts for token in part])
 
 
 def _loss_mask(rollout: Rollout, mask_truncated: bool) -> Sequence[bool]:
