@@ -77,6 +77,7 @@ class RewardRunner:
         """Functions that are async or have a worker process: they start before all others and are waited for last."""
         self._order = [*(place for place in range(len(self._scorers)) if place not in self._early), *self._early]
         self._statistics = {function.name: CallStatistics() for function in self._functions}
+        self._logs_calls = self.supervision.is_active
         self._warned_unscored = False
         self._warned_failed: set[str] = set()
 
@@ -144,7 +145,7 @@ class RewardRunner:
         unscored = table.rewards[rows].isnan().all(dim=1)
         if bool(unscored.any()) and not any(statistics.failures for statistics in self._statistics.values()):
             self._warn_unscored(unscored.nonzero().flatten().tolist(), inputs)
-        if self.supervision.is_active:
+        if self._logs_calls:
             for name, statistics in self._statistics.items():
                 table.metrics |= statistics.take(name)
         return table
