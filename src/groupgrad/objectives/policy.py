@@ -10,8 +10,7 @@ import torch
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.objectives import surrogates
-from groupgrad.objectives.clipping import CLIP_METRICS, ceiling_metrics, clip_metrics
-from groupgrad.objectives.measure import mean_where
+from groupgrad.objectives.measure import CLIP_METRICS, ceiling_metrics, clip_metrics, mean_where
 from groupgrad.objectives.mismatch import mismatch_ratio
 from groupgrad.objectives.options import PolicyOptions
 from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, where_trained
