@@ -83,7 +83,11 @@ class GenerationPlan:
         window, place = divmod(slice_index, self._window)
         share = self._window * self.micro_batch_rows
         start = window * share * self.world_size + rank * share + place * self.micro_batch_rows
-        return self._order(generation)[start : start + self.micro_batch_rows]
+        end = start + self.micro_batch_rows
+        if self.shuffle_seed is None:
+            return range(start, end)
+        order = _shuffled(f"rows/{self.shuffle_seed}/{generation}", self.generation_batch_size, share * self.world_size)
+        return order[start:end]
 
     def rank_rows(self, rank: int, generation: int = 0) -> list[int]:
         """All row numbers of a generation batch that `rank` samples and trains, ascending."""
@@ -114,14 +118,6 @@ class GenerationPlan:
         per_epoch = generations * size if is_shifted else num_rows
         epoch, rest = divmod(step, -(-generations * per_generation // self.accumulation))
         return epoch * per_epoch + min(per_epoch, -(-rest * self.accumulation * size // per_generation))
-
-    def _order(self, generation: int) -> Sequence[int]:
-        """The row numbers of a generation batch in the order in which steps take them."""
-        size = self.generation_batch_size
-        if self.shuffle_seed is None:
-            return range(size)
-        step_rows = self._window * self.micro_batch_rows * self.world_size
-        return _shuffled(f"rows/{self.shuffle_seed}/{generation}", size, step_rows)
 
 
 @functools.lru_cache(maxsize=8)
