@@ -120,7 +120,7 @@ class OutsideText:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, with the ordinary tokens of what its marks stand for."""
-        if not has_marks(text):
+        if _MARKS.search(text) is None:
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
         return self._encode_marked(text, add_special_tokens=add_special_tokens)
 
