@@ -31,6 +31,7 @@ from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.config import GRPOConfig
 from groupgrad.modeling.attention_cost import attention_cost
 from groupgrad.modeling.scoring.forward import score_tokens, unwrap
+from groupgrad.modeling.systems.fsdp import is_offloaded
 from groupgrad.modeling.systems.sharding import is_sharded, num_parameters
 from groupgrad.objectives import (
     FORWARD_AND_BACKWARD,
@@ -440,7 +441,7 @@ class GRPOTrainer(TrainingRun):
         is_one_group = context is not None and context.size == dist.world_size()
         balances = self.args.balance_ranks and dist.is_active() and not is_one_group
         self.sampler_logprobs.begin_training(is_shared=is_shared)
-        self._num_parameters = num_parameters(self.model)
+        self._num_parameters, self._is_offloaded = num_parameters(self.model), is_offloaded(self.model)
         self._rules = MicroBatchRules(
             self.components.policy_options,
             self.components.forward_options.aux_loss,

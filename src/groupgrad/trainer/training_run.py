@@ -44,7 +44,6 @@ from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
 from groupgrad.modeling.systems.fsdp import (
     clip_offloaded,
     is_fully_sharded,
-    is_offloaded,
     is_shard,
     own_classes,
     whole_state_dict,
@@ -118,6 +117,8 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     _prepare_steps: Callable[[], None]
     _num_parameters: int
     """Of the model, shards of other ranks included."""
+    _is_offloaded: bool
+    """The model is sharded, and its shards are in host memory."""
     _policy: build.PolicyBundle
     rollout_components: RolloutComponents
     gradient_sums: GradientSums
@@ -321,13 +322,13 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """The norm of the averaged gradient, scaled down to `max_grad_norm`. Collective for a sharded model."""
-        if is_offloaded(self.model):
+        if self._is_offloaded:
             return clip_offloaded(self.model, self.args.max_grad_norm, self.args.device)
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the averaged gradient; a gradient that is not finite is dropped, so that the step is none."""
-        if grad_norm is None and is_offloaded(self.model):
+        if grad_norm is None and self._is_offloaded:
             grad_norm = clip_offloaded(self.model, math.inf, self.args.device)
         norm: Any = super()._get_grad_norm(model, grad_norm)
         norm = self.recorder.grad_norm = norm.full_tensor() if is_shard(norm) else norm
