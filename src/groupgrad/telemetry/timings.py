@@ -33,7 +33,6 @@ class Timings:
         """Context whose time counts for `name`, also when it ends in an exception."""
         self._settle()
         self._open.append(name)
-        self._seconds.setdefault(name, 0.0)
         try:
             self.on_phase(name)
             with doing(name):
