@@ -201,7 +201,8 @@ class GRPOTrainer(TrainingRun):
             with self._training_passes(is_last=inputs.index == len(inputs.keys) - 1):
                 losses = self.memory.train(micro_batch, partial(self._loss, model), self._backward)
                 loss = torch.stack([part.loss for part in losses]).sum()
-                self.finite_steps.mark(loss, self._unsent_gradients())
+                unsent = self.gradient_sums.holders if self._gradient_sync is None else self._gradient_sync.unsent()
+                self.finite_steps.mark(loss, unsent)
         self._step_log.losses += losses
         self._step_log.seconds += time.perf_counter() - started
         return loss

@@ -295,10 +295,6 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         if is_last and self.is_deepspeed_enabled:
             zero3.engine(self.accelerator).step()
 
-    def _unsent_gradients(self) -> list[nn.Parameter]:
-        """The holders of gradients that other ranks do not have yet, inside `_training_passes`."""
-        return self.gradient_sums.holders if self._gradient_sync is None else self._gradient_sync.unsent()
-
     def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """Adds the gradient of `loss`, as `transformers.Trainer.training_step` does; `is_last` in its micro-batch."""
         args, further = self.args, {}
