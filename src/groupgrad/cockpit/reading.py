@@ -190,8 +190,7 @@ class RunFolder:
             for whole in [] if table is None else table.to_pylist():
                 row = wanted.get((whole["step"], whole["row"], whole.get("phase", TRAINING)))
                 if row is not None:
-                    row["prompt"] = _said(whole["prompt"], "user", last_alone=True)[:HEAD_CHARS]
-                    row["completion"] = _said(whole["completion"], "assistant", last_alone=False)[:HEAD_CHARS]
+                    row |= _head(whole)
 
     def rows(
         self, step: int, *, row: int | None = None, group: int | None = None, phase: str = TRAINING
@@ -314,6 +313,21 @@ def _is_alive(start: dict[str, Any]) -> bool:
         return False
     known = start.get("process_started")
     return not isinstance(known, (int, float)) or abs(created - known) < SAME_START_S
+
+
+def with_words(row: dict[str, Any]) -> dict[str, Any]:
+    """A whole row for a page without a server: with what the list shows of a conversation (`head`), and what a search
+    reads of it (`words`)."""
+    if not row["is_messages"]:
+        return row
+    return {**row, "head": _head(row), "words": [_words(row["prompt"]), _words(row["completion"])]}
+
+
+def _head(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "prompt": _said(row["prompt"], "user", last_alone=True)[:HEAD_CHARS],
+        "completion": _said(row["completion"], "assistant", last_alone=False)[:HEAD_CHARS],
+    }
 
 
 def _said(text: str, role: str, *, last_alone: bool) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from groupgrad.cockpit.reading import RunFolder
+from groupgrad.cockpit.reading import RunFolder, with_words
 from groupgrad.cockpit.row_selection import Selection
 from groupgrad.cockpit.sweep_panel import SweepPanel
 from groupgrad.telemetry.advice import advice
@@ -96,7 +96,7 @@ def _groups_of_report(run: RunFolder, phase: str) -> list[dict[str, Any]]:
     for place, step in enumerate(_evenly_chosen(sorted(steps), count)):
         of_step = run.rows(step, phase=phase)
         groups = sorted({row["group"] for row in of_step})
-        rows += [row for row in of_step if row["group"] == groups[place % len(groups)]]
+        rows += [with_words(row) for row in of_step if row["group"] == groups[place % len(groups)]]
     return rows
 
 

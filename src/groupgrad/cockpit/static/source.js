@@ -48,7 +48,7 @@ class ReportSource {
 
   async rollouts(run, query) {
     const { rollouts, facets } = this.report.runs[run];
-    const found = rollouts.filter((row) => matches(row, query)).map((row) => ({ ...row, tools: toolNames(row).join("\n") }));
+    const found = rollouts.filter((row) => matches(row, query)).map((row) => ({ ...row, ...row.head, tools: toolNames(row).join("\n") }));
     const column = query.sort ?? "step";
     const sign = query.order === "ascending" ? 1 : -1;
     const rank = (row) => row[column] ?? -Infinity * sign;
@@ -77,6 +77,6 @@ function matches(row, query) {
     (!set("prompt_id") || row.prompt_id === query.prompt_id) &&
     (!set("phase") || (row.phase ?? "train") === query.phase) &&
     (!set("tool") || toolNames(row).includes(query.tool)) &&
-    (!text || row.prompt.toLowerCase().includes(text) || row.completion.toLowerCase().includes(text))
+    (!text || (row.words ?? [row.prompt, row.completion]).some((words) => words.toLowerCase().includes(text)))
   );
 }
