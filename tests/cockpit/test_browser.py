@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import threading
 import time
@@ -160,6 +161,23 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         assert page.evaluate("window.hacked") is None
 
 
+def test_conversations_of_a_report_are_listed_and_searched_by_what_was_said(tmp_path, open_page):
+    folder, report = write_run(tmp_path / "chat", steps=2, rows=8, tokens=8, turns=2), tmp_path / "report.html"
+    assert main(["view", str(folder), "--export", str(report)]) == 0
+    with served(folder) as address:
+        listed = []
+        for where in (address, report.as_uri()):
+            page = open_page(where + "#/rollouts?run=chat&sort=seconds/correct")
+            page.wait_for_selector(".item .chip")
+            listed.append(page.locator(".item:has-text('1 · 0') .text").inner_text())
+            assert '"role"' not in page.inner_text(".list")
+            page.fill("[name=text]", "assistant")
+            page.keyboard.press("Enter")
+            wait_until(page, "document.querySelector('.count').innerText.startsWith('0 rollouts')")
+        assert listed[0] == listed[1]
+        assert re.match(r"[\d.]+ m?s · ", listed[0]), "the number that the list is ordered by"
+
+
 def test_images_and_tool_replies_stand_with_their_rollout(tmp_path, open_page):
     folder = write_run(tmp_path / "first", steps=3, rows=16, tokens=20, images=True)
 
@@ -302,7 +320,7 @@ def test_many_runs_leave_room_on_a_phone(tmp_path, open_page):
                 assert max(box("#top")[1], 0) <= box(seen)[0] and box(seen)[1] <= height, (width, seen)
             assert box(".detail h2")[0] < height / 2
             page.select_option("[name=run]", label=names[7])
-            wait_until(page, "location.hash === '#/rollouts?run=7'")
+            wait_until(page, f"new URLSearchParams(location.hash.split('?')[1]).get('run') === '{names[7]}'")
 
 
 class Panel(CommandLinePanel):
@@ -365,12 +383,14 @@ def test_arms_of_a_sweep_are_given_commands_by_keyboard(tmp_path, open_page):
         page.keyboard.press("Space")
         page.keyboard.press("Enter")
         wait_until(page, "document.querySelector('.said.bad')?.innerText === 'beta=-1 is negative'")
-        assert page.evaluate("document.activeElement.ariaLabel") == "clone arm 1"
-        page.click("button[aria-label='clone arm 1']")
+        # A refusal leaves the form with what was typed.
+        wait_until(page, "document.querySelector('dialog [role=alert]').innerText === 'beta=-1 is negative'")
+        assert page.input_value("#changes") == "beta=-1" and page.is_checked("#from-weights")
         page.fill("#changes", "beta=0.2\nlearning_rate=1e-5")
-        page.check("#from-weights")
         page.click("dialog button[type=submit]")
         wait_until(page, "document.querySelector('.said').innerText === 'clone: queued'")
+        wait_until(page, "!document.querySelector('dialog').open")
+        assert page.evaluate("document.activeElement.ariaLabel") == "clone arm 1"
         page.click("button[aria-label='delete arm 1']")
         page.click("dialog >> text=Cancel")
         assert [(given.kind, given.arm) for given in store.queued()] == [("stop", 2), ("clone", 1)]
@@ -446,6 +466,7 @@ def test_runs_are_compared_and_a_report_shows_the_same(tmp_path, open_page):
             page.wait_for_selector(".item[aria-selected=true]:has-text('1 · 3')")
             page.click("text=in second")
             wait_until(page, "document.querySelector('[name=run]').selectedOptions[0].text === 'second'")
+            assert "run=second&prompt_id=" in page.evaluate("location.hash")  # the same run whatever stands beside it
             page.wait_for_selector(".item .chip")
             assert page.evaluate("window.hacked") is None
 

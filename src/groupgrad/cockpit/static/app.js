@@ -29,11 +29,30 @@ async function readMetrics(run) {
 function address() {
   const [path, query = ""] = location.hash.replace(/^#/, "").split("?");
   const known = [state.runs.length && "/rollouts", state.sweeps.length && "/sweep"];
-  return { name: known.includes(path) ? path.slice(1) : "overview", query: Object.fromEntries(new URLSearchParams(query)) };
+  const parts = Object.fromEntries(new URLSearchParams(query));
+  if (parts.run !== undefined) parts.run = indexOf(parts.run);
+  return { name: known.includes(path) ? path.slice(1) : "overview", query: parts };
+}
+
+/** What names a run in an address, also when other runs are shown beside it: its name, or its path if names are equal. */
+function keyOf(run) {
+  return state.runs.some((other) => other !== run && other.name === run.name) ? run.summary.path : run.name;
+}
+
+/** The index of a run by its name or path; addresses of earlier releases have the index itself. */
+function indexOf(key) {
+  const found = state.runs.find((run) => keyOf(run) === key);
+  return found ? found.index : Number(key) in state.runs ? Number(key) : 0;
+}
+
+/** The address of a selection of rollouts. */
+function addressOf(query) {
+  const run = state.runs[query.run ?? 0];
+  return `#/rollouts?${new URLSearchParams({ ...query, ...(run && { run: keyOf(run) }) })}`;
 }
 
 function go(query, { replace = false } = {}) {
-  const hash = `#/rollouts?${new URLSearchParams(query)}`;
+  const hash = addressOf(query);
   if (replace) {
     history.replaceState(null, "", hash);
     show();
@@ -62,8 +81,8 @@ function drawTop(name) {
 }
 
 function makePage(name, query) {
-  if (name === "sweep") return sweepPage(state, { source });
-  if (name === "rollouts") return rolloutsPage(state, query, { source, go });
+  if (name === "sweep") return sweepPage(state, { source, addressOf });
+  if (name === "rollouts") return rolloutsPage(state, query, { source, go, addressOf });
   return overview(state, { openStep: (run, step) => go({ run, first_step: step, last_step: step }) });
 }
 

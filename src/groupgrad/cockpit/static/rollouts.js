@@ -6,7 +6,7 @@ import { VirtualList } from "./virtual.js";
 const FILTERS = ["text", "first_step", "last_step", "reward", "min_reward", "max_reward", "finish_reason", "tool", "phase", "prompt_id", "sort", "order"];
 
 /** The page. `query` are the parts of the address; `go(query)` changes them. Returns `{node, update, dispose}`. */
-export function rolloutsPage(state, query, { source, go }) {
+export function rolloutsPage(state, query, { source, go, addressOf }) {
   const run = Number(query.run ?? 0);
   const present = state.runs.filter((one) => one.summary.state !== "deleted");
   const count = el("p", { class: "count", role: "status" });
@@ -33,7 +33,7 @@ export function rolloutsPage(state, query, { source, go }) {
       if (!answer.complete) setTimeout(() => list.reset(), 2500);
       return answer;
     },
-    draw: drawItem,
+    draw: (node, row) => drawItem(node, row, query.sort),
     isOpen,
     open: (row) => {
       const { of, ...rest } = query;
@@ -129,7 +129,7 @@ export function rolloutsPage(state, query, { source, go }) {
   }
 
   function link(target, text) {
-    return el("a", { href: `#/rollouts?${new URLSearchParams(target)}` }, text);
+    return el("a", { href: addressOf(target) }, text);
   }
 
   function images(names, of) {
@@ -139,13 +139,13 @@ export function rolloutsPage(state, query, { source, go }) {
 
   function card(row, by, scale, say, numShared) {
     const rewards = Object.keys(row).filter((name) => name.startsWith("reward/"));
-    const seconds = Object.entries(row).filter(([name, value]) => name.startsWith("seconds/") && value > 0.05);
+    const seconds = Object.entries(row).filter(([name, value]) => name.startsWith("seconds/") && value !== null);
     const sign = row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "";
     const chosen = String(row.row) === String(query.row);
     const extras = [["data", row.data], ["logged", row.extra]].filter(([, value]) => value);
     return el("article", { class: `card rollout${chosen ? " chosen" : ""}`, id: `row-${row.row}` },
       el("header", {},
-        el("a", { class: "anchor", href: `#/rollouts?${new URLSearchParams({ run, ...place(row) })}`, title: "link to this rollout" }, `row ${row.row}`),
+        el("a", { class: "anchor", href: addressOf({ run, ...place(row) }), title: "link to this rollout" }, `row ${row.row}`),
         el("span", {}, "reward ", el("b", {}, short(row.reward))),
         el("span", { class: sign }, "advantage ", el("b", {}, `${row.advantage > 0 ? "+" : ""}${short(row.advantage)}`)),
         (row.gradient_share ?? null) !== null && el("span", { class: row.gradient_share > 0 ? "up" : row.gradient_share < 0 ? "down" : "", title: "share of this rollout in the gradient of its step" }, "taught ", el("b", {}, percent(row.gradient_share))),
@@ -240,7 +240,16 @@ function largest(rows) {
   return rows.reduce((most, row) => (row.gradient_shares ?? []).reduce((now, value) => Math.max(now, Math.abs(value ?? 0)), most), 0);
 }
 
-function drawItem(node, row) {
+/** The number that the list is ordered by, where an item does not show it anyway. */
+function orderedBy(row, sort) {
+  const value = row[sort];
+  if (!sort || sort === "reward" || value === null || value === undefined) return "";
+  if (sort.startsWith("seconds/")) return duration(value);
+  if (sort === "gradient_share") return percent(value);
+  return sort === "num_tokens" ? `${value} tokens` : `${sort} ${short(value, 2)}`;
+}
+
+function drawItem(node, row, sort) {
   if (!row) {
     node.classList.remove("held-out");
     fill(node, el("span", { class: "quiet" }, "..."));
@@ -249,9 +258,10 @@ function drawItem(node, row) {
   const sign = row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "";
   const isHeldOut = (row.phase ?? "train") !== "train";
   node.classList.toggle("held-out", isHeldOut);
+  const number = orderedBy(row, sort);
   fill(node,
     el("span", { class: "where" }, el("b", {}, row.step), ` · ${row.row}`),
     el("span", { class: `number ${sign}` }, short(row.reward, 2)),
-    el("span", { class: "text" }, el("span", { class: "quiet" }, isHeldOut && el("b", {}, `${phaseName(row.phase)} · `), plainText(row.prompt, false)), el("span", {}, row.completion)),
+    el("span", { class: "text" }, el("span", { class: "quiet" }, number && el("b", {}, `${number} · `), isHeldOut && el("b", {}, `${phaseName(row.phase)} · `), plainText(row.prompt, false)), el("span", {}, row.completion)),
     el("span", { class: row.finish_reason === "eos" ? "chip" : "chip warn" }, row.finish_reason));
 }

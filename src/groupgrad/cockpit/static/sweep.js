@@ -10,7 +10,7 @@ const CAN = {
 };
 
 /** The page of all sweeps. Returns `{node, update, poll, dispose}`; `poll` reads them again. */
-export function sweepPage(state, { source }) {
+export function sweepPage(state, { source, addressOf }) {
   const node = el("div", { class: "sweeps" });
   const said = el("p", { class: "said", role: "status", "aria-live": "polite" });
   const dialog = el("dialog", { class: "card", onclose: () => draw() });
@@ -23,7 +23,7 @@ export function sweepPage(state, { source }) {
     if (text === drawn || dialog.open) return; // closing it gives the focus back to the button that has opened it
     drawn = text;
     const focused = document.activeElement?.dataset?.key;
-    fill(body, state.sweeps.map((sweep, place) => sweepCard(state, sweep, source.live ? (kind, arm) => ask(place, kind, arm) : null)));
+    fill(body, state.sweeps.map((sweep, place) => sweepCard(state, sweep, addressOf, source.live ? (kind, arm) => ask(place, kind, arm) : null)));
     if (focused) body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   }
 
@@ -32,6 +32,7 @@ export function sweepPage(state, { source }) {
     draw();
   }
 
+  /** Gives a command. Returns why it was refused, or an empty text. */
   async function give(place, kind, arm, more = {}) {
     fill(said, `${kind} of ${arm.name} ...`);
     said.className = "said";
@@ -39,11 +40,15 @@ export function sweepPage(state, { source }) {
       const { text, refused } = await source.command(place, { kind, arm: arm.id, ...more });
       fill(said, text);
       said.classList.toggle("bad", refused);
+      if (refused) return text;
     } catch (error) {
       fill(said, error.message);
       said.classList.add("bad");
+      return error.message;
+    } finally {
+      await poll();
     }
-    await poll();
+    return "";
   }
 
   function ask(place, kind, arm) {
@@ -70,11 +75,13 @@ export function sweepPage(state, { source }) {
   }
 
   function openDialog(content, button, then) {
-    const form = el("form", { method: "dialog", onsubmit: (event) => {
+    const problem = el("p", { class: "bad", role: "alert" });
+    const form = el("form", { method: "dialog", onsubmit: async (event) => {
       event.preventDefault();
-      dialog.close();
-      then();
-    } }, content, el("p", { class: "buttons" }, el("button", { type: "submit" }, button), el("button", { type: "button", onclick: () => dialog.close() }, "Cancel")));
+      const refusal = await then(); // what was typed stays, to be mended
+      if (refusal) fill(problem, refusal);
+      else dialog.close();
+    } }, content, problem, el("p", { class: "buttons" }, el("button", { type: "submit" }, button), el("button", { type: "button", onclick: () => dialog.close() }, "Cancel")));
     fill(dialog, form);
     dialog.showModal();
   }
@@ -83,7 +90,7 @@ export function sweepPage(state, { source }) {
   return { node, update: draw, poll, dispose: () => dialog.close() };
 }
 
-function sweepCard(state, sweep, ask) {
+function sweepCard(state, sweep, addressOf, ask) {
   const share = sweep.all_steps ? sweep.steps / sweep.all_steps : 0;
   const heads = ["no.", "arm", "state", "steps", sweep.metric, "behind the best by", ask && "commands"].filter(Boolean);
   return el("section", { class: "card sweep" },
@@ -92,14 +99,14 @@ function sweepCard(state, sweep, ask) {
     el("p", { class: "quiet" }, `Arms in the race by ${sweep.metric}, the best first; below them, faint, those that were stopped, dropped or failed.`),
     el("div", { class: "scroll" }, el("table", {},
       el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
-      el("tbody", {}, sweep.arms.map((arm) => armRow(state, sweep, arm, ask))))),
+      el("tbody", {}, sweep.arms.map((arm) => armRow(state, sweep, arm, addressOf, ask))))),
     sweep.commands.length > 0 && el("details", { open: sweep.commands[0].state !== "done" }, el("summary", {}, "Commands"),
       el("ul", { class: "events" }, sweep.commands.map(commandItem))));
 }
 
-function armRow(state, sweep, arm, ask) {
+function armRow(state, sweep, arm, addressOf, ask) {
   const run = state.runs.find((other) => other.summary.path === arm.path);
-  const name = run ? el("a", { href: `#/rollouts?run=${run.index}`, "data-key": `${sweep.path} ${arm.id}` }, arm.name) : arm.name;
+  const name = run ? el("a", { href: addressOf({ run: run.index }), "data-key": `${sweep.path} ${arm.id}` }, arm.name) : arm.name;
   const buttons = ask && Object.keys(CAN).filter((kind) => CAN[kind](arm)).map((kind) =>
     el("button", { type: "button", "data-key": `${sweep.path} ${arm.id} ${kind}`, "aria-label": `${kind} arm ${arm.id}`, onclick: () => ask(kind, arm) }, kind));
   const inRace = ["waiting", "done"].includes(arm.state);
