@@ -13,7 +13,7 @@ export function dashes(place, index) {
 
 /** The charts of the overview: title, metrics (the first that a run has is drawn) and how values are read. */
 export const CHARTS = [
-  { title: "Reward", keys: ["reward", "eval_reward", "dynamic_sampling/reward"], hint: "mean weighted reward; dashed: held-out prompts; dotted: discarded groups too" },
+  { title: "Reward", keys: ["reward", "eval_reward", "dynamic_sampling/reward"], hint: "weighted mean; dashed: held-out; dotted: all sampled" },
   { title: "Reward functions", prefix: "rewards/", suffix: "/mean", hint: "mean of each function" },
   { title: "Effective groups", keys: ["frac_reward_zero_std"], map: (value) => 1 - value, isShare: true, hint: "share of groups whose rewards differ: only these teach" },
   { title: "Completion length", keys: ["completions/mean_length", "completions/max_length"], hint: "tokens; dashed: the longest" },
