@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -204,3 +205,14 @@ for command in {commands!r}:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "01-a" in ended.stdout
+
+
+@pytest.mark.parametrize("command", ["replay", "bisect", "rollouts"])
+def test_a_command_that_imports_peft_says_nothing_of_a_kernel(command: str, tmp_path: Path) -> None:
+    words = [command, "none", "none"] if command == "bisect" else [command, "none"]
+    words += ["--step", "1"] if command == "replay" else []
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    called = [sys.executable, "-m", "groupgrad", *words]
+    done = subprocess.run(called, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "none" in done.stderr
+    assert "gemm_4bit" not in done.stderr + done.stdout

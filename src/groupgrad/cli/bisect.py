@@ -9,6 +9,7 @@ from pathlib import Path
 
 from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.cli.replay import quiet
+from groupgrad.imports import quick_imports
 
 _ADVICE = (
     "leave --replay out, or compare the runs in Python by `groupgrad.replay.bisect` with functions that make their "
@@ -19,10 +20,11 @@ _ADVICE = (
 def main(argv: Sequence[str]) -> int:
     """Compares two runs. Returns 0 if nothing differs, 1 for a difference, 2 for runs that cannot be compared."""
     arguments = parser().parse_args(argv)
-    from groupgrad.cli.rebuilt import trainer_of
-    from groupgrad.replay.bisecting import bisect
-    from groupgrad.replay.run_records import RunRecords
-    from groupgrad.replay.wording import bisection_report
+    with quick_imports():
+        from groupgrad.cli.rebuilt import trainer_of
+        from groupgrad.replay.bisecting import bisect
+        from groupgrad.replay.run_records import RunRecords
+        from groupgrad.replay.wording import bisection_report
 
     try:
         first, second = (RunRecords(Path(path).resolve(), path) for path in (arguments.first, arguments.second))

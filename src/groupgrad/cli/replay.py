@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from groupgrad.cli.command_parser import CommandParser, refuse
+from groupgrad.imports import quick_imports
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,10 +18,11 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     place = words.index("--") if "--" in words else len(words)
     arguments, of_script = parser().parse_args(words[:place]), words[place + 1 :]
-    from groupgrad.cli.rebuilt import at_training_of, in_folder, trainer_of
-    from groupgrad.replay.replaying import Replay, find_start, replay
-    from groupgrad.replay.run_records import RunRecords
-    from groupgrad.replay.wording import replay_report
+    with quick_imports():
+        from groupgrad.cli.rebuilt import at_training_of, in_folder, trainer_of
+        from groupgrad.replay.replaying import Replay, find_start, replay
+        from groupgrad.replay.run_records import RunRecords
+        from groupgrad.replay.wording import replay_report
 
     found: list[Replay] = []
 

@@ -17,6 +17,7 @@ import yaml
 
 from groupgrad.cli.command_parser import CommandParser, refuse
 from groupgrad.errors import OutputDirInUse
+from groupgrad.imports import quick_imports
 from groupgrad.spelling import did_you_mean
 from groupgrad.sweep.choices import number
 from groupgrad.sweep.commands import apply_commands, check_queued
@@ -92,9 +93,10 @@ def _run(path: Path, devices: str | None, *, dry_run: bool) -> int:
     content, base, folder, environment = read_file(path)
     content |= {} if devices is None else {"devices": devices}
     plan = read_plan(content, base)
-    from groupgrad.cli.sweep_arms import CommandLineArms
-    from groupgrad.sweep.devices import find_devices
-    from groupgrad.sweep.sweeper import Sweeper
+    with quick_imports():
+        from groupgrad.cli.sweep_arms import CommandLineArms
+        from groupgrad.sweep.devices import find_devices
+        from groupgrad.sweep.sweeper import Sweeper
 
     factory = CommandLineArms(plan.cache_rewards, environment)
     if dry_run:
@@ -231,9 +233,10 @@ def _is_idle(store: Store) -> bool:
 
 def _check(store: Store, settings: dict[str, Any], is_command_line: bool) -> None:
     """ValueError for settings that no run can have."""
-    from groupgrad.cli.sweep_arms import CommandLineArms
-    from groupgrad.config import GRPOConfig
-    from groupgrad.sweep.factory import ADAPTER_FIELDS, ScriptArms
+    with quick_imports():
+        from groupgrad.cli.sweep_arms import CommandLineArms
+        from groupgrad.config import GRPOConfig
+        from groupgrad.sweep.factory import ADAPTER_FIELDS, ScriptArms
 
     if is_command_line:
         CommandLineArms().check(settings)
@@ -254,7 +257,8 @@ def _take_at_once(store: Store, own: int) -> bool:
     """
 
     def sweep() -> tuple[SweepPlan, Any]:
-        from groupgrad.cli.sweep_arms import CommandLineArms
+        with quick_imports():
+            from groupgrad.cli.sweep_arms import CommandLineArms
 
         description = store.fact("plan")
         content = {key: value for key, value in description.items() if key not in ("base", "kind")}
