@@ -29,7 +29,7 @@ def rollouts(folder: Path) -> list[dict[str, Any]]:
     return [row for path in paths for row in pq.read_table(path).to_pylist()]
 
 
-def test_a_run_leaves_metrics_rollouts_events_and_settings(make_trainer, tmp_path):
+def test_a_run_leaves_metrics_rollouts_events_and_settings(make_trainer, tokenizer, tmp_path):
     trainer = make_trainer(max_steps=2, save_strategy="steps", save_steps=2, hub_token="hf_private")
     trainer.train()
     folder = tmp_path / "run"
@@ -51,6 +51,7 @@ def test_a_run_leaves_metrics_rollouts_events_and_settings(make_trainer, tmp_pat
     assert np.mean(entropies) == pytest.approx(logged[0]["entropy"], rel=1e-4)
     for row in rows:
         assert len(row["logprobs"]) == len(row["tokens"]) == len(row["completion_ids"])
+        assert row["prompt_ids"] == tokenizer(row["prompt"])["input_ids"]
         assert all(value < 0 for value in row["logprobs"])
         assert re.sub(r"<\w+>", "", "".join(row["tokens"])) == row["completion"]
     assert len({row["prompt_id"] for row in first}) == len({row["prompt"] for row in first}) == 2

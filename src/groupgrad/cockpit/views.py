@@ -95,6 +95,8 @@ def _groups_of_report(run: RunFolder, phase: str) -> list[dict[str, Any]]:
     rows = []
     for place, step in enumerate(_evenly_chosen(sorted(steps), count)):
         of_step = run.rows(step, phase=phase)
+        for row in of_step:
+            row.pop("prompt_ids", None)  # the page shows the prompt's text
         groups = sorted({row["group"] for row in of_step})
         rows += [with_words(row) for row in of_step if row["group"] == groups[place % len(groups)]]
     return rows

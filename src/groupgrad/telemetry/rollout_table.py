@@ -142,6 +142,7 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "prompt_images": pa.array([len(item.images) if item else 0 for item in media], pa.int32()),
         "data": pa.array([_data(rollout.prompt.row) for rollout in rollouts], pa.string()),
         "extra": pa.array([_extra(rows.columns, row) for row in range(count)], pa.string()),
+        "prompt_ids": pa.array([rollout.prompt.ids for rollout in rollouts], pa.list_(pa.int32())),
         "completion_ids": _lists(rows.offsets, pa.array(rows.ids, pa.int32())),
         "tokens": _lists(rows.offsets, pa.array(rows.texts, pa.string())),
         "policy_versions": pa.array([rollout.policy_versions for rollout in rollouts], pa.list_(pa.int32())),
@@ -158,7 +159,7 @@ def to_parquet(table: pa.Table) -> pa.Buffer:
     sink = pa.BufferOutputStream()
     strings = [f.name for f in table.schema if pa.types.is_string(f.type)]
     encodings: dict[str, Any] = {
-        "use_dictionary": [*strings, "tokens.list.element", "completion_ids.list.element"],
+        "use_dictionary": [*strings, "tokens.list.element", "prompt_ids.list.element", "completion_ids.list.element"],
         "use_byte_stream_split": [f"{name}.list.element" for name in _FLOAT_LISTS],
     }
     pq.write_table(table, sink, compression="zstd", **encodings)
