@@ -205,6 +205,15 @@ def test_images_and_tool_replies_stand_with_their_rollout(tmp_path, open_page):
         page.click("text=this prompt in all steps")
         wait_until(page, "document.querySelector('.count').innerText === '24 rollouts'")
 
+        report = tmp_path / "report.html"
+        assert main(["view", str(folder), "--export", str(report)]) == 0
+        page = open_page(report.as_uri() + "#/rollouts")
+        page.wait_for_selector(".item .chip")
+        page.locator(".item").first.click()
+        page.wait_for_selector(".tokens")
+        assert len(pictures(".detail")) > 1, "a report holds the images of its groups"
+
+        page = open_page(address)
         old = folder / "rollouts" / "step_000001.0.parquet"  # a file of an earlier release has one column less
         pq.write_table(pq.read_table(old).drop_columns("prompt_images"), old)
         page.goto(address + "#/rollouts?run=0&step=1&group=0&row=5")

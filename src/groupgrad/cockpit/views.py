@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,8 @@ FILES_AT_ONCE = 32
 """Files of rollouts that one answer waits for."""
 REPORT_GROUPS, REPORT_EVAL_GROUPS = 40, 10
 """Groups of rollouts in a static report: of the training of each run, and of each of its evaluations."""
+REPORT_IMAGE_BYTES = 32 * 2**20
+"""Images of these rollouts in a static report, at most, for each run."""
 
 
 def heading(run: RunFolder) -> dict[str, Any]:
@@ -84,7 +87,8 @@ def report(runs: Sequence[RunFolder], sweeps: Sequence[SweepPanel] = ()) -> dict
         run.refresh()
         facets = run.facets()
         rows = [row for phase in facets["phases"] for row in _groups_of_report(run, phase)]
-        parts.append({**summary(run), "metrics": metrics(run)["lines"], "rollouts": rows, "facets": facets})
+        shown = {"rollouts": rows, "images": _images_of_report(run, rows), "facets": facets}
+        parts.append({**summary(run), "metrics": metrics(run)["lines"], **shown})
     return {"runs": parts, "sweeps": [sweep.table() for sweep in sweeps]}
 
 
@@ -100,6 +104,18 @@ def _groups_of_report(run: RunFolder, phase: str) -> list[dict[str, Any]]:
         groups = sorted({row["group"] for row in of_step})
         rows += [with_words(row) for row in of_step if row["group"] == groups[place % len(groups)]]
     return rows
+
+
+def _images_of_report(run: RunFolder, rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The images of these rows as addresses that hold them, by name, up to `REPORT_IMAGE_BYTES`."""
+    found: dict[str, str] = {}
+    size = 0
+    for name in dict.fromkeys(name for row in rows for name in row.get("images") or ()):
+        path = run.image(name)
+        if path is not None and size + path.stat().st_size <= REPORT_IMAGE_BYTES:
+            size += path.stat().st_size
+            found[name] = f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return found
 
 
 def _evenly_chosen(steps: Sequence[int], count: int) -> list[int]:

@@ -44,7 +44,7 @@ class ReportSource {
   async group(run, step, group, phase = "train") {
     return { rows: this.report.runs[run].rollouts.filter((row) => row.step === step && row.group === group && (row.phase ?? "train") === phase) };
   }
-  image() { return null; }
+  image(run, name) { return this.report.runs[run].images[name] ?? null; }
 
   async rollouts(run, query) {
     const { rollouts, facets } = this.report.runs[run];
