@@ -402,6 +402,14 @@ def test_arms_of_a_sweep_are_given_commands_by_keyboard(tmp_path, open_page):
         assert page.evaluate("document.activeElement.ariaLabel") == "clone arm 1"
         page.click("button[aria-label='delete arm 1']")
         page.click("dialog >> text=Cancel")
+        page.click("button[aria-label='clone arm 1']")
+        page.fill("#changes", "beta=0.3")
+        page.route("**/api/**", lambda route: route.abort("connectionrefused"))  # as if the server had ended
+        page.click("dialog button[type=submit]")
+        wait_until(page, "document.querySelector('dialog [role=alert]').innerText === 'Failed to fetch'")
+        assert page.input_value("#changes") == "beta=0.3"
+        page.click("dialog >> text=Cancel")
+        page.unroute("**/api/**")
         assert [(given.kind, given.arm) for given in store.queued()] == [("stop", 2), ("clone", 1)]
         assert store.queued()[1].changes == {"beta": "0.2", "learning_rate": "1e-5"} and store.queued()[1].from_weights
         wait_until(page, "document.querySelector('.sweep .events').innerText.includes('beta=0.2')")

@@ -46,7 +46,7 @@ export function sweepPage(state, { source, addressOf }) {
       said.classList.add("bad");
       return error.message;
     } finally {
-      await poll();
+      await poll().catch(() => {}); // the page says itself that the server is gone; the command has been answered
     }
     return "";
   }
