@@ -178,6 +178,37 @@ def test_conversations_of_a_report_are_listed_and_searched_by_what_was_said(tmp_
         assert re.match(r"[\d.]+ m?s · ", listed[0]), "the number that the list is ordered by"
 
 
+def test_a_link_opens_its_own_run_or_says_that_it_is_missing(tmp_path, open_page):
+    """Whatever runs have come since, or have gone, or have the same name."""
+    linked, other = (write_run(tmp_path / name, steps=steps, rows=8, tokens=8) for name, steps in (("b", 2), ("c", 4)))
+    with served(linked, other) as address:
+        page = open_page(address + "#/rollouts?run=b")
+        page.wait_for_selector(".item .chip")
+        page.locator(".item").first.click()
+        page.wait_for_selector(".tokens")
+        link = page.evaluate("location.hash")
+        page.close()  # which would ask the next server
+    assert link.startswith("#/rollouts?run=b&")
+    added = write_run(tmp_path / "a", steps=3, rows=8, tokens=8)
+    with served(added, linked) as address:  # now the second one
+        page = open_page(address + link)
+        wait_until(page, "document.querySelector('.count')?.innerText.startsWith('16 rollouts')")
+        page.goto(address + f"#/rollouts?run={linked}")  # its name when it stood beside another run of that name
+        wait_until(page, "document.querySelector('.count')?.innerText.startsWith('16 rollouts')")
+        page.goto(address + "#/rollouts?run=0")  # of an earlier release
+        wait_until(page, "document.querySelector('.count')?.innerText.startsWith('24 rollouts')")
+        for missing in ("c", "2", "length"):
+            page.goto(address + f"#/rollouts?run={missing}")
+            wait_until(page, "document.querySelector('main').innerText.startsWith('This page has no run')")
+        page.click("nav >> text=Rollouts")
+        page.wait_for_selector(".item .chip")
+        page.close()
+    copy = write_run(tmp_path / "copies" / "b", steps=3, rows=8, tokens=8)
+    with served(copy, linked) as address:
+        page = open_page(address + link)
+        wait_until(page, "document.querySelector('main').innerText.startsWith('This page has no run')")
+
+
 def test_images_and_tool_replies_stand_with_their_rollout(tmp_path, open_page):
     folder = write_run(tmp_path / "first", steps=3, rows=16, tokens=20, images=True)
 

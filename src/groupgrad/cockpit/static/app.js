@@ -39,10 +39,10 @@ function keyOf(run) {
   return state.runs.some((other) => other !== run && other.name === run.name) ? run.summary.path : run.name;
 }
 
-/** The index of a run by its name or path; addresses of earlier releases have the index itself. */
+/** The index of a run by its name or path; addresses of earlier releases have the index itself. -1 for none. */
 function indexOf(key) {
-  const found = state.runs.find((run) => keyOf(run) === key);
-  return found ? found.index : Number(key) in state.runs ? Number(key) : 0;
+  const found = state.runs.find((run) => keyOf(run) === key) ?? state.runs.find((run) => run.summary.path === key);
+  return found ? found.index : key in state.runs && /^\d+$/.test(key) ? Number(key) : -1;
 }
 
 /** The address of a selection of rollouts. */
@@ -80,7 +80,14 @@ function drawTop(name) {
   fill(top_, el("strong", { class: "brand" }, "groupgrad"), el("nav", { "aria-label": "Pages" }, tabs), el("div", { class: "runs" }, runs));
 }
 
+/** What stands in the place of the rollouts of a run that the page does not have, or not yet. */
+function noRun() {
+  const text = "This page has no run of the name that the address has: it was not given to groupgrad view, or is deleted, or two runs have this name.";
+  return { node: el("p", { class: "bad", role: "alert" }, text), update: show, dispose: () => {}, retarget: () => false };
+}
+
 function makePage(name, query) {
+  if (name === "rollouts" && query.run === -1) return noRun();
   if (name === "sweep") return sweepPage(state, { source, addressOf });
   if (name === "rollouts") return rolloutsPage(state, query, { source, go, addressOf });
   return overview(state, { openStep: (run, step) => go({ run, first_step: step, last_step: step }) });
