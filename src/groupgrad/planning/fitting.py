@@ -201,7 +201,7 @@ _WAYS: tuple[tuple[str, Adapter, tuple[Sharding, ...]], ...] = (
     ("LoRA", "lora", ("zero3", "fsdp2")),
     ("4-bit", "4bit", ()),
 )
-"""What is trained, by its name in the plan, and the ways to shard it that are tried where none is asked for."""
+"""Name in the plan, kind of adapter, and the ways of sharding that are tried unless one is asked for."""
 
 
 def _ways(sizes: RunSizes) -> list[tuple[str, RunSizes]]:

@@ -116,7 +116,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     _build_components: Callable[[], None]
     _prepare_steps: Callable[[], None]
     _num_parameters: int
-    """Of the model, shards of other ranks included."""
+    """Parameters of the model, the shards of other ranks included."""
     _is_offloaded: bool
     """The model is sharded, and its shards are in host memory."""
     _policy: build.PolicyBundle
