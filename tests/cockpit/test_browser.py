@@ -7,6 +7,7 @@ Skipped where Chromium or Playwright is missing (`apt-get install chromium`, `pi
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -163,6 +164,12 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
 
 def test_conversations_of_a_report_are_listed_and_searched_by_what_was_said(tmp_path, open_page):
     folder, report = write_run(tmp_path / "chat", steps=2, rows=8, tokens=8, turns=2), tmp_path / "report.html"
+    path = folder / "rollouts" / "step_000002.0.parquet"
+    table = pq.read_table(path)
+    called = json.dumps([{"role": "assistant", "content": '<tool_call>{"a": "\\\\frac", "b": 11}</tool_call>'}])
+    texts = [called, *table["completion"].to_pylist()[1:]]
+    place = table.column_names.index("completion")
+    pq.write_table(table.set_column(place, table.field("completion"), [texts]), path)
     assert main(["view", str(folder), "--export", str(report)]) == 0
     with served(folder) as address:
         listed = []
@@ -171,9 +178,11 @@ def test_conversations_of_a_report_are_listed_and_searched_by_what_was_said(tmp_
             page.wait_for_selector(".item .chip")
             listed.append(page.locator(".item:has-text('1 · 0') .text").inner_text())
             assert '"role"' not in page.inner_text(".list")
-            page.fill("[name=text]", "assistant")
-            page.keyboard.press("Enter")
-            wait_until(page, "document.querySelector('.count').innerText.startsWith('0 rollouts')")
+            searches = {"assistant": 0, '"b": 11}</tool_call>': 1, '"role"': 0, "\\frac": 1, '{"text": ': 15}
+            for text, found in searches.items():
+                page.fill("[name=text]", text)
+                page.keyboard.press("Enter")
+                wait_until(page, f"document.querySelector('.count').innerText.startsWith('{found} rollouts')")
         assert listed[0] == listed[1]
         assert re.match(r"[\d.]+ m?s · ", listed[0]), "the number that the list is ordered by"
 
