@@ -45,8 +45,9 @@ def test_conversations_are_listed_by_what_was_said(tmp_path):
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]},
     ]
     call = {"type": "function", "function": {"name": "count", "arguments": {"what": 'red "dots"'}}}
+    as_text = {"type": "function", "function": {"name": "count", "arguments": '{"how": "twice"}'}}
     completion = [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": [call, as_text]},
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "Three.\nOr \\(3\\)."},
     ]
@@ -58,10 +59,10 @@ def test_conversations_are_listed_by_what_was_said(tmp_path):
     run = RunFolder(folder)
     run.refresh()
     first, second = run.find(Selection(), limit=2)[1]
-    assert (first["prompt"], first["completion"]) == ("[image] How many?", "→ count Three.\nOr \\(3\\).")
+    assert (first["prompt"], first["completion"]) == ("[image] How many?", "→ count → count Three.\nOr \\(3\\).")
     assert second["prompt"].startswith("What is")
     # A search reads what was said and called, not the JSON that holds it.
-    for text in ("be BRIEF", "three.\nor", "\\(3\\)", '{"what"', 'red "dots"', "how many"):
+    for text in ("be BRIEF", "three.\nor", "\\(3\\)", '{"what"', '{"how": "twice"}', 'red "dots"', "how many"):
         assert [row["row"] for row in run.find(Selection(text=text), limit=2)[1]] == [first["row"]], text
     for text in ("assistant", '"role"', "tool_calls"):
         assert run.find(Selection(text=text), limit=2)[0] == 0, text

@@ -350,7 +350,8 @@ def _words(text: str) -> str:
             for call in message.get("tool_calls") or ():
                 called = call.get("function", call)
                 arguments = called.get("arguments")
-                lines += [str(called.get("name")), json.dumps(arguments, ensure_ascii=False)]
+                plain = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                lines += [str(called.get("name")), plain]
                 lines += map(str, arguments.values() if isinstance(arguments, dict) else ())
         return "\n".join(lines)
     except (ValueError, TypeError, KeyError, AttributeError):  # a user's function may return any messages
