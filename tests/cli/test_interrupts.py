@@ -67,7 +67,7 @@ def terminals() -> Iterator[list[Terminal]]:
 
 def test_a_page_is_ended_without_a_word(tmp_path: Path, terminals: list[Terminal]) -> None:
     terminals.append(terminal := Terminal("view", str(write_run(tmp_path / "run", steps=2, rows=4)), "--port", "0"))
-    terminal.read(b"(Ctrl-C ends it)")
+    terminal.read(b"(Ctrl-C ends it)\r\n")
     assert terminal.interrupted() == (0, "\n")
 
 

@@ -129,9 +129,15 @@ def _serve(paths: RunPaths, sweeps: Sequence[CommandLinePanel], host: str, port:
     address = f"http://{shown}:{listener.getsockname()[1]}/" + ("" if token is None else f"?token={token}")
     app = make_app(paths.runs, sweeps, hosts=hosts, token=token)
     config = uvicorn.Config(app, log_level="warning", access_log=False)
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            # Only from here on does a signal end the page as it should.
+            print(f"{_names(paths)} at {address} (Ctrl-C ends it)", flush=True)
+
     try:
-        print(f"{_names(paths)} at {address} (Ctrl-C ends it)", flush=True)
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(config).run(sockets=[listener])
     except KeyboardInterrupt:  # uvicorn raises it again once the page is closed
         print()
     return 0
