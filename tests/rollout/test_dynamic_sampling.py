@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from datasets import Dataset
 
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Sample, SamplingOptions
+from groupgrad.objectives import Advantages, compute_advantages
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience, ExperienceCollector, ScoringOptions
 from groupgrad.rollout.dynamic_sampling import DynamicSampling
@@ -117,6 +119,35 @@ def test_rounds_end_with_their_number(tokenizer):
     assert rewards.seen[1] != rewards.seen[2], "each round draws anew"
     seeds = [seed for call in engine.calls for seed in call]
     assert len(set(seeds)) == len(seeds), "every row of every round has a random stream of its own"
+
+
+def test_groups_stay_whole_where_advantages_flag_single_rows(tokenizer):
+    """A subclass may find no signal in one row of a group: the group stays."""
+
+    class Hooks:
+        score_rollouts = None
+
+        def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages:
+            result = compute_advantages(rewards, [1.0], num_generations)
+            return replace(result, zero_std=torch.tensor([True, False, True, True, False, False]))
+
+    rewards, engine = Rewards(), Asked()
+    hooks: Any = Hooks()
+    hooks.score_rollouts = RewardRunner([rewards]).score
+    collector = ExperienceCollector(
+        SingleTurnRollouts(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0),  # pyright: ignore
+        RewardRunner([rewards]),
+        ScoringOptions((1.0,)),
+        Timings(),
+        hooks=hooks,
+        dynamic=DynamicSampling(1, DATA, seed=3),
+    )
+    experience = collector(
+        GenerationRequest({g: DATA[g] for g in range(3)}, range(6), 6, 2, "train", 4, 9), trainer_state=None
+    )
+    assert [len(call) for call in engine.calls] == [6, 2]
+    prompts = [rollout.prompt.row["row"] for rollout in experience.rollouts]
+    assert prompts[:2] == [0, 0] and prompts[4:] == [2, 2] and prompts[2:4] == rewards.seen[1]
 
 
 def test_the_same_prompts_come_again(tokenizer):

@@ -74,9 +74,8 @@ class DynamicSampling:
         size = request.num_generations
         result = advantages(scored.rewards, size)
         seen, num_discarded, attempt = [result.combined], 0, 0
-        while attempt < self.num_rounds and bool(result.zero_std.any()):
+        while attempt < self.num_rounds and (rows := _rows_without_signal(result, size)):
             attempt += 1
-            rows = result.zero_std.nonzero().flatten().tolist()
             scored = scored.with_groups(sample(self._redrawn(request, rows, attempt)), rows)
             result = advantages(scored.rewards, size)
             seen.append(result.combined[rows])
@@ -99,6 +98,12 @@ class DynamicSampling:
             rows_by_group = {group: read_row(self.dataset, drawn[group]) for group in groups}
         own = [row for row in first.rows if row // size in rows_by_group]
         return replace(first, rows_by_group=rows_by_group, rows=own, attempt=attempt)
+
+
+def _rows_without_signal(result: Advantages, num_generations: int) -> list[int]:
+    """The rows of the groups of which no row has a signal; a subclass's advantages may flag single rows."""
+    flat = result.zero_std.view(-1, num_generations).all(dim=1)
+    return flat.repeat_interleave(num_generations).nonzero().flatten().tolist()
 
 
 def _join(first: RewardTable, later: RewardTable, places: Sequence[int]) -> RewardTable:

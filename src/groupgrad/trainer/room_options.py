@@ -45,7 +45,7 @@ def loader_options(config: GRPOConfig) -> LoaderOptions:
     """Returns the options of the training data loader."""
     return LoaderOptions(
         shuffle=bool(config.shuffle_dataset),
-        seed=config.seed if config.data_seed is None else config.data_seed,
+        seed=_data_seed(config),
         drop_last=config.dataloader_drop_last,
         num_workers=config.dataloader_num_workers,
         prefetch_factor=config.dataloader_prefetch_factor,
@@ -57,8 +57,11 @@ def loader_options(config: GRPOConfig) -> LoaderOptions:
 
 def dynamic_sampling(config: GRPOConfig, train_dataset: Any) -> DynamicSampling:
     """Returns the rounds in which groups without a signal are replaced, by prompts of the training data."""
-    seed = config.seed if config.data_seed is None else config.data_seed
-    return DynamicSampling(config.dynamic_sampling_rounds, train_dataset, seed)
+    return DynamicSampling(config.dynamic_sampling_rounds, train_dataset, _data_seed(config))
+
+
+def _data_seed(config: GRPOConfig) -> int:
+    return config.seed if config.data_seed is None else config.data_seed
 
 
 def agent_options(config: GRPOConfig) -> AgentOptions:
