@@ -109,7 +109,7 @@ def random_sizes(seed: int) -> list[tuple[int, int, int]]:
 
 
 PROMPTS = (1, 13, 61)
-KINDS = [(1, 8), (1, 80), (2, 20), (2, 64), (8, 8), (8, 20), (8, 64), (3, 33), (12, 4)]
+KINDS = [(1, 8), (1, 80), (2, 20), (2, 64), (8, 8), (8, 20), (8, 64), (7, 64), (3, 33), (12, 4)]
 
 
 @pytest.mark.parametrize(("repeat", "width"), KINDS)

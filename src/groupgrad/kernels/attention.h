@@ -189,28 +189,27 @@ inline void sum_lanes(const float *block, const float *keys, long width, Tile ti
     }
 }
 
-// The scores of `score`, to the bit, for many queries, stored as columns.
-void score_lanes(const Columns &queries, const float *keys, long count, float *tile, float *scores, long stride) {
+// scores[p * stride + q] = the scores of `score`, to the bit, for many queries, stored as columns.
+void score_lanes(const Columns &queries, const float *keys, long count, float *scores, long stride) {
+    const long width = queries.width;
     for (long start = 0; start < count; start += MAX_PANEL) {
-        const long some = std::min(MAX_PANEL, count - start), width = queries.width;
+        const long end = std::min(start + MAX_PANEL, count);
         queries.each_block([&](const Columns::Block &block) {
             with_vectors(block, [&](auto vectors) {
                 using Rows = decltype(vectors);
                 constexpr int N = outputs_at_once(Rows::COUNT);
-                const Tile to{tile, block.rows};
-                const float *from = keys + start * width;
-                long n = 0;
-                for (; n + N <= some; n += N)
-                    sum_lanes<typename Rows::V, Rows::COUNT, N>(block.data, from + n * width, width, to.from(n));
-                for (; n < some; n++)
-                    sum_lanes<typename Rows::V, Rows::COUNT, 1>(block.data, from + n * width, width, to.from(n));
+                const Tile to{scores + block.first, stride};
+                long n = start;
+                for (; n + N <= end; n += N)
+                    sum_lanes<typename Rows::V, Rows::COUNT, N>(block.data, keys + n * width, width, to.from(n));
+                for (; n < end; n++)
+                    sum_lanes<typename Rows::V, Rows::COUNT, 1>(block.data, keys + n * width, width, to.from(n));
             });
-            put_rows(Outputs{block, start, some, tile}, queries.rows, nullptr, scores, stride);
         });
     }
 }
 
-// The same scores for many queries, stored as columns, each summed number by number.
+// scores[q * stride + p] = the same scores, each summed number by number.
 void score_together(
     const Columns &queries, const float *keys, long count, float *tile, float *scores, long stride, Prefetch prefetch
 ) {
@@ -240,14 +239,16 @@ void score_by_key(const Columns &queries, const float *keys, long count, float *
 
 // The softmax of a query, whose scores come block by block: what the scores before have added up to, lane by lane.
 struct RunningSoftmax {
-    Vec sums;  // of exp(score - peak)
-    float peak;
+    Vec sums = {};  // of exp(score - peak)
+    float peak = -INFINITY;
+
+    RunningSoftmax() = default;
 
     // The exponential of a sink, unless null, is added to the sum.
-    void start(const float *sink) {
-        sums = Vec{};
-        peak = sink ? *sink : -INFINITY;
-        if (sink) sums[0] = 1.0f;
+    explicit RunningSoftmax(const float *sink) {
+        if (!sink) return;
+        peak = *sink;
+        sums[0] = 1.0f;
     }
 
     // Replaces `count` scores (whole vectors; not all -INFINITY) by exp(score - peak). Returns the factor of what has
@@ -272,6 +273,58 @@ struct RunningSoftmax {
     }
 
     SoftmaxTotals end() const { return {peak, 1.0f / total(sums)}; }
+};
+
+// The softmaxes of `count` queries (whole vectors), whose scores come key by key. Each is a `RunningSoftmax`, to the bit.
+struct RunningSoftmaxes {
+    long count;
+    float *peaks, *factors, *sums;  // of each query; `sums` (LANES, count)
+
+    static long size(long count) { return (2 + LANES) * count; }
+
+    RunningSoftmaxes(long count, float *scratch)
+        : count(count), peaks(scratch), factors(peaks + count), sums(factors + count) {}
+
+    // The exponential of its sink, unless null, is added to the sum of query q.
+    void start(long q, const float *sink) const {
+        const RunningSoftmax one(sink);
+        peaks[q] = one.peak;
+        for (int lane = 0; lane < LANES; lane++) sums[lane * count + q] = one.sums[lane];
+    }
+
+    // Replaces the scores (keys, stride) of the keys from `first` to `end` of a block by exp(score - peak). `factors` are
+    // then those of what has been added up with the former peaks. A query that sees none of the keys adds zeros.
+    void add(float *scores, long stride, long first, long end) const {
+        for (long q = 0; q < count; q += LANES) {
+            const Vec before = load(peaks + q), nothing = splat(-INFINITY);
+            Vec most = before;
+            for (long k = first; k < end; k++) {
+                const Vec score = load(scores + k * stride + q);
+                most = score > most ? score : most;
+            }
+            const Vec peak = most == nothing ? Vec{} : most, factor = exponential(before - peak);
+            store(peaks + q, most);
+            store(factors + q, factor);
+            for (long lane = 0; lane < LANES; lane++) {
+                Vec more = {};
+                for (long k = first + (lane - first % LANES + LANES) % LANES; k < end; k += LANES) {
+                    float *at = scores + k * stride + q;
+                    const Vec value = exponential(load(at) - peak);
+                    store(at, value);
+                    more += value;
+                }
+                float *sum = sums + lane * count + q;
+                store(sum, load(sum) * factor + more);
+            }
+        }
+    }
+
+    SoftmaxTotals end(long q) const {
+        RunningSoftmax one;
+        one.peak = peaks[q];
+        for (int lane = 0; lane < LANES; lane++) one.sums[lane] = sums[lane * count + q];
+        return one.end();
+    }
 };
 
 // cap * tanh(score / cap) in place.

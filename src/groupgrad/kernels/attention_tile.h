@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "matrices.h"
 
 extern "C" {
 
@@ -44,7 +45,8 @@ struct TokenGroup {
     long place(long token) const { return count == 1 ? first + token : 0; }  // in its span
 };
 
-// Attention of a tile of tokens in one key head. The prompt's keys and values are read once for all of them.
+// Attention of a tile of tokens in one key head. The prompt's keys and values are read once for all of them. Scores are
+// stored query by query, those of many tokens of one span key by key; the numbers are the same, to the bit.
 class AttentionTile {
     const Attention &call;
     const TokenGroup &group;
@@ -52,6 +54,7 @@ class AttentionTile {
     long begin;  // the first key visible to any token
     float *tile, *queries, *packed, *scores, *mixed;
     RunningSoftmax *softmaxes;
+    RunningSoftmaxes by_key;  // of a tile whose scores are stored key by key
 
     long repeat() const { return call.heads / call.kv_heads; }
     long num_queries() const { return tokens * repeat(); }
@@ -96,18 +99,20 @@ public:
     }
 
     static long scratch_size(const Attention &call, long tokens) {
-        const long queries = in_grains(tokens * (call.heads / call.kv_heads));
-        const long softmax = sizeof(RunningSoftmax) / sizeof(float);
-        return TILE + queries * (2 * call.head_width + padded(call.head_width) + BLOCK_KEYS + softmax) + 8 * LANES;
+        const long queries = in_grains(tokens * (call.heads / call.kv_heads)), stride = stride_of(queries);
+        const long softmax = sizeof(RunningSoftmax) / sizeof(float) * queries + RunningSoftmaxes::size(padded(queries));
+        const long vectors = queries * (2 * call.head_width + padded(call.head_width));
+        return TILE + vectors + stride * BLOCK_KEYS + softmax + 8 * LANES;
     }
 
     // `scratch` lies at the beginning of a vector.
     AttentionTile(const Attention &call, const TokenGroup &group, long head, float *scratch)
-        : call(call), group(group), head(head), begin(first_key(0)) {
+        : call(call), group(group), head(head), begin(first_key(0)), by_key(padded(num_queries()), scratch) {
         for (long i = 0; i < tokens; i++) begin = std::min(begin, first_key(i));
+        scratch += RunningSoftmaxes::size(by_key.count);
         const auto take = [&](long floats) { return (scratch += padded(floats)) - padded(floats); };
         const long some = in_grains(num_queries());
-        tile = take(TILE), scores = take(some * BLOCK_KEYS);
+        tile = take(TILE), scores = take(stride_of(num_queries()) * BLOCK_KEYS);
         softmaxes = reinterpret_cast<RunningSoftmax *>(take(some * (sizeof(RunningSoftmax) / sizeof(float))));
         packed = take(some * padded(width)), queries = take(some * width), mixed = take(some * width);
     }
@@ -115,28 +120,33 @@ public:
     void attend() const {
         place_queries();
         std::fill(mixed, mixed + num_queries() * width, 0.0f);
-        for (long q = 0; q < num_queries(); q++)
-            softmaxes[q].start(call.sinks ? call.sinks + head * repeat() + q % repeat() : nullptr);
+        if (group.count == 1 && in_grains(num_queries()) >= MOST_ROWS) return attend_by_key();
+        for (long q = 0; q < num_queries(); q++) softmaxes[q] = RunningSoftmax(sink(q));
         add_prompt();
         add_own();
-        for (long q = 0; q < num_queries(); q++) {
-            const SoftmaxTotals found = softmaxes[q].end();
-            const long token = group.span(q / repeat()).query + group.place(q / repeat());
-            const long query = token * call.heads + head * repeat() + q % repeat();
-            if (call.totals) call.totals[query] = found;
-            float *to = call.output + query * width;
-            for (long d = 0; d < width; d++) to[d] = mixed[q * width + d] * found.factor;
-        }
+        for (long q = 0; q < num_queries(); q++) put(q, softmaxes[q].end());
     }
 
 private:
+    const float *sink(long q) const { return call.sinks ? call.sinks + head * repeat() + q % repeat() : nullptr; }
+
+    // Place of a query's token among all tokens.
+    long place(long q) const { return group.span(q / repeat()).query + group.place(q / repeat()); }
+
     void place_queries() const {
         for (long q = 0; q < num_queries(); q++) {
-            const long query = group.span(q / repeat()).query + group.place(q / repeat());
             const float *from = call.queries + (head * repeat() + q % repeat()) * call.head_stride +
-                                query * call.token_stride;
+                                place(q) * call.token_stride;
             for (long d = 0; d < width; d++) queries[q * width + d] = from[d] * call.scale;
         }
+    }
+
+    // Stores the weighted values of a query.
+    void put(long q, const SoftmaxTotals &totals) const {
+        const long query = place(q) * call.heads + head * repeat() + q % repeat();
+        if (call.totals) call.totals[query] = totals;
+        float *to = call.output + query * width;
+        for (long d = 0; d < width; d++) to[d] = mixed[q * width + d] * totals.factor;
     }
 
     // The queries as columns.
@@ -168,7 +178,6 @@ private:
     }
 
     void add_own() const {
-        if (group.count == 1 && num_queries() >= MOST_ROWS) return add_span(columns());
         // One span is read by all tokens; of several each has a token.
         const long step = group.count == 1 ? tokens : 1;
         for (long start = 0; start < tokens; start += step) {
@@ -193,18 +202,50 @@ private:
         }
     }
 
-    // The same for many tokens of one span.
-    void add_span(const Columns &together) const {
-        each_own_block(*group.spans, num_own(tokens - 1), [&](const KeyBlock &block) {
-            score_lanes(together, block.keys, block.count(), tile, scores + (block.start - block.origin), BLOCK_KEYS);
-            mix_block(block, 0, tokens);
-        });
-    }
-
     // Asks for the first keys of a span.
     void add_keys(Prefetch &prefetch, const Span &span, long num_keys) const {
         const long count = std::min(BLOCK_KEYS, num_keys - own_begin());
         prefetch.add(span.own_keys + head * span.own_stride + own_begin() * width, count * width);
+    }
+
+    // The same for many tokens of one span, with scores stored key by key.
+    void attend_by_key() const {
+        const Span &span = *group.spans;
+        const Columns together = columns();
+        const long at = head * span.prompt_stride, stride = stride_of(num_queries());
+        for (long q = 0; q < num_queries(); q++) by_key.start(q, sink(q));
+        for (long q = num_queries(); q < by_key.count; q++) by_key.start(q, nullptr);
+        const auto of = [&](const KeyBlock &block) { return scores + (block.start - block.origin) * stride; };
+        each_block(std::min(begin, prompt), prompt, 0, span.prompt_keys + at, span.prompt_values + at,
+                   [&](const KeyBlock &block) {
+                       score_by_key(together, block.keys, block.count(), of(block), stride);
+                       mix_by_key(block);
+                   });
+        each_own_block(span, num_own(tokens - 1), [&](const KeyBlock &block) {
+            score_lanes(together, block.keys, block.count(), of(block), stride);
+            mix_by_key(block);
+        });
+        for (long q = 0; q < num_queries(); q++) put(q, by_key.end(q));
+    }
+
+    // Turns the scores with the keys of a block into weights, and adds the weighted values.
+    void mix_by_key(const KeyBlock &block) const {
+        const long first = block.start - block.origin, end = block.end - block.origin;
+        const long stride = stride_of(num_queries());
+        for (long k = first; k < end; k++) {
+            float *of_key = scores + k * stride;
+            if (call.softcap != 0.0f) cap_scores(of_key, num_queries(), call.softcap);
+            const long token = block.before + block.origin + k - prompt - num_own(0) + 1;  // the first that sees the key
+            const long from = std::clamp<long>(token, 0, tokens) * repeat();
+            const long until = call.window ? std::clamp<long>(token + call.window, 0, tokens) * repeat() : num_queries();
+            std::fill(of_key, of_key + from, -INFINITY);
+            std::fill(of_key + std::max(from, until), of_key + by_key.count, -INFINITY);
+        }
+        by_key.add(scores, stride, first, end);
+        for (long q = 0; q < num_queries(); q++)
+            if (by_key.factors[q] != 1.0f)
+                for (long d = 0; d < width; d++) mixed[q * width + d] *= by_key.factors[q];
+        mix<true>(num_queries(), scores + first * stride, stride, block.values, block.count(), width, mixed);
     }
 
     // Turns the scores of tokens `start` to `end` with the keys of a block into weights, and adds the weighted values.
