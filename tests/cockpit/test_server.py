@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -216,6 +217,13 @@ def test_steps_without_a_gradient_are_no_measure_of_spikes():
 def test_advice_is_given_on_numbers_whose_sum_is_no_float():
     (found,) = advice([{"loss": 0.0, "sampling/sampling_logp_difference/mean": 1.7e308}] * 3)
     assert "1.7e+308 nats" in found["text"]
+
+
+@pytest.mark.parametrize("values", [[math.inf, -math.inf], [math.nan], [math.inf, 0.0]])
+def test_numbers_that_are_not_finite_are_no_ground_for_advice(values):
+    assert advice([{"loss": 0.0, "tools/failure_frequency": value} for value in values]) == []
+    (found,) = advice([{"loss": 0.0, "tools/failure_frequency": value} for value in [*values, *[0.9] * 20]])
+    assert "90 %" in found["text"]
 
 
 def test_the_chart_library_has_its_licence():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,8 +30,9 @@ class Numbers:
     lines: Sequence[Mapping[str, Any]]
 
     def values(self, key: str) -> list[float]:
-        """All values of a metric."""
-        return [float(line[key]) for line in self.lines if isinstance(line.get(key), (int, float))]
+        """All finite values of a metric."""
+        values = [float(line[key]) for line in self.lines if isinstance(line.get(key), (int, float))]
+        return [value for value in values if math.isfinite(value)]
 
     def recent(self, key: str) -> float | None:
         """The mean of the last values; None without any."""
