@@ -16,6 +16,7 @@ from scripted_agents import EOS, TEMPLATE, call, with_tools
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.cli.main import main
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.selection import EngineChoice
 from groupgrad.errors import RolloutError
@@ -429,6 +430,39 @@ def test_completions_tables_show_what_was_called(
     (path,) = tmp_path.glob("completions/*.parquet")
     messages = pq.read_table(path).column("completion").to_pylist()[0]
     assert "increment" in json.dumps(messages)
+
+
+def test_rollouts_tell_what_the_policy_a_tool_and_the_template_wrote(
+    tokenizer: Any, make_model: Any, calling: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
+):
+    def looked_up(key: int) -> str:
+        """Looks a key up.
+
+        Args:
+            key: The key.
+        """
+        return f"<b>{key} tool</b>"
+
+    calling(lambda n: call("looked_up", key=n))
+    make(tokenizer, make_model, {"output_dir": str(tmp_path)}, tools=[looked_up], reward_funcs=longer).train()
+    import pyarrow.parquet as pq
+
+    (path,) = tmp_path.glob("rollouts/*.parquet")
+    for row in pq.read_table(path).to_pylist():
+        said = dict.fromkeys(("policy", "tool", "template"), "")
+        for writer, token in zip(row["writers"], row["tokens"], strict=True):
+            said[writer] += token
+        reply = json.loads(row["completion"])[1]["content"]
+        ids = tokenizer(call("looked_up", key=int(reply[3])))["input_ids"]
+        assert reply == f"<b>{reply[3]} tool</b>" and said["tool"] == reply
+        end = tokenizer.eos_token
+        assert said["policy"] == tokenizer.decode(ids) + end + "done" + end
+        assert said["template"] == f"\n<tool>{end}\n<assistant>"
+        assert row["sampled"] == [writer == "policy" for writer in row["writers"]]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["rollouts", str(tmp_path), "--limit", "1", "--tokens", "logprobs"]) == 0
+    shown = [line.split()[1] for line in capsys.readouterr().out.partition("(nats):")[2].splitlines() if line.strip()]
+    assert {"tool", "template"} < set(shown)
 
 
 def test_a_run_with_agents_goes_on_where_it_was_saved(

@@ -27,6 +27,10 @@ BOUNDS = (0.5, 1.0, 2.0, 4.0, 6.0)
 SHARES = (0.05, 0.2, 0.4, 0.6, 0.8)
 """The same for shares of the row's largest gradient share."""
 
+POLICY = "policy"
+OTHERS = {"tool": "dim italic", "template": "dim"}
+"""Style of a token that the policy did not write, by its writer."""
+
 UNITS = {"logprobs": "nats", "entropy": "nats", "advantage": "of the row", "gradient_shares": "shares of the largest"}
 """Quantities by which tokens can be shaded."""
 
@@ -173,28 +177,35 @@ def _record(row: dict[str, Any], rewards: Mapping[str, str]) -> dict[str, Any]:
 def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
     """The tokens of a row, shaded by how unlikely or uncertain each was, by its advantage, or by how much it taught.
 
-    Tokens of tools are dim. Without colours, as in a pipe, there is a line for each token, with its number.
+    Tokens of tools and templates are dim. Without colours, as in a pipe, each token has a line, with its number.
     """
     console.print(Text(f"\nstep {row['step']} row {row['row']}, by {number} ({UNITS[number]}):", style="bold"))
-    values, sampled = row.get(number) or [None] * len(row["tokens"]), row["sampled"] or [True] * len(row["tokens"])
+    values, writers = row.get(number) or [None] * len(row["tokens"]), _writers(row)
     if number == "advantage":
-        values = [row[number] if own else None for own in sampled]
+        values = [row[number] if writer == POLICY else None for writer in writers]
     bounds: tuple[float, ...] = BOUNDS
     if number == "gradient_shares":
         largest = max((abs(value) for value in values if value is not None), default=0.0) or 1.0
         values, bounds = [None if value is None else value / largest for value in values], SHARES
     if console.color_system is None or console.no_color:
-        _print_numbers(row["tokens"], values, sampled)
+        _print_numbers(row["tokens"], values, writers)
         return
     line = Text(overflow="fold")
-    for token, value, own in zip(row["tokens"], values, sampled):
+    for token, value, writer in zip(row["tokens"], values, writers):
         size = 0.0 if value is None else abs(value)
-        line.append(visible(token), style=SHADES[sum(size >= bound for bound in bounds)] if own else "dim italic")
+        shade = SHADES[sum(size >= bound for bound in bounds)] if writer == POLICY else OTHERS[writer]
+        line.append(visible(token), style=shade)
     console.print(line)
 
 
-def _print_numbers(tokens: Sequence[str], values: Sequence[float | None], sampled: Sequence[bool]) -> None:
-    """A line for each token: its place, its number (- without one, or `tool`), and its text as a Python literal."""
-    for place, (token, value, own) in enumerate(zip(tokens, values, sampled)):
-        shown = "tool" if not own else "-" if value is None else f"{value:.4g}"
+def _writers(row: dict[str, Any]) -> list[str]:
+    """Who wrote each token. Runs of earlier releases do not tell tools from templates."""
+    owned = row["sampled"] or [True] * len(row["tokens"])
+    return row.get("writers") or [POLICY if own else "tool" for own in owned]
+
+
+def _print_numbers(tokens: Sequence[str], values: Sequence[float | None], writers: Sequence[str]) -> None:
+    """A line for each token: its place, its number (- without one) or its other writer, its text as a literal."""
+    for place, (token, value, writer) in enumerate(zip(tokens, values, writers)):
+        shown = writer if writer != POLICY else "-" if value is None else f"{value:.4g}"
         print(f"{place:>5}  {shown:>10}  {token!r}")

@@ -15,8 +15,10 @@ import pyarrow.parquet as pq
 
 from groupgrad.data.images import digest
 from groupgrad.telemetry.render import plain_value
+from groupgrad.telemetry.writers import token_writers
 
 if TYPE_CHECKING:
+    from groupgrad.telemetry.writers import Writer
     from groupgrad.types import Media, Rollout
 
 REWARD = "reward/"
@@ -147,6 +149,7 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "tokens": _lists(rows.offsets, pa.array(rows.texts, pa.string())),
         "policy_versions": pa.array([rollout.policy_versions for rollout in rollouts], pa.list_(pa.int32())),
         "sampled": pa.array([rollout.sampled for rollout in rollouts], pa.list_(pa.bool_())),
+        "writers": pa.array(_writers(rows), pa.list_(pa.string())),
         "logprobs": _numbers_of_tokens(rows.offsets, rows.logprobs),
         "entropy": _numbers_of_tokens(rows.offsets, rows.entropy),
         "gradient_shares": _numbers_of_tokens(rows.offsets, rows.gradient_shares),
@@ -158,8 +161,9 @@ def to_parquet(table: pa.Table) -> pa.Buffer:
     """The bytes of a parquet file."""
     sink = pa.BufferOutputStream()
     strings = [f.name for f in table.schema if pa.types.is_string(f.type)]
+    lists = [f"{name}.list.element" for name in ("tokens", "writers", "prompt_ids", "completion_ids")]
     encodings: dict[str, Any] = {
-        "use_dictionary": [*strings, "tokens.list.element", "prompt_ids.list.element", "completion_ids.list.element"],
+        "use_dictionary": [*strings, *lists],
         "use_byte_stream_split": [f"{name}.list.element" for name in _FLOAT_LISTS],
     }
     pq.write_table(table, sink, compression="zstd", **encodings)
@@ -210,6 +214,11 @@ def _sums(offsets: np.ndarray, values: np.ndarray | None) -> pa.Array:
         return pa.nulls(len(offsets) - 1, pa.float64())
     sums = [values[start:end].sum(dtype=np.float64) for start, end in pairwise(offsets.tolist())]
     return _numbers(sums)
+
+
+def _writers(rows: StoredRows) -> list[list[Writer] | None]:
+    ends = zip(rows.rollouts, pairwise(rows.offsets.tolist()))
+    return [token_writers(rollout, rows.texts[start:end]) for rollout, (start, end) in ends]
 
 
 def _calls(uses: Sequence[Any]) -> list[dict[str, Any]]:

@@ -15,8 +15,15 @@ function level(size, bounds) {
   return found;
 }
 
+/** `policy`, `tool` or `template`; runs of earlier releases do not tell the last two apart. */
+function writerOf(row, place) {
+  if (row.writers) return row.writers[place];
+  return row.sampled && !row.sampled[place] ? "tool or template" : "policy";
+}
+
 function shadeOf(row, place, by, scale) {
-  if (row.sampled && !row.sampled[place]) return "tool";
+  const writer = writerOf(row, place);
+  if (writer !== "policy") return writer === "template" ? "template" : "tool";
   if (by === "advantage") {
     const { advantage } = row;
     return advantage === null ? "s0" : `${advantage < 0 ? "n" : "p"}${level(Math.abs(advantage), ADVANTAGE)}`;
@@ -29,11 +36,18 @@ function shadeOf(row, place, by, scale) {
   return value === null ? "s0" : `s${level(Math.abs(value), BOUNDS)}`;
 }
 
-/** Spans of tokens that one writer wrote: `[{own, start, end}]`. */
+/** Who wrote tokens between two turns: "tool", "template", or both. */
+function othersOf(row, start, stop) {
+  const writers = new Set();
+  for (let place = start; place < stop; place += 1) writers.add(writerOf(row, place));
+  return [...writers].sort().reverse().join(" and ");
+}
+
+/** Spans of tokens between which the writer changes from the policy to others or back: `[{own, start, end}]`. */
 function spansOf(row, end) {
   const spans = [];
   for (let place = 0; place < end; place += 1) {
-    const own = !row.sampled || row.sampled[place];
+    const own = writerOf(row, place) === "policy";
     const last = spans[spans.length - 1];
     if (last && last.own === own) last.end = place + 1;
     else spans.push({ own, start: place, end: place + 1 });
@@ -55,7 +69,7 @@ export function tokenBlock(row, by, scale, say) {
     const parts = spansOf(row, end).map(({ own, start, end: stop }) => {
       const nodes = [];
       for (let place = start; place < stop; place += 1) nodes.push(token(place));
-      return own ? nodes : el("details", { class: "reply" }, el("summary", {}, `tool or template, ${stop - start} tokens`), nodes);
+      return own ? nodes : el("details", { class: "reply" }, el("summary", {}, `${othersOf(row, start, stop)}, ${stop - start} tokens`), nodes);
     });
     const left = row.tokens.length - end;
     fill(block, parts, left > 0 && el("button", { type: "button", onclick: () => draw(row.tokens.length) }, `show ${left} more tokens`));
@@ -88,7 +102,7 @@ function describe(row, place) {
   const entropy = row.entropy?.[place] ?? null;
   const share = row.gradient_shares?.[place] ?? null;
   const chance = logprob === null ? "" : ` (${short(100 * Math.exp(logprob), 2)} %)`;
-  const writer = row.sampled && !row.sampled[place] ? ", not written by the policy" : "";
+  const writer = writerOf(row, place) === "policy" ? "" : `, written by ${writerOf(row, place)}`;
   return `token ${place}: ${JSON.stringify(row.tokens[place])} · id ${row.completion_ids[place]} · log-prob ${short(logprob)}${chance} · entropy ${short(entropy)} · advantage ${short(row.advantage)}${share === null ? "" : ` · gradient share ${percent(share)}`}${writer}`;
 }
 
