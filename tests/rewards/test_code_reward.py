@@ -119,6 +119,16 @@ def half(x): return x / 2
     assert failure is not None and "the code redefines abs and sum" in failure
 
 
+@pytest.mark.parametrize("end", ["unittest.main()", "if __name__ == '__main__':\n    unittest.main()"])
+def test_unit_tests_are_run(reward, end):
+    head = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(half(4), 2)\n"
+    second = "class Second(unittest.TestCase):\n    def test(self): self.assertEqual(half(6), 3)\n"
+    codes = ["def half(x): return x // 2", "def half(x): return 2", "def half(x): return 7"]
+    rewards, failures = score(reward, codes, [[head + end, head + second + end]] * 3)
+    assert rewards == [1.0, 0.5, 0.0]
+    assert failures[0] is None and failures[1].startswith("test 2: SystemExit: 1") and failures[2].startswith("test 1:")
+
+
 def test_code_that_ends_is_started_again_and_code_that_hangs_is_not(reward):
     code = "import os\ndef f(x):\n    while x == 9: pass\n    return os._exit(0) if x == 1 else x"
     tests = [f"assert f({x}) == {x}" for x in (0, 1, 2, 9, 3)]

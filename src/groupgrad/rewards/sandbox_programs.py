@@ -65,7 +65,7 @@ def run_tests(tests: list[str]) -> None:
         try:
             exec(program, _scope_of_test(tree, hello, peer))
         except SystemExit as error:  # a test that ends with unittest.main()
-            why = f"SystemExit: {error.code}" if error.code else ""
+            why = f"SystemExit: {int(error.code) if isinstance(error.code, bool) else error.code}" if error.code else ""
         except BaseException as error:
             why = _describe(error) or "an error"
         if peer.is_closed:  # a test may have caught the error that says so
@@ -276,7 +276,7 @@ def _scope_of_test(tree: Any, hello: dict[str, Any], peer: Peer) -> dict[str, An
         raise NameError(f"the code redefines {' and '.join(sorted(taken))}, and which of them is under test is unclear")
     if len(taken) > 1:
         taken -= RESERVED
-    scope: dict[str, Any] = {"__name__": "__main__"}
+    scope = _main_module("__main__")  # where unittest looks for test cases
     for name in names.intersection(map(str, hello["modules"]), sys.stdlib_module_names) - taken:
         scope[name] = importlib.import_module(name)
     code = Remote(peer, 0)
