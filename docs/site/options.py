@@ -80,8 +80,12 @@ def grouped(record: type, known: Iterable[str]) -> dict[str, list[str]]:
     for cls in reversed(record.__mro__):
         if not cls.__module__.startswith("groupgrad."):
             continue
+        try:
+            lines = inspect.getsource(cls).splitlines()
+        except OSError:  # a class made at run time
+            continue
         title = None
-        for line in inspect.getsource(cls).splitlines():
+        for line in lines:
             if match := re.match(r"    # --- (.+) ---", line):
                 title = match[1]
             elif (match := re.match(r"    (\w+): ", line)) and title and match[1] in known:
