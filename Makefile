@@ -43,7 +43,11 @@ DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py test
 TORCHAO ?= torchao==0.18.0
 TORCHAO_FOLDER = $(abspath $(VENV))/torchao
 
-.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-pages test-python test-torchao test-vllm test-vllm-floor check format clean help vision
+# Triton of the same release as the CUDA wheels of torch bring, to run its kernels on a CPU and to compile them for GPUs.
+TRITON ?= triton==3.7.1
+TRITON_FOLDER = $(abspath $(VENV))/triton
+
+.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-pages test-python test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -57,6 +61,7 @@ help:
 	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
 	@echo "make test-torchao  run the tests of torchao's optimizers"
+	@echo "make test-triton   run the tests of the Triton kernels, on a CPU, and compile them for GPUs (about two minutes)"
 	@echo "make test-floor    run a part of the suite with the oldest releases that are supported"
 	@echo "make test-python   run the same part with another Python (PY=python3.13), in an environment that it removes"
 	@echo "make check         lint, check format, types and import floors"
@@ -103,6 +108,10 @@ test-deepspeed: $(VENV)/.groupgrad-deepspeed
 test-torchao: $(VENV)/.groupgrad-torchao
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TORCHAO_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" \
 		-k "torchao or adamw_torch" tests/trainer/test_quantized.py $(TEST_ARGS)
+
+test-triton: $(VENV)/.groupgrad-triton
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(VENV)/bin/python -m pytest -n $(WORKERS) \
+		tests/engines/native/test_decode_kernels.py $(TEST_ARGS)
 
 test-floor: $(FLOOR_VENV)/.groupgrad-floor
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(FLOOR_VENV)/bin/python -m pytest -n $(WORKERS) \
@@ -169,6 +178,11 @@ $(VENV)/.groupgrad-deepspeed: $(VENV)/.groupgrad-dev
 $(VENV)/.groupgrad-torchao: $(VENV)/.groupgrad-dev
 	@echo "installing torchao into $(TORCHAO_FOLDER) ..."
 	$(PIP) --no-deps --upgrade --target $(TORCHAO_FOLDER) $(TORCHAO)
+	@touch $@
+
+$(VENV)/.groupgrad-triton: $(VENV)/.groupgrad-dev
+	@echo "installing Triton into $(TRITON_FOLDER) ..."
+	$(PIP) --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
 	@touch $@
 
 $(VENV)/.groupgrad-docs: $(VENV)/.groupgrad pyproject.toml constraints.txt

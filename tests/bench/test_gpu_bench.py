@@ -31,6 +31,18 @@ def write(folder: Path, *answers: Mapping[str, object]) -> Path:
     return folder
 
 
+def test_decode_steps_of_a_tiny_model_are_timed(capsys):
+    import gpu_decode
+
+    gpu_decode.main(["--tiny", "--rows", "3", "20", "--tokens", "12", "--prompt", "8", "--steps", "3"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "3 rows of 8 and 6 to 10 tokens, matrix products",
+        "20 rows of 8 and 6 to 11 tokens, matrix products",
+    ]
+    assert all(" ms a step, floor " in line for line in lines)
+
+
 def test_a_tiny_model_is_measured(tmp_path):
     import gpu_worker
 

@@ -17,7 +17,7 @@ from tiny_hybrids import CONFIGS, make_hybrid
 from torch import nn
 
 from groupgrad.engines.base import Request, SamplingOptions, sample_all
-from groupgrad.engines.native import NativeEngine, cuda_graphs
+from groupgrad.engines.native import NativeEngine, cuda_graphs, decode_kernels
 from groupgrad.engines.native import session as sessions
 from groupgrad.engines.native.attention_plans import products
 from groupgrad.engines.native.logits import cast_bytes
@@ -378,6 +378,22 @@ def test_cuda_graphs_give_what_the_modules_give(name: str, dtype: torch.dtype, b
         assert ours.logprobs is not None
         assert theirs.logprobs is not None
         assert ours.logprobs[:1] == pytest.approx(theirs.logprobs[:1], abs=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "gemma2 (soft caps)", "mistral (sliding window)"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_triton_attends_as_matrix_products_do(name: str, dtype: torch.dtype, build, monkeypatch, caplog):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(decode_kernels, "_agrees", {})
+    model = on_card(name, build, dtype)
+    found = NativeEngine(model).sample(requests(), OPTIONS)
+    assert decode_kernels._agrees and all(decode_kernels._agrees.values()) and not caplog.records
+    monkeypatch.setenv(decode_kernels.SWITCH, "0")
+    for ours, theirs in zip(found, NativeEngine(model).sample(requests(), OPTIONS)):
+        if dtype == torch.float32:
+            assert ours.ids == theirs.ids
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
 @pytest.mark.gpu

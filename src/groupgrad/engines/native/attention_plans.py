@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
+from groupgrad.engines.native.decode_kernels import DecodeTables, decode_kernels_for
 from groupgrad.engines.native.kv_cache import KVBuffer, KVCache, LayerShape, StateShape
 from groupgrad.engines.native.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
 from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
@@ -226,6 +227,7 @@ class DecodePlan:
         self._orders: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
         self._masks: dict[tuple[int | None, int, torch.device], list[torch.Tensor | None]] = {}
         self._tables: dict[torch.device, torch.Tensor] = {}
+        self._members: dict[torch.device, torch.Tensor] = {}
         self._spans: torch.Tensor | None = None
         self._recurrence: SlotRecurrence | None = None
         self._num_steps = 0
@@ -260,6 +262,8 @@ class DecodePlan:
         self._batch, self._num_steps = batch, 0
         for table in self._tables.values():
             table.copy_(self._make_table())
+        for members in self._members.values():
+            members.copy_(self._make_members())
         for (heads, _), order in self._orders.items():
             for tensor, new in zip(order, self._make_order(heads)):
                 tensor.copy_(new)
@@ -270,6 +274,17 @@ class DecodePlan:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(n, Hq, D) outputs from query (Hq, n, D), key and value (Hkv, n, D)."""
+        triton = decode_kernels_for(query, call)
+        if triton is None:
+            return self._products(query, key, value, call)
+        own, prompts = self._cache.suffixes.tensors[call.layer], self._cache.prompts.tensors[call.layer]
+        tables = self._device_tables(query.device)
+        return triton(query, (key, value), own, prompts, tables, lambda: self._products(query, key, value, call))
+
+    def _products(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """The same by matrix products over rectangles of keys, or by the compiled kernels of the CPU."""
         rows, heads, num_prompt = self._num_rows, key.shape[0], self._num_prompt
         pairs = self._num_groups * heads
         own_keys, own_values = (stored[:rows] for stored in self._cache.suffixes.tensors[call.layer])
@@ -337,6 +352,24 @@ class DecodePlan:
         table[1:] = 0
         table[1:, : len(self._batch.groups)] = torch.tensor([self._batch.lengths, self._batch.prompt_lengths])
         table[1] += self._num_steps
+        return table
+
+    def _device_tables(self, device: torch.device) -> DecodeTables:
+        if device not in self._members:
+            self._members[device] = self._make_members().to(device)
+        _, lengths, prompt_lengths = self._table_on(device)
+        return DecodeTables(
+            lengths, prompt_lengths, self._members[device], len(self._batch.groups), self._num_suffix, self._num_prompt
+        )
+
+    def _make_members(self) -> torch.Tensor:
+        """(groups, 1 + rows per group) int64: each group's prompt length, then the numbers of its rows, -1 for none."""
+        table = torch.full((self._num_groups, 1 + self._rows_per_group), -1)
+        table[:, 0] = 0
+        num_taken = Counter[int]()
+        for row, (group, length) in enumerate(zip(self._batch.groups, self._batch.prompt_lengths)):
+            num_taken[group] += 1
+            table[group, 0], table[group, num_taken[group]] = length, row
         return table
 
     def _order_on(self, heads: int, device: torch.device) -> list[torch.Tensor]:

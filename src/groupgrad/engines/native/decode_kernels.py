@@ -1,0 +1,118 @@
+"""Chooses Triton's kernels for the attention of decode steps on a GPU, after comparing them with matrix products.
+
+The first call of each kind, eager as the trial of every recording is, runs in both forms. Where the kernels cannot be
+compiled or differ, calls of that kind go on with the products, and a warning says so once. `GROUPGRAD_TRITON=0` turns
+the kernels off.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
+from groupgrad.modeling.systems.oom import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "GROUPGRAD_TRITON"
+"""Environment variable; 0 turns the kernels off."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Largest accepted difference from the products, relative to the largest output."""
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeTables:
+    """Rows of a decode step, on the device; see `StepShape` for the sizes."""
+
+    lengths: torch.Tensor
+    """(n,) int64 own tokens of each row before the step."""
+    prompt_lengths: torch.Tensor
+    """(n,) int64."""
+    groups: torch.Tensor
+    """(groups, 1 + rows per group) int64: a group's prompt length, then the numbers of its rows, -1 for none."""
+    num_rows: int
+    """Rows of which outputs are used; the first ones."""
+    num_own: int
+    """Own tokens that any row may have, the new one included."""
+    num_prompt: int
+    """Tokens of the longest prompt."""
+
+
+Products = Callable[[], torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+Kernels = Callable[[torch.Tensor, Pair, Pair, Pair, DecodeTables, Products], torch.Tensor]
+"""(query, new keys and values, the rows' own, those of prompts, tables, the same by products) -> outputs."""
+
+_agrees: dict[tuple[Any, ...], bool] = {}
+"""Kind of a call -> True if the kernels agreed with the products."""
+
+
+def decode_kernels_for(query: torch.Tensor, call: AttentionCall) -> Kernels | None:
+    """The kernels for calls like this one; None without a GPU or Triton, and where they have differed."""
+    if not _is_on_gpu(query) or query.dtype not in TOLERANCE or not _has_triton():
+        return None
+    kind = (
+        query.device,
+        query.dtype,
+        query.shape[0],
+        query.shape[2],
+        call.softcap is None,
+        call.window is None,
+        call.sinks is None,
+    )
+    return None if _agrees.get(kind) is False else _Checked(call, kind)
+
+
+def _is_on_gpu(query: torch.Tensor) -> bool:
+    return query.is_cuda and type(query) is torch.Tensor and os.environ.get(SWITCH) != "0"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _attend(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    from groupgrad.engines.native.triton_attention import decode_attention  # Triton is there on machines with a GPU
+
+    return decode_attention(query, *arguments)
+
+
+@dataclass(slots=True, frozen=True)
+class _Checked:
+    """The kernels for one kind of call; the first call of a kind is compared."""
+
+    call: AttentionCall
+    kind: tuple[Any, ...]
+
+    def __call__(
+        self, query: torch.Tensor, new: Pair, own: Pair, prompts: Pair, tables: DecodeTables, products: Products
+    ) -> torch.Tensor:
+        if self.kind in _agrees:
+            return _attend(query, new, own, prompts, tables, self.call)
+        expected = products()
+        used = expected[: tables.num_rows].float()
+        if torch.cuda.is_current_stream_capturing() or not used.isfinite().all():  # broken weights prove nothing
+            return expected
+        try:
+            found = _attend(query, new, own, prompts, tables, self.call)
+            apart = (found[: tables.num_rows].float() - used).abs().max().item()
+            bound = TOLERANCE[query.dtype] * max(1.0, used.abs().max().item())
+            problem = "" if apart <= bound else f"their outputs differ by {apart:.1e}"
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            problem = f"{type(error).__name__}: {error}"
+        _agrees[self.kind] = not problem
+        if problem:
+            logger.warning("attention of decode steps runs without Triton's kernels, which is slower: %s", problem)
+        return expected
