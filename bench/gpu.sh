@@ -3,8 +3,8 @@
 #
 #   bash bench/gpu.sh [tests|bench|all] [arguments of bench/gpu_bench.py]
 #
-# The log of the tests, an answer for each model and trainer and RESULTS-gpu.md go to $OUT if that is set, else to
-# bench/. Where a command's time is short, run the parts by commands of their own, here or on several machines:
+# The log of the tests, the times of decode steps, an answer for each model and trainer and RESULTS-gpu.md go to $OUT if
+# that is set, else to bench/. Where a command's time is short, run the parts by commands of their own, here or on several machines:
 #
 #   bash bench/gpu.sh tests
 #   bash bench/gpu.sh bench --models 0.6b --trainers groupgrad --timeout_s 540     and with trl, and with 4b
@@ -60,6 +60,7 @@ if [ "$what" != bench ]; then
     fi
 fi
 if [ "$what" != tests ]; then
+    "$python" bench/gpu_decode.py 2>&1 | tee "$output/gpu-decode.log"
     "$python" bench/gpu_bench.py --output "$output" "$@" || status=1
 fi
 exit $status
