@@ -38,9 +38,13 @@ COMMAND_CODES: dict[str, dict[int, str]] = {
         75: "stopped by SIGTERM or SIGUSR1; the same command goes on",
         130: "stopped by Ctrl-C; the same command goes on",
     },
-    "vllm-serve": {1: "the server failed, or vLLM's own status", 2: "the command line cannot work, or vLLM is missing"},
+    "vllm-serve": {
+        0: "the help was printed, or vLLM's server was ended",
+        1: "the server failed; any other status is that of vLLM's server too",
+        2: "the command line cannot work, or vLLM is missing",
+    },
     "view": {
-        0: "it was ended, or the file was written",
+        0: "it was ended by Ctrl-C, or the file was written",
         1: "a package or the address is missing",
         2: "there is no run, or the file cannot be written",
         130: "stopped by Ctrl-C before there was a page",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from groupgrad import compat
-from groupgrad.cli.command_parser import COMMAND_CODES, codes_in_words, refuse
+from groupgrad.cli.command_parser import epilog, refuse
 from groupgrad.engines.vllm.api_keys import VARIABLE, forget_key, is_loopback, store_new_key
 from groupgrad.engines.vllm.serve_arguments import check_port, take_key, vllm_arguments
 from groupgrad.engines.vllm.server import check_mode, server_command
@@ -19,16 +19,28 @@ USAGE = """usage: groupgrad vllm-serve --model NAME [--tensor-parallel-size N] [
 Serve a model with vLLM so that a groupgrad trainer (use_vllm=True, vllm_mode="server") can sample from it and push
 weights to it.
 
+model:
   --model NAME    a folder or a name on the Hugging Face hub (required)
+
+who may reach it:
   --api-key KEY   what every call has to bring; VLLM_API_KEY does not show it to other users of the machine. Without
                   both a key is made, printed once and stored for trainers of this user on this machine
   --host NAME     127.0.0.1 unless it is given; 0.0.0.0 serves other machines
+
+vLLM's own options:
   --vllm_model_impl NAME, --log_level NAME
                   other names of vLLM's --model-impl and --uvicorn-log-level
   ...             everything else goes to `vllm serve`, such as --port (8000), --dtype, --max-model-len,
                   --gpu-memory-utilization, --enable-lora --max-lora-rank N; `vllm serve --help=all` lists them
 
-""" + codes_in_words(COMMAND_CODES["vllm-serve"])
+""" + epilog(
+    "vllm-serve",
+    """
+groupgrad vllm-serve --model Qwen/Qwen3-0.6B
+groupgrad vllm-serve --model runs/base --port 8001 --gpu-memory-utilization 0.8 --max-model-len 4096
+VLLM_API_KEY=$KEY groupgrad vllm-serve --model Qwen/Qwen3-8B --host 0.0.0.0 --tensor-parallel-size 4
+""",
+)
 
 
 def main(argv: Sequence[str]) -> int:
