@@ -42,7 +42,7 @@ class Block:
     runner: str | None = None
     """The test that runs it instead."""
     is_output: bool = False
-    """True for text that directly follows a bash block."""
+    """True for text that directly follows a bash block that is run."""
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -58,7 +58,8 @@ def blocks(page: Path) -> Iterator[Block]:
             runner=reason[2] if reason and reason[1] == "run by" else None,
             is_output=match[1] in ("", "text") and text[after_bash : match.start()] == "\n\n",
         )
-        after_bash = match.end() if match[1] == "bash" else 0
+        is_run = reason is None or reason[1] == "run by"
+        after_bash = match.end() if match[1] == "bash" and is_run else 0
 
 
 def chosen(language: str) -> list[Any]:
