@@ -48,6 +48,9 @@ _staying: WeakSet[nn.Module] = WeakSet()
 
 _SILU = nn.SiLU()
 
+_TOP_HOOKS = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+"""The hooks on saved tensors that are in force; None in torch releases that do not tell."""
+
 ROTARY = "apply_rotary_pos_emb"
 """Name of the function of rotary embeddings in transformers' model files."""
 
@@ -84,7 +87,7 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None, is_dense: boo
             if has_kernels:
                 files = _rotary_files(modules)
         for file in files:
-            setattr(file, ROTARY, _Rotary(getattr(file, ROTARY)))
+            setattr(file, ROTARY, _Rotary(getattr(file, ROTARY), stays))
         yield
     finally:
         for file in files:
@@ -162,15 +165,20 @@ class _Replaced:
 class _Rotary:
     """A replacement of a model file's rotary function; inputs that the kernels do not support go to the original."""
 
-    def __init__(self, original: Callable[..., Any]):
-        self.original = original
+    def __init__(self, original: Callable[..., Any], has_checkpoints: bool):
+        self.original, self._has_checkpoints = original, has_checkpoints
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         library = kernels.library()
-        if library is None or named or not _supports_rotary(inputs) or not _is_ordinary_pass():
+        if library is None or named or not _supports_rotary(inputs) or not self._is_ordinary():
             return self.original(*inputs, **named)
         query, key, cosines, sines = inputs
         return tuple(layers.rotated(library, x, cosines, sines) for x in (query, key))
+
+
+    def _is_ordinary(self) -> bool:
+        # Torch before 2.7 does not tell whether there are hooks; checkpointing has some.
+        return _is_ordinary_pass() and not (self._has_checkpoints and _TOP_HOOKS is None)
 
 
 def _supports_rotary(inputs: tuple[Any, ...]) -> bool:
@@ -232,8 +240,7 @@ def _is_ordinary_pass(stays: bool = False) -> bool:
     Checkpointing sets such hooks, and a layer that it computes again has to save the same tensors as before. Modules
     that stay replaced after the pass (`stays`) do, so hooks do not matter to them.
     """
-    top_hooks = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
-    has_hooks = top_hooks is not None and top_hooks(True) is not None
+    has_hooks = _TOP_HOOKS is not None and _TOP_HOOKS(True) is not None
     return (stays or not has_hooks) and forward_ad._current_level < 0
 
 
