@@ -8,8 +8,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# The first release of each package that pyproject.toml allows, in an environment of its own. torch is the one of the suite.
+# The first release of each package that pyproject.toml allows, in an environment of its own. torch is the one of the suite
+# unless FLOOR_TORCH names another, whose wheels bring gigabytes of CUDA along: make test-floor FLOOR_TORCH=torch==2.6.0
 FLOOR_VENV ?= .venv-floor
+FLOOR_TORCH ?= $(shell grep "^torch==" constraints.txt)
 FLOOR_EXTRAS = peft|math|judge|plot
 FLOOR_TOOLS = pillow "pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.5" "hypothesis>=6.100"
 comma := ,
@@ -194,7 +196,7 @@ $(VENV)/.groupgrad-docs: $(VENV)/.groupgrad pyproject.toml constraints.txt
 $(FLOOR_VENV)/.groupgrad-floor: pyproject.toml constraints.txt
 	@echo "installing the oldest supported releases into $(FLOOR_VENV) ..."
 	$(PYTHON) -m venv $(FLOOR_VENV)
-	grep "^torch==" constraints.txt > $(FLOOR_VENV)/constraints.txt
+	echo "$(FLOOR_TORCH)" > $(FLOOR_VENV)/constraints.txt
 	sed -nE -e '/^dependencies = /,/^\]/s/^ *"([a-z0-9-]+)>=([0-9.]+).*/\1==\2/p' \
 		-e 's/^($(FLOOR_EXTRAS)|vlm) = \["([a-z-]+)>=([0-9.]+)".*/\2==\3/p' pyproject.toml \
 		| grep -v "^torch==" >> $(FLOOR_VENV)/constraints.txt

@@ -23,7 +23,7 @@ def test_unsupported_versions(monkeypatch):
     versions = {"torch": "2.3.1", "transformers": "6.0.0", "peft": "0.20"}
     monkeypatch.setattr(compat, "installed_version", versions.get)
     assert compat.unsupported_versions() == [
-        "torch 2.3.1 is older than 2.5, the first release that works",
+        "torch 2.3.1 is older than 2.6, the first release that works",
         "transformers 6.0.0 is not supported: groupgrad works with releases below 6",
     ]
 

@@ -35,7 +35,7 @@ class Supported:
 
 
 SUPPORTED: dict[str, Supported] = {
-    "torch": Supported("2.5"),
+    "torch": Supported("2.6"),
     "transformers": Supported("5.13", "6"),
     "accelerate": Supported("1.10"),
     "datasets": Supported("4.0"),

@@ -175,7 +175,6 @@ class _Rotary:
         query, key, cosines, sines = inputs
         return tuple(layers.rotated(library, x, cosines, sines) for x in (query, key))
 
-
     def _is_ordinary(self) -> bool:
         # Torch before 2.7 does not tell whether there are hooks; checkpointing has some.
         return _is_ordinary_pass() and not (self._has_checkpoints and _TOP_HOOKS is None)
