@@ -44,12 +44,13 @@ DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py test
 # Torchao in a folder of its own too: transformers would import it in every process, which takes time and prints warnings.
 TORCHAO ?= torchao==0.18.0
 TORCHAO_FOLDER = $(abspath $(VENV))/torchao
+EXTRAS_FOLDER = $(abspath $(VENV))/extras-floor
 
 # Triton of the same release as the CUDA wheels of torch bring, to run its kernels on a CPU and to compile them for GPUs.
 TRITON ?= triton==3.7.1
 TRITON_FOLDER = $(abspath $(VENV))/triton
 
-.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-floor test-pages test-python test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
+.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-extras-floor test-floor test-pages test-python test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -65,6 +66,7 @@ help:
 	@echo "make test-torchao  run the tests of torchao's optimizers"
 	@echo "make test-triton   run the tests of the Triton kernels, on a CPU, and compile them for GPUs (about two minutes)"
 	@echo "make test-floor    run a part of the suite with the oldest releases that are supported"
+	@echo "make test-extras-floor  run the tests of pages, spans and Optuna with their oldest releases"
 	@echo "make test-python   run the same part with another Python (PY=python3.13), in an environment that it removes"
 	@echo "make check         lint, check format, types and import floors"
 	@echo "make format        mend lint and format"
@@ -118,6 +120,14 @@ test-triton: $(VENV)/.groupgrad-triton
 test-floor: $(FLOOR_VENV)/.groupgrad-floor
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(FLOOR_VENV)/bin/python -m pytest -n $(WORKERS) \
 		-m "not slow and not gpu" $(FLOOR_TESTS) $(TEST_ARGS)
+
+# The first releases of the extras for pages, spans and Optuna in a folder of their own, beside the packages of the suite.
+test-extras-floor: $(VENV)/.groupgrad-dev
+	rm -rf $(EXTRAS_FOLDER)
+	sed -nE 's/^(view|telemetry|optuna) = \[(.*)\]/\2/p' pyproject.toml | tr -d '",' | tr ' ' '\n' | sed 's/>=/==/' \
+		| PIP_CONSTRAINT= xargs $(VENV)/bin/python -m pip install --quiet --target $(EXTRAS_FOLDER) "httpx<0.28"
+	PYTHONPATH=$(EXTRAS_FOLDER) $(VENV)/bin/python -m pytest -m "not slow" tests/cockpit tests/sweep/test_sweep_plan.py \
+		tests/trainer/test_run_spans.py $(TEST_ARGS)
 
 test-python:
 	set -e; trap 'rm -rf $(PY_VENV)' EXIT; trap 'exit 130' INT TERM; \
