@@ -84,7 +84,8 @@ def _has_triton() -> bool:
 def _attend(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
     from groupgrad.engines.native.triton_attention import decode_attention  # Triton is there on machines with a GPU
 
-    return decode_attention(query, *arguments)
+    with torch.cuda.device_of(query):  # where Triton launches, unlike torch, if another device is the current one
+        return decode_attention(query, *arguments)
 
 
 @dataclass(slots=True, frozen=True)
