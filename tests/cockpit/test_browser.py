@@ -633,3 +633,18 @@ def test_a_thousand_steps_open_and_scroll_fast(tmp_path, browser, open_page, cap
     assert max(rows_s, charts_s) < MAX_OPEN_S
     assert frames > MIN_FRAMES
     assert memory < MAX_MIB
+
+
+@pytest.mark.slow
+def test_reward_functions_of_one_name_are_told_apart(tmp_path, open_page):
+    runs = [write_run(tmp_path / name, steps=3, rows=4, tokens=5) for name in ("first", "second", "earlier")]
+    for run, functions in zip(runs, (["digits.small"], ["digits2.small"])):
+        path = run / "run_config.json"
+        config = {**json.loads(path.read_text()), "rewards": ["small"], "reward_functions": functions}
+        path.write_text(json.dumps(config))
+    (tmp_path / "earlier" / "run_config.json").write_text(json.dumps({**config, "reward_functions": None}))
+    for others, is_same in ((runs[:2], False), (runs[1:], True)):
+        with served(*others) as address:
+            text = open_page(address).inner_text("main")
+            assert ("Their configurations are the same." in text) == is_same
+            assert ("digits2.small" in text) != is_same

@@ -43,6 +43,20 @@ def test_settings_are_named_first(clean, tmp_path):
     assert f"compared: step 1; {clean} has 12 and {tmp_path / 'other'} 2" in report
 
 
+def test_reward_functions_of_one_name_are_told_apart(clean, tmp_path):
+    config = json.loads((clean / "run_config.json").read_text())
+    assert config["rewards"] == ["letters_reward"]
+    assert config["reward_functions"] == ["repeatable_runs.letters_reward"]
+    other, earlier = (shutil.copytree(clean, tmp_path / name) for name in ("other", "earlier"))
+    (other / "run_config.json").write_text(json.dumps({**config, "reward_functions": ["digits.letters_reward"]}))
+    del config["reward_functions"]
+    (earlier / "run_config.json").write_text(json.dumps(config))
+    result = bisect(clean, other)
+    assert result.settings == {"reward_functions": (["repeatable_runs.letters_reward"], ["digits.letters_reward"])}
+    assert "configuration: the same" not in bisection_report(result)
+    assert not bisect(clean, earlier).settings
+
+
 def test_adapters_and_dtypes_are_settings(clean, tmp_path):
     """Runs of `groupgrad train` differ in them as in any other setting; earlier releases have not recorded them."""
     folders = []

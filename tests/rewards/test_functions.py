@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-from groupgrad.concurrency.callables import function_name, is_async
+from groupgrad.concurrency.callables import function_name, is_async, qualified_name
 from groupgrad.errors import RewardError
 from groupgrad.rewards.call_inputs import CallInputs, copy_containers
 from groupgrad.rewards.functions import distinct_names, inspect_function, read_rewards
@@ -53,6 +54,28 @@ def test_name_and_async_flag(function, name, asynchronous):
     assert function_name(function) == name
     assert is_async(function) is asynchronous
     assert inspect_function(function).is_async is asynchronous
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (plain, "plain"),
+        (functools.partial(plain, threshold=3), "plain"),
+        (Judge(), "Judge"),
+        (Judge().method, "Judge.method"),
+    ],
+)
+def test_the_module_tells_functions_of_one_name_apart(function, name):
+    assert qualified_name(function) == f"{__name__}.{name}"
+
+
+def test_the_script_that_runs_is_the_module_of_its_functions(monkeypatch):
+    monkeypatch.setattr(plain, "__module__", "__main__")
+    monkeypatch.setattr(Judge, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/jobs/digits.py", raising=False)
+    assert (qualified_name(plain), qualified_name(Judge())) == ("test_functions.plain", "digits.Judge")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    assert qualified_name(plain) == "__main__.plain"
 
 
 def test_an_instance_can_have_a_name():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -12,6 +14,18 @@ def function_name(function: Callable[..., Any]) -> str:
     """A callable's name for metrics: its `__name__`, or its class's name. Partials have the name of their function."""
     function = innermost(function)
     return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+def qualified_name(function: Callable[..., Any]) -> str:
+    """A callable's module and name within it, or those of its class. The script that runs is the module of its file."""
+    function = innermost(function)
+    named = function if hasattr(function, "__qualname__") else type(function)
+    module = getattr(named, "__module__", None) or ""
+    if module in ("__main__", "__mp_main__"):
+        script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        module = "__main__" if script is None else Path(script if code is None else code.co_filename).stem
+    return f"{module}.{named.__qualname__}".lstrip(".")
 
 
 def is_async(function: Callable[..., Any]) -> bool:

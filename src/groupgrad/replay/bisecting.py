@@ -111,7 +111,17 @@ def bisect(
 def _settings(one: RunRecords, two: RunRecords) -> dict[str, tuple[Any, Any]]:
     """Differences in what decides results: settings, model, rewards, data, processes, threads, versions and so on."""
     found = compare_settings(deciding(one.config.get("settings", {})), deciding(two.config.get("settings", {})))
-    kinds = ("model", "dtype", "quantization", "rewards", "data", "processes", "threads", "max_steps")
+    kinds = (
+        "model",
+        "dtype",
+        "quantization",
+        "rewards",
+        "reward_functions",
+        "data",
+        "processes",
+        "threads",
+        "max_steps",
+    )
     recorded = [kind for kind in kinds if kind in one.config and kind in two.config]  # earlier releases wrote fewer
     found |= compare_settings(*({kind: run.config[kind] for kind in recorded} for run in (one, two)))
     adapters = [run.config.get("adapter") or {} for run in (one, two)]

@@ -275,6 +275,9 @@ def notes_on(records: RunRecords, trainer: Any) -> list[str]:
             f"the reward functions are {', '.join(names)}, and those of {records.name} were "
             f"{', '.join(config['rewards'])}; give the same in the same order"
         )
+    then, now = config.get("reward_functions"), trainer.rewards.origins
+    if then not in (None, now):
+        notes.append(f"the reward functions were {', '.join(then)} and are {', '.join(now)}")
     present = without_secrets(trainer.args.to_dict())
     settings = compare_settings(deciding(config.get("settings", {})), deciding(present))
     notes += [f"{name} was {then!r} and is {now!r}" for name, (then, now) in settings.items()]

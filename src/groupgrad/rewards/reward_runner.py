@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 
 from groupgrad.activity import doing
-from groupgrad.concurrency.callables import innermost
+from groupgrad.concurrency.callables import innermost, qualified_name
 from groupgrad.concurrency.workers import NoAnswer
 from groupgrad.metrics import merge_all
+from groupgrad.modeling.model_names import model_source
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, CallInputs, CallLog, LogMisuse
 from groupgrad.rewards.function_calls import BegunCall, FunctionCalls
@@ -85,6 +86,17 @@ class RewardRunner:
     def functions(self) -> list[Any]:
         """The reward functions and models as they are called."""
         return [scorer.model if isinstance(scorer, RewardModel) else scorer.call for scorer in self._scorers]
+
+    @property
+    def origins(self) -> list[str]:
+        """Where each reward comes from: `module.function`, the name or folder of a model, or what rollouts bring."""
+        found = [
+            model_source(scorer.model) or scorer.name
+            if isinstance(scorer, RewardModel)
+            else qualified_name(scorer.call)
+            for scorer in self._scorers
+        ]
+        return [*found, *self._own_names]
 
     def missing_arguments(self, columns: Sequence[str]) -> dict[str, list[str]]:
         """The required arguments of each function that rows with these data-set columns do not provide."""

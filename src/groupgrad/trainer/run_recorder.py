@@ -385,6 +385,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             "quantization": quantization_settings(model),
             "adapter": adapter_settings(model),
             "rewards": list(trainer.rewards.names),
+            "reward_functions": trainer.rewards.origins,
             "versions": compat.environment(),
             "threads": torch.get_num_threads(),
             "data": self._data_digest(),

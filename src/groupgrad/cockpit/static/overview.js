@@ -130,10 +130,10 @@ function mean(values) {
 }
 
 function settingsOf(run) {
-  const { settings = {}, model, dtype, quantization, adapter, data, rewards, processes, max_steps: steps } = run.summary.config;
+  const { settings = {}, model, dtype, quantization, adapter, data, rewards, reward_functions: functions, processes, max_steps: steps } = run.summary.config;
   const ofAdapter = Object.entries(adapter ?? {}).map(([name, value]) => [`adapter.${name}`, value]);
   const rows = data ? `${data.rows} rows, ${data.digest}` : undefined;
-  return { model, dtype, quantization, ...Object.fromEntries(ofAdapter), data: rows, rewards: (rewards ?? []).join(", "), processes, max_steps: steps, ...settings };
+  return { model, dtype, quantization, ...Object.fromEntries(ofAdapter), data: rows, rewards: (rewards ?? []).join(", "), "reward functions": functions?.join(", "), processes, max_steps: steps, ...settings };
 }
 
 const text = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
@@ -148,7 +148,8 @@ function textsOf(values) {
 function differences(runs) {
   const all = runs.map(settingsOf);
   const names = [...new Set(all.flatMap((settings) => Object.keys(settings)))];
-  const differing = names.filter((name) => name !== "output_dir" && name !== "run_name" && new Set(all.map((settings) => text(settings[name]))).size > 1);
+  const isKnown = (name) => name !== "reward functions" || all.every((settings) => settings[name]); // earlier releases have not recorded them
+  const differing = names.filter((name) => name !== "output_dir" && name !== "run_name" && isKnown(name) && new Set(all.map((settings) => text(settings[name]))).size > 1);
   const body = differing.length
     ? el("div", { class: "scroll" }, el("table", { class: "differences" },
       el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => el("th", {}, runMark(run.index), run.name)))),
