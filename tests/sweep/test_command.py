@@ -107,6 +107,22 @@ def test_actions_on_a_sweep_that_is_not_running(content, capsys, caplog):
     ]
 
 
+def test_a_clone_is_checked_where_the_sweep_was_started(content, capsys, tmp_path, monkeypatch):
+    (tmp_path / "digits_of_clones.py").write_text((tmp_path / "sweep_rewards.py").read_text())
+    content["base"] |= {"max_steps": 1, "reward_funcs": ["digits_of_clones.letters"]}
+    assert cli.main(["sweep", write({**content, "vary": {"learning_rate": [1e-2]}})]) == 0
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry) != tmp_path])
+    monkeypatch.delitem(sys.modules, "digits_of_clones")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli.main(["sweep", "clone", "../out", "1", "--set", "learning_rat=0.004"]) == 2
+    assert "did you mean learning_rate?" in capsys.readouterr().err
+    assert cli.main(["sweep", "clone", "../out", "1", "--set", "learning_rate=0.004", "--from-weights"]) == 0
+    assert "done, the new arm is 02-learning_rate=0.004-from=01" in capsys.readouterr().out
+    assert (tmp_path / "out/arms/02-learning_rate=0.004-from=01/start").is_dir()
+    assert Path.cwd() == tmp_path / "elsewhere"
+
+
 @pytest.mark.parametrize("words", [["status"], ["stop", "1"], ["resume", "2"], ["delete", "3"]])
 def test_actions_but_clone_import_neither_torch_nor_transformers(tmp_path, words):
     store = Store(tmp_path / "out", create=True)

@@ -8,7 +8,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,7 @@ def _run(path: Path, devices: str | None, *, dry_run: bool) -> int:
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
     sweeper = Sweeper(plan, folder, factory)
     sweeper.prepare({**content, "base": base, "kind": "command line"})
+    sweeper.store.set_fact("started_in", os.getcwd())
     num_failed = sweeper.run()
     print(status_text(sweeper.store))
     return 1 if num_failed else 0
@@ -177,6 +179,7 @@ def _act(arguments: argparse.Namespace) -> int:
     if arguments.what == "status":
         print(status_text(store))
         return 0
+    store = Store(store.folder.absolute())  # a clone is checked in another folder
     if arguments.arm is None:
         raise ValueError(f"{arguments.what} needs an arm: groupgrad sweep {arguments.what} {arguments.folder} ARM")
     if (arguments.set or arguments.from_weights) and arguments.what != "clone":
@@ -188,7 +191,8 @@ def _act(arguments: argparse.Namespace) -> int:
     if arguments.what == "clone":
         if not changes and not arguments.from_weights:
             raise ValueError("a clone without changes is the same arm; give --set KEY=VALUE or --from-weights")
-        _check(store, merged(store.fact("base"), {**arm.changes, **changes}), is_command_line)
+        with _where_it_started(store):
+            _check(store, merged(store.fact("base"), {**arm.changes, **changes}), is_command_line)
     command = store.queue(arguments.what, arm.id, changes, arguments.from_weights)
     if is_command_line and _take_at_once(store, command):
         state, message = store.command_state(command)
@@ -220,6 +224,18 @@ def _changes(settings: Sequence[str]) -> dict[str, Any]:
                 f"--set {setting}: {text!r} is not YAML; put a text with such characters in quotes"
             ) from None
     return changes
+
+
+@contextmanager
+def _where_it_started(store: Store) -> Iterator[None]:
+    """Works in the folder in which the sweep was started: its settings name reward functions and paths from there."""
+    here, folder = os.getcwd(), store.fact("started_in")
+    if folder is not None and Path(folder).is_dir():
+        os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(here)
 
 
 def _is_idle(store: Store) -> bool:
@@ -265,7 +281,7 @@ def _take_at_once(store: Store, own: int) -> bool:
         return read_plan(content, description["base"]), CommandLineArms()
 
     try:
-        with locked(store.folder):
+        with locked(store.folder), _where_it_started(store):
             refused = apply_commands(store, sweep, drop=lambda arm: None)
     except OutputDirInUse:
         return False
