@@ -80,6 +80,15 @@ def test_rungs_and_names():
     )
 
 
+def test_names_leave_out_what_all_arms_have():
+    made = plan(vary={"use_peft": [True], "beta": [0.1, 0.2]})
+    assert [made.name_of(1, arm) for arm in made.first_arms()] == ["01-beta=0.1", "01-beta=0.2"]
+    assert made.name_of(3, {"use_peft": False, "beta": 0.1}) == "03-use_peft=False-beta=0.1"
+    assert plan(vary={"beta": [0.1]}).name_of(1, {"beta": 0.1}) == "01-beta=0.1"
+    named = plan(vary={"use_peft": [True]}, arms=[{"beta": 0.1}])
+    assert [named.name_of(1, arm) for arm in named.first_arms()] == ["01-beta=0.1", "01-use_peft=True"]
+
+
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"vray": {}}, "unknown key 'vray'; did you mean 'vary'"),
     ({}, "vary and arms are empty"),

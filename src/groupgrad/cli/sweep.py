@@ -23,7 +23,7 @@ from groupgrad.spelling import did_you_mean
 from groupgrad.sweep.choices import number
 from groupgrad.sweep.commands import apply_commands, check_queued
 from groupgrad.sweep.store import FILE, Store
-from groupgrad.sweep.sweep_plan import SweepPlan, arm_name, merged, read_plan
+from groupgrad.sweep.sweep_plan import SweepPlan, merged, read_plan
 from groupgrad.telemetry.run_lock import locked
 
 ACTIONS = ("status", "stop", "resume", "clone", "delete")
@@ -160,7 +160,7 @@ def _describe(plan: SweepPlan, check: Callable[[dict[str, Any]], None], devices:
             check(merged(plan.base, changes))
         except (ValueError, TypeError, ImportError) as error:
             problem, num_bad = f"  cannot work: {error}", num_bad + 1
-        print(f"{arm_name(place, changes)}{problem}")
+        print(f"{plan.name_of(place, changes)}{problem}")
     if plan.sample.kind == "optuna":
         print(f"{plan.sample.num} arms that Optuna proposes, {plan.sample.parallel} at a time")
     if devices:

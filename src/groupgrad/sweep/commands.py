@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groupgrad.sweep.store import DELETED, DONE, STOPPED, WAITING, Arm, Command, Store
-from groupgrad.sweep.sweep_plan import SweepPlan, arm_name, arm_settings
+from groupgrad.sweep.sweep_plan import SweepPlan, arm_settings
 
 if TYPE_CHECKING:
     from groupgrad.sweep.factory import ArmFactory
@@ -90,7 +90,7 @@ def apply_commands(
 
 def _clone(store: Store, command: Command, arm: Arm, plan: SweepPlan, factory: ArmFactory) -> None:
     changes = {**arm.changes, **command.changes}
-    name = arm_name(store.num_arms() + 1, changes)
+    name = plan.name_of(store.num_arms() + 1, changes)
     clone = replace(arm, name=name, changes=changes, weights_step=None)
     if command.from_weights:
         clone = replace(clone, name=f"{name}-from={arm.id:02d}", weights_step=arm.step)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupgrad import compat
 from groupgrad.spelling import did_you_mean
-from groupgrad.sweep.choices import Choices, number, read_choices
+from groupgrad.sweep.choices import Choices, Values, number, read_choices
 from groupgrad.sweep.store import Arm, Store
 
 if TYPE_CHECKING:
@@ -86,6 +86,13 @@ class SweepPlan:
         """True if the arm waits for the others of its cohort at a rung."""
         rungs = self.rungs(arm.max_steps) if arm.max_steps else []
         return arm.rung < len(rungs) and arm.step >= rungs[arm.rung]
+
+    def name_of(self, number: int, changes: Mapping[str, Any]) -> str:
+        """The name of an arm: its number and what it changes, without what all arms have (a single value in `vary`)."""
+        vary = {} if self.arms else self.vary  # arms that are named one by one have the base's values instead
+        common = {name: choices.values for name, choices in vary.items() if isinstance(choices, Values)}
+        own = {name: value for name, value in changes.items() if common.get(name) != (value,)}
+        return arm_name(number, own or changes)
 
     def first_arms(self) -> list[dict[str, Any]]:
         """The changes of each arm that is known at the start. ValueError if there are none, or too many."""

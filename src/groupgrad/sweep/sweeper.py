@@ -18,7 +18,7 @@ from groupgrad.sweep.device_workers import LOST, DeviceWorkers
 from groupgrad.sweep.devices import Device, find_devices
 from groupgrad.sweep.factory import ArmFactory
 from groupgrad.sweep.store import FAILED, WAITING, Arm, Decision, Store
-from groupgrad.sweep.sweep_plan import SweepPlan, arm_name, merged
+from groupgrad.sweep.sweep_plan import SweepPlan, merged
 from groupgrad.sweep.trials import ask_trials
 from groupgrad.telemetry.run_lock import locked
 
@@ -72,11 +72,13 @@ class Sweeper:
             try:
                 self.factory.check(merged(self.plan.base, changes))
             except (ValueError, TypeError, ImportError) as error:
-                problems.setdefault(str(error), []).append(arm_name(number, changes))
+                problems.setdefault(str(error), []).append(self.plan.name_of(number, changes))
         if problems:
             lines = [f"  {', '.join(names)}: {problem}" for problem, names in problems.items()]
             raise ValueError("some arms cannot be trained:\n" + "\n".join(lines))
-        self.store.add_arms([(arm_name(number, changes), 0, changes) for number, changes in enumerate(arms, start=1)])
+        self.store.add_arms(
+            [(self.plan.name_of(number, changes), 0, changes) for number, changes in enumerate(arms, start=1)]
+        )
         self.store.set_fact("metric", self.plan.metric)
         self.store.set_fact("base", self.plan.base)
         self.store.set_fact("plan", description)
@@ -219,7 +221,9 @@ class Sweeper:
         cohort = max((arm.cohort for arm in arms), default=0) + 1
         asked = ask_trials(self.plan, self.store)
         start = self.store.num_arms() + 1
-        self.store.add_arms([(arm_name(start + i, changes), cohort, changes) for i, changes in enumerate(asked)])
+        self.store.add_arms(
+            [(self.plan.name_of(start + i, changes), cohort, changes) for i, changes in enumerate(asked)]
+        )
         return bool(asked)
 
     # ---------------------------------------------------------------------------------------------------- commands
