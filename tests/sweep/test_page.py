@@ -106,6 +106,19 @@ def test_arms_that_left_the_race_stand_below_those_in_it(tmp_path):
     ]
 
 
+def test_an_arm_that_is_ahead_of_the_first_in_the_same_steps_says_so(tmp_path, capsys):
+    """The first row has the best mean in its own last steps; the other arm may have been better when it was as far."""
+    store = Store(tmp_path, create=True)
+    store.add_arms([("01-a", 0, {"beta": 0.1}), ("02-b", 0, {"beta": 0.2})])
+    for number, means in ((1, {1: (0.1, 0.2), 2: (0.9, 1.0)}), (2, {1: (0.3, 0.5)})):
+        rewards = {step: PromptRewards(("one", "two"), {"reward": found}) for step, found in means.items()}
+        store.end_turn(number, ArmTurn(0, len(means), train_s=1.0, switch_s=0.1), 2, rewards)
+    text = "ahead of the first by 0.250 ± 0.050 on 2 paired prompts (p = 0.063) in the same steps"
+    assert [arm["behind"] for arm in CommandLinePanel(tmp_path).table()["arms"]] == ["", text]
+    assert cli.main(["sweep", "status", str(tmp_path)]) == 0
+    assert text in capsys.readouterr().out
+
+
 def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):
     def refuse(*args: object, **keywords: object) -> None:
         raise AssertionError("no process is needed")

@@ -307,11 +307,10 @@ def status_text(store: Store) -> str:
         steps = f"{step}/{row.max_steps or '?'}" if step or row.max_steps else ""
         reward = f"{row.reward:.3f}" if math.isfinite(row.reward) else ""
         compared = "-".join(map(str, row.compared)) if row.step else ""
-        behind = row.behind.text if row.behind is not None and row.behind.num > 1 else ""
         reason = f"  {row.reason.splitlines()[0][:120]}" if row.state == "failed" else ""
         lines.append(
             f"{ids[row.name]:>3}  {row.name:<{width}}  {state:<17} {steps:>11}  {compared:>11}  {reward:>8}  "
-            f"{behind}{reason}".rstrip()
+            f"{row.behind_text}{reason}".rstrip()
         )
     total = cost(store)
     share = total.steps / total.all_steps if total.all_steps else 0.0

@@ -67,7 +67,6 @@ class CommandLinePanel:
         arms = {arm.name: arm for arm in store.arms()}
         rows = []
         for row in results(store):
-            behind = row.behind.text if row.behind is not None and row.behind.num > 1 else ""
             rows.append(
                 {
                     "id": arms[row.name].id,
@@ -79,7 +78,7 @@ class CommandLinePanel:
                     "max_steps": row.max_steps,
                     "reward": row.reward if math.isfinite(row.reward) else None,
                     "compared": list(row.compared) if row.step else None,
-                    "behind": behind,
+                    "behind": row.behind_text,
                     "reason": row.reason,
                     "path": str(store.folder / ARMS / row.name),
                 }

@@ -42,9 +42,10 @@ class MeanDifference:
 
     @property
     def text(self) -> str:
-        """The difference in words."""
+        """The size of the difference in words; its p-value is that of a lead of the arm that has the larger mean."""
         kind = "paired" if self.is_paired else "unpaired"
-        return f"{self.mean:.3f} ± {self.error:.3f} on {self.num} {kind} prompts (p = {self.p_value:.2g})"
+        p_value = 1 - self.p_value if self.mean < 0 and self.num > 1 else self.p_value
+        return f"{abs(self.mean):.3f} ± {self.error:.3f} on {self.num} {kind} prompts (p = {p_value:.2g})"
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,8 +67,9 @@ class Verdict:
         if self.behind is None:
             return f"mean {self.mean:.3f}, the best"
         clear = "clearly worse" if self.is_clear else "not clearly worse"
+        place = "ahead of" if self.behind.mean < 0 else "behind"
         return (
-            f"mean {self.mean:.3f}, behind the best by {self.behind.text}, {clear}, "
+            f"mean {self.mean:.3f}, {place} the best by {self.behind.text}, {clear}, "
             f"{'goes on' if self.goes_on else 'dropped'}"
         )
 

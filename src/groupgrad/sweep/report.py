@@ -44,6 +44,14 @@ class Result:
     rung: int | None = None
     """The rung, counted from 1, at which it was dropped."""
 
+    @property
+    def behind_text(self) -> str:
+        """How far it is behind the best arm, in words. An arm that is ahead of it in the steps of both says that."""
+        if self.behind is None or self.behind.num < 2:
+            return ""
+        text = self.behind.text
+        return f"ahead of the first by {text} in the same steps" if self.behind.mean < 0 else text
+
 
 @dataclass(slots=True, frozen=True)
 class Cost:

@@ -118,7 +118,7 @@ function armRow(state, sweep, arm, addressOf, ask) {
     el("td", {}, el("span", { class: `state ${word}` }, arm.shown_state), arm.state === "failed" && el("p", { class: "bad" }, arm.reason)),
     el("td", {}, head("steps"), arm.step || arm.max_steps ? `${arm.step}/${arm.max_steps ?? "?"}` : ""),
     el("td", { title: arm.compared ? `mean of steps ${arm.compared.join(" to ")}` : "" }, head(sweep.metric), short(arm.reward)),
-    el("td", {}, arm.behind && head("behind the best by"), arm.behind),
+    el("td", {}, arm.behind && !arm.behind.startsWith("ahead") && head("behind the best by"), arm.behind),
     ask && el("td", { class: "buttons" }, buttons));
 }
 
