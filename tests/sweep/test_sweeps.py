@@ -9,7 +9,7 @@ import torch
 
 from groupgrad.cockpit.reading import RunFolder
 from groupgrad.sweep.arm_turns import FIRST_TURN
-from groupgrad.sweep.report import arms_in_turn
+from groupgrad.sweep.report import arms_in_turn, steps_so_far
 from groupgrad.sweep.sharing import RewardCache, SharedWeights
 from groupgrad.sweep.store import ArmTurn, Store
 
@@ -76,7 +76,7 @@ def test_a_command_ends_the_turn_after_the_present_step(make_sweep, tools, tmp_p
     assert store.arms()[0].state == "stopped"
 
 
-def test_a_failing_arm_is_reported_and_the_others_go_on(make_sweep, tools, tmp_path):
+def test_a_failing_arm_is_reported_and_the_others_go_on(make_sweep, tools, tmp_path, caplog):
     def fails(completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
         if trainer_state.global_step == 3:
             raise RuntimeError("no such thing")
@@ -87,6 +87,8 @@ def test_a_failing_arm_is_reported_and_the_others_go_on(make_sweep, tools, tmp_p
     assert [result.state for result in results] == ["done", "failed"]
     assert "RewardError" in results[1].reason
     assert results[1].step == 2
+    assert steps_so_far(Store(tmp_path / "sweep"))[results[1].name] == 3
+    assert f"arm {results[1].name} failed after step 3: " in caplog.text
     assert "no such thing" in (tmp_path / "sweep/arms" / results[1].name / "error.txt").read_text()
 
 

@@ -118,12 +118,12 @@ def cost(store: Store) -> Cost:
 
 
 def steps_so_far(store: Store) -> dict[str, int]:
-    """Steps of each arm by name, including the steps of a turn in progress, which the store does not have yet."""
-    steps = {arm.name: arm.step for arm in store.arms()}
-    if is_trained(store.folder):  # a killed sweep goes on from the arms' checkpoints
-        for arm in store.arms():
-            if arm.state == WAITING:
-                steps[arm.name] = max(arm.step, steps_made(store.folder_of(arm)))
+    """Steps of each arm by name, including those of a turn in progress or of one that has failed, which the store does
+    not have."""
+    steps, is_in_progress = {}, is_trained(store.folder)  # a killed sweep goes on from the arms' checkpoints
+    for arm in store.arms():
+        has_more = arm.state == FAILED or (arm.state == WAITING and is_in_progress)
+        steps[arm.name] = max(arm.step, steps_made(store.folder_of(arm))) if has_more else arm.step
     return steps
 
 

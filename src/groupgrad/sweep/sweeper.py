@@ -17,6 +17,7 @@ from groupgrad.sweep.commands import apply_commands
 from groupgrad.sweep.device_workers import LOST, DeviceWorkers
 from groupgrad.sweep.devices import Device, find_devices
 from groupgrad.sweep.factory import ArmFactory
+from groupgrad.sweep.report import steps_so_far
 from groupgrad.sweep.store import FAILED, WAITING, Arm, Decision, Store
 from groupgrad.sweep.sweep_plan import SweepPlan, merged
 from groupgrad.sweep.trials import ask_trials
@@ -172,7 +173,8 @@ class Sweeper:
         now = next((known for known in self.store.arms() if known.id == arm.id), arm)
         if now.state == FAILED:
             place = self.store.folder_of(arm) / ERROR_FILE
-            logger.error("arm %s failed after step %d: %s (%s has more)", now.name, now.step, now.reason, place)
+            step = steps_so_far(self.store)[now.name]
+            logger.error("arm %s failed after step %d: %s (%s has more)", now.name, step, now.reason, place)
 
     # ------------------------------------------------------------------------------------------ successive halving
 
