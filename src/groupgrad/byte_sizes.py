@@ -18,3 +18,12 @@ def parse_bytes(value: object) -> int | None:
     except ValueError:
         return None
     return int(size) if 1 <= size < math.inf else None
+
+
+def bytes_text(size: float) -> str:
+    """An amount of memory with three digits, in the unit that fits: `120 KB`."""
+    units = ["B", "KB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.3g} {units[0]}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupgrad.byte_sizes import bytes_text
 from groupgrad.telemetry.rollout_table import StoredRows, images_of, to_parquet, to_table
 from groupgrad.telemetry.run_files import IMAGES, parse_rollout_file, replace_file, rollout_file
 
@@ -102,7 +103,7 @@ class RolloutFiles:
         if not self._has_thinned:
             self._has_thinned = True
             self._on_thin(
-                f"the rollouts of all steps to come do not fit into rollouts_keep ({self._keep_bytes / 1e9:.3g} GB on "
+                f"the rollouts of all steps to come do not fit into rollouts_keep ({bytes_text(self._keep_bytes)} on "
                 f"this rank), so {self.folder} gets a random part of their groups from now on; raise rollouts_keep to "
                 "keep more; said once"
             )
