@@ -119,6 +119,14 @@ def test_an_arm_that_is_ahead_of_the_first_in_the_same_steps_says_so(tmp_path, c
     assert text in capsys.readouterr().out
 
 
+def test_the_share_of_steps_is_rounded_as_on_the_page(tmp_path, capsys):
+    store = Store(tmp_path, create=True)
+    store.add_arms([("01-a", 0, {"beta": 0.1})])
+    store.end_turn(1, ArmTurn(0, 13, train_s=1.0, switch_s=0.1), 40, {})
+    assert cli.main(["sweep", "status", str(tmp_path)]) == 0
+    assert "13 steps, 33% of training all arms" in capsys.readouterr().out  # of 32.5 %
+
+
 def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):
     def refuse(*args: object, **keywords: object) -> None:
         raise AssertionError("no process is needed")

@@ -313,10 +313,10 @@ def status_text(store: Store) -> str:
             f"{row.behind_text}{reason}".rstrip()
         )
     total = cost(store)
-    share = total.steps / total.all_steps if total.all_steps else 0.0
+    share = math.floor(100 * total.steps / total.all_steps + 0.5) if total.all_steps else 0  # halves up, as on the page
     lines += [
         "",
-        f"{total.steps:,} steps, {share:.0%} of training all arms to their end; switching took "
+        f"{total.steps:,} steps, {share}% of training all arms to their end; switching took "
         f"{total.switch_share:.1%} of {total.train_s + total.switch_s:,.0f} s",
         f"{metric} is the mean of the steps in `compared`, those of its rung for an arm that was dropped there",
         f"groupgrad view {store.folder} shows the runs; {store.folder / FILE} has the comparisons",

@@ -91,11 +91,11 @@ export function sweepPage(state, { source, addressOf }) {
 }
 
 function sweepCard(state, sweep, addressOf, ask) {
-  const share = sweep.all_steps ? sweep.steps / sweep.all_steps : 0;
+  const share = sweep.all_steps ? (100 * sweep.steps) / sweep.all_steps : 0;
   const heads = ["no.", "arm", "state", "steps", sweep.metric, "behind the best by", ask && "commands"].filter(Boolean);
   return el("section", { class: "card sweep" },
     el("h2", {}, `Sweep ${sweep.name}`),
-    el("p", { class: "quiet" }, `${short(sweep.steps)} steps, ${Math.round(100 * share)} % of training all arms to their end; switching took ${short(100 * sweep.switch_share, 1)} % of the time`),
+    el("p", { class: "quiet" }, `${short(sweep.steps)} steps, ${Math.round(share)} % of training all arms to their end; switching took ${short(100 * sweep.switch_share, 1)} % of the time`),
     el("p", { class: "quiet" }, `Arms in the race by ${sweep.metric}, the best first; below them, faint, those that were stopped, dropped or failed.`),
     el("div", { class: "scroll" }, el("table", {},
       el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
