@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
 import torch
 
 from groupgrad.cockpit.reading import RunFolder
+from groupgrad.stopping import Stopped
 from groupgrad.sweep.arm_turns import FIRST_TURN
 from groupgrad.sweep.report import arms_in_turn, steps_so_far
 from groupgrad.sweep.sharing import RewardCache, SharedWeights
@@ -90,6 +93,17 @@ def test_a_failing_arm_is_reported_and_the_others_go_on(make_sweep, tools, tmp_p
     assert steps_so_far(Store(tmp_path / "sweep"))[results[1].name] == 3
     assert f"arm {results[1].name} failed after step 3: " in caplog.text
     assert "no such thing" in (tmp_path / "sweep/arms" / results[1].name / "error.txt").read_text()
+
+
+def test_a_signal_says_how_the_sweep_goes_on(make_sweep, tools):
+    def kills(completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
+        if trainer_state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return tools.letters_reward(completion_ids)
+
+    sweep = make_sweep({"learning_rate": [1e-2]}, reward_funcs=[kills], turn_steps=6)
+    with pytest.raises(Stopped, match="and the sweep, started again by the same command, goes on from there"):
+        sweep.run()
 
 
 def test_arms_that_break_a_rule_are_refused_before_anything_is_trained(make_sweep, tmp_path):

@@ -121,7 +121,8 @@ class StoppableRun(CheckpointedRun):
     pause_at: Callable[[int], int] | None = None
     """Maps the run's number of steps to the step after which it pauses; None for no pause.
 
-    To pause, `train` saves a checkpoint and raises `stopping.Paused`; the run can be resumed from there later.
+    To pause, `train` saves a checkpoint and raises `stopping.Paused`; the run can be resumed from there later. A sweep
+    sets it for its arms.
     """
     _receives_signals = False
     _stop_at_step_end: StopAtStepEnd | None = None
@@ -201,7 +202,10 @@ class StoppableRun(CheckpointedRun):
                 raise CheckpointNotSaved(f"{self._not_saved}; a paused run cannot go on without its checkpoint")
             return Paused(self.state.global_step, self.state.max_steps)
         step, folder = self.state.global_step, self._get_output_dir(self.trial)
-        saved = f"checkpoint-{step} in {folder} has it, and resume_from_checkpoint=True goes on from there"
+        way = (
+            "resume_from_checkpoint=True" if self.pause_at is None else "the sweep, started again by the same command,"
+        )
+        saved = f"checkpoint-{step} in {folder} has it, and {way} goes on from there"
         if not step:
             saved = "no step was finished, so there is nothing to save"
         elif self._not_saved is not None:
