@@ -69,13 +69,17 @@ def test_the_module_tells_functions_of_one_name_apart(function, name):
     assert qualified_name(function) == f"{__name__}.{name}"
 
 
-def test_the_script_that_runs_is_the_module_of_its_functions(monkeypatch):
+def test_the_script_that_runs_is_the_module_of_its_functions(monkeypatch, tmp_path):
     monkeypatch.setattr(plain, "__module__", "__main__")
     monkeypatch.setattr(Judge, "__module__", "__main__")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/jobs/digits.py", raising=False)
+    (tmp_path / "digits.py").touch()
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "digits.py"), raising=False)
     assert (qualified_name(plain), qualified_name(Judge())) == ("test_functions.plain", "digits.Judge")
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
-    assert qualified_name(plain) == "__main__.plain"
+    assert (qualified_name(plain), qualified_name(Judge())) == ("test_functions.plain", "__main__.Judge")
+    cell = {"__name__": "__main__"}
+    exec(compile("def of_a_cell(): pass", "/tmp/ipykernel_1/2.py", "exec"), cell)
+    assert qualified_name(cell["of_a_cell"]) == "__main__.of_a_cell"
 
 
 def test_an_instance_can_have_a_name():

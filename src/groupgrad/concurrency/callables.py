@@ -22,9 +22,9 @@ def qualified_name(function: Callable[..., Any]) -> str:
     named = function if hasattr(function, "__qualname__") else type(function)
     module = getattr(named, "__module__", None) or ""
     if module in ("__main__", "__mp_main__"):
-        script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
         code = getattr(inspect.unwrap(function), "__code__", None)
-        module = "__main__" if script is None else Path(script if code is None else code.co_filename).stem
+        file = getattr(sys.modules["__main__"], "__file__", None) if code is None else code.co_filename
+        module = Path(file).stem if file is not None and Path(file).is_file() else "__main__"  # as in a notebook
     return f"{module}.{named.__qualname__}".lstrip(".")
 
 
