@@ -462,6 +462,42 @@ def test_arms_of_a_sweep_are_given_commands_by_keyboard(tmp_path, open_page):
         assert page.inner_text(".count").startswith("24 rollouts")
 
 
+def test_a_command_of_a_sweep_is_given_once_however_often_it_is_asked_for(tmp_path, open_page):
+    store, panel = make_sweep_folder(tmp_path / "rates")
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        """Lets a command wait for its answer."""
+        held.append(route)
+
+    with served(tmp_path / "rates", sweeps=[panel]) as address:
+        page = open_page(address)
+        page.click("text=Sweep")
+        page.route("**/commands", hold)
+
+        def answered() -> list[tuple[str, int]]:
+            """The commands that the server got, once those that wait are sent."""
+            page.wait_for_timeout(200)
+            assert len(held) == 1
+            held.pop().continue_()
+            wait_until(page, "document.querySelector('.said').innerText.endsWith(': queued')")
+            return [(given.kind, given.arm) for given in store.queued()]
+
+        page.click("button[aria-label='clone arm 1']")
+        assert page.inner_text("dialog [role=status]") == ""
+        page.fill("#changes", "beta=0.2")
+        page.focus("#from-weights")
+        page.keyboard.press("Enter")
+        wait_until(page, "document.querySelector('dialog [role=status]').innerText === 'being checked ...'")
+        page.keyboard.press("Enter")
+        assert answered() == [("clone", 1)]
+        wait_until(page, "!document.querySelector('dialog').open")
+        page.focus("button[aria-label='stop arm 2']")
+        page.keyboard.press("Enter")
+        page.keyboard.press("Enter")
+        assert answered() == [("clone", 1), ("stop", 2)]
+
+
 @pytest.mark.slow
 def test_a_run_that_was_stopped_and_goes_on_is_followed(tmp_path, open_page):
     folder = write_run(tmp_path / "first", steps=4, rows=8, tokens=8, ended=False)

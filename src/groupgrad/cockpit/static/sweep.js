@@ -16,6 +16,7 @@ export function sweepPage(state, { source, addressOf }) {
   const dialog = el("dialog", { class: "card", onclose: () => draw() });
   const body = el("div");
   let drawn = "";
+  const pending = new Set(); // stops and resumes that were given, until the table shows what came of them
   node.append(said, body, dialog);
 
   function draw() {
@@ -54,7 +55,16 @@ export function sweepPage(state, { source, addressOf }) {
   function ask(place, kind, arm) {
     if (kind === "clone") askForClone(place, arm);
     else if (kind === "delete") askOnce(`Delete ${arm.name}, with its checkpoints and rollouts?`, "Delete", () => give(place, kind, arm));
-    else give(place, kind, arm);
+    else giveOnce(place, kind, arm);
+  }
+
+  /** Gives a command without a form, unless it was given a moment ago. */
+  async function giveOnce(place, kind, arm) {
+    const key = [place, kind, arm.id].join(" ");
+    if (pending.has(key)) return;
+    pending.add(key);
+    await give(place, kind, arm);
+    pending.delete(key);
   }
 
   function askOnce(text, button, then) {
@@ -76,12 +86,20 @@ export function sweepPage(state, { source, addressOf }) {
 
   function openDialog(content, button, then) {
     const problem = el("p", { class: "bad", role: "alert" });
+    const progress = el("p", { class: "quiet", role: "status" });
+    let isPending = false;
     const form = el("form", { method: "dialog", onsubmit: async (event) => {
       event.preventDefault();
+      if (isPending) return; // Enter was pressed again
+      isPending = true;
+      fill(problem);
+      fill(progress, "being checked ...");
       const refusal = await then(); // what was typed stays, to be mended
+      fill(progress);
+      isPending = false;
       if (refusal) fill(problem, refusal);
       else dialog.close();
-    } }, content, problem, el("p", { class: "buttons" }, el("button", { type: "submit" }, button), el("button", { type: "button", onclick: () => dialog.close() }, "Cancel")));
+    } }, content, progress, problem, el("p", { class: "buttons" }, el("button", { type: "submit" }, button), el("button", { type: "button", onclick: () => dialog.close() }, "Cancel")));
     fill(dialog, form);
     dialog.showModal();
   }
