@@ -304,6 +304,34 @@ def test_charts_are_walked_by_keyboard(tmp_path, open_page):
         assert "first_step=1&last_step=1" in page.evaluate("location.hash")
 
 
+def test_a_chart_of_several_runs_opens_the_run_that_has_the_step(tmp_path, open_page):
+    low, high = (write_run(tmp_path / name, steps=n, rows=8, tokens=8) for name, n in (("low", 2), ("high", 4)))
+    for folder, steps, reward in ((low, 2, 0.0), (high, 4, 1.0)):
+        (folder / "metrics.jsonl").unlink()
+        for step in range(1, steps + 1):
+            LineFile(folder / "metrics.jsonl").append({"step": step, "loss": 0.0, "reward": reward})
+
+    def opened() -> str:
+        """What the address says, once the rows are listed."""
+        page.wait_for_selector(".item .chip")
+        found = page.evaluate("location.hash").partition("?")[2]
+        page.goto(address + "#/")
+        page.wait_for_selector(".chart canvas")
+        return found
+
+    with served(low, high) as address:
+        page = open_page(address)
+        for key, run, step in (("End", "high", 4), ("Home", "low", 1)):
+            page.focus(".chart .plot")
+            page.keyboard.press(key)
+            page.keyboard.press("Enter")
+            assert opened() == f"run={run}&first_step={step}&last_step={step}"
+        for height, run in ((0.15, "high"), (0.85, "low")):
+            plot = page.locator(".chart .u-over").first.bounding_box()
+            page.mouse.click(plot["x"] + 2, plot["y"] + height * plot["height"])  # step 1, which both have
+            assert opened() == f"run={run}&first_step=1&last_step=1"
+
+
 def test_ticks_of_an_axis_differ_and_shares_end_at_one(tmp_path, open_page):
     folder = write_run(tmp_path / "first", steps=1, rows=8, tokens=8)
     metrics = folder / "metrics.jsonl"

@@ -105,7 +105,7 @@ function rangeOf(low, high, isShare) {
   return isShare ? [Math.max(lower, 0), Math.min(upper, 1)] : [lower, upper];
 }
 
-/** A chart as a figure, or null if no run has its metrics. */
+/** A chart as a figure, or null if no run has its metrics. `onStep(run, step)` is called for a step that is chosen. */
 export function makeChart(chart, runs, { weight, sync, onStep }) {
   const series = seriesOf(chart, runs);
   if (!series.length || series.every(({ column }) => column.every((value) => value === null))) return null;
@@ -151,11 +151,18 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
   };
   const plot = new uPlot(options, data, holder);
   readOut(plot);
+  /** The run whose line is nearest to a height of the chart at a step. */
+  const nearest = (place, top) => {
+    const away = (index) => Math.abs(plot.valToPos(data[index + 1][place], "y") - top);
+    const there = [...series.keys()].filter((index) => (data[index + 1][place] ?? null) !== null);
+    return there.length ? series[there.reduce((best, index) => (away(index) < away(best) ? index : best))].run : firstWith(data[0][place]);
+  };
+  const firstWith = (step) => runs.find((run) => run.columns.step.includes(step));
   plot.over.addEventListener("click", () => {
     const place = plot.cursor.idx;
-    if (onStep && place !== null && place !== undefined && plot.select.width === 0) onStep(data[0][place]);
+    if (onStep && place !== null && place !== undefined && plot.select.width === 0) onStep(nearest(place, plot.cursor.top), data[0][place]);
   });
-  const walk = walkByKeyboard({ plot, holder, data, onStep, spoken: (place) => series.map((s, index) => `${label(s, chart, runs.length > 1)} ${short(data[index + 1][place])}`).join(", ") });
+  const walk = walkByKeyboard({ plot, holder, data, onStep: onStep && ((step) => onStep(firstWith(step), step)), spoken: (place) => series.map((s, index) => `${label(s, chart, runs.length > 1)} ${short(data[index + 1][place])}`).join(", ") });
   const observer = new ResizeObserver(() => {
     plot.setSize({ width: Math.max(180, holder.clientWidth), height: 170 });
     queueMicrotask(walk.stay); // once the new size is in force

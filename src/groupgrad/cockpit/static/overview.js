@@ -33,7 +33,7 @@ export function overview(state, { openStep }) {
     const step = focused?.walk.step() ?? null;
     dispose();
     const runs = state.runs.filter((run) => run.shown);
-    const options = { weight: state.smoothing, sync: "steps", onStep: (step) => openStep(runs[0].index, step) };
+    const options = { weight: state.smoothing, sync: "steps", onStep: (run, step) => openStep(run.index, step) };
     const make = (wanted) => wanted.map((chart) => makeChart(chart, runs, options)).filter(Boolean);
     const made = make(CHARTS);
     const rare = others.open ? make(otherCharts(runs)) : [];
