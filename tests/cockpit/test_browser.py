@@ -302,6 +302,7 @@ def test_charts_are_walked_by_keyboard(tmp_path, open_page):
         page.keyboard.press("Enter")
         page.wait_for_selector(".item .chip")
         assert "first_step=1&last_step=1" in page.evaluate("location.hash")
+        assert page.evaluate(f"{focused}.id") == "main"  # so that Tab goes on in the new page
 
 
 def test_a_chart_of_several_runs_opens_the_run_that_has_the_step(tmp_path, open_page):

@@ -83,7 +83,7 @@ function drawTop(name) {
 /** What stands in the place of the rollouts of a run that the page does not have, or not yet. */
 function noRun() {
   const text = "This page has no run of the name that the address has: it was not given to groupgrad view, or is deleted, or two runs have this name.";
-  return { node: el("p", { class: "bad", role: "alert" }, text), update: show, dispose: () => {}, retarget: () => false };
+  return { node: el("p", { class: "bad", role: "alert" }, text), update: () => show(), dispose: () => {}, retarget: () => false };
 }
 
 function makePage(name, query) {
@@ -93,7 +93,8 @@ function makePage(name, query) {
   return overview(state, { openStep: (run, step) => go({ run, first_step: step, last_step: step }) });
 }
 
-function show() {
+/** Shows the page of the address; `event` if the address has just changed. */
+function show(event) {
   const { name, query } = address();
   drawTop(name);
   if (name === "rollouts" && shown === "rollouts" && page.retarget(query)) return;
@@ -101,6 +102,7 @@ function show() {
   shown = document.body.dataset.page = name;
   page = makePage(name, query);
   fill(main, page.node);
+  if (event) main.focus({ preventScroll: true }); // what had the focus is gone
   document.title = `groupgrad · ${state.runs.map((run) => run.name).join(", ")}`;
 }
 
