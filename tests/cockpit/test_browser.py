@@ -294,6 +294,14 @@ def test_charts_are_walked_by_keyboard(tmp_path, open_page):
         assert spoken(page).startswith("step 1: ")  # new charts keep the place
         page.keyboard.press("End")
         assert spoken(page) == "step 9: correct 0.75, short –"
+        for key, shown in (("+", [5, 9]), ("=", [7, 9]), ("=", [8, 9]), ("+", [8, 9]), ("-", [7, 9]), ("0", None)):
+            page.keyboard.press(key)
+            wait_until(page, f"{focused}.ariaValueText === 'steps {(shown or [1])[0]} to 9 are shown'")
+            zoomed = page.evaluate(ZOOM)  # of another chart
+            assert (zoomed and [zoomed["min"], zoomed["max"]]) == shown, key
+        assert "step 9" in page.inner_text(".chart:has(:focus) .now")
+        assert "+ and - to zoom, 0 to reset" in page.inner_text("#chart-keys")
+        assert page.evaluate(f"{focused}.getAttribute('aria-describedby')") == "chart-keys"
         page.keyboard.press("Escape")
         assert page.evaluate(f"{focused} === document.body")
         assert "step" not in page.inner_text(".chart .now")

@@ -110,7 +110,7 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
   const series = seriesOf(chart, runs);
   if (!series.length || series.every(({ column }) => column.every((value) => value === null))) return null;
   const last = el("span", { class: "now" });
-  const holder = el("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": chart.title });
+  const holder = el("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": chart.title, "aria-describedby": "chart-keys" });
   const figure = el("figure", { class: "card chart" }, el("figcaption", {}, el("b", {}, chart.title), last, chart.hint && el("small", {}, chart.hint)), holder);
   const tables = series.map(({ run, column }) => [run.columns.step, smoothed(column, weight)]);
   const data = uPlot.join(tables);
@@ -162,7 +162,7 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
     const place = plot.cursor.idx;
     if (onStep && place !== null && place !== undefined && plot.select.width === 0) onStep(nearest(place, plot.cursor.top), data[0][place]);
   });
-  const walk = walkByKeyboard({ plot, holder, data, onStep: onStep && ((step) => onStep(firstWith(step), step)), spoken: (place) => series.map((s, index) => `${label(s, chart, runs.length > 1)} ${short(data[index + 1][place])}`).join(", ") });
+  const walk = walkByKeyboard({ plot, plots: () => uPlot.sync(sync).plots, holder, data, onStep: onStep && ((step) => onStep(firstWith(step), step)), spoken: (place) => series.map((s, index) => `${label(s, chart, runs.length > 1)} ${short(data[index + 1][place])}`).join(", ") });
   const observer = new ResizeObserver(() => {
     plot.setSize({ width: Math.max(180, holder.clientWidth), height: 170 });
     queueMicrotask(walk.stay); // once the new size is in force
@@ -181,9 +181,12 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
   return figure;
 }
 
-/** Lets the arrow keys, Page Up, Page Down, Home and End move the cursor of a chart over its steps, Enter open a step, and
- * Escape leave. A screen reader says what `spoken(place)` returns. */
-function walkByKeyboard({ plot, holder, data, onStep, spoken }) {
+/** By key, how many times as many steps it shows; = is the + of keyboards on which + needs Shift. */
+const ZOOMS = { "+": 0.5, "=": 0.5, "-": 2, 0: Infinity };
+
+/** Lets the arrow keys, Page Up, Page Down, Home and End move the cursor of a chart over its steps, + and - zoom all `plots()`
+ * around it, 0 show all steps, Enter open a step, and Escape leave. A screen reader says what `spoken(place)` returns. */
+function walkByKeyboard({ plot, plots, holder, data, onStep, spoken }) {
   const steps = data[0];
   const places = [...steps.keys()].filter((place) => data.slice(1).some((values) => (values[place] ?? null) !== null));
   let current = null;
@@ -199,6 +202,26 @@ function walkByKeyboard({ plot, holder, data, onStep, spoken }) {
     if (place !== null) say(place);
   }
 
+  /** Shows `factor` times as many steps as now in all charts, around the cursor or the middle; Infinity for all steps. */
+  function zoom(factor) {
+    const { min, max } = plot.scales.x;
+    const cursor = plot.cursor.idx ?? null;
+    const center = cursor === null ? (min + max) / 2 : steps[cursor];
+    const width = Math.min((max - min) * factor, steps.at(-1) - steps[0]);
+    const low = Math.max(steps[0], Math.min(center - width / 2, steps.at(-1) - width));
+    const seen = steps.filter((step) => step >= low && step <= low + width);
+    if (seen.length < 2) return; // no line would be left
+    const isAll = seen.length === steps.length;
+    for (const other of plots()) {
+      const all = other.data[0];
+      if (all.length > 1) other.setScale("x", isAll ? { min: all[0], max: all.at(-1) } : { min: low, max: low + width });
+    }
+    queueMicrotask(() => { // once the new scale is in force
+      if (current !== null) move(current);
+      holder.setAttribute("aria-valuetext", `steps ${seen[0]} to ${seen.at(-1)} are shown`);
+    });
+  }
+
   function key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const { min, max } = plot.scales.x;
@@ -208,7 +231,8 @@ function walkByKeyboard({ plot, holder, data, onStep, spoken }) {
     if (by && seen.length) {
       const at = cursor === null ? (by < 0 ? seen.length : -1) : seen.filter((place) => place < cursor).length;
       move(seen[Math.max(0, Math.min(seen.length - 1, at + by))]);
-    } else if (event.key === "Enter" && cursor !== null) onStep?.(steps[cursor]);
+    } else if (event.key in ZOOMS) zoom(ZOOMS[event.key]);
+    else if (event.key === "Enter" && cursor !== null) onStep?.(steps[cursor]);
     else if (event.key === "Escape") holder.blur();
     else return;
     event.preventDefault();
