@@ -341,6 +341,23 @@ def test_a_chart_of_several_runs_opens_the_run_that_has_the_step(tmp_path, open_
             assert opened() == f"run={run}&first_step=1&last_step=1"
 
 
+def test_several_runs_are_named_by_text_too(tmp_path, open_page):
+    first, second = (write_run(tmp_path / name, steps=8, rows=8, tokens=8) for name in ("first", "second"))
+    for folder in (first, second):
+        (folder / "metrics.jsonl").unlink()
+        for step in range(1, 9):
+            LineFile(folder / "metrics.jsonl").append({"step": step, "loss": 0.0, "frac_reward_zero_std": 0.75})
+    with served(first, second) as address:
+        page = open_page(address)
+        note = page.inner_text(".note:has-text('of groups have no variance')")
+        assert re.search(r"^first: \d+ %.*^second: \d+ %", note, re.MULTILINE | re.DOTALL), note
+        values = [value.inner_text() for value in page.locator("[data-chart='Effective groups'] .value").all()]
+        assert [value.partition(":")[0] for value in values] == [
+            "first · frac_reward_zero_std", "second · frac_reward_zero_std"
+        ]  # fmt: skip
+        assert page.locator(".unseen").first.bounding_box()["width"] <= 1
+
+
 def test_ticks_of_an_axis_differ_and_shares_end_at_one(tmp_path, open_page):
     folder = write_run(tmp_path / "first", steps=1, rows=8, tokens=8)
     metrics = folder / "metrics.jsonl"

@@ -145,7 +145,9 @@ export function makeChart(chart, runs, { weight, sync, onStep }) {
       const values = data[index + 1];
       let at = place;
       if (at === null || at === undefined) for (at = values.length - 1; at > 0 && (values[at] ?? null) === null; at -= 1);
-      return el("span", { class: "value", title: label(s, chart, runs.length > 1) }, swatch(runColor(indexOf(s)), dashOf(s)), chart.prefix && (isOne || s.run === runs[0]) ? `${label(s, chart, false)} ` : "", short(values[at]));
+      const isNamed = chart.prefix && (isOne || s.run === runs[0]);
+      const unseen = runs.length > 1 && el("span", { class: "unseen" }, `${isNamed ? s.run.name : label(s, chart, true)}: `); // what the colour says
+      return el("span", { class: "value", title: label(s, chart, runs.length > 1) }, swatch(runColor(indexOf(s)), dashOf(s)), unseen, isNamed && `${label(s, chart, false)} `, short(values[at]));
     });
     fill(last, place === null ? "" : `step ${data[0][place]} `, parts);
   };

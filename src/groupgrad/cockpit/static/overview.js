@@ -101,7 +101,7 @@ function notesOf(runs) {
     for (const found of run.summary.advice) shared.set(found.metric, [...(shared.get(found.metric) ?? []), { run, found }]);
   }
   const own = [...shared.values()].map((all) => el("article", { class: "note" },
-    all.map(({ run, found }) => el("p", {}, mark(run), el("b", {}, found.text))),
+    all.map(({ run, found }) => el("p", {}, mark(run), el("b", {}, runs.length > 1 && `${run.name}: `, found.text))),
     el("p", {}, all[0].found.setting),
     el("small", {}, all[0].found.metric)));
   return [...bad, ...own];
