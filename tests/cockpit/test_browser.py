@@ -358,6 +358,14 @@ def test_several_runs_are_named_by_text_too(tmp_path, open_page):
         assert page.locator(".unseen").first.bounding_box()["width"] <= 1
 
 
+def test_a_run_without_metrics_has_dashes_for_numbers(tmp_path, open_page):
+    folder = write_run(tmp_path / "first", steps=1, rows=8, tokens=8)
+    (folder / "metrics.jsonl").unlink()
+    with served(folder) as address:
+        tiles = open_page(address).inner_text(".tiles").split("\n")
+    assert tiles[tiles.index("length") + 1 :][:2] == ["–", "– truncated"]
+
+
 def test_ticks_of_an_axis_differ_and_shares_end_at_one(tmp_path, open_page):
     folder = write_run(tmp_path / "first", steps=1, rows=8, tokens=8)
     metrics = folder / "metrics.jsonl"

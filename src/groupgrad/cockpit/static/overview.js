@@ -70,6 +70,7 @@ function tilesOf(run) {
   const steps = Math.max(run.columns.step.at(-1) ?? 0, run.summary.step ?? 0); // log events are fewer than steps
   const total = run.summary.max_steps;
   const share = latest(run, "frac_reward_zero_std");
+  const truncated = latest(run, "completions/clipped_ratio");
   const tile = (name, value, extra) => el("div", { class: "tile" }, el("small", {}, name), el("b", {}, value), extra && el("small", {}, extra));
   const perStep = latest(run, "step_time");
   const left = total && run.summary.state === "running" && perStep && total > steps ? `about ${duration((total - steps) * perStep)} left` : run.summary.state;
@@ -81,7 +82,7 @@ function tilesOf(run) {
     tile("reward", short(latest(run, "reward")), `± ${short(latest(run, "reward_std"))}`),
     latest(run, "eval_reward") !== null && tile("held-out reward", short(latest(run, "eval_reward"))),
     tile("effective groups", share === null ? "–" : `${Math.round(100 * (1 - share))} %`),
-    tile("length", short(latest(run, "completions/mean_length"), 1), `${Math.round(100 * (latest(run, "completions/clipped_ratio") ?? 0))} % truncated`),
+    tile("length", short(latest(run, "completions/mean_length"), 1), `${truncated === null ? "–" : `${Math.round(100 * truncated)} %`} truncated`),
     tile("entropy", short(latest(run, "entropy"))),
     tile("a step", duration(perStep), `${short(latest(run, "tokens_per_second"))} tokens/s`));
 }
