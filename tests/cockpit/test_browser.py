@@ -182,7 +182,8 @@ def test_conversations_of_a_report_are_listed_and_searched_by_what_was_said(tmp_
             for text, found in searches.items():
                 page.fill("[name=text]", text)
                 page.keyboard.press("Enter")
-                wait_until(page, f"document.querySelector('.count').innerText.startsWith('{found} rollouts')")
+                count = f"{found} rollout" if found == 1 else f"{found} rollouts"
+                wait_until(page, f"document.querySelector('.count').innerText.split(' of ')[0] === '{count}'")
         assert listed[0] == listed[1]
         assert re.match(r"[\d.]+ m?s · ", listed[0]), "the number that the list is ordered by"
 

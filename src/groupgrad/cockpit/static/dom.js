@@ -45,6 +45,11 @@ export function tickText(value, step) {
   return Number(value.toPrecision(Math.min(digits + 1, 20))).toLocaleString("en-US", { maximumFractionDigits: 20 });
 }
 
+/** A number of things: "1 rollout", "2,000 rollouts". */
+export function counted(number, noun) {
+  return `${number.toLocaleString("en-US")} ${noun}${number === 1 ? "" : "s"}`;
+}
+
 /** A share in per cent, with its sign. */
 export function percent(value) {
   return `${value > 0 ? "+" : ""}${short(100 * value, 2)} %`;

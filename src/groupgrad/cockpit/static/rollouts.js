@@ -1,5 +1,5 @@
 // The page of rollouts: filters, the list, and a group side by side.
-import { contentText, duration, el, fill, percent, plainText, short } from "./dom.js";
+import { contentText, counted, duration, el, fill, percent, plainText, short } from "./dom.js";
 import { SHADES, legend, tokenBlock } from "./tokens.js";
 import { VirtualList } from "./virtual.js";
 
@@ -25,7 +25,7 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
       const chosen = sought ? { chosen_step: query.step, chosen_row: query.row, chosen_phase: query.of } : {};
       const answer = await source.rollouts(run, { ...filters(), ...chosen, offset, limit });
       if (sought === query && answer.complete) isSought = false; // `query` changes when another row is opened
-      fill(count, `${answer.total.toLocaleString("en-US")} rollouts`, !answer.complete && ", more are being read ...", !source.live && " of this report");
+      fill(count, counted(answer.total, "rollout"), !answer.complete && ", more are being read ...", !source.live && " of this report");
       if (JSON.stringify(answer.facets) !== known) {
         known = JSON.stringify(answer.facets);
         drawFilters(answer.facets);
@@ -150,12 +150,12 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
         el("span", { class: sign }, "advantage ", el("b", {}, `${row.advantage > 0 ? "+" : ""}${short(row.advantage)}`)),
         (row.gradient_share ?? null) !== null && el("span", { class: row.gradient_share > 0 ? "up" : row.gradient_share < 0 ? "down" : "", title: "share of this rollout in the gradient of its step" }, "taught ", el("b", {}, percent(row.gradient_share))),
         el("span", { class: row.finish_reason === "eos" ? "chip" : "chip warn" }, row.finish_reason),
-        el("span", { class: "quiet" }, `${row.num_tokens} tokens`)),
+        el("span", { class: "quiet" }, counted(row.num_tokens, "token"))),
       rewards.length > 1 && el("p", { class: "parts" }, rewards.map((name) => el("span", {}, name.slice(7), " ", el("b", {}, short(row[name]))))),
       row.problem && el("p", { class: "bad" }, row.problem),
       tokenBlock(row, by, scale, say),
       images(row.images?.slice(numShared), `of row ${row.row}`),
-      (row.tool_calls ?? []).length > 0 && el("details", {}, el("summary", {}, `${row.tool_calls.length} tool call${row.tool_calls.length > 1 ? "s" : ""}, ${duration(row.wait_s)} of waiting`),
+      (row.tool_calls ?? []).length > 0 && el("details", {}, el("summary", {}, `${counted(row.tool_calls.length, "tool call")}, ${duration(row.wait_s)} of waiting`),
         el("ul", {}, row.tool_calls.map((call) => el("li", { class: call.failed ? "bad" : "" }, `${call.name} ${duration(call.seconds)}${call.timed_out ? ", out of time" : call.failed ? ", failed" : ""}`)))),
       row.is_messages && messages(row),
       (extras.length > 0 || seconds.length > 0) && el("details", {}, el("summary", {}, "data and rewards"),
@@ -246,7 +246,7 @@ function orderedBy(row, sort) {
   if (!sort || sort === "reward" || value === null || value === undefined) return "";
   if (sort.startsWith("seconds/")) return duration(value);
   if (sort === "gradient_share") return percent(value);
-  return sort === "num_tokens" ? `${value} tokens` : `${sort} ${short(value, 2)}`;
+  return sort === "num_tokens" ? counted(value, "token") : `${sort} ${short(value, 2)}`;
 }
 
 function drawItem(node, row, sort) {

@@ -1,5 +1,5 @@
 // The tokens of a completion, shaded by a number of each.
-import { el, fill, percent, short } from "./dom.js";
+import { counted, el, fill, percent, short } from "./dom.js";
 
 const FIRST = 3000;
 const BOUNDS = [0.1, 0.35, 0.75, 1.5, 3, 6];
@@ -69,10 +69,10 @@ export function tokenBlock(row, by, scale, say) {
     const parts = spansOf(row, end).map(({ own, start, end: stop }) => {
       const nodes = [];
       for (let place = start; place < stop; place += 1) nodes.push(token(place));
-      return own ? nodes : el("details", { class: "reply" }, el("summary", {}, `${othersOf(row, start, stop)}, ${stop - start} tokens`), nodes);
+      return own ? nodes : el("details", { class: "reply" }, el("summary", {}, `${othersOf(row, start, stop)}, ${counted(stop - start, "token")}`), nodes);
     });
     const left = row.tokens.length - end;
-    fill(block, parts, left > 0 && el("button", { type: "button", onclick: () => draw(row.tokens.length) }, `show ${left} more tokens`));
+    fill(block, parts, left > 0 && el("button", { type: "button", onclick: () => draw(row.tokens.length) }, `show ${counted(left, "more token")}`));
   };
   const show = (node) => {
     block.querySelector(".at")?.classList.remove("at");
