@@ -188,6 +188,37 @@ def test_conversations_of_a_report_are_listed_and_searched_by_what_was_said(tmp_
         assert re.match(r"[\d.]+ m?s · ", listed[0]), "the number that the list is ordered by"
 
 
+def test_tool_calls_of_a_rollout_show_their_arguments(tmp_path, open_page):
+    folder = write_run(tmp_path / "chat", steps=1, rows=8, tokens=8, turns=2)
+    path = folder / "rollouts" / "step_000001.0.parquet"
+    table = pq.read_table(path)
+
+    def turn(num_answers: int, *arguments: Any) -> list[dict[str, Any]]:
+        """A turn that calls `search` with each of the arguments, and the answers to its calls."""
+        calls = [{"type": "function", "function": {"name": "search", "arguments": given}} for given in arguments]
+        answer = {"role": "tool", "content": "56"}
+        return [{"role": "assistant", "content": "", "tool_calls": calls}, *[answer] * num_answers]
+
+    use = {"name": "search", "failed": False, "timed_out": False, "seconds": 0.2}
+    turns = [
+        *turn(2, {"a": 1, "b": "<b>"}, {"a": "x" * 300}),
+        *turn(2, {"a": 2}),  # one of its two calls could not be read
+        *turn(0, '{"a": 3}'),  # its answer had no room
+    ]
+    changes = {"completion": json.dumps(turns), "tool_calls": [use] * 5}
+    for name, value in changes.items():
+        values = [*table[name].to_pylist()[:5], value, *table[name].to_pylist()[6:]]
+        table = table.set_column(table.column_names.index(name), table.field(name), [values])
+    pq.write_table(table, path)
+    with served(folder) as address:
+        page = open_page(address + "#/rollouts?run=chat&step=1&group=0&row=5")
+        page.click("summary:has-text('5 tool calls')")
+        items = [item.inner_text() for item in page.locator("#row-5 li").all()]
+    long = '{"a":"' + "x" * 194 + " ..."
+    given = [' {"a":1,"b":"<b>"}', f" {long}", "", "", ' {"a": 3}']
+    assert items == [f"search 200 ms{text}" for text in given]
+
+
 def test_a_link_opens_its_own_run_or_says_that_it_is_missing(tmp_path, open_page):
     """Whatever runs have come since, or have gone, or have the same name."""
     linked, other = (write_run(tmp_path / name, steps=steps, rows=8, tokens=8) for name, steps in (("b", 2), ("c", 4)))

@@ -5,6 +5,9 @@ import { VirtualList } from "./virtual.js";
 
 const FILTERS = ["text", "first_step", "last_step", "reward", "min_reward", "max_reward", "finish_reason", "tool", "phase", "prompt_id", "sort", "order"];
 
+/** Characters of a tool call's arguments that are shown. */
+const MAX_ARGUMENTS = 200;
+
 /** The page. `query` are the parts of the address; `go(query)` changes them. Returns `{node, update, dispose}`. */
 export function rolloutsPage(state, query, { source, go, addressOf }) {
   const run = Number(query.run ?? 0);
@@ -142,6 +145,7 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
     const seconds = Object.entries(row).filter(([name, value]) => name.startsWith("seconds/") && value !== null);
     const sign = row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "";
     const chosen = String(row.row) === String(query.row);
+    const given = argumentsOf(row);
     const extras = [["data", row.data], ["logged", row.extra]].filter(([, value]) => value);
     return el("article", { class: `card rollout${chosen ? " chosen" : ""}`, id: `row-${row.row}` },
       el("header", {},
@@ -155,8 +159,8 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
       row.problem && el("p", { class: "bad" }, row.problem),
       tokenBlock(row, by, scale, say),
       images(row.images?.slice(numShared), `of row ${row.row}`),
-      (row.tool_calls ?? []).length > 0 && el("details", {}, el("summary", {}, `${counted(row.tool_calls.length, "tool call")}, ${duration(row.wait_s)} of waiting`),
-        el("ul", {}, row.tool_calls.map((call) => el("li", { class: call.failed ? "bad" : "" }, `${call.name} ${duration(call.seconds)}${call.timed_out ? ", out of time" : call.failed ? ", failed" : ""}`)))),
+      given.length > 0 && el("details", {}, el("summary", {}, `${counted(row.tool_calls.length, "tool call")}, ${duration(row.wait_s)} of waiting`),
+        el("ul", {}, given.map((one, place) => callItem(row.tool_calls[place], one)))),
       row.is_messages && messages(row),
       (extras.length > 0 || seconds.length > 0) && el("details", {}, el("summary", {}, "data and rewards"),
         extras.map(([name, value]) => el("pre", {}, `${name}: ${pretty(value)}`)),
@@ -200,13 +204,47 @@ function promptBlock(row) {
   return el("details", { class: "prompt", open: !long }, el("summary", {}, "Prompt"), el("pre", {}, text));
 }
 
-function messages(row) {
-  let parts;
+function callItem(call, given) {
+  const text = typeof given === "string" ? given : JSON.stringify(given ?? null);
+  const brief = text.length > MAX_ARGUMENTS ? `${text.slice(0, MAX_ARGUMENTS)} ...` : text;
+  return el("li", { class: call.failed ? "bad" : "" },
+    `${call.name} ${duration(call.seconds)}${call.timed_out ? ", out of time" : call.failed ? ", failed" : ""}`,
+    (given ?? null) !== null && [" ", el("code", {}, brief)]);
+}
+
+/** What each tool call of a row was given, undefined where its messages do not say. A call that could not be read is answered,
+ * but is not in its message; which of the turn's other calls have which arguments is not known then. */
+function argumentsOf(row) {
+  const parts = messagesOf(row);
+  const found = [];
+  parts.forEach(({ role, tool_calls: calls }, place) => {
+    if (role !== "assistant") return;
+    const others = parts.slice(place + 1);
+    const end = others.findIndex((other) => other.role !== "tool");
+    const numAnswers = end < 0 ? others.length : end;
+    const named = Array.isArray(calls) ? calls : [];
+    const isKnown = !numAnswers || numAnswers === named.length; // the last turn's answers may have had no room
+    found.push(...(isKnown ? named : Array(numAnswers).fill({})));
+  });
+  return (row.tool_calls ?? []).map((call, place) => {
+    const called = found[place]?.function ?? found[place];
+    return called?.name === call.name ? called.arguments : undefined;
+  });
+}
+
+/** The messages of a completion; none if it is a text. */
+function messagesOf(row) {
   try {
-    parts = JSON.parse(row.completion);
+    const parts = row.is_messages ? JSON.parse(row.completion) : [];
+    return Array.isArray(parts) ? parts : [];
   } catch {
-    return null;
+    return [];
   }
+}
+
+function messages(row) {
+  const parts = messagesOf(row);
+  if (!parts.length) return null;
   return el("details", {}, el("summary", {}, parts.length === 1 ? "as a message" : `as ${parts.length} messages`), parts.map((message) =>
     el("div", { class: `message ${message.role === "tool" ? "tool" : ""}` }, el("small", {}, message.role), el("pre", {}, contentText(message)))));
 }
