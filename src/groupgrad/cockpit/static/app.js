@@ -178,6 +178,10 @@ async function start() {
     return;
   }
   addEventListener("hashchange", show);
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault(); // its address would be that of another page
+    main.focus();
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page?.update());
   show();
   document.body.dataset.ready = "yes";
