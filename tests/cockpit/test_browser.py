@@ -1,109 +1,31 @@
-"""The page in a headless Chromium: what it shows, what it keeps from running, how fast it is.
-
-Skipped where Chromium or Playwright is missing (`apt-get install chromium`, `pip install playwright`); with
-`GROUPGRAD_NEED_BROWSER=1` the tests fail there.
-"""
+"""The page in a headless Chromium: what it shows, what it keeps from running, how fast it is."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
-import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
-import uvicorn
 from page_scripts import COLOR, CONTRASTS, COUNT_CANVASES, NOTE_TICKS, SCROLL
+from pages import NEEDS_BROWSER, make_sweep_folder, served, wait_until
 from synthetic_run import HOSTILE, write_run
 
 from groupgrad.cli.main import main
-from groupgrad.cli.run_paths import RunPaths
-from groupgrad.cli.sweep_on_page import CommandLinePanel
-from groupgrad.cli.view import _listen
 from groupgrad.cockpit import STATIC
-from groupgrad.cockpit.server import make_app
-from groupgrad.sweep.store import ArmTurn, Store
 from groupgrad.telemetry.run_files import LineFile
 
-IS_NEEDED = os.environ.get("GROUPGRAD_NEED_BROWSER") == "1"
-find = importlib.import_module if IS_NEEDED else pytest.importorskip
-playwright: Any = find("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-HOW = "there is no Chromium: apt-get install chromium"
-pytestmark = pytest.mark.skipif(CHROMIUM is None and not IS_NEEDED, reason=HOW)
+pytestmark = NEEDS_BROWSER
 
-GONE = "ERR_CONNECTION_REFUSED"
-"""In the message of a page that asks once more after its server has ended."""
 MAX_OPEN_S, MIN_FRAMES, MAX_MIB = 2.0, 30.0, 300.0
 ZOOM = "document.querySelector('.chart').zoom()"
 """The steps that the first chart is zoomed to."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    assert CHROMIUM is not None, HOW
-    flags = ["--no-sandbox", "--enable-precise-memory-info", "--js-flags=--expose-gc"]
-    with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=flags)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens an address in a page of its own; an error on a page fails the test."""
-    contexts, errors = [], []
-
-    def open_(address: str, *, width: int = 1280, height: int = 800, scheme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on(
-            "console",
-            lambda message: message.type == "error" and GONE not in message.text and errors.append(message.text),
-        )
-        page.goto(address)
-        page.wait_for_selector("body[data-ready]")
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert errors == []
-
-
-def wait_until(page: Any, condition: str, *, timeout_s: float = 20.0) -> None:
-    """Waits for a JavaScript condition; the page's policy forbids Playwright's own way, which evaluates a text."""
-    deadline = time.monotonic() + timeout_s
-    while not page.evaluate(condition):
-        assert time.monotonic() < deadline, condition
-        page.wait_for_timeout(50)
-
-
-@contextmanager
-def served(*folders: Path, sweeps: Sequence[Any] = ()) -> Iterator[str]:
-    """The address of a server of these runs, those that come later too, and of sweeps."""
-    listener = _listen("127.0.0.1", 0)
-    paths = RunPaths(list(map(str, folders)))
-    app = make_app(paths.runs, sweeps, token="right" if sweeps else None)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/" + ("?token=right" if sweeps else "")
-    finally:
-        server.should_exit = True
-        thread.join(10)
 
 
 def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
@@ -248,6 +170,15 @@ def test_a_link_opens_its_own_run_or_says_that_it_is_missing(tmp_path, open_page
     with served(copy, linked) as address:
         page = open_page(address + link)
         wait_until(page, "document.querySelector('main').innerText.startsWith('This page has no run')")
+
+
+def test_the_link_to_the_content_stays_on_its_page(tmp_path, open_page):
+    with served(write_run(tmp_path / "first", steps=2, rows=8, tokens=8)) as address:
+        page = open_page(address + "#/rollouts")
+        wait_until(page, "document.querySelector('.count')?.innerText === '16 rollouts'")
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        assert page.evaluate("[document.activeElement.id, location.hash]") == ["main", "#/rollouts"]
 
 
 def test_images_and_tool_replies_stand_with_their_rollout(tmp_path, open_page):
@@ -464,132 +395,6 @@ def test_many_runs_leave_room_on_a_phone(tmp_path, open_page):
             assert box(".detail h2")[0] < height / 2
             page.select_option("[name=run]", label=names[7])
             wait_until(page, f"new URLSearchParams(location.hash.split('?')[1]).get('run') === '{names[7]}'")
-
-
-class Panel(CommandLinePanel):
-    """A sweep whose commands are noted, and refused or queued."""
-
-    def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
-        if "beta=-1" in settings:
-            raise ValueError("beta=-1 is negative")
-        self._store.queue(kind, arm, dict(setting.split("=") for setting in settings), from_weights)
-        return f"{kind}: queued"
-
-
-def make_sweep_folder(folder: Path) -> tuple[Store, Panel]:
-    """A sweep of two arms, the first of which has made steps and has a run."""
-    store = Store(folder, create=True)
-    store.add_arms([("01-beta=0", 0, {"beta": 0.0}), ("02-beta=0.1", 0, {"beta": 0.1})])
-    store.end_turn(1, ArmTurn(0, 5, train_s=5.0, switch_s=0.1), 20, {})
-    write_run(folder / "arms" / "01-beta=0", steps=5, rows=8, tokens=8)
-    return store, Panel(folder)
-
-
-@pytest.mark.slow
-def test_the_table_of_a_sweep_can_be_read_at_any_width(tmp_path, open_page):
-    """Each number has its heading, on a phone beside it; an arm that left the race is marked."""
-    from groupgrad.telemetry.run_lock import locked
-
-    store, panel = make_sweep_folder(tmp_path / "rates")
-    store.add_arms([("03-beta=0.2", 0, {"beta": 0.2})])
-    store.set_state(2, "stopped", "stopped by a command")
-    folder = tmp_path / "rates"
-    with locked(folder), locked(folder / "arms" / "03-beta=0.2"), served(folder, sweeps=[panel]) as address:
-        for width in (1280, 390):
-            page = open_page(address, width=width)
-            page.click("text=Sweep")
-            page.wait_for_selector(".sweep tbody tr")
-            text = page.inner_text(".sweep table")
-            heads = [text.count(head) for head in ("steps", "reward", "behind the best by")]
-            assert heads == ([1, 1, 1] if width > 760 else [3, 3, 0])  # there no arm is behind another one
-            states = [row.inner_text() for row in page.locator(".sweep .state").all()]
-            assert states == ["waiting", "training", "stopped"]
-            assert page.locator(".sweep tbody tr.out").count() == 1
-            page.close()
-
-
-def test_arms_of_a_sweep_are_given_commands_by_keyboard(tmp_path, open_page):
-    store, panel = make_sweep_folder(tmp_path / "rates")
-    with served(tmp_path / "rates", sweeps=[panel]) as address:
-        page = open_page(address)
-        assert "token" not in page.url
-        page.click("text=Sweep")
-        page.wait_for_selector(".sweep tbody tr")
-        assert page.locator(".sweep tbody tr").count() == 2 and "5/20" in page.inner_text(".sweep")
-        page.focus("button[aria-label='stop arm 2']")
-        page.keyboard.press("Enter")
-        wait_until(page, "document.querySelector('.said').innerText === 'stop: queued'")
-        page.focus("button[aria-label='clone arm 1']")
-        page.keyboard.press("Enter")
-        page.fill("#changes", "beta=-1")
-        page.keyboard.press("Tab")
-        page.keyboard.press("Space")
-        page.keyboard.press("Enter")
-        wait_until(page, "document.querySelector('.said.bad')?.innerText === 'beta=-1 is negative'")
-        # A refusal leaves the form with what was typed.
-        wait_until(page, "document.querySelector('dialog [role=alert]').innerText === 'beta=-1 is negative'")
-        assert page.input_value("#changes") == "beta=-1" and page.is_checked("#from-weights")
-        page.fill("#changes", "beta=0.2\nlearning_rate=1e-5")
-        page.click("dialog button[type=submit]")
-        wait_until(page, "document.querySelector('.said').innerText === 'clone: queued'")
-        wait_until(page, "!document.querySelector('dialog').open")
-        assert page.evaluate("document.activeElement.ariaLabel") == "clone arm 1"
-        page.click("button[aria-label='delete arm 1']")
-        page.click("dialog >> text=Cancel")
-        page.click("button[aria-label='clone arm 1']")
-        page.fill("#changes", "beta=0.3")
-        page.route("**/api/**", lambda route: route.abort("connectionrefused"))  # as if the server had ended
-        page.click("dialog button[type=submit]")
-        wait_until(page, "document.querySelector('dialog [role=alert]').innerText === 'Failed to fetch'")
-        assert page.input_value("#changes") == "beta=0.3"
-        page.click("dialog >> text=Cancel")
-        page.unroute("**/api/**")
-        assert [(given.kind, given.arm) for given in store.queued()] == [("stop", 2), ("clone", 1)]
-        assert store.queued()[1].changes == {"beta": "0.2", "learning_rate": "1e-5"} and store.queued()[1].from_weights
-        wait_until(page, "document.querySelector('.sweep .events').innerText.includes('beta=0.2')")
-
-        store.set_state(2, "stopped", "stopped by a command")  # while the page is open
-        write_run(tmp_path / "rates" / "arms" / "02-beta=0.1", steps=3, rows=8, tokens=8)
-        page.wait_for_selector("button[aria-label='resume arm 2']")
-        page.click("a:text('02-beta=0.1')")
-        page.wait_for_selector(".item .chip")
-        assert page.inner_text(".count").startswith("24 rollouts")
-
-
-def test_a_command_of_a_sweep_is_given_once_however_often_it_is_asked_for(tmp_path, open_page):
-    store, panel = make_sweep_folder(tmp_path / "rates")
-    held: list[Any] = []
-
-    def hold(route: Any) -> None:
-        """Lets a command wait for its answer."""
-        held.append(route)
-
-    with served(tmp_path / "rates", sweeps=[panel]) as address:
-        page = open_page(address)
-        page.click("text=Sweep")
-        page.route("**/commands", hold)
-
-        def answered() -> list[tuple[str, int]]:
-            """The commands that the server got, once those that wait are sent."""
-            page.wait_for_timeout(200)
-            assert len(held) == 1
-            held.pop().continue_()
-            wait_until(page, "document.querySelector('.said').innerText.endsWith(': queued')")
-            return [(given.kind, given.arm) for given in store.queued()]
-
-        page.click("button[aria-label='clone arm 1']")
-        assert page.inner_text("dialog [role=status]") == ""
-        page.fill("#changes", "beta=0.2")
-        page.focus("#from-weights")
-        page.keyboard.press("Enter")
-        wait_until(page, "document.querySelector('dialog [role=status]').innerText === 'being checked ...'")
-        page.keyboard.press("Enter")
-        assert answered() == [("clone", 1)]
-        wait_until(page, "!document.querySelector('dialog').open")
-        page.focus("button[aria-label='stop arm 2']")
-        page.keyboard.press("Enter")
-        page.keyboard.press("Enter")
-        assert answered() == [("clone", 1), ("stop", 2)]
 
 
 @pytest.mark.slow
