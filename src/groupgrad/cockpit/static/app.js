@@ -178,7 +178,7 @@ async function start() {
     return;
   }
   addEventListener("hashchange", show);
-  document.querySelector(".skip").addEventListener("click", (event) => {
+  document.querySelector(".skip")?.addEventListener("click", (event) => {
     event.preventDefault(); // its address would be that of another page
     main.focus();
   });
