@@ -1,4 +1,4 @@
-"""Who wrote each token of a completion."""
+"""The policy, a tool or the template is found as the writer of each token."""
 
 from __future__ import annotations
 

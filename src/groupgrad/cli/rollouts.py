@@ -199,7 +199,7 @@ def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
 
 
 def _writers(row: dict[str, Any]) -> list[str]:
-    """Who wrote each token. Runs of earlier releases do not tell tools from templates."""
+    """The writer of each token: `policy`, `tool` or `template`. Runs of earlier releases call the last two `tool`."""
     owned = row["sampled"] or [True] * len(row["tokens"])
     return row.get("writers") or [POLICY if own else "tool" for own in owned]
 

@@ -89,7 +89,7 @@ class RewardRunner:
 
     @property
     def origins(self) -> list[str]:
-        """Where each reward comes from: `module.function`, the name or folder of a model, or what rollouts bring."""
+        """The origin of each reward: `module.function`, the name or folder of a model, or the name in rollouts."""
         found = [
             model_source(scorer.model) or scorer.name
             if isinstance(scorer, RewardModel)

@@ -46,7 +46,7 @@ class Result:
 
     @property
     def behind_text(self) -> str:
-        """How far it is behind the best arm, in words. An arm that is ahead of it in the steps of both says that."""
+        """Its distance behind the best arm in words, or ahead of it, as it may be in the steps that both have made."""
         if self.behind is None or self.behind.num < 2:
             return ""
         text = self.behind.text

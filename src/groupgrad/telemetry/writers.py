@@ -1,4 +1,4 @@
-"""Who wrote each token of a completion: the policy, a tool or the chat template."""
+"""Finds the writer of each token of a completion: the policy, a tool or the chat template."""
 
 from __future__ import annotations
 
