@@ -69,7 +69,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch, call: AttentionCall) -> None:
     def kernels(query: Any, new: Any, own: Any, prompts: Any, tables: Any, products: Any) -> torch.Tensor:
         return triton_attention.decode_attention(query, new, own, prompts, tables, call)
 
-    monkeypatch.setattr(attention_plans, "decode_kernels_for", lambda query, call: kernels)
+    monkeypatch.setattr(attention_plans, "decode_kernels_for", lambda *_: kernels)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,10 +157,10 @@ def test_rows_sampled_with_the_kernels_say_the_same(name: str, build: Any, monke
     expected = NativeEngine(model).sample(requests, options)
     asked = []
 
-    def kernels_for(query: torch.Tensor, call: AttentionCall) -> Any:
+    def kernels_for(*given: Any) -> Any:
         def kernels(query: Any, new: Any, own: Any, prompts: Any, tables: Any, products: Any) -> torch.Tensor:
-            asked.append(call.layer)
-            return triton_attention.decode_attention(query, new, own, prompts, tables, call)
+            asked.append(given[-1].layer)
+            return triton_attention.decode_attention(query, new, own, prompts, tables, given[-1])
 
         return kernels
 
@@ -187,7 +187,7 @@ class Call:
             self.num_products += 1
             return torch.ones(3, 2, 16)
 
-        kernels = decode_kernels.decode_kernels_for(self.query, AttentionCall(0, 1.0))
+        kernels = decode_kernels.decode_kernels_for(self.query, self.query, self.query, AttentionCall(0, 1.0))
         pair = (self.query, self.query)
         return products() if kernels is None else kernels(self.query, pair, pair, pair, self.tables, products)
 

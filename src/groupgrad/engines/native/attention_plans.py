@@ -274,7 +274,7 @@ class DecodePlan:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(n, Hq, D) outputs from query (Hq, n, D), key and value (Hkv, n, D)."""
-        triton = decode_kernels_for(query, call)
+        triton = decode_kernels_for(query, key, value, call)
         if triton is None:
             return self._products(query, key, value, call)
         own, prompts = self._cache.suffixes.tensors[call.layer], self._cache.prompts.tensors[call.layer]

@@ -56,19 +56,15 @@ _agrees: dict[tuple[Any, ...], bool] = {}
 """Kind of a call -> True if the kernels agreed with the products."""
 
 
-def decode_kernels_for(query: torch.Tensor, call: AttentionCall) -> Kernels | None:
-    """The kernels for calls like this one; None without a GPU or Triton, and where they have differed."""
+def decode_kernels_for(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> Kernels | None:
+    """The kernels for calls like this one; None without a GPU or Triton, and where they have failed or differed."""
     if not _is_on_gpu(query) or query.dtype not in TOLERANCE or not _has_triton():
         return None
-    kind = (
-        query.device,
-        query.dtype,
-        query.shape[0],
-        query.shape[2],
-        call.softcap is None,
-        call.window is None,
-        call.sinks is None,
-    )
+    sizes = (*query.shape[::2], *key.shape[::2], value.shape[2])  # heads and widths
+    options = (call.softcap is None, call.window is None, call.sinks is None)
+    kind = (query.device, query.dtype, key.dtype, *sizes, *options)
     return None if _agrees.get(kind) is False else _Checked(call, kind)
 
 
