@@ -60,7 +60,7 @@ if [ "$what" != bench ]; then
     fi
 fi
 if [ "$what" != tests ]; then
-    "$python" bench/gpu_decode.py 2>&1 | tee "$output/gpu-decode.log"
+    "$python" bench/gpu_decode.py 2>&1 | tee "$output/gpu-decode.log" || status=1
     "$python" bench/gpu_bench.py --output "$output" "$@" || status=1
 fi
 exit $status

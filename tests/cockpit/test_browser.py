@@ -284,7 +284,7 @@ def test_a_chart_of_several_runs_opens_the_run_that_has_the_step(tmp_path, open_
             LineFile(folder / "metrics.jsonl").append({"step": step, "loss": 0.0, "reward": reward})
 
     def opened() -> str:
-        """What the address says, once the rows are listed."""
+        """The query of the address that a chart has opened, after its rows have been listed."""
         page.wait_for_selector(".item .chip")
         found = page.evaluate("location.hash").partition("?")[2]
         page.goto(address + "#/")
