@@ -483,6 +483,43 @@ def test_a_page_asks_for_its_own_data_first_and_draws_once(tmp_path, open_page):
 
 
 @pytest.mark.slow
+def test_the_list_can_be_used_while_it_is_read_again(tmp_path, open_page):
+    """A click opens the row that is shown, and the row marked by keyboard stays marked, whatever comes meanwhile."""
+    folder = write_run(tmp_path / "first", steps=2, rows=8, tokens=10)
+    held, answers = [], []
+
+    def answer(route: Any) -> None:
+        if len(answers) == 1:  # the second answer is late
+            held.append(route)
+            return
+        response = route.fetch()
+        answers.append(response.json() | {"complete": bool(answers)})
+        route.fulfill(json=answers[-1])
+
+    with served(folder) as address:
+        page = open_page(address)
+        page.route("**/api/runs/0/rollouts*", answer)
+        page.goto(address + "#/rollouts")
+        page.wait_for_selector(".item .chip")
+        page.locator(".list").press("ArrowDown")
+        page.locator(".list").press("ArrowDown")
+        deadline = time.monotonic() + 20
+        while not held:
+            page.wait_for_timeout(50)
+            assert time.monotonic() < deadline
+        assert page.get_attribute("#item-1", "aria-selected") == "true"
+        page.locator("#item-3").click()
+        page.wait_for_selector(f"#row-{answers[0]['rows'][3]['row']}.chosen")
+        assert page.get_attribute("#item-3", "aria-selected") == "true"
+        page.locator(".list").press("ArrowDown")
+        answers.append(held[0].fetch().json())
+        held[0].fulfill(json=answers[-1])
+        page.wait_for_timeout(300)
+        assert page.get_attribute("#item-4", "aria-selected") == "true"
+        assert page.locator('[aria-selected="true"]').count() == 1
+
+
+@pytest.mark.slow
 def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path, open_page):
     first, second = (write_run(tmp_path / name, steps=8, rows=8, tokens=10) for name in ("first", "second"))
     with served(first, second) as address:

@@ -38,6 +38,7 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
     },
     draw: (node, row) => drawItem(node, row, query.sort),
     isOpen,
+    isSame: (row, other) => JSON.stringify(place(row)) === JSON.stringify(place(other)),
     open: (row) => {
       const { of, ...rest } = query;
       go({ ...rest, run, ...place(row) });
@@ -190,6 +191,7 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
         const current = list.row(list.current);
         if (query.row !== undefined && !(current && isOpen(current))) {
           isSought = true;
+          list.current = -1; // another row is open now, whether the list has it or not
           list.reset();
         }
       }

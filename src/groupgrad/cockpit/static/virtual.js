@@ -7,14 +7,17 @@ const KEPT_PAGES = 30;
 /**
  * A list of `rowHeight` pixels a row. `load(offset, limit)` promises `{total, rows, place}`, where `place` is that of a row
  * to show, if any; `draw(node, row)` fills a row's node, with null for a row that is still being loaded; `open(row)` is
- * called for a click or Enter; `isOpen(row)` is true for the row that is open, which is marked.
+ * called for a click or Enter; `isOpen(row)` is true for the row that is open, which is marked; `isSame(row, other)` is true
+ * for one row that was loaded twice.
  */
 export class VirtualList {
-  constructor({ rowHeight, load, draw, open, isOpen, label }) {
-    Object.assign(this, { rowHeight, load, draw, open, isOpen });
+  constructor({ rowHeight, load, draw, open, isOpen, isSame, label }) {
+    Object.assign(this, { rowHeight, load, draw, open, isOpen, isSame });
     this.space = el("div", { class: "space" });
     this.node = el("div", { class: "list", role: "listbox", tabindex: 0, "aria-label": label }, this.space);
     this.pool = [];
+    this.pages = new Map();
+    this.total = 0;
     this.current = -1;
     this.loaded = this.reset();
     this.node.addEventListener("scroll", () => this.#schedule(), { passive: true });
@@ -23,14 +26,15 @@ export class VirtualList {
     this.observer.observe(this.node);
   }
 
-  /** Forgets all rows and loads the first ones. */
-  reset() {
-    this.version = (this.version ?? 0) + 1;
+  /** Loads all rows again. Those that are shown stay until the first ones have come; the marked row stays marked. */
+  async reset() {
+    const version = this.version = (this.version ?? 0) + 1;
+    const answer = await this.load(0, PAGE);
+    if (version !== this.version) return;
+    const marked = this.row(this.current);
     this.pages = new Map();
-    this.total = 0;
-    this.current = -1;
-    this.node.scrollTop = 0;
-    return this.#need(0);
+    this.current = marked ? answer.rows.findIndex((row) => this.isSame(row, marked)) : -1;
+    this.#take(0, answer);
   }
 
   dispose() { this.observer.disconnect(); }
@@ -43,7 +47,10 @@ export class VirtualList {
     if (this.pages.size > KEPT_PAGES) this.pages.delete(this.pages.keys().next().value);
     const { version } = this;
     const answer = await this.load(page * PAGE, PAGE);
-    if (version !== this.version) return;
+    if (version === this.version) this.#take(page, answer);
+  }
+
+  #take(page, answer) {
     this.pages.set(page, answer.rows);
     if (answer.total !== this.total) {
       this.total = answer.total;
@@ -69,7 +76,7 @@ export class VirtualList {
     while (this.pool.length < count) {
       const node = el("div", { class: "item", role: "option" });
       node.style.height = `${rowHeight}px`;
-      node.addEventListener("click", () => this.#choose(node.index));
+      node.addEventListener("click", () => this.#choose(node.index, node.row));
       this.pool.push(node);
       this.space.append(node);
     }
@@ -87,15 +94,14 @@ export class VirtualList {
         node.style.transform = `translateY(${index * rowHeight}px)`;
         this.draw(node, row);
       }
-      if (this.current < 0 && row && this.isOpen(row)) this.current = index; // after `reset`
+      if (this.current < 0 && row && this.isOpen(row)) this.current = index; // none is marked yet
       node.setAttribute("aria-selected", index === this.current);
     });
     if (!count) return;
     for (const page of new Set([Math.floor(first / PAGE), Math.floor((first + count - 1) / PAGE)])) this.#need(page);
   }
 
-  #choose(index) {
-    const row = this.row(index);
+  #choose(index, row) {
     if (!row) return;
     this.#move(index);
     this.open(row);
@@ -119,7 +125,7 @@ export class VirtualList {
       this.#move(this.current + steps[event.key]);
     } else if (event.key === "Enter" && this.current >= 0) {
       event.preventDefault();
-      this.#choose(this.current);
+      this.#choose(this.current, this.row(this.current));
     }
   }
 }
