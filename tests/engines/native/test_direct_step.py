@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
+from known_decoders import CHANGES, make
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, engine, runner
@@ -23,40 +22,6 @@ OPTIONS = SamplingOptions(max_new_tokens=30, eos_ids=(1,), pad_id=0)
 @pytest.fixture(autouse=True)
 def _uncompiled(monkeypatch):
     monkeypatch.setenv("GROUPGRAD_NATIVE_KERNELS", "0")
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-}
-CHANGES: dict[str, dict[str, Any]] = {
-    "Llama": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
-    "Mistral": {"sliding_window": 6},
-    "Qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    "Qwen3": {
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
-    },
-}
-
-
-def make(family: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **CHANGES[family]})
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()
 
 
 def calls(model: Any) -> Any:

@@ -1,0 +1,43 @@
+"""Small models of the families whose decode steps have a direct form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "Llama": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    "Mistral": {"sliding_window": 6},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "Qwen3": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    },
+}
+
+
+def make(family: str, **changes: Any) -> Any:
+    """A model of two layers with random weights."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **CHANGES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
