@@ -115,7 +115,7 @@ test-torchao: $(VENV)/.groupgrad-torchao
 
 test-triton: $(VENV)/.groupgrad-triton
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(VENV)/bin/python -m pytest -n $(WORKERS) \
-		tests/engines/native/test_decode_kernels.py $(TEST_ARGS)
+		tests/engines/native/test_decode_kernels.py tests/engines/native/test_triton_layers.py $(TEST_ARGS)
 
 test-floor: $(FLOOR_VENV)/.groupgrad-floor
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(FLOOR_VENV)/bin/python -m pytest -n $(WORKERS) \

@@ -1,9 +1,10 @@
-"""Times recorded decode steps on a GPU, with Triton's attention and without, against reading weights and keys once.
+"""Times recorded decode steps on a GPU, with Triton's kernels and without, against reading weights and keys once.
 
     python bench/gpu_decode.py [--rows 16 128] [--tokens 1024] [--prompt 512]
 
 Qwen3-0.6B's shape with random weights in bfloat16, rows in groups of 16 whose own tokens are between half of `--tokens`
-and all of them. A line for each number of rows and kind of attention. `--tiny` runs a very small model on the CPU, to
+and all of them. A line for each number of rows and kind of step: norms, rotary embeddings, gates and attention by
+Triton, attention alone, or neither. `--tiny` runs a very small model on the CPU, to
 see that this works: steps are not recorded there, and Triton has no kernels.
 """
 
@@ -23,9 +24,13 @@ from workloads import ModelShape
 from groupgrad.engines.native.attention_plans import DecodeBatch, ProbePlan
 from groupgrad.engines.native.cuda_graphs import cuda_recorder
 from groupgrad.engines.native.decode_kernels import SWITCH
+from groupgrad.engines.native.direct_step import direct_model
 from groupgrad.engines.native.kv_cache import KVCache, Need
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.engines.native.runner import DecodeRunner
+
+KINDS = {"Triton": "1", "attention by Triton": "1", "matrix products": "0"}
+"""Kinds of steps, and the value of `SWITCH` for each."""
 
 TINY = ModelShape(64, 32, 2, 4, 2, 8, 64, tied=True)
 GROUP = 16
@@ -33,7 +38,7 @@ GROUP = 16
 
 @torch.inference_mode()
 def measure(shape: ModelShape, device: torch.device, rows: int, tokens: int, prompt: int, steps: int) -> None:
-    """Prints a line for each kind of attention."""
+    """Prints a line for each kind of step."""
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     words = make_words(shape.vocab_size)
@@ -44,14 +49,15 @@ def measure(shape: ModelShape, device: torch.device, rows: int, tokens: int, pro
     bandwidth = reading_gigabytes(0.5, 512 if on_gpu else 8, str(device)) * 1e9
     probe, token = ProbePlan(), torch.zeros(1, dtype=torch.int64, device=device)
     last_logits(model, token, token, probe, token)
-    for switch in ("1", "0") if on_gpu else ("0",):
-        os.environ[SWITCH] = switch
+    for kind in KINDS if on_gpu else ["matrix products"]:
+        os.environ[SWITCH] = KINDS[kind]
+        direct = direct_model(model, probe.calls) if kind == "Triton" else None
         cache = KVCache(probe.layers, 2**40, is_recorded=on_gpu)
         num_groups = max(batch.groups) + 1
         need = Need(rows, tokens + steps, num_groups, prompt, max_suffix_length=2 * tokens + steps)
         cache.reserve(need, Need(0, 0, 0, 0))
         record = cuda_recorder({device}) if on_gpu else None
-        runner = DecodeRunner(model, cache, device, record=record, direct=None, probe=ProbePlan())
+        runner = DecodeRunner(model, cache, device, record=record, direct=direct, probe=ProbePlan())
         step = runner.step_for(batch)
         ids = torch.full((rows,), 5, device=device)
         positions = torch.tensor(lengths, device=device) + prompt
@@ -64,7 +70,6 @@ def measure(shape: ModelShape, device: torch.device, rows: int, tokens: int, pro
             seconds.append(time.perf_counter() - started)
         read = num_bytes + cache.bytes_per_token * (sum(lengths) + num_groups * prompt)
         floor, found = read / bandwidth, sorted(seconds)[len(seconds) // 2]
-        kind = "Triton" if switch == "1" else "matrix products"
         print(
             f"{rows} rows of {prompt} and {min(lengths)} to {max(lengths)} tokens, {kind}: "
             f"{1e3 * found:.2f} ms a step, floor {1e3 * floor:.2f} ms, "

@@ -11,6 +11,8 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from groupgrad.engines.native import triton_attention as kernels
+from groupgrad.engines.native import triton_attention, triton_layers
 from groupgrad.engines.native.decode_kernels import DecodeTables
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 
@@ -57,12 +59,26 @@ def launched(dtype: torch.dtype, width: int, repeat: int, special: bool) -> dict
     call = AttentionCall(0, 0.1, softcap=3.0 if special else None, window=512 if special else None, sinks=sinks)
     cached = [tuple(torch.zeros(n, 2, 1024, width, dtype=dtype) for _ in range(2)) for n in (16, 4)]
     tables = DecodeTables(*torch.zeros(2, 16, dtype=torch.int64), torch.zeros(4, 17, dtype=torch.int64), 16, 1024, 1024)
-    names = ("_attend_own", "_attend_prompt", "_merge")
-    with mock.patch.multiple(kernels, **{name: Launches(getattr(kernels, name)) for name in names}):
-        found = {name: getattr(kernels, name) for name in names}
-        query, new = torch.zeros(2 * repeat, 16, width, dtype=dtype), torch.zeros(2, 16, width, dtype=dtype)
-        kernels.decode_attention(query, (new, new), *cached, tables, call)  # pyright: ignore[reportArgumentType]
-    return found
+    query, new = torch.zeros(2 * repeat, 16, width, dtype=dtype), torch.zeros(2, 16, width, dtype=dtype)
+    with collected(triton_attention, "_attend_own", "_attend_prompt", "_merge") as found:
+        triton_attention.decode_attention(query, (new, new), *cached, tables, call)  # pyright: ignore[reportArgumentType]
+    hidden = torch.zeros(16, 2 * repeat * width, dtype=torch.float32 if special else dtype)
+    weight, angles = torch.zeros(hidden.shape[1]), torch.zeros(2, 16, width)
+    heads = [torch.zeros(16, count, width, dtype=dtype) for count in (2 * repeat, 2)]
+    norms = (angles[0, 0], angles[1, 0], 1e-6) if special else None
+    with collected(triton_layers, "_add_and_norm", "_rotate", "_gate") as others:
+        triton_layers.add_and_norm(hidden, hidden.to(dtype), weight, 1e-6, dtype)
+        triton_layers.rotate(*heads, *angles, norms)
+        triton_layers.gate(hidden.to(dtype), hidden.to(dtype))
+    return found | others
+
+
+@contextmanager
+def collected(module: Any, *names: str) -> Iterator[dict[str, Launches]]:
+    """Inside, launches of these kernels are collected."""
+    found = {name: Launches(getattr(module, name)) for name in names}
+    with mock.patch.multiple(module, **found):
+        yield found
 
 
 def compiled(launches: Launches, capability: int) -> Any:

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
 from groupgrad.engines.native.kv_cache import KVCache, padded
-from groupgrad.engines.native.logits import step_logits
 from groupgrad.modeling.systems.oom import is_out_of_memory
 
 Work = Callable[[], torch.Tensor]
@@ -59,10 +57,22 @@ class RecordedStep:
 
 
 class StepRecorder:
-    """Records the decode steps of a model, one for each `StepShape`."""
+    """Records decode steps, one for each `StepShape`.
 
-    def __init__(self, model: nn.Module, cache: KVCache, device: torch.device, record: Recorder):
-        self._model, self._cache, self._device, self._record = model, cache, device, record
+    `compute` makes the logits of a step from tokens, positions and plan; `trial` does the same before a recording, and
+    is told how many rows are no padding.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[torch.Tensor, torch.Tensor, DecodePlan], torch.Tensor],
+        trial: Callable[[torch.Tensor, torch.Tensor, DecodePlan, int], torch.Tensor],
+        cache: KVCache,
+        device: torch.device,
+        record: Recorder,
+    ):
+        self._compute, self._trial = compute, trial
+        self._cache, self._device, self._record = cache, device, record
         self._rows_per_group = 1
         self._steps: dict[StepShape, RecordedStep] = {}
         self._version = (0, 0)
@@ -96,16 +106,20 @@ class StepRecorder:
     def _record_step(self, batch: DecodeBatch, shape: StepShape) -> RecordedStep:
         plan = DecodePlan(self._cache, batch, shape)
         ids, positions = (torch.zeros(shape.num_rows, dtype=torch.int64, device=self._device) for _ in range(2))
+        # The trial compares logits, and at position 0 rotary embeddings would turn nothing.
+        real = [prompt + own for prompt, own in zip(batch.prompt_lengths, batch.lengths)]
+        positions[: len(real)] = torch.tensor(real, device=self._device)
 
         def work() -> torch.Tensor:
             # Masks depend on lengths, so the recording has to include their computation.
             plan.drop_masks()
-            return step_logits(self._model, ids, positions, plan)
+            return self._compute(ids, positions, plan)
 
         def trial() -> torch.Tensor:
             # The first replay writes the same keys and values again, but would update recurrent states a second time.
             with plan.recurrence.trial():
-                return work()
+                plan.drop_masks()
+                return self._trial(ids, positions, plan, len(batch.groups))
 
         buffers = (self._cache.suffixes, self._cache.prompts)
         stored = [tensor for buffer in buffers for pair in buffer.tensors.values() for tensor in pair]

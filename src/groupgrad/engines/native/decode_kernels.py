@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -66,6 +66,11 @@ def decode_kernels_for(
     options = (call.softcap is None, call.window is None, call.sinks is None)
     kind = (query.device, query.dtype, key.dtype, *sizes, *options)
     return None if _agrees.get(kind) is False else _Checked(call, kind)
+
+
+def has_layer_kernels(parameters: Sequence[torch.Tensor]) -> bool:
+    """True if Triton's kernels can compute the layers of a model with these parameters: they are on one GPU."""
+    return len({p.device for p in parameters}) == 1 and _is_on_gpu(parameters[0].data) and _has_triton()
 
 
 def _is_on_gpu(query: torch.Tensor) -> bool:

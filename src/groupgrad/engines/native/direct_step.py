@@ -2,25 +2,24 @@
 
 On a CPU a small model's step spends a fifth of its time between the matrix products: in module calls, and in norms and
 rotary embeddings of many small operations each. The direct form applies the same formulas to the same weights in fewer
-calls, or in one compiled call where all modules are plain and there is a compiler (see `kernels`). Decoders with
-recurrent layers have only the compiled form. A probe run of the model records which attention each layer computes. The
-first step runs in both forms, whose logits are compared (`runner.EagerStep`); so does the first step after the model's
-modules have changed.
+calls, or in one compiled call where all modules are plain and there is a compiler (see `kernels`). On a GPU it does so
+in Triton's kernels (`triton_layers`). Decoders with recurrent layers have only the compiled form of the CPU. A probe run
+of the model records which attention each layer computes. The first step runs in both forms, whose logits are compared
+(`runner.DecodeRunner.check`); so does the first step after the model's modules have changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from groupgrad.engines.native.cpp_step import CompiledModel, compiled_model
-from groupgrad.engines.native.decoder_layers import Decoder, LayerModules, read_decoder
+from groupgrad.engines.native.decode_kernels import has_layer_kernels
+from groupgrad.engines.native.decoder_layers import NORMS, Decoder, read_decoder
 from groupgrad.kernels import layers as kernel_layers
 from groupgrad.kernels import library
 from groupgrad.modeling.families import (
@@ -35,38 +34,133 @@ from groupgrad.modeling.fused_modules import is_replaced, is_silu
 from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
 from groupgrad.modeling.vlm import is_multimodal
 
+_Angles = tuple[torch.Tensor, torch.Tensor]
+"""(n, R) cosines of the angles by which the first R numbers of a head are turned, and sines, the first half of them
+with the sign that they have in the turn."""
+
 
 class DirectModel:
-    """Computes the logits of one token for each of n rows, in float32 on a CPU."""
+    """Computes the logits of one token for each of n rows: float32 on a CPU, any type on a GPU."""
 
-    def __init__(self, decoder: Decoder):
+    def __init__(self, decoder: Decoder, *, on_gpu: bool = False):
+        self._operations: _Operations = _GPUOperations() if on_gpu else _CPUOperations()
+        prepared = self._operations.prepared
         self._embed, self._rotary = decoder.embedding, decoder.rotary
-        self._head, self._norm = _function(decoder.head), _function(decoder.norm)
-        self._layers = [_as_functions(layer) for layer in decoder.layers]
+        self._head, self._norm = prepared(decoder.head), prepared(decoder.norm)
+        self._layers = [
+            replace(layer, modules={name: prepared(module) for name, module in layer.modules.items()})
+            for layer in decoder.layers
+        ]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """(n, V) logits after `tokens` (n,) at `positions` (n,)."""
-        hidden = self._embed(tokens)
-        cos, sin = (table[0, :, None] for table in self._rotary(hidden[None], positions[None]))
-        half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        with torch.cuda.device_of(tokens):  # where Triton launches, unlike torch, if another device is the current one
+            return self._logits(tokens, positions, plan)
+
+    def _logits(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        operations, hidden, added = self._operations, self._embed(tokens), None
+        cosines, sines = (table[0] for table in self._rotary(hidden[None], positions[None]))
+        half = sines.shape[-1] // 2
+        angles = cosines, torch.cat([-sines[:, :half], sines[:, half:]], dim=-1)
         for layer in self._layers:
-            modules, head_dim = layer.modules, layer.head_dim
-            normed = modules["attention_norm"](hidden)
-            query = modules["query"](normed).unflatten(-1, (-1, head_dim))
-            key = modules["key"](normed).unflatten(-1, (-1, head_dim))
-            if modules["query_norm"] is not None:
-                query, key = modules["query_norm"](query), modules["key_norm"](key)
-            num_heads = query.shape[1]
-            both = torch.cat([query, key], dim=1)
-            both = (both * cos + both.roll(half, -1) * sin).transpose(0, 1)
-            value = modules["value"](normed).unflatten(-1, (-1, head_dim)).transpose(0, 1)
+            modules = layer.modules
+            hidden, normed = operations.add_and_norm(hidden, added, modules["attention_norm"])
+            heads = [modules[name](normed).unflatten(-1, (-1, layer.head_dim)) for name in ("query", "key", "value")]
+            query, key = operations.rotate(heads[0], heads[1], modules, angles)
             assert layer.call is not None  # layers without attention have the compiled form alone
-            attended = plan.attend(both[:num_heads], both[num_heads:], value, layer.call)
-            hidden = hidden + modules["output"](attended.flatten(1))
-            normed = modules["mlp_norm"](hidden)
-            hidden = hidden + modules["down"](layer.activation(modules["gate"](normed), modules["up"](normed)))
-        return self._head(self._norm(hidden))
+            attended = plan.attend(*(x.transpose(0, 1) for x in (query, key, heads[2])), layer.call)
+            hidden, normed = operations.add_and_norm(
+                hidden, modules["output"](attended.flatten(1)), modules["mlp_norm"]
+            )
+            added = modules["down"](operations.gate(layer.activation, modules["gate"](normed), modules["up"](normed)))
+        return self._head(operations.add_and_norm(hidden, added, self._norm)[1])
+
+
+class _Operations(Protocol):
+    """What stands between the products of a layer."""
+
+    def prepared(self, module: Any) -> Any:
+        """What is called in place of a module."""
+        ...
+
+    def add_and_norm(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, H) `hidden + added`, and its norm."""
+        ...
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, modules: dict[str, Any], angles: _Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, heads, D) queries and keys after the norms of heads, if any, with rotary embeddings."""
+        ...
+
+    def gate(self, activation: Any, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """activation(gates) * values."""
+        ...
+
+
+class _CPUOperations:
+    """In torch's operations, and norms by compiled kernels where there are some."""
+
+    def prepared(self, module: Any) -> Any:
+        return _function(module)
+
+    def add_and_norm(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = hidden if added is None else hidden + added
+        return hidden, norm(hidden)
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, modules: dict[str, Any], angles: _Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if modules["query_norm"] is not None:
+            query, key = modules["query_norm"](query), modules["key_norm"](key)
+        num_heads, (cosines, sines) = query.shape[1], (angle[:, None] for angle in angles)
+        both = torch.cat([query, key], dim=1)
+        both = both * cosines + both.roll(sines.shape[-1] // 2, -1) * sines
+        return both[:, :num_heads], both[:, num_heads:]
+
+    def gate(self, activation: Any, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        kernels = library() if is_silu(activation) else None
+        if kernels is not None:
+            return kernel_layers.gated(kernels, gates, values)
+        return activation(gates).mul_(values)
+
+
+class _GPUOperations:
+    """In Triton's kernels, in the types that the modules' results have."""
+
+    def prepared(self, module: Any) -> Any:
+        return module
+
+    def add_and_norm(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from groupgrad.engines.native import triton_layers  # Triton is there on machines with a GPU
+
+        kind = hidden.device.type
+        dtype = torch.promote_types(hidden.dtype, norm.weight.dtype)
+        if torch.is_autocast_enabled(kind):  # the product that follows would bring its input to this type
+            dtype = torch.get_autocast_dtype(kind)
+        return triton_layers.add_and_norm(hidden, added, norm.weight, norm.variance_epsilon, dtype)
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, modules: dict[str, Any], angles: _Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from groupgrad.engines.native import triton_layers
+
+        query_norm, key_norm = modules["query_norm"], modules["key_norm"]
+        norms = None
+        if query_norm is not None:
+            norms = query_norm.weight, key_norm.weight, query_norm.variance_epsilon
+        return triton_layers.rotate(query, key, *angles, norms)
+
+    def gate(self, activation: Any, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        from groupgrad.engines.native import triton_layers
+
+        return triton_layers.gate(gates, values) if is_silu(activation) else activation(gates) * values
 
 
 def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledModel | DirectModel | None:
@@ -75,7 +169,9 @@ def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledM
     parts = _known_parts(inner)
     if parts is None or torch.is_autocast_enabled("cpu"):
         return None
-    if any(p.dtype != torch.float32 or p.device.type != "cpu" for part in parts for p in part.parameters()):
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    on_gpu = has_layer_kernels(parameters)
+    if not on_gpu and any(p.dtype != torch.float32 or p.device.type != "cpu" for p in parameters):
         return None
     # Hooks and replaced forward methods work only if the module is called.
     if any(_must_be_called(module) for part in parts for module in part.modules()):
@@ -83,9 +179,21 @@ def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledM
     decoder = read_decoder(parts[-2], parts[-1], calls)
     if decoder is None:
         return None
-    compiled = compiled_model(decoder)
     has_recurrence = any(layer.call is None for layer in decoder.layers)
+    if on_gpu:
+        return None if has_recurrence or not _has_plain_norms(decoder) else DirectModel(decoder, on_gpu=True)
+    compiled = compiled_model(decoder)
     return compiled if compiled is not None or has_recurrence else DirectModel(decoder)
+
+
+def _has_plain_norms(decoder: Decoder) -> bool:
+    """True if all norms are there that Triton's kernels compute, and all MLPs have gates."""
+    layers = decoder.layers
+    names = [{name for name in NORMS if layer.modules[name] is not None} for layer in layers]
+    needed = {"attention_norm", "mlp_norm"}
+    norms = [decoder.norm, *(layer.modules[name] for layer, own in zip(layers, names) for name in own)]
+    is_whole = all(own in (needed, set(NORMS)) and layer.is_gated for layer, own in zip(layers, names))
+    return is_whole and all(map(is_rms_norm, norms))
 
 
 def _known_parts(inner: Any) -> tuple[Any, ...] | None:
@@ -108,27 +216,13 @@ def _must_be_called(module: nn.Module) -> bool:
     )
 
 
-def _as_functions(layer: LayerModules) -> LayerModules:
-    """The layer with functions in place of its modules; `activation` becomes activation(gate) * up."""
-    functions = {name: module if module is None else _function(module) for name, module in layer.modules.items()}
-    return replace(layer, activation=_gated(layer.activation), modules=functions)
-
-
-def _function(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The formula of a plain module as a function; any other module, such as an adapter, itself."""
+def _function(module: Any) -> Any:
+    """The formula of a plain module as a function; any other module, such as an adapter, itself, and None for none."""
     if type(module) is nn.Linear:
         return module.forward
-    if is_rms_norm(module):
+    if module is not None and is_rms_norm(module):
         weight, epsilon, kernels = module.weight, module.variance_epsilon, library()
         if kernels is not None:
             return lambda hidden: kernel_layers.norm(kernels, hidden, weight, epsilon)
         return lambda hidden: F.rms_norm(hidden, weight.shape, weight, epsilon)
     return module
-
-
-def _gated(activation: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """activation(gate) * up."""
-    kernels = library() if is_silu(activation) else None
-    if kernels is not None:
-        return partial(kernel_layers.gated, kernels)
-    return lambda gate, up: activation(gate).mul_(up)
