@@ -84,63 +84,6 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         assert page.evaluate("window.hacked") is None
 
 
-def test_conversations_of_a_report_are_listed_and_searched_by_what_was_said(tmp_path, open_page):
-    folder, report = write_run(tmp_path / "chat", steps=2, rows=8, tokens=8, turns=2), tmp_path / "report.html"
-    path = folder / "rollouts" / "step_000002.0.parquet"
-    table = pq.read_table(path)
-    called = json.dumps([{"role": "assistant", "content": '<tool_call>{"a": "\\\\frac", "b": 11}</tool_call>'}])
-    texts = [called, *table["completion"].to_pylist()[1:]]
-    place = table.column_names.index("completion")
-    pq.write_table(table.set_column(place, table.field("completion"), [texts]), path)
-    assert main(["view", str(folder), "--export", str(report)]) == 0
-    with served(folder) as address:
-        listed = []
-        for where in (address, report.as_uri()):
-            page = open_page(where + "#/rollouts?run=chat&sort=seconds/correct")
-            page.wait_for_selector(".item .chip")
-            listed.append(page.locator(".item:has-text('1 · 0') .text").inner_text())
-            assert '"role"' not in page.inner_text(".list")
-            searches = {"assistant": 0, '"b": 11}</tool_call>': 1, '"role"': 0, "\\frac": 1, '{"text": ': 15}
-            for text, found in searches.items():
-                page.fill("[name=text]", text)
-                page.keyboard.press("Enter")
-                count = f"{found} rollout" if found == 1 else f"{found} rollouts"
-                wait_until(page, f"document.querySelector('.count').innerText.split(' of ')[0] === '{count}'")
-        assert listed[0] == listed[1]
-        assert re.match(r"[\d.]+ m?s · ", listed[0]), "the number that the list is ordered by"
-
-
-def test_tool_calls_of_a_rollout_show_their_arguments(tmp_path, open_page):
-    folder = write_run(tmp_path / "chat", steps=1, rows=8, tokens=8, turns=2)
-    path = folder / "rollouts" / "step_000001.0.parquet"
-    table = pq.read_table(path)
-
-    def turn(num_answers: int, *arguments: Any) -> list[dict[str, Any]]:
-        """A turn that calls `search` with each of the arguments, and the answers to its calls."""
-        calls = [{"type": "function", "function": {"name": "search", "arguments": given}} for given in arguments]
-        answer = {"role": "tool", "content": "56"}
-        return [{"role": "assistant", "content": "", "tool_calls": calls}, *[answer] * num_answers]
-
-    use = {"name": "search", "failed": False, "timed_out": False, "seconds": 0.2}
-    turns = [
-        *turn(2, {"a": 1, "b": "<b>"}, {"a": "x" * 300}),
-        *turn(2, {"a": 2}),  # one of its two calls could not be read
-        *turn(0, '{"a": 3}'),  # its answer had no room
-    ]
-    changes = {"completion": json.dumps(turns), "tool_calls": [use] * 5}
-    for name, value in changes.items():
-        values = [*table[name].to_pylist()[:5], value, *table[name].to_pylist()[6:]]
-        table = table.set_column(table.column_names.index(name), table.field(name), [values])
-    pq.write_table(table, path)
-    with served(folder) as address:
-        page = open_page(address + "#/rollouts?run=chat&step=1&group=0&row=5")
-        page.click("summary:has-text('5 tool calls')")
-        items = [item.inner_text() for item in page.locator("#row-5 li").all()]
-    long = '{"a":"' + "x" * 194 + " ..."
-    given = [' {"a":1,"b":"<b>"}', f" {long}", "", "", ' {"a": 3}']
-    assert items == [f"search 200 ms{text}" for text in given]
-
-
 def test_a_link_opens_its_own_run_or_says_that_it_is_missing(tmp_path, open_page):
     """Whatever runs have come since, or have gone, or have the same name."""
     linked, other = (write_run(tmp_path / name, steps=steps, rows=8, tokens=8) for name, steps in (("b", 2), ("c", 4)))

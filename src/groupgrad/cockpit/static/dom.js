@@ -58,7 +58,8 @@ export function percent(value) {
 /** Seconds as a duration. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
-  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds > 0 && seconds < 5e-5) return "<0.1 ms";
+  if (seconds < 0.9995) return `${short(seconds * 1000, seconds < 9.95e-3 ? 1 : 0)} ms`;
   if (seconds < 120) return `${short(seconds, 1)} s`;
   if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
   return `${short(seconds / 3600, 1)} h`;
