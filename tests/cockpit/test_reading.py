@@ -268,6 +268,24 @@ def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, mo
     assert {json.loads(line)["phase"] for line in capsys.readouterr().out.splitlines()} == {"eval"}
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 ms"), (2e-5, "<0.1 ms"), (2.1e-4, "0.2 ms"), (0.00996, "10 ms"), (0.25, "250 ms"), (0.9996, "1 s")],
+)
+def test_rollouts_in_order_of_seconds_show_them(tmp_path, capsys, monkeypatch, seconds, text):
+    folder = write_run(tmp_path / "run", steps=1, rows=8)
+    path = folder / "rollouts" / "step_000001.0.parquet"
+    table = pq.read_table(path)
+    place = table.column_names.index("seconds/correct")
+    pq.write_table(table.set_column(place, table.field(place), [[seconds] * 8]), path)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["rollouts", str(folder), "--sort", "seconds/correct"]) == 0
+    printed = capsys.readouterr().out
+    assert "seconds/" in printed and len(re.findall(rf"│ +{text} +│", printed)) == 8
+    assert main(["rollouts", str(folder)]) == 0
+    assert "seconds/" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("width", [80, 100, 140, 200])
 def test_every_number_of_a_rollout_is_printed_at_each_width(tmp_path, capsys, monkeypatch, width):
     folder = write_run(tmp_path / "run", steps=1, rows=8)

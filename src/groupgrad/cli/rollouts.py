@@ -18,7 +18,7 @@ from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.row_selection import Selection
 from groupgrad.spelling import did_you_mean
 from groupgrad.telemetry.completions_table import print_table
-from groupgrad.telemetry.render import visible
+from groupgrad.telemetry.render import duration, visible
 from groupgrad.telemetry.rollout_table import REWARD, SECONDS, TRAINING
 
 SHADES = ("", "on grey19", "on grey30", "on dark_goldenrod", "on dark_orange3", "on red3")
@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     console = Console()
     functions = run.facets()["rewards"]
-    others = [*run.facets()["shares"], "group", "finish_reason", "num_tokens"]
+    timed = [arguments.sort] if arguments.sort.startswith(SECONDS) else []
+    others = [*run.facets()["shares"], *timed, "group", "finish_reason", "num_tokens"]
     shown = {"reward", "advantage", "prompt", "completion", *others}
     columns = {name if name not in shown else f"{REWARD}{name}": f"{REWARD}{name}" for name in functions}
     rewards = {"reward": "reward", **(columns if len(functions) > 1 else {})}
@@ -170,6 +171,7 @@ def _record(row: dict[str, Any], rewards: Mapping[str, str]) -> dict[str, Any]:
     texts = {key: json.loads(row[key]) if row["is_messages"] else row[key] for key in ("prompt", "completion")}
     others = ("advantage", "gradient_share", "group", "finish_reason", "num_tokens")
     numbers = {**{name: row.get(name) for name in others}, **{name: row.get(key) for name, key in rewards.items()}}
+    numbers |= {name: duration(value) for name, value in row.items() if name.startswith(SECONDS)}
     phase = "" if row.get("phase") in (None, TRAINING) else f" {row['phase']}"
     return {**texts, "step·row": f"{row['step']}·{row['row']}{phase}", **numbers}
 

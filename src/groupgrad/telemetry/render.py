@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -52,6 +53,24 @@ def visible(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return text.replace("\r\n", "\n").expandtabs(4).translate(_VISIBLE_FORMS)
+
+
+def duration(seconds: float | None) -> str | None:
+    """Formats a time as `0.2 ms`, `12 ms`, `3.4 s`, `5 min` or `2.1 h`, as the page does; None for None."""
+    if seconds is None or not math.isfinite(seconds):
+        return None
+    if 0 < seconds < 5e-5:
+        return "<0.1 ms"
+    if seconds < 0.9995:
+        return f"{_rounded(seconds * 1000, 1 if seconds < 9.95e-3 else 0)} ms"
+    if seconds < 120:
+        return f"{_rounded(seconds, 1)} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{_rounded(seconds / 3600, 1)} h"
+
+
+def _rounded(value: float, digits: int) -> str:
+    """A number with at most so many digits after the point, without trailing zeros."""
+    return f"{round(value, digits):g}"
 
 
 def images_of(messages: Any) -> list[Any]:
