@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pyarrow.parquet as pq
 import pytest
@@ -40,6 +42,64 @@ def test_conversations_of_a_report_are_listed_and_searched_by_what_was_said(tmp_
                 wait_until(page, f"document.querySelector('.count').innerText.split(' of ')[0] === '{count}'")
         assert listed[0] == listed[1]
         assert re.match(r"[\d.]+ m?s · ", listed[0]), "the number that the list is ordered by"
+
+
+SEARCHES = {
+    "be brief. What": 1,  # from one message of the prompt to the next one
+    "What\tis\n\n2 + 2?": 1,
+    "five. Add": 1,  # from the reasoning of a message to its content
+    "first. calculator": 1,  # and to the call after it
+    '{"expr": "2 + 2", "more"': 1,
+    'say "4"': 1,
+    "4\nFour": 1,  # from a reply of a tool to the answer
+    "4 four. assistant": 0,
+    "brief. first": 0,  # prompt and completion are two texts
+    "null": 0,
+    "STRASSE": 0,
+    "stra\u1e9ee": 1,  # case by case: ß and ẞ are one letter in two cases
+    "\u03a3\u03a3": 1,
+    "a.c": 0,
+    "[b] (c)|": 1,
+}
+"""Texts that are sought, and the number of rows of `conversation` that have them."""
+
+
+def conversation(path: Path) -> None:
+    """Makes the first row of a file of rollouts a conversation."""
+    call = {"function": {"name": "calculator", "arguments": {"expr": "2 + 2", "more": {"a": [1]}, "text": 'say "4"'}}}
+    again = {"function": {"name": "calculator", "arguments": None}}
+    calls = {"tool_calls": [call, again]}
+    system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is\n2 + 2?"}
+    asked = {"role": "assistant", "content": "Add first.", "reasoning_content": "Not five.", **calls}
+    last = {"role": "assistant", "content": [{"type": "text", "text": "Four. Straße \u03c3\u03c2 [b]  (c)|"}]}
+    changed = {"prompt": [system, question], "completion": [asked, {"role": "tool", "content": "4"}, last]}
+    table = pq.read_table(path)
+    for name, value in changed.items():
+        texts = [json.dumps(value, ensure_ascii=False), *table[name].to_pylist()[1:]]
+        table = table.set_column(table.column_names.index(name), table.field(name), [texts])
+    is_messages = [True, *[False] * (table.num_rows - 1)]
+    place = table.column_names.index("is_messages")
+    pq.write_table(table.set_column(place, table.field(place), [is_messages]), path)
+
+
+def test_page_report_and_terminal_find_the_same_texts(tmp_path, open_page, capsys):
+    folder, report = write_run(tmp_path / "chat", steps=1, rows=8, tokens=8), tmp_path / "report.html"
+    conversation(folder / "rollouts" / "step_000001.0.parquet")
+    assert main(["view", str(folder), "--export", str(report)]) == 0
+    capsys.readouterr()
+    found = {}
+    for text in SEARCHES:
+        main(["rollouts", str(folder), "--search", text, "--json"])
+        found[text] = len(capsys.readouterr().out.splitlines())
+    assert found == SEARCHES, "in the terminal"
+    with served(folder) as address:
+        for where in (address, report.as_uri()):
+            page = open_page(where + "#/rollouts?run=chat")
+            for text, number in SEARCHES.items():
+                for query, count in (({}, 8), ({"text": text}, number)):
+                    place = "#/rollouts?" + urlencode({"run": "chat", **query})
+                    page.evaluate(f"location.hash = {json.dumps(place)}")
+                    wait_until(page, f"document.querySelector('.count').innerText.startsWith('{count} rollout')")
 
 
 def test_tool_calls_of_a_rollout_show_their_arguments(tmp_path, open_page):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import socket
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from groupgrad.cockpit.row_selection import Selection, ordered, pc, select
+from groupgrad.cockpit.text_search import rows_with, words
 from groupgrad.telemetry import run_files
 from groupgrad.telemetry.rollout_table import REWARD, SECONDS, TRAINING
 from groupgrad.telemetry.run_files import parse_rollout_file, read_lines, read_lines_from
@@ -257,7 +257,7 @@ class RunFolder:
         return pa.table({**columns, "tools": tools})
 
     def _matching(self, text: str, table: pa.Table) -> pa.Array:
-        """(rows of the index,) true where prompt or completion holds a text, whatever its case."""
+        """(rows of the index,) true where prompt or completion contains a text, by the rule of `text_search`."""
         known = self._matches.get(text)
         if known is not None and known[0] == table.num_rows:
             return known[1]
@@ -273,19 +273,12 @@ class RunFolder:
 
     def _mask(self, name: str, text: str) -> pa.Array:
         count = self._parts[name][1].num_rows
-        table = self._read(name, ("prompt", "completion", "is_messages"))
+        wanted = ("prompt", "completion", "is_messages")
+        table = self._read(name, wanted)
         if table is None or table.num_rows != count:
             return pa.array([False] * count)
-        # Conversations are stored as JSON, in which a text may be escaped, and which has words of its own.
-        stored = {text, json.dumps(text, ensure_ascii=False)[1:-1]}
-        texts = [table[column].combine_chunks() for column in ("prompt", "completion")]
-        masks = [pc.match_substring(column, words, ignore_case=True) for column in texts for words in stored]
-        mask, sought = functools.reduce(pc.or_, masks), text.casefold()
-        found = [
-            matches and (not is_messages or any(sought in _words(column[row].as_py()).casefold() for column in texts))
-            for row, (matches, is_messages) in enumerate(zip(mask.to_pylist(), table["is_messages"].to_pylist()))
-        ]
-        return pa.array(found, pa.bool_())
+        prompts, completions, is_messages = (table[column].combine_chunks() for column in wanted)
+        return rows_with(text, (prompts, completions), is_messages)
 
 
 def _empty() -> pa.Table:
@@ -320,7 +313,7 @@ def with_words(row: dict[str, Any]) -> dict[str, Any]:
     reads of it (`words`)."""
     if not row["is_messages"]:
         return row
-    return {**row, "head": _head(row), "words": [_words(row["prompt"]), _words(row["completion"])]}
+    return {**row, "head": _head(row), "words": [words(row["prompt"]), words(row["completion"])]}
 
 
 def _head(row: dict[str, Any]) -> dict[str, str]:
@@ -336,24 +329,6 @@ def _said(text: str, role: str, *, last_alone: bool) -> str:
         messages = json.loads(text)
         chosen = [message for message in messages if message["role"] == role] or messages
         return " ".join(filter(None, map(_content, chosen[-1:] if last_alone else chosen)))
-    except (ValueError, TypeError, KeyError, AttributeError):  # a user's function may return any messages
-        return text
-
-
-def _words(text: str) -> str:
-    """The texts of all messages and what they call, with arguments; a text that is no JSON of messages is returned."""
-    try:
-        lines = []
-        for message in json.loads(text):
-            content = message.get("content") or []
-            lines += [content] if isinstance(content, str) else [block.get("text") or "" for block in content]
-            for call in message.get("tool_calls") or ():
-                called = call.get("function", call)
-                arguments = called.get("arguments")
-                plain = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                lines += [str(called.get("name")), plain]
-                lines += map(str, arguments.values() if isinstance(arguments, dict) else ())
-        return "\n".join(lines)
     except (ValueError, TypeError, KeyError, AttributeError):  # a user's function may return any messages
         return text
 

@@ -22,7 +22,7 @@ class Selection:
     first_step: int | None = None
     last_step: int | None = None
     text: str | None = None
-    """Part of prompt or completion, in any case."""
+    """Part of prompt or completion, by the rule of `text_search`."""
     prompt_id: str | None = None
     group: int | None = None
     reward: str | None = None

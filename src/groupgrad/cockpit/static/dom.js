@@ -84,10 +84,11 @@ export function plainText(text, isMessages) {
   }
 }
 
-/** The content of a message, with its tool calls. */
+/** The reasoning and content of a message, with its tool calls. */
 export function contentText(message) {
   const { content } = message;
+  const reasoning = message.reasoning_content ?? message.reasoning ?? message.thinking ?? "";
   const blocks = Array.isArray(content) ? content.map((block) => block.text ?? `[${block.type ?? "block"}]`) : [content ?? ""];
   const calls = (message.tool_calls ?? []).map((call) => `→ ${JSON.stringify(call.function ?? call)}`);
-  return [...blocks, ...calls].filter((part) => part !== "").join("\n");
+  return [reasoning, ...blocks, ...calls].filter((part) => part !== "").join("\n");
 }

@@ -48,7 +48,8 @@ class ReportSource {
 
   async rollouts(run, query) {
     const { rollouts, facets } = this.report.runs[run];
-    const found = rollouts.filter((row) => matches(row, query)).map((row) => ({ ...row, ...row.head, tools: toolNames(row).join("\n") }));
+    const pattern = query.text ? textPattern(query.text) : null;
+    const found = rollouts.filter((row) => matches(row, query, pattern)).map((row) => ({ ...row, ...row.head, tools: toolNames(row).join("\n") }));
     const column = query.sort ?? "step";
     const sign = query.order === "ascending" ? 1 : -1;
     const rank = (row) => row[column] ?? -Infinity * sign;
@@ -64,10 +65,16 @@ function toolNames(row) {
   return [...new Set((row.tool_calls ?? []).map((call) => call.name))].sort();
 }
 
-function matches(row, query) {
+/** A text as it is sought: any white space matches any white space, and case does not matter, as in `text_search.py`. */
+function textPattern(text) {
+  const space = "[ \\t\\n\\x0b\\f\\r]+";
+  const pieces = text.split(new RegExp(space)).map((piece) => piece.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"));
+  return new RegExp(pieces.join(space), "iu");
+}
+
+function matches(row, query, pattern) {
   const set = (name) => query[name] !== undefined && query[name] !== null && query[name] !== "";
   const reward = row[set("reward") ? `reward/${query.reward}` : "reward"];
-  const text = set("text") ? query.text.toLowerCase() : "";
   return (
     (!set("first_step") || row.step >= Number(query.first_step)) &&
     (!set("last_step") || row.step <= Number(query.last_step)) &&
@@ -77,6 +84,6 @@ function matches(row, query) {
     (!set("prompt_id") || row.prompt_id === query.prompt_id) &&
     (!set("phase") || (row.phase ?? "train") === query.phase) &&
     (!set("tool") || toolNames(row).includes(query.tool)) &&
-    (!text || (row.words ?? [row.prompt, row.completion]).some((words) => words.toLowerCase().includes(text)))
+    (!pattern || (row.words ?? [row.prompt, row.completion]).some((words) => pattern.test(words)))
   );
 }
