@@ -130,7 +130,11 @@ def parser() -> argparse.ArgumentParser:
     chosen.add_argument("--step", metavar="N[:M]", help="only rollouts of step N, or of steps N to M")
     chosen.add_argument("--group", type=int, help="only rollouts of this group")
     chosen.add_argument(
-        "--search", dest="text", metavar="TEXT", help="only rollouts whose prompt or completion contains TEXT"
+        "--search",
+        dest="text",
+        metavar="TEXT",
+        type=_text,
+        help="only rollouts whose prompt or completion contains TEXT, in any case",
     )
     chosen.add_argument("--reward", metavar="NAME", help="reward function of the bounds (default: the weighted reward)")
     chosen.add_argument("--min-reward", type=float, help="only rollouts with at least this reward")
@@ -152,6 +156,14 @@ def _at_least_one(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} prints nothing; give 1 or more")
     return number
+
+
+def _text(given: str) -> str:
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{given!r} has bytes that are no UTF-8; give a part of the text") from None
+    return given
 
 
 def _steps(text: str | None) -> tuple[int | None, int | None]:
