@@ -8,6 +8,8 @@ import pytest
 from pages import NEEDS_BROWSER, make_sweep_folder, served, wait_until
 from synthetic_run import write_run
 
+from groupgrad.sweep.store import ArmTurn
+
 pytestmark = NEEDS_BROWSER
 
 
@@ -32,6 +34,16 @@ def test_the_table_of_a_sweep_can_be_read_at_any_width(tmp_path, open_page):
             assert states == ["waiting", "training", "stopped"]
             assert page.locator(".sweep tbody tr.out").count() == 1
             page.close()
+
+
+def test_the_order_of_arms_at_unlike_steps_is_called_provisional(tmp_path, open_page):
+    store, panel = make_sweep_folder(tmp_path / "rates")
+    with served(tmp_path / "rates", sweeps=[panel]) as address:
+        page = open_page(address + "#/sweep")
+        page.wait_for_selector(".sweep tbody tr")
+        assert "provisional" not in page.inner_text(".sweep")
+        store.end_turn(2, ArmTurn(0, 3, train_s=3.0, switch_s=0.1), 20, {})
+        wait_until(page, "document.querySelector('.sweep').innerText.includes('race have made 3 to 5 steps')")
 
 
 def test_arms_of_a_sweep_are_given_commands_by_keyboard(tmp_path, open_page):

@@ -119,6 +119,39 @@ def test_an_arm_that_is_ahead_of_the_first_in_the_same_steps_says_so(tmp_path, c
     assert text in capsys.readouterr().out
 
 
+def test_the_order_of_arms_that_have_made_unlike_steps_is_called_provisional(tmp_path, capsys):
+    """The latest reward of an arm that is further along is larger, whichever arm is better."""
+    store = Store(tmp_path, create=True)
+    store.add_arms([(name, 0, {"beta": 0.1}) for name in ("01-a", "02-b", "03-new", "04-stopped")])
+
+    def train(number: int, first: int, last: int) -> None:
+        means = {step: (step / 10 - number / 100, step / 10) for step in range(first + 1, last + 1)}
+        rewards = {step: PromptRewards(("one", "two"), {"reward": found}) for step, found in means.items()}
+        store.end_turn(number, ArmTurn(first, last, train_s=1.0, switch_s=0.1), 6, rewards)
+
+    def shown() -> tuple[bool, bool]:
+        """True for a provisional order, and for a comparison in other steps, both on page and terminal."""
+        table = CommandLinePanel(tmp_path).table()
+        assert cli.main(["sweep", "status", str(tmp_path)]) == 0
+        printed = capsys.readouterr().out
+        assert (table["note"] in printed) and ("provisional" in printed) == bool(table["note"])
+        behind = {arm["name"]: arm["behind"] for arm in table["arms"]}["02-b"]
+        assert behind.startswith("0.005 ± 0.005 on 2 paired prompts") and behind in printed
+        return bool(table["note"]), "in the same steps" in behind
+
+    for number, last in ((1, 4), (2, 4), (4, 2)):
+        train(number, 0, last)
+    store.set_state(4, "stopped")
+    assert shown() == (False, False)  # an arm without steps and one that is out of the race have no part in it
+    train(1, 4, 6)
+    assert shown() == (True, True)
+    assert "have made 4 to 6 steps" in CommandLinePanel(tmp_path).table()["note"]
+    store.set_state(1, "done")
+    assert shown() == (True, True)
+    store.set_state(2, "done")  # a run of another length, at its end
+    assert shown() == (False, True)
+
+
 def test_the_share_of_steps_is_rounded_as_on_the_page(tmp_path, capsys):
     store = Store(tmp_path, create=True)
     store.add_arms([("01-a", 0, {"beta": 0.1})])

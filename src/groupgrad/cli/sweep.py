@@ -293,7 +293,7 @@ def _take_at_once(store: Store, own: int) -> bool:
 
 def status_text(store: Store) -> str:
     """Returns the arms as a table, the best one first, with what the sweep has cost."""
-    from groupgrad.sweep.report import arms_in_turn, cost, results, shown_state, steps_so_far
+    from groupgrad.sweep.report import arms_in_turn, cost, order_note, results, shown_state, steps_so_far
 
     metric, rows = store.fact("metric") or "reward", results(store)
     ids, made = {arm.name: arm.id for arm in store.arms()}, steps_so_far(store)
@@ -314,7 +314,9 @@ def status_text(store: Store) -> str:
         )
     total = cost(store)
     share = math.floor(100 * total.steps / total.all_steps + 0.5) if total.all_steps else 0  # halves up, as on the page
+    note = order_note(rows)
     lines += [
+        *(["", note] if note else []),
         "",
         f"{total.steps:,} steps, {share}% of training all arms to their end; switching took "
         f"{total.switch_share:.1%} of {total.train_s + total.switch_s:,.0f} s",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from groupgrad.sweep.commands import check_queued
-from groupgrad.sweep.report import arms_in_turn, cost, is_trained, results, shown_state, steps_so_far
+from groupgrad.sweep.report import arms_in_turn, cost, is_trained, order_note, results, shown_state, steps_so_far
 from groupgrad.sweep.store import ARMS, Store
 
 TIMEOUT_S = 300
@@ -65,8 +65,8 @@ class CommandLinePanel:
     def _table(self, steps: Mapping[str, int], in_turn: Collection[str]) -> dict[str, Any]:
         store, total = self._store, cost(self._store)
         arms = {arm.name: arm for arm in store.arms()}
-        rows = []
-        for row in results(store):
+        rows, found = [], results(store)
+        for row in found:
             rows.append(
                 {
                     "id": arms[row.name].id,
@@ -86,4 +86,5 @@ class CommandLinePanel:
         commands = [command._asdict() for command in store.commands(MAX_COMMANDS)]
         numbers = {"steps": total.steps, "all_steps": total.all_steps, "switch_share": total.switch_share}
         base = {"name": self.name, "path": str(self.path), "metric": store.fact("metric") or "reward"}
+        base["note"] = order_note(found)
         return {**base, **numbers, "arms": rows, "commands": commands}

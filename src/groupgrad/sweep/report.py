@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ _ORDER = {DONE: 0, WAITING: 0, STOPPED: 1, DROPPED: 2, FAILED: 3}
 
 @dataclass(slots=True, frozen=True)
 class Result:
-    """An arm and its mean reward in its last steps: those after which halving dropped it, or else the last tenth of the
-    run that it has made."""
+    """An arm and its mean reward in its last steps: those after which halving dropped it, or else its latest steps, a
+    tenth of the length of its run."""
 
     name: str
     state: str
@@ -36,21 +36,24 @@ class Result:
     reward: float
     """NaN where nothing was scored yet."""
     behind: compare.MeanDifference | None
-    """The best arm's lead in the same steps, if both have made them. For an arm that was dropped, the lead of the arm
-    that was the best at that rung."""
+    """The best arm's lead in the last steps that both have made. For an arm that was dropped, the lead of the arm that
+    was the best at that rung."""
     reason: str
     compared: tuple[int, int]
-    """First and last of the steps that `reward` and, where the best arm has made them, `behind` are about."""
+    """First and last of the steps that `reward` is about."""
     rung: int | None = None
     """The rung, counted from 1, at which it was dropped."""
+    is_apart: bool = False
+    """True if the best arm has made more steps or fewer: `behind` is about the last steps that both have made."""
 
     @property
     def behind_text(self) -> str:
         """Its distance behind the best arm in words, or ahead of it, as it may be in the steps that both have made."""
         if self.behind is None or self.behind.num < 2:
             return ""
-        text = self.behind.text
-        return f"ahead of the first by {text} in the same steps" if self.behind.mean < 0 else text
+        is_ahead = self.behind.mean < 0
+        words = "ahead of the first by " if is_ahead else "", " in the same steps" if is_ahead or self.is_apart else ""
+        return self.behind.text.join(words)
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,8 +97,21 @@ def results(store: Store) -> list[Result]:
         max_steps = arm.max_steps or planned_steps(store, arm)
         numbers = arm.state, arm.step, max_steps, arm.changes, reward, behind, arm.reason
         rung = None if drop is None else drop.rung + 1
-        rows.append(Result(arm.name, *numbers, compared=(after + 1, arm.step), rung=rung))
+        is_apart = drop is None and best is not None and arm.step != best.step
+        rows.append(Result(arm.name, *numbers, compared=(after + 1, arm.step), rung=rung, is_apart=is_apart))
     return rows
+
+
+def order_note(rows: Sequence[Result]) -> str:
+    """Says that the order of arms is provisional, if arms in the race have made unlike steps and not all are done."""
+    in_race = [row for row in rows if row.state in (DONE, WAITING) and row.step]
+    steps = [row.step for row in in_race]
+    if len(set(steps)) < 2 or all(row.state == DONE for row in in_race):
+        return ""
+    return (
+        f"The order is provisional: arms in the race have made {min(steps)} to {max(steps)} steps, and their latest "
+        "rewards favour those that are further along. The last column compares each with the first in the same steps."
+    )
 
 
 def planned_steps(store: Store, arm: Arm) -> int | None:

@@ -115,6 +115,7 @@ function sweepCard(state, sweep, addressOf, ask) {
     el("h2", {}, `Sweep ${sweep.name}`),
     el("p", { class: "quiet" }, `${short(sweep.steps)} steps, ${Math.round(share)} % of training all arms to their end; switching took ${short(100 * sweep.switch_share, 1)} % of the time`),
     el("p", { class: "quiet" }, `Arms in the race by ${sweep.metric}, the best first; below them, faint, those that were stopped, dropped or failed.`),
+    sweep.note && el("p", {}, sweep.note),
     el("div", { class: "scroll" }, el("table", {},
       el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
       el("tbody", {}, sweep.arms.map((arm) => armRow(state, sweep, arm, addressOf, ask))))),
