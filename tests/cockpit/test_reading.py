@@ -201,8 +201,13 @@ def test_the_command_prints_rollouts(folder, capsys, monkeypatch):
     expected = [f"{value:.4g}" if own else "tool" for value, own in zip(row["entropy"], owned)]
     assert [line.split()[1] for line in lines] == expected
     assert main(["rollouts", str(folder), "--step", "3:4", "--min-reward", "0.9", "--limit", "3", "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr()
+    rows = [json.loads(line) for line in printed.out.splitlines()]
     assert len(rows) == 3 and all(row["reward"] >= 0.9 and row["step"] in (3, 4) and row["tokens"] for row in rows)
+    (left_out,) = re.findall(r"3 of (\d+) rollouts; --limit \1 has all", printed.err)
+    assert main(["rollouts", str(folder), "--step", "3:4", "--min-reward", "0.9", "--limit", left_out, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == int(left_out) > 3 and not printed.err
     assert main(["rollouts", str(folder), "--min-reward", "9"]) == 1
     assert "steps 1 to 12" in capsys.readouterr().err
     assert main(["rollouts", str(folder), "--step", "x"]) == main(["rollouts", str(folder / "none")]) == 2

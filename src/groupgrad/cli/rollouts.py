@@ -63,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         for row in rows:
             print(json.dumps(row, ensure_ascii=False))
+        if len(rows) < count:
+            print(f"groupgrad rollouts: {len(rows)} of {count:,} rollouts; --limit {count} has all", file=sys.stderr)
         return 0
     console = Console()
     functions = run.facets()["rewards"]
