@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -16,6 +17,8 @@ from synthetic_run import write_run
 from groupgrad.cli.main import main
 
 pytestmark = NEEDS_BROWSER
+
+ORDERS = ("", "ascending")
 
 
 def test_conversations_of_a_report_are_listed_and_searched_by_what_was_said(tmp_path, open_page):
@@ -100,6 +103,25 @@ def test_page_report_and_terminal_find_the_same_texts(tmp_path, open_page, capsy
                     place = "#/rollouts?" + urlencode({"run": "chat", **query})
                     page.evaluate(f"location.hash = {json.dumps(place)}")
                     wait_until(page, f"document.querySelector('.count').innerText.startsWith('{count} rollout')")
+
+
+@pytest.mark.slow
+def test_a_report_lists_rollouts_in_the_order_of_the_live_page(tmp_path, open_page):
+    """Rows without the number that they are ordered by come last; evaluations of a step come after its training."""
+    folder, report = write_run(tmp_path / "run", steps=2, rows=8, tokens=8, evaluated=[2]), tmp_path / "report.html"
+    assert main(["view", str(folder), "--export", str(report)]) == 0
+    with served(folder) as address:
+        listed: dict[tuple[str, str], list[list[str]]] = {}
+        for where, sort, order in product((address, report.as_uri()), ("", "num_tokens", "gradient_share"), ORDERS):
+            query = urlencode({"run": "run", "sort": sort, "order": order})
+            page = open_page(f"{where}#/rollouts?{query}", height=1600)
+            page.wait_for_selector("#item-23 .chip")
+            items = [page.inner_text(f"#item-{number}") for number in range(24)]
+            listed.setdefault((sort, order), []).append(items)
+            page.close()
+    for (sort, order), (live, static) in listed.items():
+        assert live == static, (sort, order)
+    assert all("evaluation eval" in item for item in listed["gradient_share", ""][0][16:])
 
 
 def test_tool_calls_of_a_rollout_show_their_arguments(tmp_path, open_page):

@@ -50,15 +50,21 @@ class ReportSource {
     const { rollouts, facets } = this.report.runs[run];
     const pattern = query.text ? textPattern(query.text) : null;
     const found = rollouts.filter((row) => matches(row, query, pattern)).map((row) => ({ ...row, ...row.head, tools: toolNames(row).join("\n") }));
-    const column = query.sort ?? "step";
-    const sign = query.order === "ascending" ? 1 : -1;
-    const rank = (row) => row[column] ?? -Infinity * sign;
-    const compare = (a, b) => (rank(a) < rank(b) ? -1 : rank(a) > rank(b) ? 1 : 0);
-    found.sort((a, b) => sign * compare(a, b) || a.step - b.step || a.row - b.row);
+    found.sort(inOrder(query.sort ?? "step", query.order === "ascending" ? 1 : -1));
     const offset = query.offset ?? 0;
     const isChosen = (row) => row.step === Number(query.chosen_step) && row.row === Number(query.chosen_row) && (row.phase ?? "train") === (query.chosen_phase ?? "train");
     return { place: found.findIndex(isChosen), total: found.length, rows: found.slice(offset, offset + (query.limit ?? 100)), complete: true, facets };
   }
+}
+
+/** Compares two rows by a column, rows without a value last; equal ones as the server does (`row_selection.py`). */
+function inOrder(column, sign) {
+  const compare = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
+  const isMissing = (row) => (row[column] ?? null) === null;
+  const phase = (row) => row.phase ?? "train";
+  return (a, b) =>
+    isMissing(a) - isMissing(b) || sign * compare(a[column], b[column]) || a.step - b.step ||
+    (phase(a) !== "train") - (phase(b) !== "train") || compare(phase(a), phase(b)) || a.row - b.row;
 }
 
 function toolNames(row) {
