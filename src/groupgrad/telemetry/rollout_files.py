@@ -46,6 +46,7 @@ class RolloutFiles:
         self._row_bytes: float | None = None
         """Bytes of a row in the last file."""
         self._last_step: int | None = None
+        """The last step that has sampled, whether its rows were kept or left out."""
         self._images: set[str] = set()
         self._has_thinned = False
 
@@ -59,6 +60,7 @@ class RolloutFiles:
         if self._used is None:
             self._used = self._bytes_on_disk()
         kept = self._sample(step, parts, max_steps)
+        self._last_step = step
         if not kept:
             return
         tables = [to_table(step, part) for part in kept]
@@ -71,7 +73,6 @@ class RolloutFiles:
         before = path.stat().st_size if path.exists() else 0
         replace_file(path, lambda aside: aside.write_bytes(data))
         self._used += data.size - before
-        self._last_step = step
         for part, table in zip(kept, tables):
             self._write_images(part, table["images"].to_pylist())
 
