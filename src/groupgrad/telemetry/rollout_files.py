@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,20 +56,13 @@ class RolloutFiles:
 
         OSError if it cannot be written.
         """
-        import pyarrow as pa
-
         if self._used is None:
             self._used = self._bytes_on_disk()
-        kept = self._sample(step, parts, max_steps)
+        found = self._fitting(step, parts, max_steps)
         self._last_step = step
-        if not kept:
+        if found is None:
             return
-        tables = [to_table(step, part) for part in kept]
-        data = to_parquet(pa.concat_tables(tables, promote_options="default"))
-        self._row_bytes = data.size / sum(len(part.rollouts) for part in kept)
-        if self._used + data.size > self._keep_bytes:
-            self._thin()
-            return
+        kept, tables, data = found
         path = self.folder / rollout_file(step, self._rank)
         before = path.stat().st_size if path.exists() else 0
         replace_file(path, lambda aside: aside.write_bytes(data))
@@ -76,8 +70,30 @@ class RolloutFiles:
         for part, table in zip(kept, tables):
             self._write_images(part, table["images"].to_pylist())
 
-    def _sample(self, step: int, parts: Sequence[StoredRows], max_steps: int) -> list[StoredRows]:
-        """The rows that fit into this step's share of the space that is left."""
+    def _fitting(
+        self, step: int, parts: Sequence[StoredRows], max_steps: int
+    ) -> tuple[list[StoredRows], list[Any], Any] | None:
+        """The rows that are kept, their tables and the bytes of the file; None if no group fits.
+
+        A file that is too large is made again with at most half of the groups. That happens to the first one, before
+        the bytes of a row are known, and to one with longer rows than the last one.
+        """
+        import pyarrow as pa
+
+        assert self._used is not None
+        most = sys.maxsize
+        while kept := self._sample(step, parts, max_steps, most):
+            tables = [to_table(step, part) for part in kept]
+            data = to_parquet(pa.concat_tables(tables, promote_options="default"))
+            self._row_bytes = data.size / sum(len(part.rollouts) for part in kept)
+            if self._used + data.size <= self._keep_bytes:
+                return kept, tables, data
+            self._thin()
+            most = sum(len(_groups(part)) for part in kept) // 2
+        return None
+
+    def _sample(self, step: int, parts: Sequence[StoredRows], max_steps: int, most: int) -> list[StoredRows]:
+        """The rows that fit into this step's share of the space that is left, of at most `most` groups."""
         assert self._used is not None
         groups = [(part, rows) for part in parts for rows in _groups(part)]
         if self._row_bytes is None or not groups:
@@ -86,12 +102,12 @@ class RolloutFiles:
         files_left = max(1.0, (max_steps - step + 1) / gap)
         share = max(0, self._keep_bytes - self._used) / files_left
         needed = self._row_bytes * sum(len(rows) for _, rows in groups)
-        if needed <= share:
+        if needed <= share and len(groups) <= most:
             return list(parts)
         self._thin()
         generator = random.Random(f"{self._seed}/{step}/{self._rank}")  # training's random streams stay as they are
-        wanted = len(groups) * share / needed
-        count = int(wanted) + (generator.random() < wanted % 1)
+        wanted = min(1.0, share / needed) * len(groups)
+        count = min(int(wanted) + (generator.random() < wanted % 1), most)
         chosen = {id(rows): None for _, rows in generator.sample(groups, count)}
         kept = []
         for part in parts:
