@@ -230,6 +230,15 @@ def test_conditions_that_select_nothing_or_nothing_more_are_said(folder, capsys,
     assert text in capsys.readouterr().err
 
 
+def test_a_prompt_is_followed_over_steps_in_the_terminal(folder, capsys):
+    rows = run_rows(folder, 7)
+    prompt_id = next(row["prompt_id"] for row in rows if row["group"] == 2)
+    assert main(["rollouts", str(folder), "--prompt-id", prompt_id, "--limit", "999", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["step"] for row in found} == set(range(1, 13)) and {row["group"] for row in found} == {2}
+    assert main(["rollouts", str(folder), "--prompt-id", "none"]) == 1
+
+
 def test_a_search_for_bytes_that_are_no_text_is_refused(folder, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["rollouts", str(folder), "--search", "\udcff"])

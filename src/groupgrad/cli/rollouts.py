@@ -131,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
     chosen = parser.add_argument_group("Which rollouts")
     chosen.add_argument("--step", metavar="N[:M]", help="only rollouts of step N, or of steps N to M")
     chosen.add_argument("--group", type=int, help="only rollouts of this group")
+    chosen.add_argument("--prompt-id", metavar="ID", help="only rollouts of this prompt, by the prompt_id of --json")
     chosen.add_argument(
         "--search",
         dest="text",
