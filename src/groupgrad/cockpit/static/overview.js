@@ -18,7 +18,7 @@ export function overview(state, { openStep }) {
     draw();
   } });
   const tools = el("div", { class: "tools" }, el("label", { for: "smoothing" }, "Smoothing"), smoothing,
-    el("span", { class: "quiet", id: "chart-keys" }, "drag to zoom, double-click to reset, click a step for its rollouts; by keyboard: Tab to a chart, arrow keys, + and - to zoom, 0 to reset, Enter"));
+    el("span", { class: "quiet", id: "chart-keys" }, "drag to zoom, double-click to reset, click a step for its rollouts; by keyboard: Tab to a chart, arrow keys, + and - to zoom, 0 to reset, Enter for the rollouts"));
   node.append(tiles, notes, tools, charts, others, rest);
   let drawn = [];
 
