@@ -152,6 +152,19 @@ def test_the_order_of_arms_that_have_made_unlike_steps_is_called_provisional(tmp
     assert shown() == (False, True)
 
 
+def test_arms_whose_rewards_are_of_unlike_steps_are_compared_in_the_same_steps(tmp_path):
+    """A tenth of a long run is more steps than a tenth of a short one."""
+    store = Store(tmp_path, create=True)
+    store.add_arms([("01-long", 0, {"max_steps": 40}), ("02-short", 0, {"max_steps": 20})])
+    for number, length in ((1, 40), (2, 20)):
+        means = {step: (step / 10 - number, step / 10) for step in range(1, 11)}
+        rewards = {step: PromptRewards(("one", "two"), {"reward": found}) for step, found in means.items()}
+        store.end_turn(number, ArmTurn(0, 10, train_s=1.0, switch_s=0.1), length, rewards)
+    table = CommandLinePanel(tmp_path).table()
+    assert [arm["compared"] for arm in table["arms"]] == [[7, 10], [9, 10]] and not table["note"]
+    assert table["arms"][1]["behind"].endswith("on 4 paired prompts (p = 0.091) in the same steps")
+
+
 def test_the_share_of_steps_is_rounded_as_on_the_page(tmp_path, capsys):
     store = Store(tmp_path, create=True)
     store.add_arms([("01-a", 0, {"beta": 0.1})])

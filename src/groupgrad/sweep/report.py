@@ -44,7 +44,7 @@ class Result:
     rung: int | None = None
     """The rung, counted from 1, at which it was dropped."""
     is_apart: bool = False
-    """True if the best arm has made more steps or fewer: `behind` is about the last steps that both have made."""
+    """True if the reward of the best arm is that of other steps than `compared`; `behind` is about equal ones."""
 
     @property
     def behind_text(self) -> str:
@@ -86,7 +86,7 @@ def results(store: Store) -> list[Result]:
         steps = store.rewards(arm.id, after, arm.step)
         found.append((arm, compare.mean(steps, metric) if steps else math.nan, after))
     found.sort(key=lambda row: (_ORDER[row[0].state], -row[0].rung, -row[1] if math.isfinite(row[1]) else math.inf))
-    best = next((row[0] for row in found if math.isfinite(row[1])), None)
+    best, _, best_after = next((row for row in found if math.isfinite(row[1])), (None, math.nan, 0))
     rows = []
     for arm, reward, after in found:
         drop, behind = drops.get(arm.id), None
@@ -97,7 +97,7 @@ def results(store: Store) -> list[Result]:
         max_steps = arm.max_steps or planned_steps(store, arm)
         numbers = arm.state, arm.step, max_steps, arm.changes, reward, behind, arm.reason
         rung = None if drop is None else drop.rung + 1
-        is_apart = drop is None and best is not None and arm.step != best.step
+        is_apart = drop is None and best is not None and (after, arm.step) != (best_after, best.step)
         rows.append(Result(arm.name, *numbers, compared=(after + 1, arm.step), rung=rung, is_apart=is_apart))
     return rows
 
