@@ -1,7 +1,8 @@
-"""Makes the pictures of the page of `groupgrad view` in the documents, of the run of `groupgrad demo`.
+"""Makes the pictures of the page of `groupgrad view` in the documents, of the run of `groupgrad demo` and of a sweep.
 
     groupgrad demo --output-dir runs/demo
     python bench/page_pictures.py runs/demo docs
+    python bench/page_pictures.py runs/rates docs      while a sweep trains there
 
 It needs Playwright and Chromium (`pip install playwright`, `apt-get install chromium`).
 """
@@ -26,15 +27,20 @@ PICTURES: dict[str, tuple[str, tuple[int, int], Any, str]] = {
 }
 """File → place on the page, size, colours, and what has to be there."""
 
+SWEEP_PICTURES: dict[str, tuple[str, tuple[int, int], Any, str]] = {
+    "view-sweep.png": ("#/sweep", (1280, 560), "light", ".sweep"),
+}
+
 
 def main(run: Path, folder: Path) -> None:
-    """Writes the pictures of a run into a folder."""
+    """Writes the pictures of a run, or of a sweep, into a folder."""
+    pictures = SWEEP_PICTURES if (run / "sweep.sqlite").exists() else PICTURES
     command = [sys.executable, "-u", "-m", "groupgrad", "view", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as play:
         assert server.stdout is not None
         address = next(found[0] for line in server.stdout if (found := re.search(r"http://[^/\s]+", line)))
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, (where, (width, height), scheme, wanted) in PICTURES.items():
+        for name, (where, (width, height), scheme, wanted) in pictures.items():
             page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
             page.goto(f"{address}/{where}")
             page.wait_for_selector(wanted)
