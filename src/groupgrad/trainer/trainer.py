@@ -50,6 +50,7 @@ from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import build, dataset_checks, room_options
 from groupgrad.trainer.best_metric import check_best_metric
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
+from groupgrad.trainer.checked_entry import one_thread
 from groupgrad.trainer.constructor_arguments import (
     check_kinds,
     check_optimizer,
@@ -161,7 +162,7 @@ class GRPOTrainer(TrainingRun):
         self.rollout_components = rollouts = build_rollout_components(
             self.prompt_maker, tools, environment_factory, rollout_func, response_parser, room_options.tool_use(config)
         )
-        with ExitStack() as on_error:
+        with one_thread("GRPOTrainer()"), ExitStack() as on_error:
             on_error.callback(rollouts.close)
             dataset_checks.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, rollouts, config)
             self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, rollouts)

@@ -67,6 +67,7 @@ from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.batch_findings import FirstBatch
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import LossWindow
+from groupgrad.trainer.checked_entry import entry
 from groupgrad.trainer.exit_guard import exits_are_errors
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.launcher_watch import LauncherWatch
@@ -129,6 +130,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     _sampled_for_functions: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
     """Completions that rollout functions have asked for in this optimizer step."""
 
+    @entry
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -212,21 +214,17 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         else:
             self.control.should_training_stop = True
 
+    @entry
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """`Trainer.evaluate`: the metrics, by `eval_` names."""
-        self._invalidate_vllm()
-        try:
+        with self._evaluating():
             return super().evaluate(*args, **kwargs)
-        finally:
-            self._close_unless_training()
 
+    @entry
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """`Trainer.predict`: the metrics, by `test_` names."""
-        self._invalidate_vllm()
-        try:
+        with self._evaluating():
             return super().predict(*args, **kwargs)
-        finally:
-            self._close_unless_training()
 
     def sample_completions(self, prompts: Sequence[Any], *, max_new_tokens: int | None = None) -> dict[str, Any]:
         """Completions of the policy as it is now, one for each prompt (text or messages): for rollout functions.
@@ -278,9 +276,14 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         if self.vllm_policy is not None and not self.is_in_train:
             self.vllm_policy.invalidate()
 
-    def _close_unless_training(self) -> None:
-        if not self.is_in_train:
-            self.components.collector.close()
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self._invalidate_vllm()
+        try:
+            yield
+        finally:
+            if not self.is_in_train:
+                self.components.collector.close()
 
     @contextmanager
     def _training_passes(self, *, is_last: bool) -> Iterator[None]:
