@@ -1,4 +1,4 @@
-"""Calls of a trainer that would disturb each other are refused."""
+"""What a script has changed since the trainer was made is applied, or refused before anything is sampled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,87 @@ import threading
 import pytest
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.errors import ConfigError
+
+
+@pytest.fixture
+def trained(make_trainer):
+    """`trained(**settings)`: a trainer after a training of one step, and the list of how many completions it scored."""
+
+    def make(**settings):
+        scored: list[int] = []
+
+        def reward(completion_ids, **kwargs):
+            scored.append(len(completion_ids))
+            return [float(len(ids)) for ids in completion_ids]
+
+        trainer = make_trainer(reward_funcs=reward, max_steps=1, **settings)
+        trainer.train()
+        return trainer, scored
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", 0, "temperature=0 cannot work: logits are divided by it"),
+        ("num_generations", 3, "num_generations=3 does not divide the 8 completions"),
+        ("per_device_train_batch_size", 128, "train_dataset has 16 rows, but one generation batch takes 32"),
+        ("beta", 0.1, "trainer.args.beta was changed from 0.0 to 0.1 after the trainer was made, and it has kept no"),
+        ("rollout_engine", "transformers", "rollout_engine was changed from 'auto' to 'transformers' after"),
+        ("generation_kwargs", {"min_new_tokens": 2}, "generation_kwargs was changed from None to"),
+        ("reward_timeout_s", 2.0, "Make another one with GRPOConfig(reward_timeout_s=...)"),
+    ],
+)
+def test_a_change_that_cannot_work_is_refused_before_anything_is_sampled(trained, tools, name, value, message):
+    trainer, scored = trained()
+    setattr(trainer.args, name, value)
+    for call in (trainer.train, lambda: trainer.evaluate(tools.prompts(4))):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert message in str(error.value)
+    assert len(scored) == 1
+
+
+def test_a_beta_of_a_trainer_with_a_reference_may_change(trained):
+    trainer, _ = trained(beta=0.1)
+    trainer.args.beta = 0.2
+    trainer.train()
+    assert trainer.components.policy_options.beta == 0.2
+
+
+def test_an_evaluation_reads_changed_options(make_trainer, tools):
+    trainer = make_trainer()
+    trainer.args.max_completion_length = 2
+    metrics = trainer.evaluate(tools.prompts(4))
+    assert metrics["eval_completions/max_length"] == 2
+
+
+def test_a_learning_rate_that_the_optimizer_would_not_take_is_refused(trained):
+    trainer, scored = trained()
+    trainer.args.learning_rate = 3e-3
+    with pytest.raises(ConfigError, match=r"learning_rate was changed from 0\.01 to 0\.003 after train\(\)"):
+        trainer.train()
+    assert len(scored) == 1
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == 3e-3
+
+
+def test_a_learning_rate_may_change_before_the_first_training(make_trainer):
+    trainer = make_trainer(max_steps=1)
+    trainer.args.learning_rate = 3e-3
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == 3e-3
+
+
+def test_another_model_is_refused(trained, make_policy):
+    trainer, scored = trained()
+    trainer.model = make_policy(seed=1)
+    with pytest.raises(ValueError, match="model was replaced by another Qwen3ForCausalLM"):
+        trainer.train()
+    assert len(scored) == 1
 
 
 def test_two_threads_do_not_train_at_once(make_trainer, make_policy, tokenizer, tools, tmp_path):

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.trainer import dataset_checks, room_options
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _S = TypeVar("_S")
@@ -44,6 +47,37 @@ def entry(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S,
     @wraps(method)
     def checked(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with one_thread(f"{method.__name__}()"):
+            if not self.is_in_train:
+                _check_model(self)
+                if follow_options(self):
+                    self._build_components()
             return method(self, *args, **kwargs)
 
     return checked
+
+
+def _check_model(trainer: Any) -> None:
+    """ValueError if a script has given the trainer another model, which would be neither sampled nor trained."""
+    if trainer.model_init is not None:  # a search makes the model of each trial
+        return
+    given, own = unwrap(trainer.model), unwrap(trainer._policy.model)
+    if given is not own:
+        raise ValueError(
+            f"trainer.model was replaced by another {type(given).__name__} after the trainer was made, and a trainer "
+            "samples and trains the one that it was made with; make another GRPOTrainer with the new model"
+        )
+
+
+def follow_options(trainer: Any) -> bool:
+    """Returns True if a script or a search has changed options that the trainer's components are to be made by anew.
+
+    ConfigError or ValueError if a change cannot work, or would do nothing.
+    """
+    config = trainer.args
+    if not trainer.changed_options.check(config, has_reference=trainer.reference is not None):
+        return False
+    plan = room_options.generation_plan(config)
+    datasets = trainer.train_dataset, trainer.eval_dataset
+    dataset_checks.check_datasets(*datasets, plan, trainer.prompt_maker, trainer.rollout_components, config)
+    trainer.changed_options.accept(config)
+    return True

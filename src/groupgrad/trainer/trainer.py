@@ -50,7 +50,7 @@ from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import build, dataset_checks, room_options
 from groupgrad.trainer.best_metric import check_best_metric
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
-from groupgrad.trainer.checked_entry import one_thread
+from groupgrad.trainer.checked_entry import follow_options, one_thread
 from groupgrad.trainer.constructor_arguments import (
     check_kinds,
     check_optimizer,
@@ -439,6 +439,7 @@ class GRPOTrainer(TrainingRun):
 
     def _prepare_steps(self) -> None:
         """Decide what holds for all steps, once the model is placed and perhaps sharded over ranks."""
+        self.changed_options.optimizer_is_ready(self.args, self.optimizer)
         is_shared, context = is_sharded(self.model), self.execution.context
         is_one_group = context is not None and context.size == dist.world_size()
         balances = self.args.balance_ranks and dist.is_active() and not is_one_group
@@ -457,6 +458,8 @@ class GRPOTrainer(TrainingRun):
 
     def _hp_search_setup(self, trial: Any) -> None:
         super()._hp_search_setup(trial)
+        follow_options(self)
+        self.changed_options.check_optimizer(self.args, self.optimizer, is_restored=self._resumed_from is not None)
         self._start_anew()
 
     # --------------------------------------------------------------------------------------------- data and log

@@ -67,6 +67,7 @@ from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.batch_findings import FirstBatch
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import LossWindow
+from groupgrad.trainer.changed_options import ChangedOptions
 from groupgrad.trainer.checked_entry import entry
 from groupgrad.trainer.exit_guard import exits_are_errors
 from groupgrad.trainer.finite_steps import FiniteSteps
@@ -193,6 +194,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
 
     def _follow_steps(self) -> None:
         """Adds the callbacks that keep or record a part of the run."""
+        self.changed_options = ChangedOptions(self.args)
         self._loss_window, self.due_evaluation, self.recorder = LossWindow(self), DueEvaluation(self), RunRecorder(self)
         watches = StepWatches(self), FirstBatch(self)
         for callback in (self._loss_window, self.due_evaluation, *watches, self.recorder, StartLines(self)):
