@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from torch.utils.data import DataLoader
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.errors import ConfigError
@@ -140,3 +141,22 @@ def test_a_training_within_a_training_works_in_the_same_thread(make_trainer, tmp
     outer = make_trainer(reward_funcs=reward, max_steps=2)
     outer.train()
     assert (inner.state.global_step, outer.state.global_step) == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["get_train_dataloader", "get_eval_dataloader"])
+def test_a_loader_of_a_scripts_own_is_refused_before_anything_is_sampled(make_trainer, tools, monkeypatch, name):
+    """It is named, with the way to do the same: a step is trained from the keys of the trainer's own loader."""
+    scored: list[int] = []
+
+    def reward(completion_ids, **kwargs):
+        scored.append(len(completion_ids))
+        return [0.0] * len(completion_ids)
+
+    trainer = make_trainer(reward_funcs=reward)
+    own = DataLoader(tools.prompts(), batch_size=8, collate_fn=list)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(trainer, name, lambda *args: own)
+    call = trainer.train if name == "get_train_dataloader" else lambda: trainer.evaluate(tools.prompts())
+    with pytest.raises(TypeError, match=rf"{name} returned a loader that yields a list") as error:
+        call()
+    assert f"super().{name}(" in str(error.value)
+    assert not scored

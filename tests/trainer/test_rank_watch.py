@@ -97,7 +97,7 @@ def in_module(name: str) -> Callable[[Any], None]:
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 PHASES: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
-    "reading rows": (in_module("islice"), {}),
+    "reading rows": (in_module("keys_of_step"), {}),
     "sampling": (at("components.collector", "rollouts"), {}),
     "environments": (at("rollout_components.environments", "acquire"), {"agents": True, "max_completion_length": 40}),
     "rewards": (at("components.collector", "_score"), {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,3 +40,15 @@ class EvalLoader:
                 rows, number = [], number + 1
         if rows:
             yield EvalBatch(number, rows)
+
+
+def checked_batches(loader: Iterable[Any]) -> Iterator[EvalBatch]:
+    """The batches of a loader. TypeError if it yields anything else, as a script's own may do."""
+    for batch in loader:
+        if not isinstance(batch, EvalBatch):
+            raise TypeError(
+                f"get_eval_dataloader returned a loader that yields a {type(batch).__name__}, and an evaluation needs "
+                "the batches of whole groups that the trainer's own loader yields. Return "
+                "super().get_eval_dataloader(eval_dataset); to choose or order rows, change the data set"
+            )
+        yield batch

@@ -44,6 +44,20 @@ class MicroBatchKey:
     """At position 0 the rows of the generation batches that are sampled ahead."""
 
 
+def keys_of_step(loader: Iterator[Any], count: int) -> tuple[MicroBatchKey, ...]:
+    """The next keys of a loader, up to `count`. TypeError if it yields anything else, as a script's own may do."""
+    keys = tuple(islice(loader, count))
+    for key in keys:
+        if not isinstance(key, MicroBatchKey):
+            raise TypeError(
+                f"get_train_dataloader returned a loader that yields a {type(key).__name__}, and a step needs the keys "
+                "that the trainer's own loader yields, which say what is sampled and trained when. Return "
+                "super().get_train_dataloader(); to choose or order rows, change the data set and set "
+                "shuffle_dataset=False"
+            )
+    return keys
+
+
 @dataclass(slots=True, frozen=True)
 class LoaderOptions:
     """Options of the data loader."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from transformers.trainer_utils import EvalLoopOutput
 from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.buffer import GenerationBuffer
-from groupgrad.batching.eval_loader import EvalLoader
-from groupgrad.batching.loader import MicroBatchKey, make_train_loader, reread_rows
+from groupgrad.batching.eval_loader import EvalLoader, checked_batches
+from groupgrad.batching.loader import MicroBatchKey, keys_of_step, make_train_loader, reread_rows
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.config import GRPOConfig
@@ -189,7 +189,7 @@ class GRPOTrainer(TrainingRun):
     ) -> tuple[list[MicroBatchStep], None]:
         """The inputs of the `training_step`s of one optimizer step."""
         with dist.errors_on_all_ranks():  # reading a row may fail on one rank alone
-            keys = tuple(islice(epoch_iterator, num_batches))
+            keys = keys_of_step(epoch_iterator, num_batches)
         return [MicroBatchStep(keys, index) for index in range(len(keys))], None
 
     def training_step(self, model: nn.Module, inputs: MicroBatchStep, num_items_in_batch: Any = None) -> torch.Tensor:  # pyright: ignore
@@ -485,7 +485,7 @@ class GRPOTrainer(TrainingRun):
         self._prepare_for_evaluation()
         self._follow_generate()
         with self.timings.inclusive("evaluating"):
-            for batch in dataloader:
+            for batch in checked_batches(dataloader):
                 experience, metrics = self.components.evaluator(
                     batch, phase=metric_key_prefix, step=self.state.global_step, trainer_state=self.state
                 )

@@ -34,7 +34,7 @@ NEVER_CALLED: Mapping[str, str] = {
     "_remove_unused_columns": "set remove_unused_columns",
     "_get_collator_with_removed_columns": "set remove_unused_columns",
     "_prepare_input": "define batch_loss(model, batch), which gets the batch on the device",
-    "_get_dataloader": "define get_train_dataloader or get_eval_dataloader",
+    "_get_dataloader": "define get_train_dataloader or get_eval_dataloader, around what super() returns",
     "_get_num_items_in_batch": "the denominators are those of the whole step; define batch_loss(model, batch)",
     "prediction_step": "define evaluation_loop, or log metrics with log_metric in a reward function",
     "_log_completion_extra": "call log_extra, which every reward function gets",
