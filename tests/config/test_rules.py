@@ -77,6 +77,11 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"output_dir": f"{__file__}/below"}, ["test_rules.py' is a file", "Set it to a folder"]),
     ({"generation_kwargs": {"repetiton_penalty": 1.1}}, ["'repetiton_penalty' (did you mean 'repetition_penalty'?)"]),
     ({"generation_kwargs": {"nonsense_x": 1}}, ["'nonsense_x', which neither an engine", "Take it out"]),
+    ({"generation_kwargs": {"stop": ["x"]}}, ["'stop' (which is vLLM's; here it is 'stop_strings')", "Take it out"]),
+    (
+        {"generation_kwargs": {"min_tokens": 2, "topk": 1}},
+        ["'min_tokens' (which is vLLM's; here it is 'min_new_tokens'), 'topk' (did you mean 'top_k'?)"],
+    ),
     ({"generation_kwargs": {"do_sample": False}}, ["do_sample=False", "set a low temperature"]),
     ({"log_completions": "perhaps"}, ["log_completions='perhaps' is a text", "True or False"]),
     ({"dataloader_num_workers": "4.5"}, ["dataloader_num_workers='4.5'", "a whole number"]),
@@ -492,6 +497,14 @@ def test_zero_stage_is_read_from_dict_file_and_launcher(stage, tmp_path, monkeyp
         ({"loss_type": "sapo", "delta": 1.5}, "delta=1.5"),
         ({"use_bias_correction_kl": True}, "beta is 0"),
         ({"entropy_target": 0.5}, "use_adaptive_entropy is False"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+            r"load_best_model_at_end=True chooses by the loss .*\(metric_for_best_model='loss', the default\)",
+        ),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"},
+            "lr_scheduler_type='reduce_lr_on_plateau' chooses by the loss .* Set metric_for_best_model='reward'",
+        ),
         ({"num_completions_to_print": 3}, "log_completions is False"),
         ({"pad_to_multiple_of": 8}, "nothing is padded"),
         ({"shuffle_rows": "groups"}, "serves one optimizer step"),

@@ -98,12 +98,36 @@ def owned_keys(c: GRPOSettings) -> str:
     return ", ".join(f"{key}={kwargs[key]!r} ({OWNED_KEYS[key]})" for key in owned)
 
 
+_VLLM_NAMES = {
+    "stop": "here it is 'stop_strings'",
+    "stop_token_ids": "here it is 'eos_token_id', with all tokens that end a completion",
+    "min_tokens": "here it is 'min_new_tokens'",
+    "max_tokens": "set max_completion_length",
+    "bad_words": "here it is 'bad_words_ids', with lists of token ids",
+    "seed": "set GRPOConfig(seed=...)",
+    "n": "set num_generations",
+}
+"""Sampling options of vLLM that have another name where the model samples itself."""
+
+
 def unknown_sampling_options(c: GRPOSettings) -> str:
     """Lists the entries of `generation_kwargs` that neither an engine nor `generate` knows, with the most similar."""
     if c.use_vllm:  # vLLM has names of its own, which `vllm_params.py` checks
         return ""
     known = {*vars(GenerationConfig()), "stop_strings", *OWNED_KEYS, *MOVED} - INTERNAL
-    return with_nearest([key for key in mapping(c.generation_kwargs) if key not in known], known)
+    unknown = [key for key in mapping(c.generation_kwargs) if key not in known]
+    of_vllm = [f"{key!r} (which is vLLM's; {_VLLM_NAMES[key]})" for key in unknown if key in _VLLM_NAMES]
+    return ", ".join(filter(None, [*of_vllm, with_nearest([key for key in unknown if key not in _VLLM_NAMES], known)]))
+
+
+def chosen_by_loss(c: GRPOSettings) -> str:
+    """The setting that looks for the evaluation with the lowest loss; empty if none does."""
+    if c.metric_for_best_model not in ("loss", "eval_loss"):
+        return ""
+    if c.load_best_model_at_end:
+        return "load_best_model_at_end=True"
+    scheduler = strategy(c.lr_scheduler_type)
+    return f"lr_scheduler_type={scheduler!r}" if scheduler == "reduce_lr_on_plateau" else ""
 
 
 def entries(kwargs: Any, keys: Collection[str]) -> str:

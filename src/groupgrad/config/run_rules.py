@@ -92,6 +92,13 @@ RUN_RULES: tuple[Rule, ...] = (
         "differ. Set both to the same",
     ),
     Rule(
+        conditions.chosen_by_loss,
+        "{found} chooses by the loss of evaluations (metric_for_best_model={c.metric_for_best_model!r}, the default), "
+        "which does not fall as the model learns: it weighs completions against others of their prompt. Set "
+        "metric_for_best_model='reward'",
+        warns=True,
+    ),
+    Rule(
         lambda c: (
             conditions.strategy(c.save_strategy) == "best"
             and (
