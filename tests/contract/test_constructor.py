@@ -112,8 +112,9 @@ def test_what_train_returns(make_trainer: MakeTrainer) -> None:
 # --- model ---
 
 
-def test_model_by_directory(model_dir: Path, make_trainer: MakeTrainer, make_model: Any) -> None:
-    trainer = make_trainer(model=str(model_dir))
+@pytest.mark.parametrize("kind", [str, Path])
+def test_model_by_directory(kind: type, model_dir: Path, make_trainer: MakeTrainer, make_model: Any) -> None:
+    trainer = make_trainer(model=kind(model_dir))
     assert type(trainer.model) is Qwen3ForCausalLM
     weight = trainer.model.get_parameter("model.layers.0.self_attn.q_proj.weight")
     assert torch.equal(weight, make_model().get_parameter("model.layers.0.self_attn.q_proj.weight"))
@@ -237,7 +238,7 @@ def test_kinds_of_rewards_in_one_list(
     from functools import partial
 
     functions = [Grader(), Grader().method, slow, partial(scaled, factor=8.0), lambda completions, **_: [16] * 4]
-    funcs = [*functions, str(judge_dir), judge]
+    funcs = [*functions, judge_dir, judge]
     given = list(funcs)
     classes = [None] * 6 + [tokenizer]
     trainer = make_trainer(reward_funcs=funcs, reward_processing_classes=classes)

@@ -446,7 +446,12 @@ def test_unscored_rows_are_reported_once(make_rollouts, caplog):
         ([], {}, ValueError, r"reward_funcs=\[\]"),
         ([length, 3], {}, TypeError, r"reward_funcs contains 3 \(int\), which cannot be called"),
         (None, {}, TypeError, r"contains None"),
-        (dict, {}, TypeError, r"cannot be called"),
+        (
+            dict,
+            {},
+            TypeError,
+            r"a class, which cannot be called with completions; give functions or objects, such as dict\(\)",
+        ),
         ("accuracy_reward", {}, ValueError, r"'accuracy_reward'.*give the function itself"),
         ([length, length], {"processing_classes": object()}, ValueError, r"1 reward_processing_classes for 2"),
         ([length], {"processing_classes": [None, None]}, ValueError, r"2 reward_processing_classes for 1"),

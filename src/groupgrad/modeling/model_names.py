@@ -23,8 +23,14 @@ _FILES = ("config.json", "adapter_config.json")
 """Files of which a model on the hub has at least one."""
 
 
+def folder_as_text(model: Any) -> Any:
+    """Returns a folder given as a `pathlib.Path` as text, like a name; anything else as it is."""
+    return os.fspath(model) if isinstance(model, os.PathLike) else model
+
+
 def model_source(model: Any) -> str:
     """Returns the name or folder that a model was loaded from, or `model` if it is a name; empty if unknown."""
+    model = folder_as_text(model)
     return model if isinstance(model, str) else str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 

@@ -15,7 +15,7 @@ from groupgrad.activity import doing
 from groupgrad.concurrency.callables import innermost, qualified_name
 from groupgrad.concurrency.workers import NoAnswer
 from groupgrad.metrics import merge_all
-from groupgrad.modeling.model_names import model_source
+from groupgrad.modeling.model_names import folder_as_text, model_source
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, CallInputs, CallLog, LogMisuse
 from groupgrad.rewards.function_calls import BegunCall, FunctionCalls
@@ -54,7 +54,8 @@ class RewardRunner:
         own_names: Sequence[str] = (),
         supervision: SupervisionOptions | None = None,
     ):
-        items: list[Any] = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        items: list[Any] = [folder_as_text(item) for item in given]
         if not items and not own_names:
             raise ValueError("reward_funcs=[]: without a reward there is nothing to learn; give at least one function")
         tokenizers = _align(processing_classes, len(items))
@@ -297,7 +298,12 @@ def _check(item: Any) -> None:
             )
         if not item:
             raise ValueError("reward_funcs contains the empty text; give a folder, a model id or a function")
-    elif not callable(item) or isinstance(item, type):
+    elif isinstance(item, type):
+        raise TypeError(
+            f"reward_funcs contains {item!r}, a class, which cannot be called with completions; give functions or "
+            f"objects, such as {item.__name__}()"
+        )
+    elif not callable(item):
         raise TypeError(
             f"reward_funcs contains {item!r} ({type(item).__name__}), which cannot be called; give functions, callable "
             "objects, sequence-classification models or the names of such models"

@@ -34,7 +34,7 @@ from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted, 
 from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.modeling.base_models import separate_trained, shared_base
 from groupgrad.modeling.liger import apply_kernels
-from groupgrad.modeling.model_names import model_source
+from groupgrad.modeling.model_names import folder_as_text, model_source
 from groupgrad.modeling.policy_checks import check_language_model, check_sampled_ids, check_vocabulary
 from groupgrad.modeling.reference import Reference, check_sharded_policy
 from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
@@ -99,7 +99,7 @@ def build_policy(
     # What is made here at random, an adapter above all, is the same in every run of this seed and on every rank.
     set_seed(config.seed)
     with fsdp.without_accelerate():
-        model = _load_base(model, config, quantization_config, peft_config)
+        model = _load_base(folder_as_text(model), config, quantization_config, peft_config)
     check_language_model(model)
     adapter_is_fresh = not is_adapted(model)
     if peft_config is not None:
