@@ -219,6 +219,22 @@ def test_what_yaml_reads_in_place_of_text(tmp_path):
     assert parsed.config.gradient_checkpointing is False
 
 
+def test_numbers_with_an_exponent_are_numbers_within_a_dict_too(tmp_path, monkeypatch):
+    """YAML 1.1 reads 1e-2 as text, since it has no point. Flags of numbers read that text; a dict kept it."""
+    monkeypatch.setenv("RATE", "")
+    text = "generation_kwargs: {min_p: 1e-2, stop_strings: ['1e-2'], eos_token_id: [1]}\nrun_name: 1e5\nbeta: 1e-3\n"
+    text += "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs:\n  min_lr: 1E-7\nadam_epsilon: 2.5e7\n"
+    argv = ["--config", write(tmp_path, text + "env: {RATE: 1e-3}\n"), "--set", "model_init_kwargs.dropout=1e-1"]
+    parsed = parse([*CPU, *argv])
+    config = parsed.config
+    assert config.generation_kwargs == {"min_p": 0.01, "stop_strings": ["1e-2"], "eos_token_id": [1]}
+    assert config.lr_scheduler_kwargs == {"min_lr": 1e-7}
+    assert config.model_init_kwargs == {"dropout": 0.1}
+    assert (config.beta, config.adam_epsilon, config.run_name) == (1e-3, 2.5e7, "1e5")
+    assert os.environ["RATE"] == "1e-3"
+    assert parsed.command["yaml"]["generation_kwargs"]["min_p"] == 0.01, "what `replay` reads again"
+
+
 def test_set_reaches_into_mappings_and_wins_over_the_file(tmp_path):
     path = write(tmp_path, "generation_kwargs: {top_k: 5, stop_strings: [a]}\nmax_steps: 1")
     argv = ["--set", "generation_kwargs.top_k=7", "--set", "chat_template_kwargs.a.b=1.5", "--set", "max-steps=3"]

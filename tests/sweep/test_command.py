@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from groupgrad.cli import main as cli
+from groupgrad.cli.sweep import read_file
 from groupgrad.sweep.store import Store
 from groupgrad.telemetry.run_lock import locked
 
@@ -192,6 +193,17 @@ def test_a_dry_run_lists_the_arms_and_trains_nothing(content, capsys):
     assert cli.main(["sweep", "sweep.yaml", "--dry-run", "--devices", "1"]) == 2
     assert "Each of these would train arms in a worker process: process 1\n" in capsys.readouterr().out
     assert not Path("out").exists()
+
+
+def test_numbers_with_an_exponent_are_numbers_in_the_dicts_of_the_base(tmp_path, monkeypatch):
+    monkeypatch.setenv("RATE", "")
+    text = "{generation_kwargs: {min_p: 1e-2, stop_strings: ['1e-2']}, run_name: 1e5, env: {RATE: 1e-3}}"
+    (tmp_path / "base.yaml").write_text(text)
+    for base in (text, "base.yaml"):
+        (tmp_path / "sweep.yaml").write_text(f"base: {base}\noutput_dir: out\nvary: {{beta: [1e-2, 1e-3]}}\n")
+        _, settings, _, exported = read_file(tmp_path / "sweep.yaml")
+        assert settings["generation_kwargs"] == {"min_p": 0.01, "stop_strings": ["1e-2"]}
+        assert (settings["run_name"], exported) == ("1e5", {"RATE": "1e-3"})
 
 
 @pytest.mark.parametrize(

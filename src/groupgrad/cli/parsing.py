@@ -24,6 +24,7 @@ from transformers.hf_argparser import string_to_bool
 from groupgrad.cli.arguments import ModelArguments, ScriptArguments
 from groupgrad.cli.command_parser import ChoiceParser, CommandHelp, epilog
 from groupgrad.cli.launch import add_flags
+from groupgrad.cli.yaml_numbers import NumberLoader, settings_from, value_from
 from groupgrad.config import GRPOConfig, legacy
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.spelling import nearest
@@ -181,7 +182,7 @@ class FieldParser(ChoiceParser, HfArgumentParser):
             if not given.isdisjoint(fields[name].option_strings):
                 self.error(f"--set {setting}: --{name} is given too; set it in one place")
             try:
-                value = yaml.safe_load(text)
+                value = value_from(yaml.load(text, NumberLoader), in_dict=bool(keys))
             except yaml.YAMLError as error:
                 self.error(f"--set {setting}: the value is not YAML: {_one_line(error)}")
             if keys:
@@ -213,7 +214,7 @@ class FieldParser(ChoiceParser, HfArgumentParser):
             self.error(f"--config {path} is not YAML: {_one_line(error)}")
         if not isinstance(content, (dict, type(None))):
             self.error(f"--config {path} holds a {type(content).__name__}, not keys with values")
-        return dict(content or {})
+        return settings_from(content or {})
 
     def _from_yaml(self, flag: argparse.Action, shown: str, value: Any) -> Any:
         """Converts a YAML value as the flag would. Text is read as if it came from the command line."""
@@ -359,7 +360,7 @@ def command_of(argv: Sequence[str], content: Mapping[Any, Any] | None) -> dict[s
     return {"argv": words, "yaml": without_secrets(content), "folder": os.getcwd()}
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(NumberLoader):
     """Refuses a key that is there twice, of which YAML would take the last one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

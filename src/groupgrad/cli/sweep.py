@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from groupgrad.cli.command_parser import CommandParser, refuse
+from groupgrad.cli.yaml_numbers import NumberLoader, settings_from
 from groupgrad.errors import OutputDirInUse
 from groupgrad.imports import quick_imports
 from groupgrad.spelling import did_you_mean
@@ -142,14 +143,15 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], Path, dict[st
 
 def _yaml(path: Path, what: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), NumberLoader)
     except OSError as error:
         raise ValueError(f"{what}: {path} cannot be read ({error.strerror or error})") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{what}: {path} is not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{what}: {path} holds a {type(content).__name__}, not keys with values")
-    return content
+    base = content.get("base")
+    return {**settings_from(content), **({"base": settings_from(base)} if isinstance(base, dict) else {})}
 
 
 def _describe(plan: SweepPlan, check: Callable[[dict[str, Any]], None], devices: Sequence[str]) -> int:
