@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.trainer import dataset_checks, room_options
+from groupgrad.trainer.rank_agreement import check_ranks_agree
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -51,6 +52,8 @@ def entry(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S,
                 _check_model(self)
                 if follow_options(self):
                     self._build_components()
+                if method.__name__ == "train":
+                    check_ranks_agree(self)
             return method(self, *args, **kwargs)
 
     return checked

@@ -388,12 +388,12 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             "reward_functions": trainer.rewards.origins,
             "versions": compat.environment(),
             "threads": torch.get_num_threads(),
-            "data": self._data_digest(),
+            "data": self.data_digest(),
             "command": self.command,
             "settings": without_secrets(trainer.args.to_dict()),
         }
 
-    def _data_digest(self) -> dict[str, Any] | None:
+    def data_digest(self) -> dict[str, Any] | None:
         """The digest of the training data, which is read once for a run that is resumed many times."""
         dataset = self._trainer.train_dataset
         if self._known_data is None or self._known_data[0] is not dataset:
