@@ -129,6 +129,40 @@ def test_unit_tests_are_run(reward, end):
     assert failures[0] is None and failures[1].startswith("test 2: SystemExit: 1") and failures[2].startswith("test 1:")
 
 
+UNCALLED = [
+    "def test_half():\n    assert half(4) == 2",
+    "async def test_half():\n    assert half(4) == 2",
+    "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.x = 4\n"
+    "    def test(self): self.assertEqual(half(self.x), 2)",
+    "import unittest\nclass Base(unittest.TestCase):\n    def test(self): assert half(4) == 2\nclass T(Base): pass",
+    "from unittest import TestCase, mock\nclass T(TestCase):\n    @mock.patch('builtins.input')\n"
+    "    def test(self, answer): self.assertEqual(half(4), 2)",
+    "class TestHalf:\n    def setup_method(self): self.x = 4\n    def test_half(self): assert half(self.x) == 2",
+]
+
+
+@pytest.mark.parametrize("uncalled", UNCALLED)
+def test_test_functions_and_classes_that_a_text_does_not_call_are_run(reward, uncalled):
+    right, wrong = "def half(x): return x // 2", "def half(x): return 7"
+    assert score(reward, [right, wrong], [[uncalled]] * 2)[0] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("LIMIT = 3\ndef check(candidate):\n    assert candidate(4) == 2", "defines check and calls nothing"),
+        ("def test_half(value):\n    assert half(value) == 2", "has test_half, whose argument 'value' only pytest"),
+        (
+            "import pytest\n@pytest.mark.parametrize('x', [4])\ndef test_half(x):\n    assert half(x) == 2",
+            "has test_half, whose arguments only pytest",
+        ),
+    ],
+)
+def test_a_text_that_calls_nothing_ends_the_run(reward, text, problem):
+    with pytest.raises(RewardError, match=f"code_reward: the test .* of the data set {problem}"):
+        score(reward, ["def half(x): return 7"], [[text]])
+
+
 def test_code_that_ends_is_started_again_and_code_that_hangs_is_not(reward):
     code = "import os\ndef f(x):\n    while x == 9: pass\n    return os._exit(0) if x == 1 else x"
     tests = [f"assert f({x}) == {x}" for x in (0, 1, 2, 9, 3)]

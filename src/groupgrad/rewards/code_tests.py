@@ -106,10 +106,7 @@ class CodeTester:
                 for test in tests:
                     message = await self._next(checker, subject)
                     if message.get("invalid"):
-                        raise RewardError(
-                            f"code_reward: the test {test!r} of the data set is no Python ({message['why']}), so that "
-                            "no code can pass it; repair the row"
-                        )
+                        raise RewardError(f"code_reward: the test {repr(test)[:200]} of the data set {message['why']}")
                     kind = "passed" if message["passed"] else "timeout" if message.get("timeout") else "failed"
                     yield Outcome(kind, str(message["why"]))
                     if message.get("gone"):

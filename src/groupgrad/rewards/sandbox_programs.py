@@ -45,7 +45,7 @@ def serve_code(code: str) -> None:
 
 
 def run_tests(tests: list[str]) -> None:
-    """Runs each test and sends its verdict: {"passed": bool, "why": text}, and "invalid" for a test with an error."""
+    """Runs each test and sends its verdict: {"passed": bool, "why": text}; "invalid" says why a test cannot be used."""
     import ast  # here and below, since a script shall not wait for what it does not use
 
     peer = Peer({"call": _OPERATIONS["call"]})
@@ -59,11 +59,18 @@ def run_tests(tests: list[str]) -> None:
             tree = ast.parse(test)
             program = compile(tree, f"<test {number}>", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            peer.send({"passed": False, "why": _describe(error), "invalid": True})
+            why = f"is no Python ({_describe(error)}), so that no code can pass it; repair the row"
+            peer.send({"passed": False, "why": why, "invalid": True})
+            continue
+        own_tests = _UncalledTests(tree)
+        if own_tests.problem:
+            peer.send({"passed": False, "why": own_tests.problem, "invalid": True})
             continue
         why = ""
         try:
-            exec(program, _scope_of_test(tree, hello, peer))
+            scope = _scope_of_test(tree, hello, peer)
+            exec(program, scope)
+            own_tests.run(scope)
         except SystemExit as error:  # a test that ends with unittest.main()
             why = f"SystemExit: {int(error.code) if isinstance(error.code, bool) else error.code}" if error.code else ""
         except BaseException as error:
@@ -260,6 +267,108 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "str": str,
     "repr": repr,
 }
+
+
+class _UncalledTests:
+    """Test functions and test classes that a test's text defines and never calls, as texts for pytest or unittest do.
+
+    They are run as those would run them. `problem` says why a text cannot be used: a function of it needs pytest, or
+    it defines other names and calls nothing, so that every code would pass.
+    """
+
+    def __init__(self, tree: Any):
+        import ast
+
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        defined = [
+            node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        ]
+        self.problem = ""
+        self._names: list[str] = []
+        for node in defined:
+            methods = [member for member in getattr(node, "body", []) if _is_test(member)]
+            tests = methods if isinstance(node, ast.ClassDef) else [node] if _is_test(node) else []
+            may_inherit = isinstance(node, ast.ClassDef) and bool(node.bases)
+            if node.name in used or not (tests or may_inherit) or _calls_unittest(tree):
+                continue
+            self._names.append(node.name)
+            for function in tests:
+                self.problem = self.problem or _only_for_pytest(function, is_method=function is not node)
+        if defined and not self._names and all(map(_is_declaration, tree.body)):
+            names = " and ".join(node.name for node in defined)
+            self.problem = f"defines {names} and calls nothing, so that every code passes it; end it with the call"
+
+    def run(self, scope: dict[str, Any]) -> None:
+        """Runs them in the scope of the test. AssertionError, or what they raise, if one fails."""
+        for value in (scope[name] for name in self._names if name in scope):
+            if not isinstance(value, type):
+                _call(value)
+            elif hasattr(value, "assertEqual"):
+                import unittest
+
+                result = unittest.TestResult()
+                unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
+                for test, trace in (*result.errors, *result.failures):
+                    raise AssertionError(f"{test.id()}: {trace.strip().splitlines()[-1]}")
+                if result.unexpectedSuccesses:
+                    raise AssertionError(f"{result.unexpectedSuccesses[0].id()}: expected to fail, and passed")
+            else:
+                for name in [name for name in dir(value) if name.startswith("test")]:
+                    instance = value()
+                    getattr(instance, "setup_method", lambda: None)()
+                    _call(getattr(instance, name))
+
+
+def _call(function: Callable[[], Any]) -> None:
+    returned = function()
+    if isinstance(returned, types.CoroutineType):
+        import asyncio
+
+        asyncio.run(returned)
+
+
+def _is_test(node: Any) -> bool:
+    return node.__class__.__name__ in ("FunctionDef", "AsyncFunctionDef") and node.name.startswith("test")
+
+
+def _calls_unittest(tree: Any) -> bool:
+    import ast
+
+    nodes = list(ast.walk(tree))
+    imported = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "unittest"]
+    called = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "main"]
+    return any(getattr(node.value, "id", "") == "unittest" for node in called) or any(
+        alias.name == "main" for node in imported for alias in node.names
+    )
+
+
+def _only_for_pytest(function: Any, is_method: bool) -> str:
+    """Why only pytest could call a test function; empty if it can be called without arguments."""
+    import ast
+
+    takes, decorators = function.args, list(map(ast.unparse, function.decorator_list))
+    if any("parametrize" in decorator for decorator in decorators):
+        return f"has {function.name}, whose arguments only pytest could fill; write one test for each case"
+    if decorators and decorators != ["staticmethod"]:  # which may fill arguments, as those of unittest.mock do
+        return ""
+    names = [argument.arg for argument in (*takes.posonlyargs, *takes.args)]
+    names = names[: len(names) - len(takes.defaults)]
+    names = names[1:] if is_method and not decorators else names
+    names += [argument.arg for argument, default in zip(takes.kwonlyargs, takes.kw_defaults) if default is None]
+    if not names:
+        return ""
+    return f"has {function.name}, whose argument {names[0]!r} only pytest could fill; write a test without arguments"
+
+
+def _is_declaration(statement: Any) -> bool:
+    """True for a statement that runs nothing: a definition, an import, or a name for a constant."""
+    import ast
+
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return not statement.decorator_list
+    if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr)):
+        return not any(isinstance(node, (ast.Call, ast.Await)) for node in ast.walk(statement))
+    return isinstance(statement, (ast.Import, ast.ImportFrom, ast.Pass))
 
 
 def _scope_of_test(tree: Any, hello: dict[str, Any], peer: Peer) -> dict[str, Any]:
