@@ -119,6 +119,12 @@ def half(x): return x / 2
     assert failure is not None and "the code redefines abs and sum" in failure
 
 
+def test_type_hints_of_code_and_tests_are_evaluated(reward):
+    function = "def f(x: int): return x\ndef g(): return f.__annotations__['x'] is int"
+    test = "def h(x: int): return x\nassert g() and h.__annotations__['x'] is int"
+    assert score(reward, [function, f"{function}\nprint(g())"], [[test], [["", "True"]]])[0] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("end", ["unittest.main()", "if __name__ == '__main__':\n    unittest.main()"])
 def test_unit_tests_are_run(reward, end):
     head = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(half(4), 2)\n"

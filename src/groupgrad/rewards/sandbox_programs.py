@@ -24,7 +24,7 @@ RESERVED = {*dir(builtins), *sys.stdlib_module_names}
 
 def run_script(code: str) -> None:
     """Runs code as a script; its standard input and output are those of the process."""
-    exec(compile(code, "solution.py", "exec"), _main_module("__main__"))
+    exec(_compiled(code, "solution.py"), _main_module("__main__"))
 
 
 def serve_code(code: str) -> None:
@@ -32,7 +32,7 @@ def serve_code(code: str) -> None:
     peer = Peer(_OPERATIONS)
     scope = _main_module("solution")
     try:
-        exec(compile(code, "solution.py", "exec"), scope)
+        exec(_compiled(code, "solution.py"), scope)
     except BaseException as error:
         peer.send({"failed": _describe(error)})
         return
@@ -57,7 +57,7 @@ def run_tests(tests: list[str]) -> None:
     for number, test in enumerate(tests):
         try:
             tree = ast.parse(test)
-            program = compile(tree, f"<test {number}>", "exec")
+            program = _compiled(tree, f"<test {number}>")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             why = f"is no Python ({_describe(error)}), so that no code can pass it; repair the row"
             peer.send({"passed": False, "why": why, "invalid": True})
@@ -392,6 +392,11 @@ def _scope_of_test(tree: Any, hello: dict[str, Any], peer: Peer) -> dict[str, An
     for name in sorted(taken):
         scope[name] = peer.ask("global", code, name)
     return scope
+
+
+def _compiled(code: Any, name: str) -> Any:
+    """The program of a text, whose hints are evaluated as usual although this file's are not."""
+    return compile(code, name, "exec", dont_inherit=True)
 
 
 def _main_module(name: str) -> dict[str, Any]:
