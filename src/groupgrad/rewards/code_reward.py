@@ -21,29 +21,38 @@ logger = logging.getLogger(__name__)
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Row = tuple[str | None, tuple[Any, ...]]
 """Code, None where a completion has none, and tests."""
-_PYTHON_TAGS = ("python", "python3", "py")
-_FENCE = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})\s*(.*?)\s*")
-"""A fence of CommonMark: three or more of a character, and what stands behind them."""
+_PYTHON_TAG = re.compile(r"py(thon)?[\d.]*")
+_FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})\s*(.*?)\s*")
+"""A fence of CommonMark: its indentation, three or more of a character, and what stands behind them."""
+_LINE_END = re.compile(r"\r\n|\r|\n")
+"""What ends a line of Python; `str.splitlines` also cuts at characters that texts in the code may contain."""
 
 
 def last_code_block(text: str) -> str | None:
     """The last fenced block that is marked as Python, else the last one without a mark; None without a closed one."""
     marked, unmarked = None, None
-    fence, tag = "", ""
+    indent, fence, tag = "", "", ""
     block: list[str] = []
-    for line in text.splitlines():
+    for line in _LINE_END.split(text):
         match = _FENCE.fullmatch(line)
         if not fence and match is not None:
-            fence, tag, block = match[1], (match[2].split() or [""])[0].lower().strip("{.}"), []
-        elif fence and match is not None and match[1].startswith(fence) and not match[2]:
-            if tag in _PYTHON_TAGS:
+            indent, fence, info = match.groups()
+            tag, block = re.split(r"[\s:,{]", info.lower().lstrip("{."))[0].rstrip("}"), []
+        elif fence and match is not None and match[2].startswith(fence) and not match[3]:
+            if _PYTHON_TAG.fullmatch(tag):
                 marked = "\n".join(block)
             elif tag == "":
                 unmarked = "\n".join(block)
             fence = ""
         else:
-            block.append(line)
+            block.append(_without_indent(line, indent))
     return unmarked if marked is None else marked
+
+
+def _without_indent(line: str, indent: str) -> str:
+    """A line of a block without the indentation of its fence, or without as much of it as the line has."""
+    num_blank = len(line) - len(line.lstrip(" \t"))
+    return line[min(num_blank, len(indent)) :]
 
 
 @dataclass(eq=False)
