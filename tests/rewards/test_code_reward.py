@@ -119,6 +119,63 @@ def half(x): return x / 2
     assert failure is not None and "the code redefines abs and sum" in failure
 
 
+def test_arguments_and_results_of_many_types_reach_the_other_side(reward):
+    code = """
+import datetime, itertools
+from collections import deque
+def total(values): return sum(values)
+def first(values): return list(itertools.islice(values, 3))
+def day(date): return date.strftime("%A")
+def later(moment): return moment + datetime.timedelta(days=1, microseconds=1)
+def rotated(values):
+    values = deque(values)
+    values.rotate(1)
+    return values
+def numbers(n): return range(n)
+def same(value): return value
+"""
+    tests = [
+        "assert total(range(5)) == total(iter([4, 6])) == total(x for x in [10]) == total({4: 1, 6: 1}.keys()) == 10",
+        "import itertools\nassert first(itertools.count()) == [0, 1, 2]",
+        "import datetime\nassert day(datetime.date(2024, 1, 1)) == 'Monday'",
+        "from datetime import datetime\nassert later(datetime(2024, 1, 1)) == datetime(2024, 1, 2, 0, 0, 0, 1)",
+        "from datetime import *\nt = datetime(2024, 1, 1, tzinfo=timezone.utc)\nassert same(t) == t",
+        "from datetime import *\nassert same([time(1, 2), timedelta(3, 4, 5)]) == [time(1, 2), timedelta(3, 4, 5)]",
+        "from collections import deque\nassert rotated(deque([1, 2, 3], 3)) == deque([3, 1, 2])",
+        "assert numbers(3) == range(3)",
+    ]
+    assert score(reward, [code], [tests]) == ([1.0], [None])
+
+
+def test_asynchronous_code_is_awaited(reward):
+    code = """
+import asyncio
+class Counter:
+    def __init__(self): self.lock, self.count = asyncio.Lock(), 0
+    async def add(self):
+        async with self.lock:
+            await asyncio.sleep(0)
+            self.count += 1
+async def half(x):
+    await asyncio.sleep(0)
+    if x % 2: raise ValueError(x)
+    return x // 2
+async def up_to(n):
+    for i in range(n): yield i
+"""
+    head = "import asyncio\n"
+    tests = [
+        head + "assert asyncio.run(half(4)) == 2",
+        head + "async def main():\n    assert await asyncio.gather(half(2), half(4)) == [1, 2]\nasyncio.run(main())",
+        head + "async def main():\n    return [i async for i in up_to(3)]\nassert asyncio.run(main()) == [0, 1, 2]",
+        head + "try:\n    asyncio.run(half(3))\n    assert False\nexcept ValueError:\n    pass",
+        head + "async def main():\n    c = Counter()\n    await asyncio.gather(c.add(), c.add())\n"
+        "    assert c.count == 2\nasyncio.run(main())",
+    ]
+    wrong = "async def half(x): return 7"
+    assert score(reward, [code, wrong], [tests, tests[:1]])[0] == [1.0, 0.0]
+
+
 def test_type_hints_of_code_and_tests_are_evaluated(reward):
     function = "def f(x: int): return x\ndef g(): return f.__annotations__['x'] is int"
     test = "def h(x: int): return x\nassert g() and h.__annotations__['x'] is int"

@@ -17,8 +17,16 @@ from collections.abc import Callable
 from typing import Any
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "eq", "lt", "le")
-EXACT = (("decimal", "Decimal"), ("fractions", "Fraction"))
-"""Types of numbers that are sent as text."""
+_Parts = Callable[[Any], list[Any]]
+EXACT: dict[str, tuple[str, _Parts, str]] = {
+    "Decimal": ("decimal", lambda value: [str(value)], ""),
+    "Fraction": ("fractions", lambda value: [str(value)], ""),
+    **dict.fromkeys(("date", "time", "datetime"), ("datetime", lambda value: [str(value)], "fromisoformat")),
+    "timedelta": ("datetime", lambda value: [value.days, value.seconds, value.microseconds], ""),
+    "range": ("builtins", lambda value: [value.start, value.stop, value.step], ""),
+    "deque": ("collections", lambda value: [list(value), value.maxlen], ""),
+}
+"""Further types with a plain form, by name: module, parts of a value, and what makes one of them ("": the type)."""
 RESERVED = {*dir(builtins), *sys.stdlib_module_names}
 
 
@@ -48,7 +56,7 @@ def run_tests(tests: list[str]) -> None:
     """Runs each test and sends its verdict: {"passed": bool, "why": text}; "invalid" says why a test cannot be used."""
     import ast  # here and below, since a script shall not wait for what it does not use
 
-    peer = Peer({"call": _OPERATIONS["call"]})
+    peer = Peer({name: _OPERATIONS[name] for name in ("call", "iter", "next", "len", "bool")})
     hello = peer.receive()
     if "failed" in hello:
         peer.send({"unusable": str(hello["failed"])})
@@ -153,8 +161,12 @@ class Peer:
             return {"complex": [value.real, value.imag]}
         if type(value) is Remote:
             return {"yours": object.__getattribute__(value, "_number")}
-        if (type(value).__module__, type(value).__name__) in EXACT:
-            return {type(value).__name__: str(value)}
+        name = type(value).__name__
+        if name in EXACT and EXACT[name][0] == type(value).__module__:
+            return {name: self.encode(EXACT[name][1](value))}
+        if isinstance(value, types.CoroutineType):
+            self.objects.append(value)
+            return {"coroutine": len(self.objects) - 1}
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
             return self.encode(value.tolist())
         self.objects.append(value)
@@ -179,9 +191,18 @@ class Peer:
             "int": lambda text: int(text, 16),
             "bytes": bytes.fromhex,
             "complex": lambda parts: complex(*parts),
-            **{name: getattr(importlib.import_module(module), name) for module, name in EXACT if name == kind},
         }
-        return plain[kind](content)
+        if kind in plain:
+            return plain[kind](content)
+        if kind == "coroutine":
+            return self._awaited(Remote(self, int(content)))
+        module, _, method = EXACT[kind]
+        made = getattr(importlib.import_module(module), kind)
+        return (getattr(made, method) if method else made)(*self.decode(content))
+
+    async def _awaited(self, coroutine: Any) -> Any:
+        """Stands for a coroutine of the other side, which runs there, to its end, once this one is awaited."""
+        return self.ask("await", coroutine)
 
 
 class Remote:
@@ -223,6 +244,12 @@ class Remote:
     def __next__(self) -> Any:
         return self._ask("next")
 
+    def __aiter__(self) -> Any:
+        return self._ask("aiter")
+
+    async def __anext__(self) -> Any:
+        return self._ask("anext")
+
     def __len__(self) -> int:
         return self._ask("len")
 
@@ -251,6 +278,18 @@ def _binary(name: str) -> Callable[[Remote, Any], Any]:
 for _name in BINARY:
     setattr(Remote, f"__{_name.rstrip('_')}__", _binary(_name))
 
+_LOOPS: list[Any] = []
+
+
+def _await(awaitable: Any) -> Any:
+    """The value of an awaitable. All of them run on one event loop, which locks and queues of the code belong to."""
+    import asyncio
+
+    if not _LOOPS:
+        _LOOPS.append(asyncio.new_event_loop())
+    return _LOOPS[0].run_until_complete(awaitable)
+
+
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in BINARY},
     "global": operator.getitem,
@@ -262,6 +301,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     # A list's or dict's iterator has no plain form, so that it is read one item at a time.
     "iter": iter,
     "next": next,
+    "await": _await,
+    "aiter": aiter,
+    "anext": lambda iterator: _await(anext(iterator)),
     "len": len,
     "bool": bool,
     "str": str,
