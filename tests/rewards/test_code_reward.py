@@ -147,6 +147,31 @@ def same(value): return value
     assert score(reward, [code], [tests]) == ([1.0], [None])
 
 
+def test_classes_named_tuples_and_errors_of_the_code_are_known_to_a_test(reward):
+    code = """
+from collections import namedtuple
+class Animal:
+    "An animal."
+class Dog(Animal): pass
+Point = namedtuple("Point", "x y")
+class TooLow(ValueError):
+    def __init__(self, need):
+        super().__init__(f"need {need}")
+class Own(Exception): pass
+def fail(kind): raise {"low": TooLow(3), "key": KeyError("k"), "own": Own("o")}[kind]
+"""
+    caught = "try:\n    fail({!r})\n    assert False\nexcept {} as error:\n    assert error.args == ({!r},)"
+    tests = [
+        "assert isinstance(Dog(), Animal) and not isinstance(Animal(), Dog) and not isinstance(3, Dog)",
+        "assert issubclass(Dog, Animal) and Animal.__doc__ == 'An animal.'",
+        "point = Point(1, [2])\nassert point == (1, [2]) and point.y == [2] and point._asdict() == {'x': 1, 'y': [2]}",
+        caught.format("low", "ValueError", "need 3"),
+        caught.format("key", "KeyError", "k"),
+        caught.format("own", "RuntimeError", "Own: o"),
+    ]
+    assert score(reward, [code], [tests]) == ([1.0], [None])
+
+
 def test_asynchronous_code_is_awaited(reward):
     code = """
 import asyncio

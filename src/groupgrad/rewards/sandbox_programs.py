@@ -123,11 +123,11 @@ class Peer:
         while "op" in (message := self.receive()):
             self.answer(message)
         if "error" in message:
-            name, text = map(str, message["error"])
-            kind = getattr(builtins, name, None)
+            name, text, arguments = message["error"]
+            kind = getattr(builtins, str(name), None)
             if not (isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)):
                 raise RuntimeError(f"{name}: {text}")
-            raise kind(text)
+            raise kind(*map(self.decode, arguments))
         return self.decode(message["value"])
 
     def answer(self, message: dict[str, Any]) -> None:
@@ -137,8 +137,16 @@ class Peer:
         except BaseException as error:
             if self.is_closed:
                 raise
-            reply = {"error": [type(error).__name__, str(error)[:1000]]}
+            reply = {"error": self._of_error(error)}
         self.send(reply)
+
+    def _of_error(self, error: BaseException) -> list[Any]:
+        """Name, text and arguments of an error. One of a class of the code has the name of its builtin base class."""
+        base = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
+        kind = type(error) if base in (Exception, BaseException) else base
+        text = str(error)[:1000]
+        is_plain = all(argument is None or type(argument) in (bool, int, float, str) for argument in error.args)
+        return [kind.__name__, text, list(map(self.encode, error.args)) if is_plain else [text]]
 
     def encode(self, value: Any) -> Any:
         """A value as JSON; what has no plain form becomes a number by which the other side may name it."""
@@ -150,6 +158,8 @@ class Peer:
             return float(value)
         if isinstance(value, list):
             return [self.encode(item) for item in value]
+        if isinstance(value, tuple) and isinstance(names := getattr(value, "_fields", None), tuple):
+            return {"named": [type(value).__name__, list(names), list(map(self.encode, value))]}
         if isinstance(value, (tuple, set, frozenset)):
             kind = next(kind for kind in (tuple, set, frozenset) if isinstance(value, kind))
             return {kind.__name__: [self.encode(item) for item in value]}
@@ -194,6 +204,11 @@ class Peer:
         }
         if kind in plain:
             return plain[kind](content)
+        if kind == "named":
+            import collections
+
+            name, names, items = content
+            return collections.namedtuple(str(name), list(map(str, names)))(*map(self.decode, items))
         if kind == "coroutine":
             return self._awaited(Remote(self, int(content)))
         module, _, method = EXACT[kind]
@@ -262,6 +277,12 @@ class Remote:
     def __repr__(self) -> str:
         return self._ask("repr")
 
+    def __instancecheck__(self, instance: Any) -> bool:
+        return type(instance) is Remote and self._ask("isinstance", instance)
+
+    def __subclasscheck__(self, subclass: Any) -> bool:
+        return type(subclass) is Remote and self._ask("issubclass", subclass)
+
     def __hash__(self) -> int:
         return object.__getattribute__(self, "_number")
 
@@ -277,6 +298,7 @@ def _binary(name: str) -> Callable[[Remote, Any], Any]:
 
 for _name in BINARY:
     setattr(Remote, f"__{_name.rstrip('_')}__", _binary(_name))
+Remote.__doc__ = property(lambda self: self._ask("getattr", "__doc__"))  # pyright: ignore[reportAttributeAccessIssue]
 
 _LOOPS: list[Any] = []
 
@@ -306,6 +328,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "anext": lambda iterator: _await(anext(iterator)),
     "len": len,
     "bool": bool,
+    "isinstance": lambda kind, value: isinstance(value, kind),
+    "issubclass": lambda kind, value: issubclass(value, kind),
     "str": str,
     "repr": repr,
 }
