@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from datasets import Dataset
@@ -25,7 +25,7 @@ def slow_reward(completions: list[str], **kwargs: Any) -> list[float]:
 
 @pytest.fixture
 def make_trainer(model_dir: Path, tmp_path: Path) -> Callable[[], GRPOTrainer]:
-    def make() -> GRPOTrainer:
+    def make(reward: Callable[..., Any] = slow_reward, **settings: Any) -> GRPOTrainer:
         config = GRPOConfig(
             str(tmp_path / "run"),
             use_cpu=True,
@@ -34,18 +34,18 @@ def make_trainer(model_dir: Path, tmp_path: Path) -> Callable[[], GRPOTrainer]:
             max_steps=4,
             logging_steps=2,
             save_steps=2,
-            eval_strategy="steps",
             eval_steps=2,
             per_device_train_batch_size=4,
             per_device_eval_batch_size=2,
             num_generations=2,
             max_completion_length=4,
             gradient_checkpointing=False,
+            **{"eval_strategy": "steps", **settings},
         )
         data = Dataset.from_list([{"prompt": f"{a}+1="} for a in range(4)])
         return GRPOTrainer(
             model=str(model_dir),
-            reward_funcs=slow_reward,
+            reward_funcs=reward,
             args=config,
             train_dataset=data,
             eval_dataset=data.select([0]),
@@ -117,3 +117,49 @@ def test_a_run_into_a_file_writes_plain_lines_and_no_bar(
     assert lines == [["step", "2"], ["eval", "2"], ["step", "4"], ["eval", "4"], ["done:", "4"]]
     for stream in (out, err):
         assert not re.search(r"\r|\d%\||it/s|[█▏▎▍▌▋▊▉]", stream), stream
+
+
+def unread_pipe() -> TextIO:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+def closed_file() -> TextIO:
+    with open(os.devnull, "w") as file:
+        return file
+
+
+OUTPUTS: dict[str, Callable[[], TextIO | None]] = {
+    "nobody reads": unread_pipe,
+    "full disk": lambda: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"),
+    "closed": closed_file,
+    "none": lambda: None,
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.fault(
+    "standard output is closed, is a file on a full disk, or its reader has ended (`| head`)",
+    "one warning says so, and the run goes on",
+    "its lines there",
+)
+def test_a_run_goes_on_without_standard_output(
+    make_trainer: Callable[..., GRPOTrainer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    output: str,
+) -> None:
+    monkeypatch.setattr("groupgrad.telemetry.standard_output._failures", [])
+    trainer = make_trainer(
+        log_completions=True,
+        eval_strategy="no",
+        reward=lambda completions, **_: [float(len(text)) for text in completions],
+    )
+    monkeypatch.setattr(sys, "stdout", OUTPUTS[output]())
+    trainer.train()
+    monkeypatch.undo()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert caplog.text.count("standard output cannot be written") == (output != "none")

@@ -18,6 +18,7 @@ from groupgrad.telemetry.completions_table import print_table
 from groupgrad.telemetry.completions_upload import CompletionsUpload
 from groupgrad.telemetry.parquet import write_records
 from groupgrad.telemetry.render import plain_value
+from groupgrad.telemetry.standard_output import output_may_fail
 from groupgrad.telemetry.trackers import log_to_trackers, unique_by_prompt
 
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "finish_reason", "num_tokens")
@@ -115,5 +116,5 @@ class CompletionLog:
         keys = dict.fromkeys(key for record in records for key in record)
         extras = [key for key in keys if key not in (*TABLE_COLUMNS, *rewards, *IMAGE_COLUMNS)]
         title = f"Step {step}" if phase == "train" else f"Step {step} ({phase})"
-        with tqdm.external_write_mode():
+        with output_may_fail(), tqdm.external_write_mode():
             print_table(records, rewards, extras, title=title, console=self.console)

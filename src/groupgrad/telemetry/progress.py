@@ -17,6 +17,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging as hf_logging
 
 from groupgrad.telemetry.log_line import format_log
+from groupgrad.telemetry.standard_output import output_may_fail, write_line
 
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {desc}"
 _BAR_UNSIZED = "{n_fmt} [{elapsed}] {desc}"
@@ -134,9 +135,10 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
             width=columns,
         )
         if self._bar is None and self._evaluation_bar is None:
-            print(line, flush=True)
+            with output_may_fail():
+                print(line, flush=True)
         else:
-            tqdm.write(line, file=sys.stdout)
+            write_line(line)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Closes the bar."""
@@ -217,7 +219,7 @@ def _wants_bar(args: Any) -> bool:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    return stream is not None and hasattr(stream, "isatty") and stream.isatty()
+    return stream is not None and hasattr(stream, "isatty") and not getattr(stream, "closed", False) and stream.isatty()
 
 
 def _short(key: str, value: float) -> str:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
-from tqdm import tqdm
 from transformers import TrainerCallback
 
 from groupgrad.data.columns import is_transformed
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.modeling.load import inner_tokenizer
+from groupgrad.telemetry.standard_output import write_line
 
 PROMPTS_AT_START = 64
 SECONDS_AT_START = 0.05
@@ -54,7 +54,7 @@ class StartLines(TrainerCallback):
         known = columns_in_words(self._trainer), batch_in_words(self._trainer.plan), ending_in_words(self._trainer)
         if known != self._printed:
             self._printed = known
-            tqdm.write("\n".join(start_lines(self._trainer)))
+            write_line("\n".join(start_lines(self._trainer)))
 
 
 def start_lines(trainer: Any) -> list[str]:
