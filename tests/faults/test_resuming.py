@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import repeatable_runs
 import torch
 
 from groupgrad.checkpoints.choosing import choose
@@ -23,6 +26,34 @@ def from_elsewhere(checkpoint: Path) -> Path:
     for path in (checkpoint / "manifest.json", *checkpoint.glob("groupgrad_state_*")):
         path.unlink()
     return checkpoint
+
+
+@pytest.mark.fault(
+    "a reward function, a tool or an environment changes the working directory, and `output_dir` is a relative path",
+    "the run's files and checkpoints stay in one folder, from which the run is resumed",
+    "nothing",
+)
+def test_a_change_of_the_working_directory_moves_nothing(new_trainer, straight, weights_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def moves(completion_ids, **_):
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        os.chdir(tmp_path / "elsewhere")
+        return repeatable_runs.letters_reward(completion_ids)
+
+    new_trainer(Path("run"), reward=moves, max_steps=2, log_completions=True, num_completions_to_print=0).train()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    os.chdir(tmp_path)
+    trainer = new_trainer(Path("run"), reward=moves)
+    trainer.train(resume_from_checkpoint=True)
+    assert torch.equal(weights_of(trainer), weights_of(straight[1]))
+    trainer.save_model()
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    kept = {"metrics.jsonl", "rollouts", "completions", "checkpoint-2", "checkpoint-3", "model.safetensors"}
+    assert names >= kept
+    metrics = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in metrics if "loss" in line] == [1, 2, 3]
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize("request_", ["auto", True], ids=str)

@@ -66,6 +66,8 @@ def test_local_paths_stay_out_of_the_metadata(tmp_path, monkeypatch):
     assert "`base`" in text
     assert "`x.jsonl`" in text
     assert "/data" not in text
+    write_run_card(SimpleNamespace(output_dir=tmp_path / "runs"), SimpleNamespace())
+    assert "model='runs'" in (tmp_path / "runs" / "README.md").read_text()
 
 
 def test_only_the_folder_is_required(tmp_path):

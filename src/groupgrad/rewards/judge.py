@@ -98,6 +98,8 @@ class judge:
             )
         if self.on_failure not in ("error", None) and not isinstance(self.on_failure, (int, float)):
             raise ValueError(f"on_failure={self.on_failure!r} is not known; set it to 'error', None or a reward")
+        if self.cache is not None:  # a reward function may change the folder that relative paths belong to
+            self.cache = os.path.abspath(self.cache)
         self.__name__ = "judge"
         self._counts = {"requests": 0.0, "cached": 0.0, "unread": 0.0, "failed": 0.0, "tokens": 0.0, "cost": 0.0}
         self._next_at = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,7 +84,7 @@ def write_run_card(
     """
     fields = {OTHER_NAMES.get(name, name): value for name, value in fields.items() if value is not None}
     urls = {key.removesuffix("_url"): fields.pop(key) for key in list(fields) if key.endswith("_url")}
-    name = model_name or hub_model_id or str(config.output_dir)
+    name = model_name or hub_model_id or _short_path(str(config.output_dir))
     base_model = fields.pop("base_model", None) or getattr(getattr(model, "config", None), "_name_or_path", None)
     datasets = _as_list(fields.pop("dataset_name", ()))
     adapters = getattr(model, "peft_config", {}).values()
@@ -149,6 +150,12 @@ def _introduction(base_model: str | None, datasets: Sequence[str]) -> str:
         "([arXiv:2402.03300](https://arxiv.org/abs/2402.03300)): several completions are sampled for each prompt, "
         "scored, and each is reinforced by how much better it did than the others of its prompt."
     )
+
+
+def _short_path(path: str) -> str:
+    """A path below the working directory as it is from there, any other as it is."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith(os.pardir) else relative
 
 
 def _quick_start(model_name: str) -> str:

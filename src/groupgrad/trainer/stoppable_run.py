@@ -9,6 +9,7 @@ step are logged when it ends.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -117,6 +118,8 @@ class StoppableRun(CheckpointedRun):
     """A run that a signal stops without the loss of a whole step."""
 
     completion_log: CompletionLog
+    _start_folder: str
+    """Working directory in which the trainer was made, to which a relative `output_dir` belongs."""
     due_evaluation: DueEvaluation
     pause_at: Callable[[int], int] | None = None
     """Maps the run's number of steps to the step after which it pauses; None for no pause.
@@ -133,6 +136,19 @@ class StoppableRun(CheckpointedRun):
     def _is_pausing(self) -> bool:
         """True while the checkpoint of a pause is written, which no run without pauses has."""
         return self._stop_at_step_end is not None and self._stop_at_step_end.name == stopping.PAUSE
+
+    @contextmanager
+    def _whole_output_dir(self) -> Iterator[None]:
+        """Context in which `args.output_dir` is a whole path.
+
+        A reward function or a tool may change the folder that relative paths belong to.
+        """
+        given = self.args.output_dir
+        self.args.output_dir = os.path.join(self._start_folder, str(given))
+        try:
+            yield
+        finally:
+            self.args.output_dir = given
 
     @contextmanager
     def _stops_at_signals(self) -> Iterator[None]:

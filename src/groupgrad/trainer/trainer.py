@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -146,6 +147,7 @@ class GRPOTrainer(TrainingRun):
         reward_model: Any = None,
         num_generations: int | None = None,
     ):
+        self._start_folder = os.getcwd()
         check_overrides(self, GRPOTrainer)
         check_kinds(callbacks, optimizers)
         config = resolve_config(args, model, num_generations)
@@ -404,7 +406,8 @@ class GRPOTrainer(TrainingRun):
         self.buffer = GenerationBuffer(self.plan, needs_reference=self.reference is not None)
         self._step_log = StepLog()
         applies_early = self.is_deepspeed_enabled or self.args.optim in STEPS_IN_BACKWARD
-        self.finite_steps = FiniteSteps(str(self.args.output_dir), self._policy.tokenizer, applies_early=applies_early)
+        folder = os.path.join(self._start_folder, str(self.args.output_dir))
+        self.finite_steps = FiniteSteps(folder, self._policy.tokenizer, applies_early=applies_early)
         self.metric_store, self.eval_metric_store = MetricStore(), MetricStore()
         self.entropy_controller = build.entropy_controller(self.args)
         self.checkpointing = build.checkpointing_by_need(

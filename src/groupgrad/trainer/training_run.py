@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -154,9 +155,11 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         self.gradient_sums.clear()
         dist.limit_waiting(self.args.ddp_timeout)
         self.trial = trial
-        watched = self._get_output_dir(trial), lambda: self.state.global_step + 1, self.args.hang_timeout_s
+        folder = os.path.join(self._start_folder, self._get_output_dir(trial))
+        watched = folder, lambda: self.state.global_step + 1, self.args.hang_timeout_s
         try:
             with (
+                self._whole_output_dir(),
                 self.progress,
                 bars_on_terminals_only(),
                 configured_kernels(self.args),
@@ -348,6 +351,8 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         Collective for a sharded model, whose weights the main process writes whole.
         """
         self._check_weights()
+        if output_dir in (None, self.args.output_dir):
+            output_dir = os.path.join(self._start_folder, str(self.args.output_dir))
         with bars_on_terminals_only():
             if not is_fully_sharded(self.model):
                 super().save_model(output_dir, _internal_call)
