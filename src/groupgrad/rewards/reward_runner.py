@@ -23,6 +23,7 @@ from groupgrad.rewards.functions import RewardFunction, call_error, distinct_nam
 from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
 from groupgrad.rewards.supervision import CallStatistics, SupervisionOptions, failure, pause_s
+from groupgrad.rewards.torch_settings import torch_settings_kept
 from groupgrad.telemetry.completions import TABLE_COLUMNS
 from groupgrad.types import RewardTable, Rollout
 
@@ -206,7 +207,8 @@ class RewardRunner:
                 if index not in begun:
                     begun[index] = self._calls.begin(function, inputs, logs[index])
                 try:
-                    outcome = begun[index].finish()
+                    with torch_settings_kept(function.name):
+                        outcome = begun[index].finish()
                 finally:
                     logs[index].close()
                 seconds += outcome.seconds
