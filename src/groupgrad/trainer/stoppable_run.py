@@ -137,6 +137,16 @@ class StoppableRun(CheckpointedRun):
         """True while the checkpoint of a pause is written, which no run without pauses has."""
         return self._stop_at_step_end is not None and self._stop_at_step_end.name == stopping.PAUSE
 
+    def _warn_if_finished(self, first_step: int) -> None:
+        """Says so if a resumed run was finished already at its `first_step`."""
+        if self.state.global_step == first_step >= self.state.max_steps:
+            logger.warning(
+                "the checkpoint is at step %d and the run has %d, so it is finished and no step was taken; raise "
+                "max_steps or num_train_epochs to train further",
+                self.state.global_step,
+                self.state.max_steps,
+            )
+
     @contextmanager
     def _whole_output_dir(self) -> Iterator[None]:
         """Context in which `args.output_dir` is a whole path.

@@ -385,16 +385,8 @@ class GRPOTrainer(TrainingRun):
 
     def _build_components(self) -> None:
         """Cut the configuration into the options of each room, and make the rooms' components."""
-        self.components = build.build_components(
-            self.args,
-            self._policy,
-            self.prompt_maker,
-            self.execution,
-            self.rewards,
-            self.timings,
-            self.rollout_components,
-            self,
-        )
+        parts = self.execution, self.rewards, self.timings, self.rollout_components
+        self.components = build.build_components(self.args, self._policy, self.prompt_maker, *parts, trainer=self)
         self.plan = room_options.generation_plan(self.args)
         self.sampler_logprobs = SamplerLogprobs(
             self.components.collector.rollouts, self.model, self.components.policy_options.mismatch

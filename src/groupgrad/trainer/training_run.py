@@ -179,13 +179,8 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
             self._raise_if_not_saved()
             self._check_weights()
-            if resume_from_checkpoint and self.state.global_step == self.progress.first_step >= self.state.max_steps:
-                logger.warning(
-                    "the checkpoint is at step %d and the run has %d, so it is finished and no step was taken; raise "
-                    "max_steps or num_train_epochs to train further",
-                    self.state.global_step,
-                    self.state.max_steps,
-                )
+            if resume_from_checkpoint:
+                self._warn_if_finished(self.progress.first_step)
             return result
         except Hung as hang:
             raise HangError(str(hang)) from hang
