@@ -25,7 +25,7 @@ _PYTHON_TAG = re.compile(r"py(thon)?[\d.]*")
 _FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})\s*(.*?)\s*")
 """A fence of CommonMark: its indentation, three or more of a character, and what stands behind them."""
 _LINE_END = re.compile(r"\r\n|\r|\n")
-"""What ends a line of Python; `str.splitlines` also cuts at characters that texts in the code may contain."""
+"""The ends of lines in Python; `str.splitlines` also cuts at characters that strings in the code may contain."""
 
 
 def last_code_block(text: str) -> str | None:

@@ -31,7 +31,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the precision of float32 products": (_float32_precision, torch.set_float32_matmul_precision),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
 }
-"""What each setting is, and the functions that read and set it; None where it cannot be told."""
+"""Settings by name, each with the functions that read and set it; None is read where a setting cannot be told."""
 
 _warned: set[tuple[str, str]] = set()
 """Functions and settings that a warning has named."""

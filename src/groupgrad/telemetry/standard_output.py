@@ -1,4 +1,4 @@
-"""Writes to standard output, which nobody may read any more, or whose disk may be full."""
+"""Writes to standard output, although its reader may have ended or its disk may be full."""
 
 from __future__ import annotations
 

@@ -77,10 +77,10 @@ class DirectModel:
 
 
 class _Operations(Protocol):
-    """What stands between the products of a layer."""
+    """The operations of a layer between its matrix products."""
 
     def prepared(self, module: Any) -> Any:
-        """What is called in place of a module."""
+        """The module, or a function that computes the same."""
         ...
 
     def add_and_norm(

@@ -1,4 +1,4 @@
-"""What stands between the products of a decoder layer on a GPU, in four launches of Triton kernels.
+"""Residuals, norms, rotary embeddings and gates of a decoder layer on a GPU, in four launches of Triton kernels.
 
 A layer of a decode step has few numbers, so that it takes the time of its launches. In torch's operations residuals,
 norms, rotary embeddings and gates are about 30 of them. Sums and products are float32 and are rounded where the
@@ -89,7 +89,7 @@ def _rotate(
     query, key, query_weight, key_weight, cosines, sines, turned_query, turned_key, num_heads, kv_heads, epsilon,
     WIDTH: tl.constexpr, PAD: tl.constexpr, TURNED: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row and head, those of keys behind those of queries."""
+    """One program for each row and head; the heads of keys come after the heads of queries."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if head < num_heads:
         at = (row * num_heads + head) * WIDTH
