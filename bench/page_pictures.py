@@ -36,21 +36,27 @@ def main(run: Path, folder: Path) -> None:
     """Writes the pictures of a run, or of a sweep, into a folder."""
     pictures = SWEEP_PICTURES if (run / "sweep.sqlite").exists() else PICTURES
     command = [sys.executable, "-u", "-m", "groupgrad", "view", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as play:
-        assert server.stdout is not None
-        address = next(found[0] for line in server.stdout if (found := re.search(r"http://[^/\s]+", line)))
-        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, (where, (width, height), scheme, wanted) in pictures.items():
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-            page.goto(f"{address}/{where}")
-            page.wait_for_selector(wanted)
-            page.wait_for_timeout(3000)  # until all rollouts are counted
-            picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-            # 256 colours keep the file small.
-            picture.quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-                folder / name, optimize=True
-            )
-        server.terminate()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            # With the token that the page of a sweep asks for.
+            address = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+", line)))
+            with sync_playwright() as play:
+                browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+                for name, (where, size, scheme, wanted) in pictures.items():
+                    page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
+                    page.goto(address + where)
+                    page.wait_for_selector(wanted)
+                    page.wait_for_timeout(3000)  # until all rollouts are counted
+                    save(page.screenshot(), folder / name)
+        finally:
+            server.terminate()
+
+
+def save(screenshot: bytes, path: Path) -> None:
+    """Writes a picture with 256 colours, which keep the file small."""
+    picture = Image.open(io.BytesIO(screenshot)).convert("RGB")
+    picture.quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 if __name__ == "__main__":
