@@ -1,8 +1,8 @@
 """Ends a run when the system asks for it: signals are received at any time and acted upon where nothing is lost.
 
-SIGTERM, SIGUSR1 and the first SIGINT ask for the end of the run. Work that only this rank takes part in, such as
-sampling and rewards, is left at once (`interruptible`); anything else is finished first (`finishing`), calls to servers
-within seconds. `dist.errors_on_all_ranks` surrounds the former and carries the request to all ranks.
+SIGTERM, SIGUSR1, SIGHUP and the first SIGINT ask for the end of the run. Work that only this rank takes part in, such
+as sampling and rewards, is left at once (`interruptible`); anything else is finished first (`finishing`), calls to
+servers within seconds. `dist.errors_on_all_ranks` surrounds the former and carries the request to all ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
-"""Signals that end a run after a checkpoint; a second SIGINT ends it at once."""
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
+"""Signals that end a run after a checkpoint; a second SIGINT ends it at once.
+
+SIGHUP tells that the terminal has closed. It stays ignored in a run that `nohup` has started.
+"""
 
 EXIT_STOPPED = 75
 """Exit code of a run that a signal has stopped and that can go on: "try again" of sysexits.h (EX_TEMPFAIL)."""
@@ -148,6 +151,7 @@ def received_signals(*, ignored: tuple[str, ...] = (), leaves_work: bool = True)
         yield
         return
     numbers = [getattr(signal, name) for name in SIGNALS if name not in ignored and hasattr(signal, name)]
+    numbers = [number for number in numbers if not _is_of_nohup(number)]
     before: dict[int, Any] = {}
     _request.name, _request.num_interruptible, _request.leaves_work = None, 0, leaves_work
     _request.num_interrupts, _request.is_active, _request.process = 0, True, os.getpid()
@@ -159,6 +163,10 @@ def received_signals(*, ignored: tuple[str, ...] = (), leaves_work: bool = True)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         _request.name, _request.is_active = None, False
+
+
+def _is_of_nohup(number: int) -> bool:
+    return signal.Signals(number).name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _receive(number: int, frame: FrameType | None) -> None:

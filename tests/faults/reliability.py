@@ -57,7 +57,7 @@ last checkpoint or the model (`groupgrad.errors.EXIT_CHECKPOINT_NOT_SAVED`; `tra
 | 2 | the run cannot begin |
 | 70 | a phase hung (`hang_timeout_s`) or another rank ended, and this process did not react; stderr names the cause |
 | 73 | the disk refused the last checkpoint |
-| 75 | SIGTERM or SIGUSR1 stopped the run after a checkpoint; start it again with `resume_from_checkpoint="auto"` |
+| 75 | SIGTERM, SIGUSR1 or SIGHUP stopped the run after a checkpoint; start again with `resume_from_checkpoint="auto"` |
 | 130 | Ctrl-C did |
 
 [examples/slurm.sh](../examples/slurm.sh) queues a job again that a time limit or a preemption has stopped.

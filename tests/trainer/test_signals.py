@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +98,28 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(make_trainer, make_policy, 
     assert resumed.state.num_input_tokens_seen == straight.state.num_input_tokens_seen
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 75), ("SIGINT", 130)])
+@pytest.fixture
+def hang_up() -> Iterator[Callable[[Any], Any]]:
+    """Sets what SIGHUP does, at first the default: a suite that `nohup` has started ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_of_nohup_goes_on_when_its_terminal_ends(make_trainer, tools, hang_up):
+    hang_up(signal.SIG_IGN)
+    trainer = make_trainer(reward_funcs=rewards(tools, 1, lambda: send("SIGHUP")), max_steps=2)
+    assert trainer.train().global_step == 2
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 75), ("SIGHUP", 75), ("SIGINT", 130)])
 @pytest.mark.fault(
-    "SIGUSR1 or Ctrl-C",
+    "SIGUSR1, the end of the terminal (SIGHUP) without nohup, or Ctrl-C",
     "the same; the exit code of Ctrl-C is 130",
     "the step in progress",
 )
-def test_each_signal_has_its_code(make_trainer, tools, name, code):
+def test_each_signal_has_its_code(make_trainer, tools, hang_up, name, code):
     trainer = make_trainer(reward_funcs=rewards(tools, 1, lambda: send(name)))
     with pytest.raises(SystemExit) as exit_:
         trainer.train()

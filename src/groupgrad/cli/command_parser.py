@@ -16,7 +16,7 @@ EXIT_CODES: dict[int, str] = {
     2: "the command line, the configuration or the data cannot work; nothing was begun",
     70: "a phase hung, or another rank ended, and this process did not react; stderr names the cause",
     73: "the disk refused the last checkpoint; all steps were made",
-    75: "stopped by SIGTERM or SIGUSR1 after a checkpoint; start again with --resume_from_checkpoint auto",
+    75: "stopped by SIGTERM, SIGUSR1 or SIGHUP after a checkpoint; start again with --resume_from_checkpoint auto",
     130: "stopped by Ctrl-C; training then writes a checkpoint after its step, unless a second one follows",
 }
 """Exit status -> what it means."""
@@ -35,7 +35,7 @@ COMMAND_CODES: dict[str, dict[int, str]] = {
         0: "all was done",
         1: "an arm failed",
         2: EXIT_CODES[2],
-        75: "stopped by SIGTERM or SIGUSR1; the same command goes on",
+        75: "stopped by SIGTERM, SIGUSR1 or SIGHUP; the same command goes on",
         130: "stopped by Ctrl-C; the same command goes on",
     },
     "vllm-serve": {

@@ -67,7 +67,7 @@ def serve(
     memory of this process.
     """
     _end_with(parent)
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # the trainer decides what a signal ends
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):  # the trainer decides what a signal ends
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, frame: None)
     faulthandler.enable()
