@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -45,9 +46,7 @@ class Served:
     """A server process that can be killed and started again on its port."""
 
     def __init__(self, folder: Path, log: Path, *options: str):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.log, self._slow_file = log, log.with_suffix(".slow")
         self.command = [sys.executable, "-m", "groupgrad.cli.main", "vllm-serve", "--model", str(folder)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"]
@@ -105,6 +104,16 @@ class Served:
                     process.kill()
             self.process.wait()
             self.process = None
+
+
+def free_port() -> int:
+    """A port that no connection takes until the server listens: it is below those that systems give out by themselves."""
+    draw = random.SystemRandom()
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = draw.randrange(20_000, 32_000)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def pool_of(servers: Sequence[Served], **options: Any) -> VLLMServerPool:
