@@ -107,7 +107,7 @@ class Served:
 
 
 def free_port() -> int:
-    """A port that no connection takes until the server listens: it is below those that systems give out by themselves."""
+    """A port that no connection takes until the server listens: it is below those that systems give out."""
     draw = random.SystemRandom()
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
