@@ -87,6 +87,24 @@ def test_rotary_embeddings(width: int, part: float, has_norm: bool, dtype: torch
         close(ours, torch.cat([turned * cosine + crossed * sine, rest], dim=-1), dtype)
 
 
+def test_tensors_with_gaps_give_the_same() -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(2, 5, 96)
+    hidden, added = wide[:, :, :40]
+    weight = torch.randn(40)
+    found = triton_layers.add_and_norm(hidden, added, weight, 1e-5, torch.float32)
+    for ours, whole in zip(
+        found, triton_layers.add_and_norm(hidden.clone(), added.clone(), weight, 1e-5, torch.float32)
+    ):
+        assert torch.equal(ours, whole)
+    heads, angles = torch.randn(5, 7, 24)[..., :16], torch.rand(2, 5, 16)
+    query, key = heads[:, :4], heads[:, 4:]
+    found = triton_layers.rotate(query, key, *angles, None)
+    for ours, whole in zip(found, triton_layers.rotate(query.clone(), key.clone(), *angles, None)):
+        assert torch.equal(ours, whole)
+    assert torch.equal(triton_layers.gate(hidden, added), triton_layers.gate(hidden.clone(), added.clone()))
+
+
 @pytest.mark.parametrize("shape", [(1, 3), (7, 640)])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_gates(shape: tuple[int, int], dtype: torch.dtype) -> None:

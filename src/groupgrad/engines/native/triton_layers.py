@@ -23,6 +23,7 @@ def add_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(n, H) the sum of `hidden` and `added`, in the wider of both types, and its RMS norm in `dtype`; weight: (H,)."""
     num_rows, width = hidden.shape
+    hidden, added = hidden.contiguous(), None if added is None else added.contiguous()
     total, normed = hidden, torch.empty_like(hidden, dtype=dtype)
     if added is not None:
         total = torch.empty_like(hidden, dtype=torch.promote_types(hidden.dtype, added.dtype))
@@ -48,6 +49,7 @@ def rotate(
     queries and of keys, and their epsilon; None without.
     """
     num_rows, num_heads, width = query.shape
+    query, key = query.contiguous(), key.contiguous()
     query_weight, key_weight, epsilon = norms or (query, key, 0.0)
     turned = torch.empty_like(query), torch.empty_like(key)
     _rotate[(num_rows, num_heads + key.shape[1])](
@@ -60,6 +62,7 @@ def rotate(
 
 def gate(gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """silu(gates) * values, of one shape and type."""
+    gates, values = gates.contiguous(), values.contiguous()
     output, count = torch.empty_like(values), values.numel()
     _gate[(triton.cdiv(count, GATE_BLOCK),)](gates, values, output, count, BLOCK=GATE_BLOCK)
     return output
