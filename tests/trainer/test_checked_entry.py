@@ -1,4 +1,4 @@
-"""What a script has changed since the trainer was made is applied, or refused before anything is sampled."""
+"""Changes that a script makes to a trainer are applied, or refused before anything is sampled."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ _OF_CONSTRUCTION = (
     *("reward_model_batch_tokens", "reward_model_offload", "log_completions_hub_repo", "num_completions_to_print"),
     *("log_unique_prompts", "log_multimodal", "report_to"),
 )
-"""What is read once, when the trainer is made."""
+"""Options that are read once, when the trainer is made."""
 
 _OF_OPTIMIZER = (
     *("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_epsilon"),
 )
-"""What is read once, when the first training makes the optimizer, which later trainings go on with."""
+"""Options that are read once, when the first training makes the optimizer; later trainings go on with it."""
 
 
 class ChangedOptions:
@@ -88,7 +88,7 @@ class ChangedOptions:
             raise ConfigError(texts)
 
     def optimizer_is_ready(self, config: GRPOConfig, optimizer: Any) -> None:
-        """Remembers the options that the optimizer of a training has, unless a script has made it."""
+        """Remembers the options of the optimizer that a training has made; an optimizer of a script's own has none."""
         if self._makes_optimizer:
             self._optimizer, self._of_optimizer = weakref.ref(optimizer), _values(config)
 
