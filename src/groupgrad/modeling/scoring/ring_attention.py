@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from groupgrad.modeling.scoring.blocks import QUERY_TILE
 from groupgrad.modeling.scoring.recurrence import Recurrence
 from groupgrad.modeling.scoring.wide_products import wide_products
 
-KEY_TILE = 1024
+KEY_TILE = 512
 """Keys whose scores with a tile of queries are computed at a time."""
 
 
@@ -116,6 +116,19 @@ def _tiles_of(queries: Piece, keys: Sequence[Piece], window: int | None) -> Iter
                 yield _Tile(slice(start, start + num_queries), places, distance - key)
 
 
+class _BackwardState(NamedTuple):
+    """What the backward pass knows of this rank's T queries, in the shape (Hkv, Hq / Hkv, T, ...)."""
+
+    queries: torch.Tensor
+    grads: torch.Tensor
+    """Gradients of the outputs."""
+    total: torch.Tensor
+    """The logs of the sums of the exponentials."""
+    delta: torch.Tensor
+    """The products of outputs and their gradients, summed over the dimensions of a head."""
+    call: AttentionCall
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -136,8 +149,7 @@ class _RingAttention(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             for rank, (keys, values) in _around(plan, [key, value]):
                 for tile in plan.tiles(rank, call.window):
-                    scores, _ = _scores(queries, keys, tile, call)
-                    _merge(output, total, scores, values[:, tile.keys], tile.queries)
+                    _merge(output, total, _scores(queries, keys, tile, call)[0], values[:, tile.keys], tile.queries)
         # (T, Hq, E), whose last two dimensions the model joins
         result = output.flatten(0, 1).transpose(0, 1).to(query.dtype).contiguous()
         ctx.save_for_backward(query, key, value, sinks, result, total)
@@ -152,6 +164,7 @@ class _RingAttention(torch.autograd.Function):
             _by_key_head(x, heads) for x in (query * call.scale, grad.transpose(0, 1), result.transpose(0, 1))
         )
         delta = (grads * outputs).sum(-1, dtype=exact)
+        state = _BackwardState(queries, grads, total, delta, call)
         grad_query = torch.zeros_like(queries, dtype=exact)
         coming: RingHop | None = None
         with torch.autocast(query.device.type, enabled=False):
@@ -161,18 +174,8 @@ class _RingAttention(torch.autograd.Function):
                 else:
                     grad_key, grad_value = coming.wait()
                 for tile in plan.tiles(rank, call.window):
-                    at, there = tile.queries, tile.keys
-                    scores, slope = _scores(queries, keys, tile, call)
-                    weights = scores.sub_(total[:, :, at, None]).exp_()
-                    of_output = _joined(grads[:, :, at])
-                    grad_value[:, there] += _joined(weights).to(grads.dtype).transpose(1, 2) @ of_output
-                    products = wide_products(of_output, values[:, there].transpose(1, 2)).view_as(weights).to(exact)
-                    of_scores = products.sub_(delta[:, :, at, None]).mul_(weights)
-                    if slope is not None:
-                        of_scores.mul_(slope)
-                    of_scores = _joined(of_scores).to(query.dtype)
-                    grad_query[:, :, at] += (of_scores @ keys[:, there]).view_as(grad_query[:, :, at])
-                    grad_key[:, there] += of_scores.transpose(1, 2) @ _joined(queries[:, :, at])
+                    # One call a tile, so that a tile's temporary tensors are freed before the next one is computed.
+                    _add_gradients(state, tile, (keys, values), (grad_query, grad_key, grad_value))
                 following = (rank - 1) % plan.group.size
                 coming = RingHop([grad_key, grad_value], plan.num_tokens(following), plan.group, channel=1)
             assert coming is not None
@@ -233,6 +236,30 @@ def _scores(
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
     return scores, slope
+
+
+def _add_gradients(
+    state: _BackwardState,
+    tile: _Tile,
+    key_values: tuple[torch.Tensor, torch.Tensor],
+    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Adds one tile's gradients to those of the queries, keys and values, `into`."""
+    queries, grads, total, delta, call = state
+    keys, values = (tensor[:, tile.keys] for tensor in key_values)
+    grad_query, grad_key, grad_value = into
+    at, there = tile.queries, tile.keys
+    scores, slope = _scores(queries, key_values[0], tile, call)
+    weights = scores.sub_(total[:, :, at, None]).exp_()
+    of_output = _joined(grads[:, :, at])
+    grad_value[:, there] += _joined(weights).to(grads.dtype).transpose(1, 2) @ of_output
+    products = wide_products(of_output, values.transpose(1, 2)).view_as(weights).to(total.dtype)
+    of_scores = products.sub_(delta[:, :, at, None]).mul_(weights)
+    if slope is not None:
+        of_scores.mul_(slope)
+    of_scores = _joined(of_scores).to(queries.dtype)
+    grad_query[:, :, at] += (of_scores @ keys).view_as(grad_query[:, :, at])
+    grad_key[:, there] += of_scores.transpose(1, 2) @ _joined(queries[:, :, at])
 
 
 def _merge(
