@@ -5,10 +5,10 @@
 `demo` is a step of the demo: 256 rows of at most 40 tokens and a model of two layers. `small` is a model of a million
 parameters with 128 rows of at most 16 tokens. Processor seconds of one thread are reported, because other work on the
 machine hardly changes them. Most of them are arithmetic: with `--narrow` the same rows go through as many layers of 16
-numbers, whose arithmetic takes next to nothing, so what remains is the host's time. `--profile` lists the functions
-that take most of it, by calls and seconds, `--parts` the milliseconds of a step's parts on the training thread, each
-without the parts that it calls. `--against` runs another checkout's package in turn with this one, each in a process of
-its own, and prints the ratio.
+numbers and the smallest vocabulary, whose arithmetic takes next to nothing, so what remains is the host's time.
+`--profile` lists the functions that take most of it, by calls and seconds, `--parts` the milliseconds of a step's parts
+on the training thread, each without the parts that it calls. `--against` runs another checkout's package in turn with
+this one, each in a process of its own, and prints the ratio.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def trainer_of(workload: str, folder: str, steps: int, clock: Clock, *, is_narro
         sizes = (128, 8, 16)
     if is_narrow:
         narrow = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-        model = Qwen3ForCausalLM(Qwen3Config(**{**model.config.to_dict(), **narrow, "head_dim": 8}))
+        narrow |= {"head_dim": 8, "vocab_size": len(tokenizer)}
+        model = Qwen3ForCausalLM(Qwen3Config(**(model.config.to_dict() | narrow)))
     config = GRPOConfig(
         output_dir=folder,
         max_steps=steps,

@@ -81,7 +81,7 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None, is_dense: boo
                 compute = _replacement(module, has_kernels=has_kernels, is_dense=is_dense)
                 if compute is not None:
                     replaced.append(module)
-                    module.forward = _Replaced(module, compute, stays)
+                    module.__dict__["forward"] = _Replaced(module, compute, stays)  # `setattr` searches for parameters
             if stays:
                 _staying.update(replaced)
             if has_kernels:

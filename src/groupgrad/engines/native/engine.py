@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ def input_device(model: nn.Module) -> torch.device:
     """The device that token ids have to be on."""
     getter = getattr(model, "get_input_embeddings", None)
     embedding = getter() if getter is not None else None
-    parameters = [*(embedding.parameters() if embedding is not None else ()), *model.parameters()]
+    parameters = chain(() if embedding is None else embedding.parameters(), model.parameters())
     # Offloaded weights are on the meta device until they are used.
     return next((p.device for p in parameters if p.device.type != "meta"), torch.device("cpu"))
 

@@ -45,7 +45,7 @@ def weights_cast_once(model: nn.Module) -> Iterator[None]:
     device_types = {name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)}
     frozen = [
         parameter
-        for parameter in model.parameters()
+        for parameter in (model.parameters() if device_types else ())
         if parameter.device.type in device_types
         and parameter.dtype == torch.float32
         and not parameter.requires_grad

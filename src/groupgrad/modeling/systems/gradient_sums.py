@@ -40,7 +40,8 @@ class GradientSums:
     @contextmanager
     def passes(self, *, is_last: bool) -> Iterator[None]:
         """Makes backward passes add to the sums; after the step's last passes, rounds the sums into `.grad`."""
-        summed = [p for p in self._model.parameters() if p.requires_grad and p.dtype in self._summed]
+        parameters = self._model.parameters() if self._summed else ()
+        summed = [p for p in parameters if p.requires_grad and p.dtype in self._summed]
         handles = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in summed]
         try:
             yield
