@@ -41,6 +41,15 @@ def test_a_whole_push_is_loaded(worker: Worker, model: Any) -> None:
     assert all(torch.equal(worker.receiver.model.weights[name], tensor) for name, tensor in tensors)
 
 
+def test_scales_that_quantization_makes_of_the_weights_are_not_missed(worker: Worker, model: Any) -> None:
+    """vLLM quantizes a layer as soon as its weights are there, and keeps the scales as further parameters."""
+    tensors = list(model.state_dict().items())
+    checksum = send(worker, tensors)
+    worker.receiver.model.weights["model.layers.0.mlp.down_proj.weight_scale"] = torch.ones(3)
+    worker.update_weights({"checksum": checksum})
+    worker.finish_weight_update()
+
+
 def test_what_is_not_whole_is_refused_and_the_next_push_begins(worker: Worker, model: Any) -> None:
     tensors = list(model.state_dict().items())
     checksum = send(worker, tensors)

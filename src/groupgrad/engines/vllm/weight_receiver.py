@@ -54,6 +54,8 @@ class _Push:
     """State of a push under way."""
 
     ties: dict[str, tuple[Any, Any]]
+    expected: set[str]
+    """Checkpoint names of the parameters that have to come, before quantization adds scales of its own."""
     checksum: int = 0
     loaded: set[str] | None = field(default_factory=set)
     """vLLM's names of the parameters that were written; None if the model does not return the names that it loads."""
@@ -103,8 +105,9 @@ class WeightReceiver:
         if self._push is not None:
             self.finish_weight_update()
         ties = _find_ties(self.model)
-        initialize_layerwise_reload(self.model)
-        self._push = _Push(ties)
+        initialize_layerwise_reload(self.model)  # parameters are those of a checkpoint from here on
+        expected = {_checkpoint_name(name) for name, _ in self.model.named_parameters()} - ties.keys()
+        self._push = _Push(ties, expected)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Take a part of the push; vLLM calls nothing else before this returns."""
@@ -199,11 +202,10 @@ class WeightReceiver:
 
     def _verify(self, push: _Push, checksum: int | None) -> None:
         """RuntimeError unless the bytes have this checksum and every parameter of the model was among them."""
-        names = {_checkpoint_name(name) for name, _ in self.model.named_parameters()} - push.ties.keys()
         problem = None
         if checksum is not None and push.checksum != checksum:
             problem = f"its bytes have the checksum {push.checksum:08x}, those sent {checksum:08x}"
-        elif missing := sorted(names - push.loaded if push.loaded is not None else ()):
+        elif missing := sorted(push.expected - push.loaded if push.loaded is not None else ()):
             problem = f"nothing was sent for {', '.join(missing[:20])}"
         if problem is not None:
             raise RuntimeError(f"{REFUSED} {self._rank} refuses the push: {problem}")
