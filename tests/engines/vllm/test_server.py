@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 import tempfile
 import urllib.parse
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 from simulated_server import Receiver, Weights, pretend_weight_transfer
 
-from groupgrad.engines.vllm import server_requests
-from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS
+from groupgrad.engines.vllm import http, server_requests
+from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused
 from groupgrad.engines.vllm.server import Routes
 from groupgrad.engines.vllm.server_requests import Call, Refusal
+from groupgrad.engines.vllm.transfer_plugin import FLAGS
 from groupgrad.engines.vllm.wire import TensorSpec
 
 KEY = "the-key-of-these-tests"
@@ -62,6 +64,18 @@ def test_a_server_does_not_start_in_the_mode_whose_routes_change_weights_unseen(
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     with pytest.raises(ValueError, match=r"VLLM_SERVER_DEV_MODE is '1': .*; unset it"):
         Routes(None)
+
+
+def test_a_server_without_these_routes_is_told_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vllm serve` without groupgrad's middleware."""
+
+    def refuse(*given: Any, **options: Any) -> dict[str, Any]:
+        raise ServerRefused(404, "Not Found")
+
+    monkeypatch.setattr(http, "call", refuse)
+    with pytest.raises(ServerRefused, match="has no /groupgrad/info") as refused:
+        http.wait_until_up(Address.of(port=8000), timeout_s=1.0)
+    assert shlex.split(str(refused.value).partition("`vllm serve` itself has to be given ")[2]) == list(FLAGS)
 
 
 def test_a_worker_in_another_group_has_a_status_of_its_own() -> None:

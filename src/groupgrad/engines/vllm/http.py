@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import shlex
 import socket
 import time
 import urllib.parse
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.engines.vllm.api_keys import VARIABLE, find_key
+from groupgrad.engines.vllm.transfer_plugin import FLAGS
 
 POLL_S = 0.25
 """Seconds between two attempts to reach a server that is not up yet."""
@@ -181,7 +183,8 @@ def wait_until_up(
                 raise ServerRefused(
                     error.status,
                     f"a server answers at {address}, but it has no /groupgrad/info: it was not started by "
-                    "`groupgrad vllm-serve`, or something else uses that port",
+                    "`groupgrad vllm-serve`, or something else uses that port; `vllm serve` itself has to be given "
+                    + shlex.join(FLAGS),
                 ) from None
             if isinstance(error, ServerRefused) and error.status == MISSING_KEY_STATUS:
                 raise

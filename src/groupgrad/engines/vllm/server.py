@@ -51,7 +51,7 @@ from groupgrad.engines.vllm.server_requests import (
     take,
     take_timeout,
 )
-from groupgrad.engines.vllm.transfer_plugin import TRANSFER_CONFIG
+from groupgrad.engines.vllm.transfer_plugin import FLAGS
 from groupgrad.engines.vllm.vllm_params import check_options
 from groupgrad.engines.vllm.weight_receiver import REFUSED
 from groupgrad.engines.vllm.wire import (
@@ -66,9 +66,6 @@ from groupgrad.engines.vllm.wire import (
 
 logger = logging.getLogger(__name__)
 
-MIDDLEWARE = "groupgrad.engines.vllm.server.Routes"
-FLAGS = ("--weight-transfer-config", TRANSFER_CONFIG, "--middleware", MIDDLEWARE)
-"""Arguments that make `vllm serve` a server for groupgrad's trainers."""
 PREFIX = "/groupgrad/"
 PORT_FIELDS = {"port": int, "timeout_s": float}
 GROUP_FIELDS = {**PORT_FIELDS, "group": str, "backend": str, "size": int, "peer": dict}

@@ -16,6 +16,9 @@ BACKEND = "groupgrad"
 TRANSFER_CONFIG = json.dumps({"backend": BACKEND})
 """Value of vLLM's `--weight-transfer-config`."""
 
+FLAGS = ("--weight-transfer-config", TRANSFER_CONFIG, "--middleware", "groupgrad.engines.vllm.server.Routes")
+"""Arguments that make `vllm serve` a server for groupgrad's trainers."""
+
 
 def register() -> None:
     """Add the backend's two sides; their module is imported when a worker or a trainer needs it."""
