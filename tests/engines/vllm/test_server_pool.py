@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_server import SimulatedServer, pool_of, pretend_vllm, servers_of
+from simulated_server import Receiver, SimulatedServer, pool_of, pretend_vllm, servers_of
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.vllm import server_pool
@@ -330,6 +330,15 @@ def test_a_server_of_another_kind_is_an_error(
     with pytest.raises(ValueError, match=words) as caught:
         pool_of(servers).connect(model, num_tokens=16, options=OPTIONS)
     assert servers[2].url in str(caught.value)
+
+
+def test_a_server_of_several_processes_is_an_error(
+    servers: list[SimulatedServer], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has `Routes` of its own: one would sample while another takes a push."""
+    monkeypatch.setattr(Receiver.parallel_config, "_api_process_count", 2, raising=False)
+    with pytest.raises(ValueError, match=rf"{servers[0].url} answers from 2 processes.*start it with --api-server-co"):
+        pool_of(servers[:1]).connect(model)
 
 
 def test_two_names_of_one_server_are_an_error(servers: list[SimulatedServer], model: Any) -> None:

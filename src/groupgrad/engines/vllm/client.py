@@ -128,6 +128,11 @@ class ServerClient:
                 f"the vLLM server {self.address} takes weights by the backend {backend!r}, which does not compare them "
                 f"with what was sent; start it by `groupgrad vllm-serve` (--weight-transfer-config {TRANSFER_CONFIG!r})"
             )
+        if (count := info.get("num_processes", 1)) != 1:
+            raise ValueError(
+                f"the vLLM server {self.address} answers from {count} processes, and each would know of its own pushes "
+                "alone; start it with --api-server-count 1"
+            )
         problems = incompatibilities(*self._served, info) if self._served is not None else []
         if problems:
             raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))

@@ -235,7 +235,7 @@ class Routes:
     async def route_info(self, engine: Any, call: Call) -> dict[str, Any]:
         if engine.errored:
             raise Refusal(503, "the engine of this server has died; the server is about to end")
-        config = engine.model_config
+        config, parallel = engine.model_config, engine.vllm_config.parallel_config
         lora, transfer = engine.vllm_config.lora_config, engine.vllm_config.weight_transfer_config
         weights = self._weights
         return {
@@ -243,6 +243,7 @@ class Routes:
             "protocol": PROTOCOL,
             "release": __version__,
             "process": os.getpid(),
+            "num_processes": getattr(parallel, "_api_process_count", 1),
             "vllm": _vllm_version(),
             "records_versions": compat.vllm_records_versions(),
             "backend": None if transfer is None else transfer.backend,
@@ -252,7 +253,7 @@ class Routes:
             "dtype": str(config.dtype).removeprefix("torch."),
             "max_model_len": config.max_model_len,
             "max_lora_rank": 0 if lora is None else int(lora.max_lora_rank),
-            "num_workers": engine.vllm_config.parallel_config.world_size_across_dp,
+            "num_workers": parallel.world_size_across_dp,
             "quantization": config.quantization,
             "logprobs_mode": str(config.logprobs_mode),
             "weight_version": weights.version,
