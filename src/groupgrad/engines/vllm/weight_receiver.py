@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from groupgrad.engines.vllm.weight_group import Backend, WeightGroup, describe_device, open_store
+from groupgrad.engines.vllm.weight_group import MEETING_S, Backend, WeightGroup, describe_device, open_store
 from groupgrad.engines.vllm.wire import (
     TensorSpec,
     padded_bytes,
@@ -187,7 +187,7 @@ class WeightReceiver:
         rank, timeout_s = self._rank, meeting.timeout_s
         store = self._store
         if rank != 0:
-            store = open_store(meeting.host, meeting.port, serves=False, timeout_s=timeout_s)
+            store = open_store(meeting.host, meeting.port, serves=False, timeout_s=min(timeout_s, MEETING_S))
         device = self.device if is_nccl else None
         self._group = WeightGroup(backend, store, rank + 1, meeting.size, timeout_s=timeout_s, device=device)
 

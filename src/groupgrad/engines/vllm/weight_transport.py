@@ -13,14 +13,19 @@ import torch
 
 from groupgrad.concurrency.daemon_threads import DaemonThreads
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, call
-from groupgrad.engines.vllm.weight_group import Backend, GroupBroken, WeightGroup, describe_device, open_store
+from groupgrad.engines.vllm.weight_group import (
+    MEETING_S,
+    Backend,
+    GroupBroken,
+    WeightGroup,
+    describe_device,
+    open_store,
+)
 from groupgrad.engines.vllm.wire import Bucket, remove_stale, shared_file
 
 logger = logging.getLogger(__name__)
 
 GROUP_PORT = 51216
-MEETING_S = 60.0
-"""Longest that trainer and workers wait for each other to form a group."""
 
 _THREADS = DaemonThreads("vllm-weights")
 
