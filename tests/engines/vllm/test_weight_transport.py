@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from typing import Any
@@ -52,6 +53,19 @@ def test_who_can_meet_over_nccl(own: dict[str, Any], works: bool, monkeypatch: p
     else:
         with pytest.raises(RuntimeError, match="NCCL connects different GPUs of one release of it, not"):
             Receiver(None).init_transfer_engine(meeting)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_worker_that_meets_nobody_closes_its_port(backend: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    receiver, place = Receiver(None), {"host": "127.0.0.1", "port": port, "timeout_s": 0.5}
+    receiver.init_transfer_engine(Meeting(**place))
+    socket.create_connection(("127.0.0.1", port), timeout=5.0).close()
+    with pytest.raises((RuntimeError, GroupBroken)):
+        receiver.init_transfer_engine(Meeting(backend=backend, size=2, peer=GPU, **place))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5.0)
 
 
 class Answers:

@@ -181,11 +181,11 @@ class WeightReceiver:
 
     def _join(self, meeting: Meeting, backend: Backend) -> None:
         """Join the trainer and the other workers. RuntimeError if NCCL cannot connect this worker with the trainer."""
+        store, self._store = self._store, None  # its port is closed where nobody comes
         is_nccl, own = backend == "nccl", describe_device(self.device)
         if is_nccl and (own["device"] in (None, meeting.peer["device"]) or own["nccl"] != meeting.peer["nccl"]):
             raise RuntimeError(f"NCCL connects different GPUs of one release of it, not {own} and {meeting.peer}")
         rank, timeout_s = self._rank, meeting.timeout_s
-        store = self._store
         if rank != 0:
             store = open_store(meeting.host, meeting.port, serves=False, timeout_s=min(timeout_s, MEETING_S))
         device = self.device if is_nccl else None
