@@ -102,6 +102,16 @@ def test_a_reward_function_that_fails_is_an_error(tmp_path: Path, run_flags: lis
     assert re.search(r"error +round +it failed with \w+: .*'fail'", capsys.readouterr().out)
 
 
+def test_reward_functions_that_give_no_number_are_an_error(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+    """The other findings are still there."""
+    (tmp_path / "silent.py").write_text("def judge(completions, **kwargs):\n    return [None] * len(completions)\n")
+    assert main(["check", *run_flags, "--reward_funcs", "silent.judge", "--prompts", "1"]) == 1
+    text = capsys.readouterr().out
+    shown = re.sub(r"\s+", " ", text)
+    assert "error rewards judge gave no number for any completion. Check the columns that the function reads" in shown
+    assert topics(text)["variance"] == "warning" and topics(text)["memory"] == "ok"
+
+
 def test_without_a_round_nothing_is_sampled(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
     """Remarks about the settings are findings; a prompt without room for a completion is one too."""
     (tmp_path / "failing.py").write_text("def fail(completions, **kwargs):\n    raise OSError('no judge')\n")
@@ -181,6 +191,7 @@ def test_conversations_whose_turns_end_with_another_token(
         ({"frac_reward_zero_std": 0.25}, "variance", "ok", "75 % of groups have rewards that differ"),
         ({"frac_reward_zero_std": 0.75}, "variance", "warning", "75 % of groups have no variance"),
         ({"rewards/one/mean": float("nan")}, "rewards", "error", "one gave no number"),
+        ({"reward_std": None}, "rewards", "ok", "mean 0.5, of a single completion"),
         ({"time/rewards": 1.5}, "scoring", "warning", "took 1.5 s, 75 % of the round. Make slow"),
         ({"sampling/logp_mismatch": 0.3}, "agreement", "warning", "differ by 0.3 nats"),
         ({"tools/failure_frequency": 0.5}, "advice", "warning", "50 % of tool calls fail"),

@@ -46,15 +46,17 @@ def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Advice], names: l
     found = []
     means = {name: metrics.get(f"rewards/{name}/mean") for name in names}
     silent = [name for name, mean in means.items() if mean is None or math.isnan(mean)]
-    text = f"mean {metrics['reward']:.3g} ± {metrics['reward_std']:.3g}"
-    if len(names) > 1:
-        text += " (" + ", ".join(f"{name} {mean:.3g}" for name, mean in means.items() if name not in silent) + ")"
+    numbers = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items() if name not in silent)
+    spread = f" ± {metrics['reward_std']:.3g}" if "reward_std" in metrics else ", of a single completion"
+    parts = [f"mean {metrics['reward']:.3g}{spread}"] if numbers else []
+    if len(names) > 1 and numbers:
+        parts[0] += f" ({numbers})"
     if silent:
-        text += f"; {', '.join(silent)} gave no number for any completion."
+        text = "; ".join([*parts, f"{', '.join(silent)} gave no number for any completion."])
         mend = "Check the columns that the function reads, or take it out."
-        found.append(Finding("rewards", text, "error" if len(silent) == len(names) else "warning", mend))
+        found.append(Finding("rewards", text, "warning" if numbers else "error", mend))
     else:
-        found.append(Finding("rewards", text))
+        found.append(Finding("rewards", "; ".join(parts)))
     found.append(variance(metrics))
     took, slow = float(metrics[_REWARD_SECONDS]), advices.get(_REWARD_SECONDS)
     seconds = f"reward functions took {took:.2g} s"
