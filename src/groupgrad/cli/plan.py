@@ -143,6 +143,7 @@ def _advice(shape: Any, sizes: Any, device: int, best: Any, obstacle: str | None
     remedies = _with_server(shape, sizes, device)
     if best is None:
         remedies += _with_devices(shape, sizes, device, obstacle)
+        remedies = remedies or _with_both(shape, sizes, device)
         least = smallest_device(shape, sizes)
         texts = [
             f"Nothing fits. With micro-batches of one row and checkpointing the least demanding way needs devices of "
@@ -239,6 +240,21 @@ def _with_devices(shape: Any, sizes: Any, device: int, obstacle: str | None) -> 
         number = wider.sizes.devices
         texts.append(f"On {number} such devices (--devices {number}), {wider.name} fits.")
     return texts
+
+
+def _with_both(shape: Any, sizes: Any, device: int) -> list[str]:
+    """A sentence about the way that fits on more devices if a vLLM server samples as well; empty without one."""
+    from groupgrad.planning.fitting import with_more_devices
+
+    samples_here = sizes.samples or sizes.colocate
+    wider = with_more_devices(shape, replace(sizes, samples=False, colocate=None), device) if samples_here else None
+    if wider is None:
+        return []
+    number = wider.sizes.devices
+    return [
+        f"If a vLLM server on other devices samples (--vllm-server), {wider.name} fits on {number} such devices "
+        f"(--devices {number})."
+    ]
 
 
 def _gib(size: int) -> str:
