@@ -443,8 +443,13 @@ def test_mistakes_end_with_a_sentence(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "recurrent_gemma", "num_hidden_layers": 2}))
     hybrid = tmp_path / "hybrid"
     CONFIGS["qwen3_5"]().save_pretrained(hybrid)
+    (tmp_path / "unknown.json").write_text(json.dumps({"model_type": "not_of_transformers"}))
     for argv, text in (
         (["--model", str(tmp_path / "nowhere"), "--device", "8GB"], "there is no such folder; give a folder with"),
+        (
+            ["--model", str(tmp_path / "unknown.json"), "--device", "8GB"],
+            "`not_of_transformers` but Transformers does not recognize this architecture; give a folder with",
+        ),
         (["--model", "some/model", "--device", "8GB"], "and HF_HUB_OFFLINE forbids to download it; give a folder"),
         (["--model", str(tmp_path), "--device", "8GB"], "layers of a kind that is not predicted yet"),
         (["--model", str(tmp_path), "--device", "8"], "8 is no size; write it as 80GB or 24GiB"),

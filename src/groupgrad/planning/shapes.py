@@ -115,7 +115,7 @@ def read_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name)
     except Exception as error:  # configurations check themselves in many ways
-        raise ValueError(f"--model {name}: {_first_line(error).rstrip('.')}; {wanted}") from error
+        raise ValueError(f"--model {name}: {_first_line(error)}; {wanted}") from error
 
 
 def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
@@ -164,8 +164,12 @@ def _unplanned_parts(config: Any) -> str | None:
 
 
 def _first_line(error: Exception) -> str:
-    line = (str(error).splitlines() or [""])[0]
-    return line if len(line) <= 200 else f"{line[:200]} ..."
+    """The first line without its full stop; of a long one the sentences that are whole, or its beginning."""
+    line = (str(error).splitlines() or [""])[0].rstrip(".")
+    if len(line) <= 200:
+        return line
+    sentences = line[:200].rpartition(". ")[0]
+    return sentences or f"{line[:200]} ..."
 
 
 def _shape(name: str, config: Any, *, half: bool) -> ModelShape:
