@@ -227,6 +227,16 @@ def test_set_is_a_setting_of_the_run_with_and_without_a_file(planned: Any, capsy
         assert f"--set{'' if 'cannot' in problem else ' ' + setting}: {problem}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "own"), [("adamw_torch_fused", "adamw"), ("paged_adamw_8bit", "adamw_8bit")])
+def test_an_optimizer_may_have_the_name_that_transformers_gives_it(
+    name: str, own: str, planned: Any, capsys: Any
+) -> None:
+    assert planned("--device", "80GB", "--optim", own) == 0
+    shown = capsys.readouterr().out
+    assert planned("--device", "80GB", "--optim", name) == 0
+    assert capsys.readouterr().out == shown
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_a_plan_in_full_precision_says_nothing_of_kernels_for_4_bits(tmp_path: Path) -> None:

@@ -109,7 +109,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     switch = argparse.BooleanOptionalAction
     training = parser.add_argument_group("Training")
     optimizers = ["adamw", "adamw_8bit", "adafactor", "sgd"]
-    training.add_argument("--optim", choices=optimizers, default="adamw", help=f"optimizer: {', '.join(optimizers)}")
+    training.add_argument(
+        "--optim",
+        type=lambda name: _OPTIMIZERS.get(name, name),
+        choices=optimizers,
+        default="adamw",
+        help=f"optimizer: {', '.join(optimizers)}, or a name of transformers for one of them",
+    )
     training.add_argument("--beta", type=float, default=0.0, help="weight of the KL term; above 0 keeps a reference")
     training.add_argument(
         "--gradient-checkpointing", action=switch, default=False, help="use it even where it is not needed"
