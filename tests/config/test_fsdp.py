@@ -75,6 +75,14 @@ def test_what_fsdp_does_not_go_with_is_refused_in_words(two_processes, settings,
     assert all(word in problem for word in words), problem
 
 
+@pytest.mark.parametrize("options", ["hybrid_shard", "hybrid_shard_zero2 auto_wrap", ["hybrid_shard"]])
+def test_hybrid_sharding_is_refused_with_what_fsdp_2_has(two_processes, options):
+    with pytest.raises(ConfigError) as caught:
+        config(fsdp=options)
+    assert "an option of FSDP 1" in str(caught.value) and "Set fsdp='full_shard'" in str(caught.value)
+    assert "fsdp_config['version'] = 1" not in str(caught.value)
+
+
 def test_one_process_has_nothing_to_share():
     with pytest.raises(ConfigError, match="fsdp shards weights over several processes, and there is one"):
         config(fsdp=True)

@@ -75,7 +75,19 @@ def _excluded(c: GRPOSettings) -> str:
     return ", ".join(text for text, is_set in conflicts.items() if is_set)
 
 
+def _hybrid(c: GRPOSettings) -> str:
+    """The option that shards within machines alone, if it is set; transformers may have parsed the options already."""
+    options = c.fsdp.split() if isinstance(c.fsdp, str) else c.fsdp if isinstance(c.fsdp, list) else []
+    names = [str(getattr(option, "value", option)) for option in options]
+    return next((name for name in names if name.startswith("hybrid_shard")), "")
+
+
 FSDP_RULES: tuple[Rule, ...] = (
+    Rule(
+        _with_fsdp(_hybrid),
+        "fsdp={found!r} is an option of FSDP 1, and only FSDP 2 is supported, which shards over all processes. Set "
+        "fsdp='full_shard'",
+    ),
     Rule(
         _with_fsdp(lambda c: (version := str(fsdp_settings(c).get("version", 2))) != "2" and version),
         "fsdp is on with fsdp_version {found}, and only FSDP 2 is supported. Set fsdp_config={{'version': 2}}, or in "
