@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,7 +88,12 @@ def parser() -> argparse.ArgumentParser:
     batches = parser.add_argument_group("Groups and lengths")
     _add_count(batches, "prompt", 512, "tokens of the longest prompt")
     _add_count(batches, "completion", 256, "max_completion_length")
-    _add_count(batches, "num-generations", 8, "completions of a prompt")
+    batches.add_argument(
+        "--num-generations",
+        type=_setting("num_generations", _count),
+        default=8,
+        help="completions of a prompt",
+    )
     batches.add_argument(
         "--micro-batch",
         type=_count,
@@ -116,7 +121,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         default="adamw",
         help=f"optimizer: {', '.join(optimizers)}, or a name of transformers for one of them",
     )
-    training.add_argument("--beta", type=float, default=0.0, help="weight of the KL term; above 0 keeps a reference")
+    training.add_argument(
+        "--beta",
+        type=_setting("beta", float),
+        default=0.0,
+        help="weight of the KL term; above 0 keeps a reference",
+    )
     training.add_argument(
         "--gradient-checkpointing", action=switch, default=False, help="use it even where it is not needed"
     )
@@ -303,6 +313,8 @@ def _checked(action: argparse.Action, name: str, value: Any) -> Any:
         raise ValueError(f"{name}={value!r} cannot be planned for; give {flag} with one of {known}{hint}")
     if action.type is _count and int(value) < 1:
         raise ValueError(f"{value} is no count; give {flag} with 1 or more")
+    if action.choices is None and (problem := _problem(name, value)) is not None:
+        raise ValueError(problem)
     return value
 
 
@@ -358,3 +370,23 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no count; give 1 or more")
     return int(text)
+
+
+def _setting(name: str, read: Callable[[str], float]) -> Callable[[str], float]:
+    """Reads a number that a run gets as the setting `name`, and refuses one that the run would refuse."""
+
+    def value_of(text: str) -> float:
+        value = read(text)
+        if (problem := _problem(name, value)) is not None:
+            raise argparse.ArgumentTypeError(problem)
+        return value
+
+    value_of.__name__ = read.__name__  # argparse names it where `read` raises ValueError
+    return value_of
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """Why a run refuses this value of the setting `name`; None if it does not, or has no such setting."""
+    from groupgrad.config.field_rules import field_problem  # loads transformers, which --help does without
+
+    return field_problem(name, value)
