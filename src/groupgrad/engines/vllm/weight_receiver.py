@@ -181,7 +181,7 @@ class WeightReceiver:
 
     def _join(self, meeting: Meeting, backend: Backend) -> None:
         """Join the trainer and the other workers. RuntimeError if NCCL cannot connect this worker with the trainer."""
-        store, self._store = self._store, None  # its port is closed where nobody comes
+        store, self._store = self._store, None  # dropped, and its port closed, if no trainer joins
         is_nccl, own = backend == "nccl", describe_device(self.device)
         if is_nccl and (own["device"] in (None, meeting.peer["device"]) or own["nccl"] != meeting.peer["nccl"]):
             raise RuntimeError(f"NCCL connects different GPUs of one release of it, not {own} and {meeting.peer}")

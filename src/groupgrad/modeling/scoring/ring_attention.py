@@ -117,7 +117,7 @@ def _tiles_of(queries: Piece, keys: Sequence[Piece], window: int | None) -> Iter
 
 
 class _BackwardState(NamedTuple):
-    """What the backward pass knows of this rank's T queries, in the shape (Hkv, Hq / Hkv, T, ...)."""
+    """Tensors of this rank's T queries, (Hkv, Hq / Hkv, T, ...), that each tile of the backward pass reads."""
 
     queries: torch.Tensor
     grads: torch.Tensor
