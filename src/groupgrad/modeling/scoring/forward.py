@@ -240,11 +240,6 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model under wrappers for data parallelism and compilation."""
-    while True:
-        is_parallel = (
-            isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
-        )
-        inner = getattr(model, "_orig_mod", None) or (model.module if is_parallel else None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    is_parallel = isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
+    inner = getattr(model, "_orig_mod", None) or (model.module if is_parallel else None)
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
