@@ -167,12 +167,9 @@ def assign_micro_batches(
     needed = passes_of(batch)
     if len(assigned) > 1 and not is_local:
         assigned = pack(row_costs(batch, needed), assigned)
-    with_rows = [rows for rows in assigned if rows]
-    if rules.backward_everywhere:
-        for rows in with_rows:
+    for rows in assigned:
+        if rows and (rules.backward_everywhere or FORWARD_AND_BACKWARD not in needed):
             _keep_a_live_row(batch, rows, needed)
-    elif with_rows and FORWARD_AND_BACKWARD not in needed:
-        _keep_a_live_row(batch, with_rows[0], needed)
     num_tokens = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
     step = StepRows(batch, needed, row_costs(batch, needed), batch.loss_tokens.tolist(), num_tokens.tolist())
     return [MicroBatch(step, rows) for rows in assigned]
