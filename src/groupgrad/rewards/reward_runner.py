@@ -150,8 +150,12 @@ class RewardRunner:
         own = [[rollout.own_rewards.get(name) for rollout in inputs.rollouts] for name in self._own_names]
         own = [[torch.nan if value is None else value for value in values] for values in own]
         table.rewards[rows] = torch.tensor([*rewards, *own], dtype=torch.float64).T
-        if any(log.columns or log.metrics for log in logs):
-            self._add_logged(table, rows, logs)
+        for log in logs:
+            for column, values in log.columns.items():
+                name = _free_name(column, log.function, {*TABLE_COLUMNS, *self.names, *table.columns})
+                by_row = dict(zip(rows, values))
+                table.columns[name] = [by_row.get(row) for row in range(len(rollouts))]
+        table.metrics = merge_all(log.metrics for log in logs)
         unscored = table.rewards[rows].isnan().all(dim=1)
         if bool(unscored.any()) and not any(statistics.failures for statistics in self._statistics.values()):
             self._warn_unscored(unscored.nonzero().flatten().tolist(), inputs)
@@ -258,15 +262,6 @@ class RewardRunner:
             if time.monotonic() > gives_up_at:
                 break
         return None
-
-    def _add_logged(self, table: RewardTable, rows: Sequence[int], logs: Sequence[CallLog]) -> None:
-        """Adds the columns and metrics that functions have logged for the table's `rows`; the others get None."""
-        for log in logs:
-            for column, values in log.columns.items():
-                name = _free_name(column, log.function, {*TABLE_COLUMNS, *self.names, *table.columns})
-                by_row = dict(zip(rows, values))
-                table.columns[name] = [by_row.get(row) for row in range(len(table.rewards))]
-        table.metrics = merge_all(log.metrics for log in logs)
 
     def _warn_unscored(self, unscored: Sequence[int], inputs: CallInputs) -> None:
         """Warns once of completions without any reward; they do not contribute to training."""

@@ -40,30 +40,21 @@ _warned: set[tuple[str, str]] = set()
 @contextmanager
 def torch_settings_kept(function: str) -> Iterator[None]:
     """Context that puts torch's settings back at its end. A warning names what `function` has changed, once."""
-    before = _settings()
+    before = {name: get() for name, (get, _) in _SETTINGS.items()}
     try:
         yield
     finally:
-        if _settings() != before:
-            _put_back(before, function)
-
-
-def _settings() -> dict[str, Any]:
-    return {name: get() for name, (get, _) in _SETTINGS.items()}
-
-
-def _put_back(before: dict[str, Any], function: str) -> None:
-    for name, (get, put_back) in _SETTINGS.items():
-        if before[name] is None or (now := get()) == before[name]:
-            continue
-        put_back(before[name])
-        if (function, name) not in _warned:
-            _warned.add((function, name))
-            logger.warning(
-                "the reward function %r has set %s of torch to %s, and training needs %s as before: it was put "
-                "back, as after each call. Use torch's context managers, such as torch.no_grad(). Said once",
-                function,
-                name,
-                now,
-                before[name],
-            )
+        for name, (get, put_back) in _SETTINGS.items():
+            if before[name] is None or (now := get()) == before[name]:
+                continue
+            put_back(before[name])
+            if (function, name) not in _warned:
+                _warned.add((function, name))
+                logger.warning(
+                    "the reward function %r has set %s of torch to %s, and training needs %s as before: it was put "
+                    "back, as after each call. Use torch's context managers, such as torch.no_grad(). Said once",
+                    function,
+                    name,
+                    now,
+                    before[name],
+                )
