@@ -88,7 +88,7 @@ class ChangedOptions:
             raise ConfigError(texts)
 
     def optimizer_is_ready(self, config: GRPOConfig, optimizer: Any) -> None:
-        """Remembers the options of the optimizer that a training has made; an optimizer of a script's own has none."""
+        """Remembers the options that a training made its optimizer with; one that a script made is left out."""
         if self._makes_optimizer:
             self._optimizer, self._of_optimizer = weakref.ref(optimizer), _values(config)
 
