@@ -11,7 +11,15 @@ import torch
 from datasets import Dataset
 from refusals import assert_refused, rows
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification, Qwen3Model, TrainerCallback
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    Qwen3Model,
+    TrainerCallback,
+)
 from transformers.utils import is_flash_attn_2_available
 
 from groupgrad import GRPOConfig, GRPOTrainer
@@ -71,6 +79,16 @@ BAD: dict[str, tuple[Arguments | dict[str, Any], type[Exception], str, str]] = {
         model_of(lambda: Qwen3ForSequenceClassification(QWEN)),
         TypeError,
         "model is a Qwen3ForSequenceClassification",
+        "AutoModelForCausalLM",
+    ),
+    "masked language model": (
+        model_of(
+            lambda: BertForMaskedLM(
+                BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+            )
+        ),
+        TypeError,
+        "model is a BertForMaskedLM, which fills gaps",
         "AutoModelForCausalLM",
     ),
     "model without a head": (

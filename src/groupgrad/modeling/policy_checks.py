@@ -6,11 +6,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from groupgrad.modeling.quantized import is_packed
 from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.fsdp import local_part
+
+_FILL_GAPS = {
+    name
+    for name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not name.endswith("ForConditionalGeneration")
+}
+"""Classes of masked language models. Encoder-decoders among them are refused for what they are."""
 
 
 def check_language_model(model: nn.Module) -> None:
@@ -26,6 +37,11 @@ def check_language_model(model: nn.Module) -> None:
         raise TypeError(
             f"model is a {name}, which gives labels of texts; load the policy with "
             "AutoModelForCausalLM.from_pretrained(...), and pass a classifier in reward_funcs"
+        )
+    if name in _FILL_GAPS:
+        raise TypeError(
+            f"model is a {name}, which fills gaps in a text from both sides and cannot continue one; load a "
+            "decoder with AutoModelForCausalLM.from_pretrained(...)"
         )
     if inner.get_output_embeddings() is None:
         raise TypeError(
