@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.errors import ConfigError
@@ -81,6 +82,25 @@ def test_a_learning_rate_may_change_before_the_first_training(make_trainer):
     trainer.args.learning_rate = 3e-3
     trainer.train()
     assert trainer.state.log_history[0]["learning_rate"] == 3e-3
+
+
+class Anneal(TrainerCallback):
+    """Changes options after each step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        args.temperature, args.learning_rate = 1.0 - 0.1 * state.global_step, 1e-9
+        args.ref_model_sync_steps, args.logging_steps = 7, 1
+
+
+def test_an_option_that_a_callback_changes_to_no_effect_is_named_once(make_trainer, caplog):
+    trainer = make_trainer(max_steps=3, trainer={"callbacks": [Anneal()]})
+    trainer.train()
+    told = [record.message for record in caplog.records if "was changed" in record.message]
+    assert len(told) == 2
+    assert told[0].startswith("trainer.args.learning_rate was changed from 0.01 to 1e-09 during training, which")
+    assert told[1].startswith("trainer.args.temperature was changed from 1.0 to 0.9 during training, which")
+    assert trainer.components.sampling.temperature == 1.0
+    assert trainer.state.log_history[0]["learning_rate"] == 0.01
 
 
 def test_another_model_is_refused(trained, make_policy):

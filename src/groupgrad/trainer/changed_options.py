@@ -10,6 +10,8 @@ import dataclasses
 import weakref
 from typing import Any
 
+from transformers import TrainingArguments
+
 from groupgrad.config import GRPOConfig, rules
 from groupgrad.errors import ConfigError
 
@@ -35,6 +37,12 @@ _OF_OPTIMIZER = (
 )
 """Options that are read once, when the first training makes the optimizer; later trainings go on with it."""
 
+_READ_DURING_TRAINING = (
+    *("save_in_background", "top_entropy_quantile", "sync_ref_model", "ref_model_sync_steps"),
+    "ref_model_mixup_alpha",
+)
+"""Options of groupgrad that a callback may change between steps. Those of transformers are left to its `Trainer`."""
+
 
 class ChangedOptions:
     """Compares a configuration with what it was when the trainer and its optimizer were made."""
@@ -44,6 +52,7 @@ class ChangedOptions:
         self._optimizer: weakref.ref[Any] | None = None
         self._of_optimizer: dict[str, Any] = {}
         self._makes_optimizer = False
+        self._told: set[str] = set()
 
     def check(self, config: GRPOConfig, *, has_reference: bool) -> bool:
         """Returns True if an option has changed since `accept`. ConfigError if a change cannot work."""
@@ -68,6 +77,22 @@ class ChangedOptions:
     def accept(self, config: GRPOConfig) -> None:
         """Takes the options as those that the trainer works by now."""
         self._seen = _values(config)
+
+    def without_effect(self, config: GRPOConfig) -> list[str]:
+        """Sentences about options that a callback has changed while it trains, to no effect; each is told once."""
+        now = _values(config)
+        of_transformers = {field.name for field in dataclasses.fields(TrainingArguments)}.difference(_OF_OPTIMIZER)
+        changed = [
+            name
+            for name, value in now.items()
+            if value != self._seen[name] and name not in of_transformers | self._told | {*_READ_DURING_TRAINING}
+        ]
+        self._told |= {*changed}
+        return [
+            f"{_change(name, self._seen[name], now[name])} during training, which goes on with {self._seen[name]!r}: "
+            "training reads this option when it begins. End the run there and resume it with the other value"
+            for name in changed
+        ]
 
     def check_optimizer(self, config: GRPOConfig, optimizer: Any, *, is_restored: bool) -> None:
         """ConfigError if the optimizer of an earlier training would go on with other options than `config` has.

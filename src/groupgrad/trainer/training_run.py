@@ -402,6 +402,8 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         if "loss" in logs or ("train_runtime" in logs and len(self.metric_store)):
             logs = {**logs, **self.metric_store.flush()}
             self._flush_completions("train")
+            for text in self.changed_options.without_effect(self.args):
+                logger.warning(text)
         with self._without_end("a log"):
             super().log(logs, start_time)
 
