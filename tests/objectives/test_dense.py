@@ -131,6 +131,7 @@ def dense_surrogate(step, options, ratio, log_ratio, log_rho_sum):
         k = np.where(adv >= 0, options.vespo_k_pos, options.vespo_k_neg)
         lam = np.where(adv >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg)
         return -(weight**k) * np.exp(lam * (1 - weight)) * adv * step.lp
+    assert options.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), "give the new loss its formula"
     clipped = np.clip(ratio, 1 - options.epsilon, 1 + options.epsilon_high)
     return -np.minimum(np.minimum(ratio, options.delta or math.inf) * adv, clipped * adv)
 
@@ -159,7 +160,8 @@ def dense_loss(step, options):
         "sapo": lambda: masked_mean(loss, mask, 1).mean(),
         "luspo": lambda: loss.sum(axis=1).mean(),
         "dr_grpo": lambda: loss.sum() / (rows * options.max_completion_length),
-    }.get(options.loss_type, lambda: loss.sum() / tokens)()
+        **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), lambda: loss.sum() / tokens),
+    }[options.loss_type]()
     return reduced - ENTROPY_COEF * masked_mean(step.ent, kept)
 
 

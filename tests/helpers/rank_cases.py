@@ -1,0 +1,83 @@
+"""The runs that ranks make: the options of each, by name. Imports neither torch nor groupgrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
+
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": {
+        **TWO_STEPS,
+        "eval": "sets",
+        "eval_steps": 2,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+        "record_gradient_share": True,
+    },
+    "grpo": {
+        **TWO_STEPS,
+        "loss_type": "grpo",
+        "beta": 0.1,
+        "gradient_checkpointing": True,
+        "eval": "sets",
+        "eval_steps": 2,
+    },
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "max_steps": 2},
+    "dr_grpo": {
+        "loss_type": "dr_grpo",
+        "num_iterations": 2,
+        "mask_truncated_completions": True,
+        "max_steps": 4,
+        # AdamW blows up rounding in gradients that are almost zero: 1.03e-5 here, 2e-7 with adam_epsilon=1e-6.
+        "optim": "sgd",
+        "learning_rate": 0.3,
+    },
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2, "max_steps": 4},
+    "sapo": {"loss_type": "sapo", "num_iterations": 2, "max_steps": 4},
+    "vespo": {"loss_type": "vespo", "num_iterations": 2, "max_steps": 4},
+    "entropy": {
+        "top_entropy_quantile": 0.4,
+        "entropy_coef": 0.1,
+        "use_adaptive_entropy": True,
+        "entropy_target": 5.0,
+        "entropy_coef_delta": 0.05,
+    },
+    # Few groups have a signal, so that often one rank alone has work, and in some steps none.
+    "flat_groups": {
+        **TWO_STEPS,
+        "shuffle_rows": "groups",
+        "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
+    },
+    # Flat groups of both ranks give place to others, in rounds in which one rank may have no rows.
+    "dynamic_sampling": {
+        **TWO_STEPS,
+        "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
+        "dynamic_sampling_rounds": 2,
+    },
+    "rows_stay": {
+        **TWO_STEPS,
+        "shuffle_rows": "groups",
+        "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
+        "balance_ranks": False,
+    },
+    # Some texts are longer than the 8 tokens that it reads.
+    "reward_model": {"reward": "model", "reward_model_batch_tokens": 20, "max_steps": 2},
+    "cut_groups": {"step_rows": 4, "micro_batches": 1, "max_steps": 4},
+    # Turns are short and read as calls by their first token, so that ranks have rollouts of different numbers of turns.
+    "agents": {"agents": True, "max_completion_length": 80, "max_tool_calling_iterations": 3, "max_steps": 2},
+    # An adapter on the head too, and a reference that follows it: the parameters that train change places.
+    "lora": {"peft": True, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 3},
+    # Most prompts have no image, so that often one rank alone passes through the vision tower.
+    "images": {"images": True, "gradient_checkpointing": True, "optim": "sgd", "learning_rate": 0.1},
+    "hybrid": {"hybrid": "qwen3_5", "beta": 0.1, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2},
+    "resumed": {**TWO_STEPS, "save_strategy": "steps", "save_steps": 1, "logging_steps": 3, "resume_from": 1},
+    "saved_behind": {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "resume_from": 1, "behind": True},
+}
+LOSSES = {"luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy"}
+"""Cases that differ from others in their loss alone; they are run apart."""
+
+
+def few_vary(completion_ids: list[list[int]], row: list[int]) -> list[float]:
+    """Gives equal rewards within a group, except for every fifth prompt."""
+    return [float(len(ids) + ids[0] % 3) if number % 5 == 0 else 0.5 for ids, number in zip(completion_ids, row)]
