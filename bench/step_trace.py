@@ -34,10 +34,15 @@ INTERNALS = (
     "kernels/",
     "engines/native/",
     "engines/transformers.py",
+    "engines/stop_strings.py",
     "modeling/fused_modules.py",
     "modeling/families.py",
     "modeling/vlm.py",
     "modeling/scoring/attention.py",
+    "modeling/scoring/attention_layers.py",
+    "modeling/scoring/recurrent_layers.py",
+    "modeling/scoring/stretches.py",
+    "modeling/scoring/cudnn_attention.py",
     "modeling/scoring/blocks.py",
     "modeling/scoring/block_attention.py",
     "modeling/scoring/flex_attention.py",
@@ -45,9 +50,6 @@ INTERNALS = (
     "modeling/scoring/head_tiles.py",
     "modeling/scoring/layout.py",
     "modeling/scoring/logit_transform.py",
-    # The same files by the names that they had before the rooms were rebuilt.
-    *(f"models/{name}.py" for name in ("parts", "vision", "attention", "blocks", "flex", "head", "tiles", "layout")),
-    "models/recipe.py",
 )
 """Engine internals, the model's forward pass and the head's arithmetic."""
 Row = tuple[str, str, int]
