@@ -63,7 +63,7 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
     from groupgrad.modeling import load
     from groupgrad.modeling.scoring.forward import ForwardOptions
     from groupgrad.modeling.self_check import check_layout
-    from groupgrad.modeling.vlm import is_multimodal
+    from groupgrad.modeling.unwrapping import is_multimodal
 
     model: Any = load.load_policy(
         name, {"dtype": dtype}, trust_remote_code=trust_remote_code, quantization_config=None, on_device=False

@@ -21,8 +21,8 @@ from groupgrad.engines.generation_options import PAGED
 from groupgrad.engines.transformers import end_ids
 from groupgrad.garbage import existing_objects_skipped
 from groupgrad.modeling.load import Float32Linear
-from groupgrad.modeling.scoring.attention import pretrained
-from groupgrad.modeling.scoring.forward import evaluation_mode, unwrap
+from groupgrad.modeling.scoring.forward import evaluation_mode
+from groupgrad.modeling.unwrapping import pretrained, unwrap
 
 _CPU_PAGE, _CPU_BATCH_TOKENS = 32, 1024
 """Tokens of a page and of a forward pass on a CPU, where larger ones would be mostly padding and mask."""

@@ -19,12 +19,11 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.sampling_params import unsupported
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
-from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.model_names import model_source
-from groupgrad.modeling.scoring.attention import plannable, pretrained
-from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens, unwrap
+from groupgrad.modeling.scoring.attention import plannable
+from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
 from groupgrad.modeling.self_check import build_batch, logprob_difference, random_ids, tolerance
-from groupgrad.modeling.vlm import is_multimodal
+from groupgrad.modeling.unwrapping import base_model, is_multimodal, pretrained, unwrap
 from groupgrad.types import Media, Prompt
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,6 @@ def is_adapted(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
-def base_model(model: Any) -> Any:
-    """The model under its adapter, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def active_adapters(model: Any) -> list[str]:
     """Names of the active adapters; empty without any."""
     active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", None) or []

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.modeling.adapters import base_model
-from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens, unwrap
+from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
 from groupgrad.modeling.self_check import random_batch
+from groupgrad.modeling.unwrapping import base_model, unwrap
 
 
 def configured_aux_loss_weight(model: Any, requested: float | None) -> float:

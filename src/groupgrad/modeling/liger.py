@@ -12,7 +12,7 @@ from transformers.integrations import liger
 
 from groupgrad import compat
 from groupgrad.errors import ConfigError
-from groupgrad.modeling.adapters import base_model
+from groupgrad.modeling.unwrapping import base_model
 
 WITHOUT_TRITON = ("cpu", "mps")
 """Device types without Triton."""

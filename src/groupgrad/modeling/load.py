@@ -31,7 +31,7 @@ from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import is_adapted, load_adapter
 from groupgrad.modeling.model_names import check_model_name
 from groupgrad.modeling.quantized import check_forward, is_quantized, make_trainable_on_cpu
-from groupgrad.modeling.vlm import is_multimodal
+from groupgrad.modeling.unwrapping import is_multimodal
 from groupgrad.spelling import nearest
 
 logger = logging.getLogger(__name__)

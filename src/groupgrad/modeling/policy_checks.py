@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from groupgrad.modeling.quantized import is_packed
-from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.fsdp import local_part
+from groupgrad.modeling.unwrapping import unwrap
 
 _FILL_GAPS = {
     name

@@ -15,20 +15,11 @@ from torch import nn
 from groupgrad import compat
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.errors import UnavailableError
-from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.quantized import rounds_to_int8
 from groupgrad.modeling.scoring.attention import plannable
-from groupgrad.modeling.scoring.forward import (
-    ForwardOptions,
-    InputLayout,
-    build_batch,
-    evaluation_mode,
-    output_head,
-    score_tokens,
-    unwrap,
-)
+from groupgrad.modeling.scoring.forward import ForwardOptions, InputLayout, build_batch, evaluation_mode, score_tokens
 from groupgrad.modeling.scoring.logit_transform import logit_transform
-from groupgrad.modeling.vlm import is_multimodal, placeholder_ids
+from groupgrad.modeling.unwrapping import base_model, is_multimodal, output_head, placeholder_ids, unwrap
 from groupgrad.types import Prompt
 
 # Two orders of the same additions differ by about 1e-5 (float32) and 0.05 (half precision, TF32) by rounding alone. A

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from groupgrad.batch import Batch
-from groupgrad.modeling.families import IMAGE_TOKEN_FIELDS, VIDEO_TOKEN_FIELDS, has_bidirectional_images
-from groupgrad.modeling.scoring.attention import arguments, pretrained
+from groupgrad.modeling.families import has_bidirectional_images
 from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.layout import ForwardInputs
 from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.modeling.unwrapping import arguments, placeholder_ids, pretrained
 from groupgrad.types import Media
 
 
@@ -136,18 +136,6 @@ def _attend_in_span(
     weights = torch.softmax(scores, dim=-1)[..., :width].to(value.dtype)
     output = torch.bmm(weights.view(heads, -1, width), value[:, row:end])
     return output.view(query.shape[0], -1, value.shape[2]).transpose(0, 1)
-
-
-def is_multimodal(model: nn.Module) -> bool:
-    """True if the model takes images beside its token ids."""
-    return "pixel_values" in arguments(model) and bool(placeholder_ids(model))
-
-
-def placeholder_ids(model: nn.Module) -> tuple[int, ...]:
-    """Token ids that the model replaces by image or video features; empty for a text-only model."""
-    config = getattr(pretrained(model), "config", None)
-    ids = (getattr(config, name, None) for name in IMAGE_TOKEN_FIELDS + VIDEO_TOKEN_FIELDS)
-    return tuple(sorted({int(token) for token in ids if token is not None}))
 
 
 def prompt_images(model: nn.Module, ids: torch.Tensor, media: Media) -> PromptImages:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.modeling.adapters import active_adapters, base_model, is_adapted
+from groupgrad.modeling.adapters import active_adapters, is_adapted
 from groupgrad.modeling.quantized import is_packed
-from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems import zero3
 from groupgrad.modeling.systems.fsdp import own_classes
 from groupgrad.modeling.systems.sharding import gathered, is_sharded
+from groupgrad.modeling.unwrapping import base_model, unwrap
 
 # Wrappers that insert their own name into the names of parameters.
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.")

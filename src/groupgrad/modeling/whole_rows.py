@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from groupgrad.modeling.scoring.attention import attention_dropout, pretrained
+from groupgrad.modeling.scoring.attention import attention_dropout
 from groupgrad.modeling.scoring.recurrent_layers import recurrent_classes
-from groupgrad.modeling.vlm import is_multimodal
+from groupgrad.modeling.unwrapping import is_multimodal, pretrained
 
 
 def whole_rows_reason(model: nn.Module, padded_because: str | None, *, aux_loss: bool) -> str | None:

@@ -22,7 +22,7 @@ from groupgrad.checkpoints.manifest import Manifest, damage_of
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.data.digest import dataset_digest
 from groupgrad.errors import CheckpointError
-from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.modeling.weights_digest import weights_digest
 from groupgrad.replay.differences import Compared, compare_settings, compare_step, compare_weights
 from groupgrad.replay.run_records import RunRecords

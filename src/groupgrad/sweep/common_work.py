@@ -25,8 +25,8 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Request, Sample, SamplingOptions, Session
 from groupgrad.engines.native import NativeEngine
 from groupgrad.modeling.quantized import is_quantized
-from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.trainer.resumed_options import OPTIMIZER_OPTIONS, deciding

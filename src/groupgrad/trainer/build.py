@@ -37,7 +37,7 @@ from groupgrad.modeling.liger import apply_kernels
 from groupgrad.modeling.model_names import folder_as_text, model_source
 from groupgrad.modeling.policy_checks import check_language_model, check_sampled_ids, check_vocabulary
 from groupgrad.modeling.reference import Reference, check_sharded_policy
-from groupgrad.modeling.scoring.forward import ForwardOptions, unwrap
+from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import LayoutReport, check_causal, check_layout
 from groupgrad.modeling.systems import fsdp, zero3
@@ -47,7 +47,7 @@ from groupgrad.modeling.systems.memory_guards import memory_guard, obstacle_to_c
 from groupgrad.modeling.systems.oom_retry import MemoryGuard
 from groupgrad.modeling.systems.sharding import gather_all, gather_per_module
 from groupgrad.modeling.systems.zero3_passes import Zero3PassCollectives, can_recover
-from groupgrad.modeling.vlm import is_multimodal
+from groupgrad.modeling.unwrapping import is_multimodal, unwrap
 from groupgrad.multimodal.vlm_prompts import (
     VisionPromptMaker,
     example_prompt,

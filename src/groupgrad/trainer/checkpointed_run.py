@@ -30,9 +30,9 @@ from groupgrad.errors import CheckpointError, CheckpointNotSaved, NonFiniteError
 from groupgrad.modeling.adapters import is_adapted
 from groupgrad.modeling.load import load_renamed_checkpoint
 from groupgrad.modeling.policy_checks import nonfinite_weights
-from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import free_bytes
 from groupgrad.modeling.systems.fsdp import is_fully_sharded, whole_parameters
+from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.trainer import resumed_options
 from groupgrad.trainer.callbacks import RunState
 from groupgrad.trainer.kept_state import KeptState, set_random_states

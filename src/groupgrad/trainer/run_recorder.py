@@ -30,9 +30,9 @@ from groupgrad.data.digest import dataset_digest
 from groupgrad.modeling.adapters import adapter_settings
 from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.quantized import quantization_settings
-from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.scoring.head_hook import StatesTap
 from groupgrad.modeling.systems.sharding import is_sharded
+from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.modeling.weights_digest import WeightsDigest
 from groupgrad.rollout.collector import Experience
 from groupgrad.stopping import Paused, Stopped

@@ -31,9 +31,10 @@ from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.config import GRPOConfig
 from groupgrad.modeling.attention_cost import attention_cost
-from groupgrad.modeling.scoring.forward import score_tokens, unwrap
+from groupgrad.modeling.scoring.forward import score_tokens
 from groupgrad.modeling.systems.fsdp import is_offloaded
 from groupgrad.modeling.systems.sharding import is_sharded, num_parameters
+from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.objectives import (
     FORWARD_AND_BACKWARD,
     NO_PASS,

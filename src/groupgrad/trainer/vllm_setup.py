@@ -23,9 +23,8 @@ from groupgrad.engines.vllm.vllm_params import PROCESSED, logprobs_mode
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.engines.vllm.wire import torch_dtype
 from groupgrad.modeling.adapters import is_adapted
-from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
-from groupgrad.modeling.vlm import is_multimodal
+from groupgrad.modeling.unwrapping import is_multimodal, unwrap
 from groupgrad.modeling.weights import adapter_obstacle, adapter_rank
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.trainer import room_options

@@ -10,14 +10,8 @@ import torch
 from torch import nn
 from unordered_sums import UnorderedSums
 
-from groupgrad.modeling.scoring.forward import (
-    ForwardOptions,
-    evaluation_mode,
-    output_head,
-    score_tokens,
-    score_without_gradient,
-    unwrap,
-)
+from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens, score_without_gradient
+from groupgrad.modeling.unwrapping import output_head, unwrap
 
 TOLERANCE: dict[str, float] = {"rtol": 0, "atol": 1e-5}
 

@@ -32,7 +32,7 @@ from groupgrad.modeling.families import (
 )
 from groupgrad.modeling.fused_modules import is_replaced, is_silu
 from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
-from groupgrad.modeling.vlm import is_multimodal
+from groupgrad.modeling.unwrapping import is_multimodal
 
 _Angles = tuple[torch.Tensor, torch.Tensor]
 """(n, R) cosines of the angles by which the first R numbers of a head are turned, and sines, the first half of them

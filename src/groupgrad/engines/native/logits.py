@@ -12,8 +12,8 @@ from torch import nn
 from groupgrad.modeling.scoring.attention import run_planned
 from groupgrad.modeling.scoring.attention_plan import AttentionPlan
 from groupgrad.modeling.scoring.cudnn_attention import without_cudnn_attention
-from groupgrad.modeling.scoring.forward import output_head
 from groupgrad.modeling.scoring.head_hook import HeadHook
+from groupgrad.modeling.unwrapping import output_head
 
 
 def last_logits(

@@ -21,9 +21,8 @@ from groupgrad.engines.vllm.weight_group import GroupBroken
 from groupgrad.engines.vllm.weight_sender import PolicyWeights, WeightSender, sender_of
 from groupgrad.engines.vllm.weight_transport import GROUP_PORT, HttpTransport, choose_transport
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, PROTOCOL, model_sizes, pack, specs_of, specs_to_json, torch_dtype
-from groupgrad.modeling.adapters import base_model
-from groupgrad.modeling.scoring.forward import unwrap
 from groupgrad.modeling.systems.fsdp import own_class
+from groupgrad.modeling.unwrapping import base_model, unwrap
 from groupgrad.modeling.weights import adapter_files
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from groupgrad.engines.vllm.vllm_params import (
 )
 from groupgrad.engines.vllm.weight_sender import InProcess, PolicyWeights, WeightSender, sender_of
 from groupgrad.engines.vllm.wire import torch_dtype
-from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.modeling.weights import adapter_files
 
 

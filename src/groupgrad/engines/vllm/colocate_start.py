@@ -22,8 +22,7 @@ from groupgrad.engines.vllm.lora import lora_rank
 from groupgrad.engines.vllm.tensor_parallel import launcher_environment
 from groupgrad.engines.vllm.transfer_plugin import BACKEND, register
 from groupgrad.engines.vllm.vllm_params import PROCESSED
-from groupgrad.modeling.adapters import base_model
-from groupgrad.modeling.scoring.forward import unwrap
+from groupgrad.modeling.unwrapping import base_model, unwrap
 
 MAX_NUM_SEQS = 256
 """Most rows that colocated vLLM samples at the same time; further ones wait."""

@@ -11,11 +11,9 @@ the backward pass therefore gets the plan of its own forward pass.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +31,7 @@ from groupgrad.modeling.scoring.attention_layers import (
 )
 from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
 from groupgrad.modeling.scoring.recurrent_layers import drop_kept_recurrence, recurrent_classes, routed
+from groupgrad.modeling.unwrapping import arguments, pretrained, unwrapped_parts
 
 _PREFIX = "groupgrad_"
 
@@ -128,7 +127,7 @@ def plannable(model: nn.Module) -> str | None:
             return reason
     elif not _has_interface(inner) and not (recurrent and layer_types == {"linear_attention"}):
         return "its attention does not go through transformers' attention interface"
-    for part in _unwrapped(model):
+    for part in unwrapped_parts(model):
         if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
             return "it is compiled, for rectangular batches"
         adapters = getattr(part, "peft_config", None)
@@ -153,38 +152,11 @@ def attention_dropout(model: nn.Module) -> float:
     return max(shares)
 
 
-def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """The model and the modules under its wrappers (data parallelism, compilation, adapters), outermost first."""
-    part: Any = model
-    while isinstance(part, nn.Module):
-        yield part
-        if hasattr(part, "get_base_model") and part.get_base_model() is not part:  # pyright: ignore
-            part = part.get_base_model()  # pyright: ignore[reportCallIssue]
-        else:
-            part = getattr(part, "_orig_mod", None) or part._modules.get("module")
-
-
-def pretrained(model: nn.Module) -> PreTrainedModel | None:
-    """The transformers model under wrappers and adapters; None if there is none."""
-    return next((part for part in _unwrapped(model) if isinstance(part, PreTrainedModel)), None)
-
-
 def _rope_types(config: Any) -> set[str]:
     """Types of rotary embeddings in a configuration, for all layers or for each type of layer."""
     settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [settings, *(value for value in settings.values() if isinstance(value, dict))]
     return {str(s.get("rope_type", s.get("type", "default"))) for s in nested}
-
-
-def arguments(model: nn.Module) -> frozenset[str]:
-    """Names of the forward arguments of the transformers model in `model`."""
-    inner = pretrained(model)
-    return frozenset() if inner is None else _parameters(type(inner))
-
-
-@cache
-def _parameters(model_class: type[PreTrainedModel]) -> frozenset[str]:
-    return frozenset(inspect.signature(model_class.forward).parameters)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from groupgrad.modeling.systems.fsdp import is_fully_sharded, zero_of_vision_tow
 from groupgrad.modeling.systems.oom import score_in_parts
 from groupgrad.modeling.systems.sharding import gather_per_module, is_sharded
 from groupgrad.modeling.systems.zero3 import is_zero_sharded
+from groupgrad.modeling.unwrapping import output_head, unwrap
 from groupgrad.modeling.vlm import with_images
 from groupgrad.types import Media, Prompt
 
@@ -229,17 +230,3 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def output_head(model: nn.Module) -> nn.Module | None:
-    """The module that turns hidden states into logits, adapters included; None if the model declares none."""
-    inner = unwrap(model)
-    getter = getattr(inner, "get_output_embeddings", None)
-    return getter() if getter is not None else None
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model under wrappers for data parallelism and compilation."""
-    is_parallel = isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "DeepSpeedEngine"
-    inner = getattr(model, "_orig_mod", None) or (model.module if is_parallel else None)
-    return unwrap(inner) if isinstance(inner, nn.Module) else model

@@ -25,6 +25,7 @@ from groupgrad.modeling.families import is_transformers_class
 from groupgrad.modeling.scoring import recurrent_packages, recurrent_scans
 from groupgrad.modeling.scoring.recurrence import Recurrence
 from groupgrad.modeling.scoring.stretches import STRETCH_TOKENS, Carried, Stretch, cut, is_long
+from groupgrad.modeling.systems.zero3 import is_zero_sharded
 
 
 def _not_fused(*_: object, **__: object) -> None:
@@ -179,8 +180,6 @@ def _wrap_layer(cls: type[nn.Module]) -> None:
             return original(module, states, *args, **kwargs) if own is None else own(module, order, states)
 
         if order in _stretches and is_long(hidden_states):
-            from groupgrad.modeling.systems.zero3 import is_zero_sharded  # it imports this module
-
             can_cut = own is not None or all(map(_is_for_all_tokens, (*args, *kwargs.values())))
             if can_cut and not is_zero_sharded(module):  # all ranks have to call the layer's modules equally often
                 return _in_stretches(order, compute, hidden_states)

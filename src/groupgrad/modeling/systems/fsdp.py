@@ -21,10 +21,9 @@ from torch import nn
 
 from groupgrad import dist
 from groupgrad.errors import UnavailableError
-from groupgrad.modeling.adapters import base_model
 from groupgrad.modeling.quantized import is_packed
 from groupgrad.modeling.systems.fsdp_passes import count_collectives
-from groupgrad.modeling.vlm import is_multimodal
+from groupgrad.modeling.unwrapping import base_model, is_multimodal
 
 _torch_fsdp: Any = torch_fsdp
 _Sharded: Any = getattr(torch_fsdp, "FSDPModule", None)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from groupgrad.batch import Batch
-from groupgrad.modeling.scoring.attention import pretrained
 from groupgrad.modeling.systems.fsdp_passes import pass_collectives
 from groupgrad.modeling.systems.joint_oom_retry import JointMemoryGuard
 from groupgrad.modeling.systems.oom_retry import MemoryGuard, tokens_per_pass
 from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.modeling.systems.zero3_passes import Zero3PassCollectives
+from groupgrad.modeling.unwrapping import pretrained
 
 LONG_ROW = 4096
 """Minimum tokens of a row for which training on a CPU returns the memory of large tensors at once (see `heap.py`).

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from groupgrad.errors import UnavailableError
-from groupgrad.modeling.vlm import is_multimodal
+from groupgrad.modeling.unwrapping import is_multimodal
 from groupgrad.types import Prompt
 
 
