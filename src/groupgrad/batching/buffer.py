@@ -36,7 +36,7 @@ class GenerationBuffer:
         return {"plan": None if self.plan is None else dataclasses.asdict(self.plan), "rounds": rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what a checkpoint held; nothing, and `incompatibility` says why, if it does not fit this run."""
+        """Restores a checkpoint's batches; if they do not fit this run, restores none and sets `incompatibility`."""
         plan = None if self.plan is None else dataclasses.asdict(self.plan)
         # Checkpoints of earlier releases have no shuffle_seed, and whole groups.
         saved = None if state["plan"] is None else {"shuffle_seed": None, **state["plan"]}

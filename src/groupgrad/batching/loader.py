@@ -93,7 +93,7 @@ class GenerationSampler:
         return whole + (1 if rest and not self.options.drop_last else 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration takes."""
+        """Chooses the epoch whose order the next iteration takes."""
         self.epoch = epoch
 
     def order(self, epoch: int | None = None) -> list[int]:
@@ -193,7 +193,7 @@ class GenerationLoader(DataLoader):
     """A data loader of micro-batch keys that passes the epoch to its sampler."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration takes."""
+        """Chooses the epoch whose order the next iteration takes."""
         self.batch_sampler.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 

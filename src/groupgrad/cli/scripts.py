@@ -221,7 +221,7 @@ class TrlParser(FieldParser):
         return (*records, of_file, of_line) if separate_remaining_strings else (*records, of_file + of_line)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Take values as defaults; the names that are no field, as arguments."""
+        """Takes values as defaults; the names that are no field, as arguments."""
         unknown = self.take_defaults(values)
         return [text for key, value in unknown.items() for text in (f"--{key}", str(value))]
 

@@ -144,7 +144,7 @@ def make_config(options: argparse.Namespace, **more: Any) -> GRPOConfig:
 
 
 def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], seed: int) -> Measured:
-    """Sample one answer a problem at temperature 1, with the same random numbers each time, and one greedily."""
+    """Samples one answer a problem at temperature 1, with the same random numbers each time, and one greedily."""
     return Measured(
         sampled=evaluate(model, tokenizer, problems, seed=seed),
         greedy=evaluate(model, tokenizer, problems, greedy=True),
@@ -166,7 +166,7 @@ def mismatch(log_history: list[dict[str, float]]) -> str:
 
 
 def report(before: Measured, after: Measured, problems: list[Problem], timings: Timings, output_dir: Path) -> int:
-    """Print before and after; 0 if the promised accuracies were met, else 1."""
+    """Prints before and after; 0 if the promised accuracies were met, else 1."""
     print(f"\n{len(problems)} held-out prompts, in neither training set; one completion each, sampled at temperature 1")
     print(f"{'':22}{'before':>8}{'after':>8}")
     for name, first, second in (

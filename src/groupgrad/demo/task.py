@@ -192,7 +192,7 @@ def warm_up(
     batch_size: int = 64,
     seed: int = 0,
 ) -> list[float]:
-    """Train the model on careless demonstrations; gives each step's loss in nats a token.
+    """Trains the model on careless demonstrations; gives each step's loss in nats a token.
 
     The learning rate rises over the first tenth of the steps and falls to zero along a cosine.
     """

@@ -82,7 +82,7 @@ class PolicyOptions:
 
 
 def one_of(what: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of the `known` names."""
+    """Raises ValueError unless `value` is one of the `known` names."""
     if value not in known:
         names = ", ".join(repr(name) for name in known)
         raise ValueError(f"{what}={value!r} is not known; set one of {names}")

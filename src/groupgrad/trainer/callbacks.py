@@ -62,7 +62,7 @@ class RunState:
             self._parts[name].load_state_dict(state)
 
     def save(self, folder: str | Path) -> None:
-        """Write this rank's file into a checkpoint folder, and on the main process what all share."""
+        """Writes this rank's file into a checkpoint folder, and on the main process what all share."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(self.states(), self._path(folder, dist.rank()))
         if self._shared and dist.is_main():
@@ -70,7 +70,7 @@ class RunState:
             torch.save(shared, Path(folder) / _SHARED_FILE)
 
     def load(self, folder: str | Path, *, world_size: int | None = None, without: Collection[str] = ()) -> bool:
-        """Collective. Restore from a checkpoint folder; False, and a warning, if it lacks the state of some rank.
+        """Collective. Restores from a checkpoint folder; False, and a warning, if it lacks the state of some rank.
 
         Then no rank restores: one that held its generation batch would not join the others when they sample anew.
         `world_size` processes wrote the checkpoint, by default as many as run now. If they are others, a part is
@@ -156,7 +156,7 @@ class EntropyController(SameOnRanks):
         return {"coef": self.coef, "last_entropy": self._last_entropy}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; a fixed coefficient stays the configured one."""
+        """Continues where `state_dict` was taken; a fixed coefficient stays the configured one."""
         if self.adaptive:
             self.coef, self._last_entropy = state["coef"], state["last_entropy"]
             self.applied = applied_entropy_coef(self.coef, self._last_entropy, target=self.target)
@@ -178,7 +178,7 @@ class TrainerActions(TrainerCallback):
 
 
 def put_first(callbacks: list[TrainerCallback], actions: TrainerActions) -> None:
-    """Insert the trainer's actions before all callbacks, some of which save.
+    """Inserts the trainer's actions before all callbacks, some of which save.
 
     The one of `enable_jit_checkpoint` saves wherever it is called once a signal has come. Between a step's gradients
     and its update nothing could go on from that, so it waits for the end of the step.
@@ -204,7 +204,7 @@ class LossWindow(TrainerCallback):
         return {"loss": float(self._trainer._tr_loss), "logged_at": self._trainer._globalstep_last_logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the sum when training begins."""
+        """Keeps the saved sum; training goes on with it when it begins."""
         self._loaded = state
 
     def join_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -212,7 +212,7 @@ class LossWindow(TrainerCallback):
         return {**states[0], "loss": sum(state["loss"] for state in states) / len(states)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put a loaded sum where the loop, which has just set it to 0, adds to it. Collective after a resume."""
+        """Restores a loaded sum into the loop's sum, which the loop has just set to 0. Collective after a resume."""
         if self._loaded is None:
             return
         self._trainer._tr_loss.fill_(self._loaded["loss"])

@@ -196,7 +196,7 @@ class CheckpointedRun(Trainer):
         logger.error("%s; older checkpoints are as they were, and training goes on without this one", error)
 
     def _skip_on_save(self) -> None:
-        """Tell no callback of a checkpoint that is not there, or not yet: some would read it."""
+        """Skips `on_save` for a checkpoint that is not there, or not yet: some callbacks would read it."""
 
         def skipped(args: Any, state: Any, control: Any) -> Any:
             vars(self.callback_handler).pop("on_save")

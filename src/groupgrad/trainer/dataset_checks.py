@@ -29,7 +29,7 @@ def check_datasets(
     rollout_components: RolloutComponents,
     config: GRPOConfig,
 ) -> None:
-    """Refuse data sets that cannot be used with this configuration, before anything is sampled."""
+    """Refuses data sets that cannot be used with this configuration, before anything is sampled."""
     check_rows(train, "train_dataset", prompt_maker, rollout_components)
     if isinstance(train, IterableDataset):
         if config.max_steps <= 0:
@@ -111,7 +111,7 @@ def rows_for_environment(environment_factory: Any, plan: GenerationPlan, config:
 
 
 def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_components: RolloutComponents) -> None:
-    """Refuse a data set whose rows cannot be used; environments may begin without a prompt."""
+    """Refuses a data set whose rows cannot be used; environments may begin without a prompt."""
     if taken := [column for column in column_names(dataset) if column in {*STANDARD_ARGUMENTS} - {*HIDDEN_COLUMNS}]:
         raise ValueError(
             f"{name} has the column {taken[0]!r}, a name under which reward functions get something else from the "

@@ -36,7 +36,7 @@ class MismatchWatch:
         self._warn_above_dropped = MUCH_DROPPED
 
     def end_step(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Read the metrics of an optimizer step, and warn if they call for it."""
+        """Reads the metrics of an optimizer step, and warns if the mismatch exceeds rounding."""
         numbers = {key: metrics[key].read() for key in (MISMATCH, *_DROPPED) if key in metrics}
         gap, shares = numbers.get(MISMATCH), [numbers.get(key) or 0.0 for key in _DROPPED]
         if gap is not None and gap > self._warn_above:

@@ -40,7 +40,7 @@ class SignalWatch:
         self._has_warned = False
 
     def read(self, metrics: Mapping[str, Metric]) -> None:
-        """Count a generation batch."""
+        """Counts a generation batch."""
         reason = self._reason(metrics)
         self._reasons = [] if reason is None else [*self._reasons, reason]
         if len(self._reasons) < self._patience or self._has_warned:

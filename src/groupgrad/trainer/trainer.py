@@ -360,7 +360,7 @@ class GRPOTrainer(TrainingRun):
     # ------------------------------------------------------------------------------------------- parts of a run
 
     def _connect(self, policy: build.PolicyBundle) -> None:
-        """Make everything that lives as long as the trainer, and hook it into the training loop."""
+        """Makes everything that lives as long as the trainer, and hooks it into the training loop."""
         config = self.args
         self._policy, self.reference = policy, policy.reference
         if policy.reference is not None and policy.reference.module is not None:
@@ -382,7 +382,7 @@ class GRPOTrainer(TrainingRun):
         self._start_anew()
 
     def _build_components(self) -> None:
-        """Cut the configuration into the options of each room, and make the rooms' components."""
+        """Splits the configuration into the options of each room, and makes the rooms' components."""
         parts = self.execution, self.rewards, self.timings, self.rollout_components
         self.components = build.build_components(self.args, self._policy, self.prompt_maker, *parts, trainer=self)
         self.plan = room_options.generation_plan(self.args)
@@ -391,7 +391,7 @@ class GRPOTrainer(TrainingRun):
         )
 
     def _start_anew(self) -> None:
-        """Make the components, and drop the state of an earlier training."""
+        """Makes the components, and drops the state of an earlier training."""
         self._build_components()
         self.buffer = GenerationBuffer(self.plan, needs_reference=self.reference is not None)
         self._step_log = StepLog()
@@ -431,7 +431,7 @@ class GRPOTrainer(TrainingRun):
         )
 
     def _prepare_steps(self) -> None:
-        """Decide what holds for all steps, once the model is placed and perhaps sharded over ranks."""
+        """Computes what holds for all steps, once the model is placed and perhaps sharded over ranks."""
         self.changed_options.optimizer_is_ready(self.args, self.optimizer)
         is_shared, context = is_sharded(self.model), self.execution.context
         is_one_group = context is not None and context.size == dist.world_size()
@@ -472,7 +472,7 @@ class GRPOTrainer(TrainingRun):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Collective. Sample, score and measure a data set; training state and random streams are not touched."""
+        """Collective. Samples, scores and measures a data set; training state and random streams are not touched."""
         store, num_samples = self.eval_metric_store, 0
         self.callback_handler.eval_dataloader = dataloader
         self._prepare_for_evaluation()

@@ -257,7 +257,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         return served
 
     def _follow_generate(self) -> None:
-        """Sample by the model's `generate` from now on if a script has replaced it since the trainer was made."""
+        """Samples by the model's `generate` from now on if a script has replaced it since the trainer was made."""
         if self.execution.engine_choice.name in ("native", "continuous batching") and brings_own_generate(self.model):
             self._choose_engine_again()
 
@@ -317,7 +317,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         self._restore_modules()
 
     def _restore_modules(self) -> None:
-        """Give the model its own attention and modules back; gradient checkpointing no longer needs the others."""
+        """Restores the model's own attention and modules; gradient checkpointing no longer needs the others."""
         unplug(self.model)
         own_parts(self.model)
 
@@ -426,7 +426,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
             logger.warning("step %d: %s could not be written (%s)", self.state.global_step, what, error)
 
     def _log_experience(self, experience: Experience) -> None:
-        """Log a generation batch of the step that has ended."""
+        """Logs a generation batch of the step that has ended."""
         self.metric_store.add({**experience.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
         if experience.records:
             self.completion_log.add(experience.records, reward_names=self.rewards.names)
@@ -494,7 +494,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     def create_model_card(
         self, model_name: Any = None, dataset_name: Any = None, tags: Any = None, **fields: Any
     ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Write the model card (`README.md`) into `output_dir`; main process only. `fields`: see `write_run_card`.
+        """Writes the model card (`README.md`) into `output_dir`; main process only. `fields`: see `write_run_card`.
 
         A dict as the first argument has the fields, such as `{"tags": ["math"]}`.
         """

@@ -117,11 +117,11 @@ class MetricList:
         self._store, self._name = store, name
 
     def append(self, value: Any) -> None:
-        """Add a number. Every rank that appends to a name counts."""
+        """Adds a number. Every rank that appends to a name counts."""
         self._store.add({self._name: average(float(value))})
 
     def extend(self, values: Any) -> None:
-        """Add numbers."""
+        """Adds numbers."""
         for value in values:
             self.append(value)
 
@@ -201,7 +201,7 @@ class TRLNames:
         return {"train": MetricLists(self.metric_store), "eval": MetricLists(self.eval_metric_store)}
 
     def log_metric(self, name: str, value: float) -> None:
-        """Add a number to a training metric; the log shows the mean over the log window and over ranks."""
+        """Adds a number to a training metric; the log shows the mean over the log window and over ranks."""
         self.metric_store.add({name: average(float(value))})
 
     def __getattr__(self, name: str) -> Any:

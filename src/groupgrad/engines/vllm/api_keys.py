@@ -51,7 +51,7 @@ def store_new_key(port: int) -> tuple[str, OSError | None]:
 
 
 def forget_key(port: int) -> None:
-    """Remove the key that an earlier server at this port has stored."""
+    """Removes the key that an earlier server at this port has stored."""
     with contextlib.suppress(OSError):
         key_file(port).unlink(missing_ok=True)
 

@@ -55,7 +55,7 @@ class ServerClient:
         self._checked: list[dict[str, Any]] = []
 
     def connect(self, model: nn.Module, num_tokens: int, is_given_up: Callable[[], bool]) -> None:
-        """Wait for the server, and check that it serves this model and contexts of `num_tokens`.
+        """Waits for the server, and checks that it serves this model and contexts of `num_tokens`.
 
         TimeoutError if it does not come up in time; ValueError, with both sides' values, if it does not fit.
         """
@@ -75,7 +75,7 @@ class ServerClient:
         self._checked.append(fields)
 
     def push(self, push: Push, base_version: str) -> None:
-        """Send the weights or the adapter; the server does not sample until everything has arrived and was verified.
+        """Sends the weights or the adapter; the server does not sample until everything has arrived and was verified.
 
         The weights below an adapter, of version `base_version`, are sent once to each start of the server.
         """
@@ -91,14 +91,14 @@ class ServerClient:
         logger.debug("pushed %s in %.2f s", push.weight_version, time.monotonic() - started)
 
     def close(self) -> None:
-        """Leave the server; it keeps its weights, and another trainer may push to it."""
+        """Leaves the server; it keeps its weights, and another trainer may push to it."""
         for transport in (self.transport, self._chosen[1] if self._chosen else None):
             if transport is not None:
                 transport.close()
         self._chosen = None
 
     def look(self) -> dict[str, Any]:
-        """Ask the server for its `info`. ConnectionError if it does not answer, ValueError if it does not fit."""
+        """Asks the server for its `info`. ConnectionError if it does not answer, ValueError if it does not fit."""
         info = call(self.address, "info", timeout_s=PROBE_S)
         self._check_fit(info)
         return info
@@ -149,7 +149,7 @@ class ServerClient:
         device: torch.device,
         keeps_rows: bool = False,
     ) -> None:
-        """Make the phases of a push: meet the workers, start, update bucket by bucket, finish. `WeightSender` calls it.
+        """Runs the phases of a push: meeting the workers, start, an update per bucket, end. `WeightSender` calls it.
 
         `weights` are all of a model's, on `device`, and `shapes` announces them in their order. ServerRefused if what
         arrived is not what was sent, or is not all weights.

@@ -77,7 +77,7 @@ class VLLMColocateEngine(VLLMEngine):
         self._is_closed = False
 
     def _push(self, push: Push) -> str:
-        """Load the weights, or the adapter, and once the weights below it.
+        """Loads the weights, or the adapter; before the first adapter also the base weights.
 
         RuntimeError if rows are being sampled, or if parameters of vLLM's model were left without new values.
         ValueError if the engine was not started for adapters of this rank (`ColocateOptions.max_lora_rank`), or for an
@@ -154,7 +154,7 @@ class VLLMColocateEngine(VLLMEngine):
         return closing(local if self._options.tensor_parallel_size == 1 else _tensor_parallel(local))
 
     def sleep(self) -> None:
-        """Free vLLM's memory, weights and cache, until the next push or sample; does nothing without `sleep_mode`.
+        """Frees vLLM's memory, weights and cache, until the next push or sample; does nothing without `sleep_mode`.
 
         Every later push sends what training changes; the weights below an adapter are sent again only after level 2.
         RuntimeError if rows are being sampled.
@@ -168,14 +168,14 @@ class VLLMColocateEngine(VLLMEngine):
         self._has_base = self._has_base and self._options.sleep_level == 1
 
     def close(self) -> None:
-        """End vLLM in this process. A second call does nothing: vLLM would end what a later engine has set up."""
+        """Ends vLLM in this process. A second call does nothing: vLLM would end what a later engine has set up."""
         if not self._is_closed:
             self._is_closed = True
             self._engine.engine_core.shutdown()
             self._folder.cleanup()
 
     def _wake(self, part: str) -> None:
-        """Allocate this part again, if it sleeps. The cache is woken last: a push needs memory too."""
+        """Allocates this part again, if it sleeps. The cache is woken last: a push needs memory too."""
         if part in self._asleep:
             self._llm.wake_up(tags=[part])
             self._asleep.discard(part)
@@ -209,7 +209,7 @@ class ColocateSession(TicketSession):
         return self._tickets[request_id]
 
     def advance(self) -> list[tuple[int, Sample]]:
-        """Sample about a token for each open request; returns the rows that ended, in ticket order.
+        """Samples about a token for each open request; returns the rows that ended, in ticket order.
 
         ValueError for a row whose prompt vLLM changed; RuntimeError for an aborted row, and if the weights are not
         those of this session.
@@ -248,7 +248,7 @@ class ColocateSession(TicketSession):
         return Sample(ids, FINISH_REASONS[part.finish_reason], sampled_logprobs(ids, part.logprobs))
 
     def abort(self, tickets: Iterable[int]) -> None:
-        """Stop sampling these rows."""
+        """Stops sampling these rows."""
         aborted = set(tickets)
         request_ids = [request_id for request_id, ticket in self._tickets.items() if ticket in aborted]
         if request_ids:
@@ -257,7 +257,7 @@ class ColocateSession(TicketSession):
             del self._open[self._tickets.pop(request_id)]
 
     def close(self) -> None:
-        """Abort rows that have not ended."""
+        """Aborts rows that have not ended."""
         self.abort(self._open)
 
 

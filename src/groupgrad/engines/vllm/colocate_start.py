@@ -60,7 +60,7 @@ class ColocateOptions:
 
 
 def save_config(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Save the files from which vLLM builds the model, without its weights."""
+    """Saves the files from which vLLM builds the model, without its weights."""
     base = base_model(unwrap(model))
     config = copy.deepcopy(base.config)
     config.architectures = config.architectures or [type(base).__name__]  # a config that was built in code has none
@@ -119,7 +119,7 @@ def start(folder: str, options: ColocateOptions) -> Any:
 
 @contextmanager
 def _process_state_restored() -> Iterator[None]:
-    """Restore the random streams, thread settings and default dtype after vLLM's start.
+    """Restores the random streams, thread settings and default dtype after vLLM's start.
 
     vLLM seeds the global random streams; on a CPU it replaces `torch.set_num_threads` and changes the thread count.
     """
@@ -140,7 +140,7 @@ def _process_state_restored() -> Iterator[None]:
 
 @contextmanager
 def classes_restored(model: nn.Module) -> Iterator[None]:
-    """Confine patches of the policy's classes, made inside, to vLLM's own modules.
+    """Confines patches of the policy's classes, made inside, to vLLM's own modules.
 
     With `model_impl="transformers"` vLLM builds modules of the policy's classes, and patches these with a `__call__`
     for compilation that ignores hooks and fails on modules that vLLM has not built.

@@ -55,7 +55,7 @@ class Address:
 
     @classmethod
     def of(cls, base_url: str | None = None, host: str = "0.0.0.0", port: int = 8000) -> Address:
-        """Parse a URL, or combine host and port. ValueError for an invalid URL."""
+        """Parses a URL, or combines host and port. ValueError for an invalid URL."""
         if base_url is None:
             return cls("127.0.0.1" if host == "0.0.0.0" else host, port)
         url = urllib.parse.urlsplit(base_url)
@@ -130,7 +130,7 @@ class Stream:
         self._is_closed = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Make the call; yields the objects as they come."""
+        """Makes the call; yields the objects as they come."""
         address = self._address
         data, self._data = self._data, None  # a body with images is large, and is not needed once it is sent
         try:
@@ -158,7 +158,7 @@ class Stream:
             self._connection.close()
 
     def close(self) -> None:
-        """Close the connection, from any thread; the server then stops its work for this call."""
+        """Closes the connection, from any thread; the server then stops its work for this call."""
         self._is_closed = True
         if self._connection.sock is not None:
             with contextlib.suppress(OSError):

@@ -140,7 +140,7 @@ def _line_breaks(tokenizer: Any) -> dict[int, int]:
 
 
 def _remove_breaks(before: list[int], reversed_after: list[int], breaks: dict[int, int]) -> None:
-    """Remove two line breaks on each side of an image; nothing unless both sides have them."""
+    """Removes two line breaks on each side of an image; nothing unless both sides have them."""
     sides = before, reversed_after
     if not all(side and breaks.get(side[-1], 0) >= 2 for side in sides):
         return

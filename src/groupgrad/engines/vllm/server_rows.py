@@ -51,7 +51,7 @@ class ServerRows:
         """When a line last came."""
 
     def send(self, requests: Mapping[int, Request]) -> None:
-        """Have the server sample these rows too."""
+        """Has the server sample these rows too."""
         self.requests.update(requests)
         prompts: dict[tuple[int, ...], int] = {}
         images: dict[str, list[str]] = {}
@@ -72,7 +72,7 @@ class ServerRows:
         threading.Thread(target=self._read, args=(call,), name="vllm-rows", daemon=True).start()
 
     def advance(self) -> dict[int, Sample]:
-        """Wait a moment; returns the rows that ended.
+        """Waits a moment; returns the rows that ended.
 
         ConnectionError if the server does not sample the others; TimeoutError naming them if no token comes for
         `timeout_s`; ValueError for a row that vLLM refuses.
@@ -103,14 +103,14 @@ class ServerRows:
         return ended
 
     def close(self) -> None:
-        """Abort rows that have not ended; the server stops sampling them."""
+        """Aborts rows that have not ended; the server stops sampling them."""
         for call in self._calls:
             call.close()
         self._calls.clear()
         self.requests.clear()
 
     def _read(self, call: Stream) -> None:
-        """Make the call, in a thread of its own, and queue its lines and its end."""
+        """Makes the call, in a thread of its own, and queues its lines and its end."""
         try:
             for line in call:
                 sign_of_life()

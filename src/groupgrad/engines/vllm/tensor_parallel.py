@@ -83,11 +83,11 @@ class TensorParallelSession(TicketSession):
         """Rank, and ticket of that rank, by the local session's ticket."""
 
     def advance(self) -> list[tuple[int, Sample]]:
-        """Collective. Sample about a token for the requests of all ranks; returns this rank's rows that ended."""
+        """Collective. Samples about a token for the requests of all ranks; returns this rank's rows that ended."""
         return self._step(closing=False) or []
 
     def close(self) -> None:
-        """Collective. Abort this rank's open rows, and sample on until the other ranks are done."""
+        """Collective. Aborts this rank's open rows, and goes on sampling until the other ranks are done."""
         self._unsent.clear()
         self._open.clear()
         try:

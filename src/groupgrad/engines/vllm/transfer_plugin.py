@@ -21,7 +21,7 @@ FLAGS = ("--weight-transfer-config", TRANSFER_CONFIG, "--middleware", "groupgrad
 
 
 def register() -> None:
-    """Add the backend's two sides; their module is imported when a worker or a trainer needs it."""
+    """Adds the backend's two sides; their module is imported when a worker or a trainer needs it."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     module = "groupgrad.engines.vllm.transfer_engine"

@@ -80,14 +80,14 @@ class VLLMEngine(ABC):
         return is_plain(sampling_fields(options, regex=self.regex), self.logprobs_mode)
 
     def push(self, model: nn.Module, policy_step: int, *, keeps_rows: bool = False) -> str:
-        """Send all weights, adapters merged; returns their weight version. Collective if they are sharded.
+        """Sends all weights, adapters merged; returns their weight version. Collective if they are sharded.
 
         With `keeps_rows`, which only servers can, rows under way go on with them.
         """
         return self._push(Push(model, "weights", policy_step, keeps_rows))
 
     def push_adapter(self, model: nn.Module, policy_step: int) -> str:
-        """Send the active LoRA adapter alone; returns its weight version. Collective if it is sharded.
+        """Sends the active LoRA adapter alone; returns its weight version. Collective if it is sharded.
 
         The weights below it are sent once.
         """
@@ -95,10 +95,10 @@ class VLLMEngine(ABC):
 
     @abstractmethod
     def _push(self, push: Push) -> str:
-        """Send a push; returns its weight version."""
+        """Sends a push; returns its weight version."""
 
     def expect(self, weight_version: str) -> None:
-        """Sample from this weight version, which this rank or another one pushes."""
+        """Samples from this weight version, which this rank or another one pushes."""
         self._weight_version = weight_version
         if weight_version not in self._pushed[-1:]:
             self._pushed.append(weight_version)
@@ -116,7 +116,7 @@ class VLLMEngine(ABC):
             return sample_all(session, requests)
 
     def sleep(self) -> None:  # noqa: B027
-        """Free vLLM's memory until the next push or sample, where it was started for that."""
+        """Frees vLLM's memory until the next push or sample, where it was started for that."""
 
     def close(self) -> None:  # noqa: B027
-        """End what this process started of vLLM."""
+        """Ends what this process started of vLLM."""

@@ -119,7 +119,7 @@ def sampling_params(fields: Mapping[str, Any], row: Mapping[str, int], **output_
 
 
 def check_options(fields: Mapping[str, Any], engine: Any) -> None:
-    """Run vLLM's check of each submitted row. ValueError, with vLLM's message, for instance for an invalid regex."""
+    """Runs vLLM's check of each submitted row. ValueError, with vLLM's message, for instance for an invalid regex."""
     params, own = sampling_params(fields, {"seed": 0, "max_tokens": 1}), engine.input_processor
     with plain_errors():
         params.verify(own.model_config, own.speculative_config, own.structured_outputs_config, own.tokenizer)
@@ -127,7 +127,7 @@ def check_options(fields: Mapping[str, Any], engine: Any) -> None:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turn errors into ValueError: vLLM's own exception types are not."""
+    """Turns errors into ValueError, since vLLM's exception types do not derive from it."""
     try:
         yield
     except Exception as error:

@@ -49,7 +49,7 @@ class VLLMPolicy:
         return self.engine.max_model_len
 
     def refresh(self, policy_step: int, *, keeps_rows: bool = False) -> None:
-        """Collective. Push the policy's weights of this optimizer step, unless vLLM has them already.
+        """Collective. Pushes the policy's weights of this optimizer step, unless vLLM has them already.
 
         Nothing may be sampled meanwhile, unless `keeps_rows`: then rows that other threads sample go on with the new
         weights.
@@ -80,11 +80,11 @@ class VLLMPolicy:
             self._is_pushing = False
 
     def invalidate(self) -> None:
-        """Have the next `refresh` push the weights even if the step is the same: the policy may have changed."""
+        """Has the next `refresh` push the weights even if the step is the same: the policy may have changed."""
         self.policy_step = None
 
     def sleep(self) -> None:
-        """Free vLLM's memory until the next `refresh`, where it was started for that."""
+        """Frees vLLM's memory until the next `refresh`, where it was started for that."""
         self.engine.sleep()
 
     @contextmanager
@@ -98,7 +98,7 @@ class VLLMPolicy:
             self.engine.is_frozen = False
 
     def stop(self) -> None:
-        """Make sampling in another thread fail soon."""
+        """Makes sampling in another thread fail soon."""
         self.engine.is_stopped = True
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
@@ -115,7 +115,7 @@ class VLLMPolicy:
             yield _PolicySession(session, self)
 
     def advance(self, session: Session) -> list[tuple[int, Sample]]:
-        """Sample a little; returns the rows that ended. RuntimeError once the policy is stopped."""
+        """Samples a little; returns the rows that ended. RuntimeError once the policy is stopped."""
         if self.engine.is_stopped:
             raise RuntimeError(GIVEN_UP)
         if self._is_pushing:  # leave the lock to the push
@@ -128,7 +128,7 @@ class VLLMPolicy:
         return [(ticket, replace(sample, logprobs=None)) for ticket, sample in ended]
 
     def close(self) -> None:
-        """End what this process started of vLLM."""
+        """Ends what this process started of vLLM."""
         self.engine.close()
 
 
@@ -140,7 +140,7 @@ class _PolicySession:
         self.submit, self.release = inner.submit, inner.release
 
     def advance(self) -> list[tuple[int, Sample]]:
-        """Sample a little; returns the rows that ended. RuntimeError once the policy is stopped."""
+        """Samples a little; returns the rows that ended. RuntimeError once the policy is stopped."""
         return self._policy.advance(self._inner)
 
     @property

@@ -97,7 +97,7 @@ class WeightGroup:
         return data
 
     def close(self) -> None:
-        """Abort whatever is under way and leave the group."""
+        """Aborts whatever is under way and leaves the group."""
         with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
             self._group.abort()
         self._group = self._store = None
@@ -133,7 +133,7 @@ def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
 
 
 def _meet(store: Any, rank: int, size: int, timeout_s: float) -> None:
-    """Wait until all ranks are about to form the group; RuntimeError if they are not in time.
+    """Waits until all ranks are about to form the group; RuntimeError if they are not in time.
 
     Without this wait, forming the group blocks in native code, in a thread that cannot be stopped; a process that went
     on without the group has crashed there.

@@ -79,7 +79,7 @@ class WeightReceiver:
     """The store that the first worker opens for the next group."""
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
-        """Prepare for buckets that come this way, or leave the trainer; without any way, only answer.
+        """Prepares for buckets over the given transport, or leaves the trainer; does nothing if none is given.
 
         RuntimeError if the shared memory is another machine's; GroupBroken if no port or no group can be had.
         """
@@ -99,7 +99,7 @@ class WeightReceiver:
                 self._store = open_store(host, port, serves=True, timeout_s=init_info.timeout_s)
 
     def start_weight_update(self) -> None:
-        """Begin a push. One that was under way is abandoned."""
+        """Begins a push. One that was under way is abandoned."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if self._push is not None:
@@ -110,13 +110,13 @@ class WeightReceiver:
         self._push = _Push(ties, expected)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take a part of the push; vLLM calls nothing else before this returns."""
+        """Takes a part of the push; vLLM calls nothing else before this returns."""
         self.receive_weights(update_info)
         if self.device.type != "cpu":  # a build of torch for CPUs alone has nothing to wait for
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a part of the push, or verify all of it.
+        """Loads a part of the push, or verifies all of it.
 
         `update_info` has one of:
         - `tensors` of this process, by name;
@@ -141,7 +141,7 @@ class WeightReceiver:
             raise RuntimeError("this push is abandoned")
 
     def finish_weight_update(self) -> None:
-        """Process the loaded weights of every layer: packing for CPU kernels, quantization, attention scales."""
+        """Processes the loaded weights of every layer: packing for CPU kernels, quantization, attention scales."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         push, self._push = self._push, None
@@ -161,13 +161,13 @@ class WeightReceiver:
                 method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        """Leave the process group."""
+        """Leaves the process group."""
         group, self._group, self._store = self._group, None, None
         if group is not None:
             group.close()
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load tensors by their names in a checkpoint."""
+        """Loads tensors by their names in a checkpoint."""
         push = self._push
         assert push is not None
         loaded = self.model.load_weights(iter(_rename_vision_tower(self.model, tensors)))
@@ -180,7 +180,7 @@ class WeightReceiver:
         return config.data_parallel_index * config.world_size + config.rank
 
     def _join(self, meeting: Meeting, backend: Backend) -> None:
-        """Join the trainer and the other workers. RuntimeError if NCCL cannot connect this worker with the trainer."""
+        """Joins the trainer and the other workers. RuntimeError if NCCL cannot connect this worker with the trainer."""
         store, self._store = self._store, None  # dropped, and its port closed, if no trainer joins
         is_nccl, own = backend == "nccl", describe_device(self.device)
         if is_nccl and (own["device"] in (None, meeting.peer["device"]) or own["nccl"] != meeting.peer["nccl"]):

@@ -70,19 +70,19 @@ class InProcess:
         self._llm, self.dtype = llm, dtype
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the workers meet the trainer."""
+        """Has the workers meet the trainer."""
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """Begin a push."""
+        """Begins a push."""
         self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Have the workers take a part of it."""
+        """Has the workers load a part of the push."""
         self._llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End it."""
+        """Ends the push."""
         self._llm.finish_weight_update(weight_version)
 
 
@@ -116,7 +116,7 @@ class WeightSender:
         return cls(client=client, source=source, is_sender=init_info.is_sender, by_reference=init_info.by_reference)
 
     def send_weights(self, weight_version: str | None = None, *, keeps_rows: bool = False) -> None:
-        """Push all weights, verified, as this version. Collective of the trainer's ranks if the source is.
+        """Pushes all weights, verified, as this version. Collective of the trainer's ranks if the source is.
 
         None: a new version on a `ServerClient`'s server, elsewhere none is set. With `keeps_rows`, for such a server,
         rows under way go on with these weights; otherwise the push waits for them. ServerRefused, or the worker's
@@ -146,7 +146,7 @@ class WeightSender:
             self._send_in_phases(specs, weights, weight_version)
 
     def _send_in_phases(self, specs: list[TensorSpec], weights: NamedTensors, weight_version: str | None) -> None:
-        """Make a whole push: start, a bucket for each update, one update that verifies them all, finish.
+        """Makes a whole push: start, a bucket for each update, one update that verifies them all, finish.
 
         Workers read buckets in shared memory, or by reference the tensors themselves, of which those of another dtype
         than announced are copied. An exception ends the push.
@@ -173,7 +173,7 @@ class WeightSender:
             raise
 
     def shutdown(self) -> None:
-        """Leave the server; it keeps its weights."""
+        """Leaves the server; it keeps its weights."""
         if _is_server(self.client):
             self.client.close()
 
@@ -206,7 +206,7 @@ def sender_of(
 
 
 def read_along(source: PolicyWeights) -> None:
-    """Collective if the policy is sharded: read weights that another rank sends, or that cannot be sent."""
+    """Reads weights that another rank sends, or that cannot be sent. Collective if the policy is sharded."""
     WeightSender(client=None, source=source, is_sender=False).send_weights()
 
 

@@ -37,21 +37,21 @@ class HttpTransport:
     """Device of the buckets that `send` takes."""
 
     def connect(self, address: Address, num_workers: int, *, timeout_s: float) -> None:
-        """Prepare to send a push to a server with so many workers."""
+        """Prepares to send a push to a server with so many workers."""
 
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
-        """Return when all workers have loaded the bucket."""
+        """Returns when all workers have loaded the bucket."""
         call(address, "update", bucket.data.numpy().data, query=_query(weight_version, bucket), timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Leave the server without waiting for anything."""
+        """Leaves the server without waiting for anything."""
 
 
 class SharedMemoryTransport(HttpTransport):
     """Sends buckets in shared memory, which workers on the trainer's machine read directly."""
 
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
-        """Return when all workers have loaded the bucket."""
+        """Returns when all workers have loaded the bucket."""
         with shared_file(bucket.data.numpy().data) as name:
             query = _query(weight_version, bucket, shared=name)
             call(address, "update", b"", query=query, timeout_s=timeout_s)
@@ -73,7 +73,7 @@ class GroupTransport(HttpTransport):
         self._name = ""
 
     def connect(self, address: Address, num_workers: int, *, timeout_s: float) -> None:
-        """Form the group with the workers, unless there is one. GroupBroken if that fails."""
+        """Forms the group with the workers, unless there is one. GroupBroken if that fails."""
         if self._group is not None:
             return
         meeting_s, size = min(timeout_s, MEETING_S), 1 + num_workers
@@ -92,7 +92,7 @@ class GroupTransport(HttpTransport):
         _run_both(join_here, lambda: call(address, "init", body, timeout_s=timeout_s), meeting_s + 5.0)
 
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
-        """Return when all workers have loaded the bucket."""
+        """Returns when all workers have loaded the bucket."""
         group = self._group
         assert group is not None, "a transport is connected before it sends"
         query = _query(weight_version, bucket, group=self._name)
@@ -111,7 +111,7 @@ class GroupTransport(HttpTransport):
             raise
 
     def close(self) -> None:
-        """Leave the group on both sides."""
+        """Leaves the group on both sides."""
         group, self._group = self._group, None
         if group is None or self._address is None:
             return
@@ -161,7 +161,7 @@ def _error(future: Future[Any]) -> BaseException | None:
 
 
 def _run_both(here: Callable[[], None], there: Callable[[], Any], timeout_s: float) -> None:
-    """Run both actions at once. GroupBroken, with the state of both, as soon as one fails or after `timeout_s`."""
+    """Runs both actions at once. GroupBroken, with the state of both, as soon as one fails or after `timeout_s`."""
     sides = {"here": _THREADS.submit(here), "the server": _THREADS.submit(there)}
     if wait(sides.values(), timeout_s, return_when=FIRST_EXCEPTION).not_done or any(map(_error, sides.values())):
         # The other side may be about to report its reason.

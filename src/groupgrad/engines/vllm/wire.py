@@ -225,7 +225,7 @@ def shared_file(data: bytes | memoryview) -> Iterator[str]:
 
 
 def read_shared(name: str) -> mmap.mmap:
-    """Map a `shared_file` without a copy; writes stay private to this process. OSError if the file is gone."""
+    """Maps a `shared_file` without a copy; writes stay private to this process. OSError if the file is gone."""
     if not re.fullmatch(r"groupgrad-[0-9a-f]{32}", name):
         raise OSError(f"{name!r} is not the name of a bucket of weights")
     with open(SHARED_MEMORY / name, "rb") as file:
@@ -233,7 +233,7 @@ def read_shared(name: str) -> mmap.mmap:
 
 
 def remove_stale() -> None:
-    """Remove files of this user's trainers that were killed during a push, an hour ago or more."""
+    """Removes files of this user's trainers that were killed during a push, an hour ago or more."""
     for path in SHARED_MEMORY.glob("groupgrad-*"):
         with contextlib.suppress(OSError):
             if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > 3600:

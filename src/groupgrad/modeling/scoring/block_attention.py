@@ -187,7 +187,7 @@ class _Keys:
         return total if len(mixed) == 1 else total.add_(mixed[1].view(total.shape))
 
     def add_gradient(self, weights: torch.Tensor, query: torch.Tensor, into: torch.Tensor) -> None:
-        """Add to `into` (T + 1, Hkv, D) each key's sum over the queries, weighted as in `mix`."""
+        """Adds to `into` (T + 1, Hkv, D) each key's sum over the queries, weighted as in `mix`."""
         for w, part, places in zip(self._split(weights), self._parts, self._places):
             grad = torch.bmm(w.transpose(1, 2), query.view(len(part), -1, query.shape[-1]))
             grad = grad.view(len(places), self.heads, -1, *grad.shape[1:]).permute(0, 2, 3, 1, 4)
@@ -246,6 +246,6 @@ def _take(flat: torch.Tensor, block: Block, heads: int, scale: float = 1.0) -> t
 
 
 def _put(into: torch.Tensor, block: Block, values: torch.Tensor) -> None:
-    """Write (n, Hkv, R, rep, C', D) to the block's queries in (T + 1, Hq, D); the last token takes the padding."""
+    """Writes (n, Hkv, R, rep, C', D) to the block's queries in (T + 1, Hq, D); the last token takes the padding."""
     flat = values.permute(0, 2, 4, 1, 3, 5).reshape(-1, *into.shape[1:])
     into.index_copy_(0, block.queries.flatten(), flat.to(into.dtype))

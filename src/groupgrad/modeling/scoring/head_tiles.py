@@ -486,7 +486,7 @@ def _own(tile: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 
 def _add_at(tile: torch.Tensor, where: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> None:
-    """Add `values` (t,) to each token's own entry where that is inside."""
+    """Adds `values` (t,) to each token's own entry where that is inside."""
     tile.scatter_add_(1, where, torch.where(inside, values, 0.0)[:, None])
 
 

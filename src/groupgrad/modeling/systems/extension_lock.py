@@ -37,12 +37,12 @@ _try_acquire, _release = FileBaton.try_acquire, FileBaton.release
 
 
 def bound_waits() -> None:
-    """Have torch's compilations and its waits for them, in this process from now on, tell the watchdog, and end."""
+    """Makes torch's compilations and the waits for them, in this process, report to the watchdog; bounds the waits."""
     FileBaton.wait, FileBaton.try_acquire, FileBaton.release = _wait, _begin, _end
 
 
 def _wait(self: FileBaton) -> None:
-    """Return when the baton's lock is gone; RuntimeError for a lock that was left behind."""
+    """Returns when the baton's lock file is gone; RuntimeError if its owner has left it behind."""
     path, holder = str(self.lock_file_path), None
 
     def details() -> str:
@@ -66,7 +66,7 @@ def _wait(self: FileBaton) -> None:
 
 
 def _begin(self: FileBaton) -> bool:
-    """Take the lock, unless another process has it; until `_end` this process compiles."""
+    """Takes the lock, unless another process has it; until `_end` this process compiles."""
     if not _try_acquire(self):
         return False
     path, has_ended = str(self.lock_file_path), threading.Event()
@@ -86,7 +86,7 @@ def _begin(self: FileBaton) -> bool:
 
 
 def _end(self: FileBaton) -> None:
-    """Give the lock back."""
+    """Gives the lock back."""
     self.__dict__.pop("compilation", ExitStack()).close()
     _release(self)
 

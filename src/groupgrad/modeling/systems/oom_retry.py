@@ -69,7 +69,7 @@ class MemoryGuard:
         self._done: list[MicroBatch] = []
 
     def begin_step(self) -> None:
-        """Start a step; the gradients must be empty."""
+        """Starts a step; the gradients must be empty."""
         self._done = []
 
     def train(self, micro_batch: MicroBatch, forward: Forward, backward: Backward) -> list[PolicyLoss]:
