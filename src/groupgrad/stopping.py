@@ -195,6 +195,6 @@ def _receive(number: int, frame: FrameType | None) -> None:
 
 
 def pass_on(number: int) -> None:
-    """Has a signal do in this process what it does by default."""
+    """Restores the signal's default handler and sends the signal to this process."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -314,7 +314,7 @@ def train_parser() -> TrainParser:
 def parse(
     argv: Sequence[str], parser: TrainParser | None = None, *, content: Mapping[str, Any] | None = None
 ) -> Parsed:
-    """Parses a command line, by default of `groupgrad train`; `content` stands for what its YAML file holds.
+    """Parses a command line, by default of `groupgrad train`; `content` replaces the content of the YAML file.
 
     Exits with status 2 and a sentence that says what to change if it cannot.
     """

@@ -87,7 +87,7 @@ class OwnThread:
 
 
 def _run_all(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    """Runs what comes until None comes."""
+    """Runs queued functions until it takes None from the queue."""
     while (function := work.get()) is not None:
         function()
         del function  # a waiting thread keeps nothing alive

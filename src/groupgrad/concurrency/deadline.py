@@ -35,11 +35,11 @@ class DeadlinePassed(BaseException):
 def call_within(seconds: float, call: Callable[[], T], message: str) -> T:
     """Returns what the call returns; raises DeadlinePassed in it after `seconds`.
 
-    On the main thread a signal interrupts what waits, and a timer over the process's computing time what keeps Python's
-    lock but looks at signals, as a regular expression does. On other threads the exception is raised when the call
-    returns to Python. A call that does not end within `REACTION_S` seconds of it ends the process: with `message` and
-    exit code 70. One that keeps Python's lock meanwhile has it killed `LOCK_S` later, with the stacks of all threads.
-    Time in which the process is suspended does not count.
+    On the main thread a signal interrupts blocking calls; a CPU-time timer interrupts code that holds the GIL but
+    checks for signals, such as a regular expression. On other threads the exception is raised when the call returns to
+    Python. If the call has not ended `REACTION_S` seconds after the deadline, the process exits with `message` and code
+    70. If the call holds the GIL meanwhile, the process is killed `LOCK_S` later, with the stacks of all threads. Time
+    in which the process is suspended does not count.
     """
     deadline = _Deadline(seconds, message)
     try:

@@ -136,7 +136,7 @@ def entries(kwargs: Any, keys: Collection[str]) -> str:
 
 
 def options_without_effect(c: GRPOSettings) -> str:
-    """Lists the entries of `generation_kwargs` that change nothing beside the others, each with what it needs."""
+    """Lists the entries of `generation_kwargs` without effect given the others, with what each requires."""
     kwargs = {} if c.use_vllm else mapping(c.generation_kwargs)
     unused = without_effect(kwargs, c.cache_implementation)
     return "; ".join(f"{key}={kwargs[key]!r} (it needs {need})" for key, need in unused.items())

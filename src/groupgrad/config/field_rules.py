@@ -219,7 +219,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def field_problems(config: Any) -> dict[str, str]:
-    """Explains, by the name of each setting whose value is wrong whatever the others are, why it cannot work."""
+    """Maps each setting whose value is invalid on its own to the reason."""
     names = [name for name in (*CHOICES, *ENUMERATIONS, *RANGES, *FIXED, *DICTS) if hasattr(config, name)]
     return {name: text for name in names if (text := field_problem(name, getattr(config, name)))}
 

@@ -10,7 +10,7 @@ MAX_ROWS = 20_000
 
 
 def dataset_digest(dataset: Any) -> dict[str, Any] | None:
-    """The number of rows and a digest of their content; None for a stream and for what is no `datasets.Dataset`."""
+    """The number of rows and a digest of their content, of a `datasets.Dataset`; None for streams and other objects."""
     import datasets
 
     if not isinstance(dataset, datasets.Dataset):

@@ -71,6 +71,6 @@ def missing_from_paged(options: SamplingOptions) -> list[str]:
 
 
 def without_effect(options: dict[str, Any], cache_implementation: str | None) -> dict[str, str]:
-    """Options that change nothing beside the others, each with what it needs."""
+    """Options without effect given the others, with what each requires."""
     given = {"cache_implementation": cache_implementation, **options}
     return {name: need for name, (need, is_met) in _NEEDS.items() if name in options and not is_met(given)}

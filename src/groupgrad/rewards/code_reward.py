@@ -23,7 +23,7 @@ _Row = tuple[str | None, tuple[Any, ...]]
 """Code, None where a completion has none, and tests."""
 _PYTHON_TAG = re.compile(r"py(thon)?[\d.]*")
 _FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})\s*(.*?)\s*")
-"""A fence of CommonMark: its indentation, three or more of a character, and what stands behind them."""
+"""A CommonMark code fence: indentation, three or more backticks or tildes, and the info string."""
 _LINE_END = re.compile(r"\r\n|\r|\n")
 """The ends of lines in Python; `str.splitlines` also cuts at characters that strings in the code may contain."""
 

@@ -194,7 +194,10 @@ class judge:
         self._query("INSERT OR REPLACE INTO replies VALUES (?, ?)", key, reply)
 
     def _query(self, statement: str, *values: str) -> list[Any]:
-        """Rows of the cache; none without a cache, or if it fails, from which on there is none."""
+        """Runs a statement on the cache and returns its rows; empty without a cache.
+
+        After a failure the cache is no longer used.
+        """
         if self.cache is None or self._cache_failed:
             return []
         try:

@@ -149,7 +149,7 @@ class Peer:
         return [kind.__name__, text, list(map(self.encode, error.args)) if is_plain else [text]]
 
     def encode(self, value: Any) -> Any:
-        """A value as JSON; what has no plain form becomes a number by which the other side may name it."""
+        """Encodes a value as JSON; objects without a JSON form become numeric handles."""
         if value is None or isinstance(value, (bool, str)):
             return value
         if isinstance(value, int):

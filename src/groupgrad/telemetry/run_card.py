@@ -153,7 +153,7 @@ def _introduction(base_model: str | None, datasets: Sequence[str]) -> str:
 
 
 def _short_path(path: str) -> str:
-    """A path below the working directory as it is from there, any other as it is."""
+    """The path relative to the working directory if it is inside, else unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
 

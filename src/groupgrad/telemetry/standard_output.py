@@ -20,9 +20,9 @@ _failures: list[str] = []
 def output_may_fail() -> Iterator[None]:
     """Context in which standard output that cannot be written is one warning in a process, not an error.
 
-    It cannot be written if it is closed, if its reader has ended (`| head`), or if it is a file on a full disk. What
-    the block has left to do is skipped. Output whose reader has ended goes nowhere from then on, so that what others
-    print, such as reward functions, raises no error either, nor does Python at its end.
+    It cannot be written if it is closed, if its reader has ended (`| head`), or if it is a file on a full disk. The
+    rest of the block is then skipped. Once the reader has ended, later output is discarded, so neither reward functions
+    that print nor Python's exit raise.
     """
     try:
         yield

@@ -180,8 +180,8 @@ class TrainerActions(TrainerCallback):
 def put_first(callbacks: list[TrainerCallback], actions: TrainerActions) -> None:
     """Inserts the trainer's actions before all callbacks, some of which save.
 
-    The one of `enable_jit_checkpoint` saves wherever it is called once a signal has come. Between a step's gradients
-    and its update nothing could go on from that, so it waits for the end of the step.
+    transformers' JIT-checkpoint callback saves at whichever event follows a signal. A checkpoint between gradients and
+    update could not be resumed, so it is delayed to the end of the step.
     """
     for callback in callbacks:
         if type(callback).__name__ == "JITCheckpointCallback":

@@ -1,7 +1,7 @@
 """Options that a script changes on `trainer.args` after the trainer was made, as a search for hyperparameters does.
 
-Each training and evaluation reads the options again. Some have decided what the trainer was made of, or what an earlier
-training has made; a change of these would do nothing, and is refused.
+Each training and evaluation reads the options again. Options that shaped the trainer or an earlier training cannot take
+effect any more; changing one is an error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ChangedOptions:
         return True
 
     def accept(self, config: GRPOConfig) -> None:
-        """Takes the options as those that the trainer works by now."""
+        """Records `config` as the options in force."""
         self._seen = _values(config)
 
     def without_effect(self, config: GRPOConfig) -> list[str]:

@@ -18,7 +18,7 @@ _S = TypeVar("_S")
 
 _LOCK = threading.RLock()
 _holders: list[tuple[str, str]] = []
-"""The thread that holds the lock, and what it does, for each time that it has taken it."""
+"""One entry for each acquisition of the lock: thread name and work."""
 
 
 @contextmanager

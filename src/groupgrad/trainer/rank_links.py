@@ -89,7 +89,7 @@ class Link:
         return [News(*json.loads(line)) for line in lines]
 
     def end(self) -> None:
-        """Ends the connection behind what was sent; a selector on another thread returns."""
+        """Closes the connection after the data already sent; a selector that waits for it on another thread returns."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -168,7 +168,7 @@ def _accept(server: socket.socket, names: list[str], token: str) -> list[Link]:
 
 
 def _hello(connection: socket.socket, seconds: float) -> bytes:
-    """The first message, which may come in pieces; what has come of it where the connection ends."""
+    """Reads the first message; returns fewer bytes if the connection ends early."""
     end, received = time.monotonic() + seconds, b""
     while len(received) < HELLO_BYTES:
         connection.settimeout(max(end - time.monotonic(), 0.001))

@@ -43,7 +43,7 @@ OPTIMIZER_OPTIONS = {
 
 @dataclass(slots=True, frozen=True)
 class ChangedOption:
-    """An option that is not what it was."""
+    """An option whose value differs from the checkpoint's."""
 
     name: str
     then: Any

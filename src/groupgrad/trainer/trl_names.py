@@ -65,7 +65,7 @@ REPLACED: Mapping[str, str] = {
     "environments": "trainer.rollout_components.environments holds the environments",
     "environment_factories": "trainer.rollout_components.environments holds the environments",
 }
-"""Attributes of TRL's trainer that have no meaning here, with the place of what they stood for."""
+"""Attributes of TRL's trainer without a counterpart, and where to find the equivalent."""
 
 
 def check_overrides(trainer: Any, base: type) -> None:

@@ -161,7 +161,7 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def _bytes_that_fit(layers: list[LayerShape], states: list[StateShape], model: nn.Module) -> int:
-    """Bytes of keys, values and states on all devices of which each takes at most `MEMORY_SHARE` of what is free.
+    """Bytes for keys, values and states, over all devices, if each gives at most `MEMORY_SHARE` of its free memory.
 
     A device takes part by its share of the layers' keys and values, or of the states if there are none.
     """

@@ -40,8 +40,8 @@ RUN_SECONDS = 0.05
 """Decode steps run for about this long between calls of the scheduler; a small model's step takes less."""
 
 AHEAD_SHARE = 1 / 8
-"""Recorded steps are launched ahead of the host for this share of the tokens that rows have. What rows compute behind
-their ends is wasted, so it bounds the waste."""
+"""Recorded steps are launched ahead of the host for this share of the tokens that rows have. Tokens computed after a
+row's end are discarded; this share bounds them."""
 
 
 @dataclass(slots=True)

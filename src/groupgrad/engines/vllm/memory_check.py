@@ -139,7 +139,8 @@ def _values_per_token(config: Any, tensor_parallel_size: int) -> int:
 def check_memory(model: nn.Module, options: ColocateOptions, *, training: TrainingBytes) -> None:
     """ValueError, with the numbers and what to set, if vLLM and training do not both fit on the policy's device.
 
-    Call it before vLLM starts. With `sleep_mode` the two take turns: only what training keeps is there beside vLLM.
+    Call it before vLLM starts. With `sleep_mode` vLLM and training alternate: only training's resident memory counts
+    beside vLLM's.
     """
     device = next(model.parameters()).device
     problem = memory_problem(ServedBytes.of(model, options), training, Memory.of(device), options)
@@ -185,7 +186,7 @@ def taken_by_vllm(served: ServedBytes, memory: Memory, options: ColocateOptions)
 
 
 def _shares_that_fit(served: ServedBytes, room: int, memory: Memory) -> str:
-    """The setting of vLLM's share, from what it needs to what there is room for."""
+    """Names the setting of vLLM's share and the range of values that fit."""
     if memory.cache is not None:
         low, high = math.ceil(served.one_row / GIB), (room - served.total + served.one_row) // GIB
         if high < low:

@@ -151,7 +151,7 @@ def _restore(value: Any, content: list[tuple[Any, Any, Any]]) -> None:
 class _CountedBackend:
     """DeepSpeed's communication backend, whose collectives are counted.
 
-    One that is left out gives zeros. Integers, by which ranks compare what they are about to do, are given again.
+    A skipped collective gives zeros, or its earlier result if it carries integers, with which ranks compare plans.
     """
 
     def __init__(self, backend: Any):
