@@ -1,4 +1,4 @@
-"""The style of all commands: examples and exit codes in their help, and errors that name what was meant."""
+"""Argument parser of all commands: help with examples and exit codes, and errors that suggest the intended name."""
 
 from __future__ import annotations
 
@@ -150,9 +150,10 @@ class CommandParser(ChoiceParser):
 
 
 def refuse(command: str, error: Exception, status: int = 2) -> int:
-    """Prints why a command cannot do what it was asked for, and returns its exit status.
+    """Prints why a command fails, and returns its exit status.
 
-    With the variable GROUPGRAD_TRACEBACK the error is raised instead, and so is BrokenPipeError: nobody reads on.
+    If the variable GROUPGRAD_TRACEBACK is set, the error is raised instead. BrokenPipeError is always raised:
+    the reader of standard output has ended.
     """
     if os.environ.get("GROUPGRAD_TRACEBACK") or isinstance(error, BrokenPipeError):
         raise error

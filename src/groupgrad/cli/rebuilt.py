@@ -1,4 +1,4 @@
-"""Makes the trainer of a finished run again: from the command line in its folder, or by the user's own script."""
+"""Rebuilds the trainer of a finished run, from the command line stored in its folder or by the user's own script."""
 
 from __future__ import annotations
 

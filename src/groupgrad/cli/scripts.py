@@ -1,4 +1,4 @@
-"""Helpers by the names that scripts for TRL import: arguments, their parser, data mixtures, adapters, quantization.
+"""Helpers under the names of TRL, for its scripts: arguments, their parser, data mixtures, adapters, quantization.
 
 `groupgrad` exports them: `from groupgrad import ModelConfig, ScriptArguments, TrlParser, get_peft_config`.
 """

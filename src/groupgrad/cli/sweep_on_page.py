@@ -1,4 +1,4 @@
-"""A sweep as the page of `groupgrad view` shows it, and the commands that the page gives."""
+"""Shows a sweep on the page of `groupgrad view`, and carries out the commands that users give there."""
 
 from __future__ import annotations
 

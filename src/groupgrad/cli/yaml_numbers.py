@@ -1,4 +1,4 @@
-"""Numbers such as 1e-5 in YAML, which version 1.1 of it takes for text, since they have no point."""
+"""Reads numbers such as 1e-5 from YAML, which YAML 1.1 parses as text because they lack a decimal point."""
 
 from __future__ import annotations
 

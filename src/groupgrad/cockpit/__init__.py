@@ -1,4 +1,4 @@
-"""Shows the folders of runs: read, searched and served as a local page. Imports neither torch nor the trainer."""
+"""Reads and searches run folders, and serves them as a local page. Imports neither torch nor the trainer."""
 
 from pathlib import Path
 

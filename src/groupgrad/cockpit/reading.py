@@ -294,7 +294,7 @@ def _strings(values: Sequence[str]) -> pa.Array:
 
 
 def import_pandas() -> None:
-    """Has pyarrow import pandas, as it does for the first condition of a selection, which then needs not wait."""
+    """Makes pyarrow import pandas now, so that the first condition of a selection does not wait for it."""
     pa.scalar(0)
 
 

@@ -1,4 +1,4 @@
-"""Values of a run for the page, as plain types for JSON. The live page and the static report read the same."""
+"""Converts a run to JSON-compatible values, which both the live page and the static report show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GRPO from nothing to a model that writes its steps, offline, in minutes on two cores.
+"""Makes a small model and trains it with GRPO to write out its steps, offline, in minutes on two cores.
 
 1. Make a small base model: a Qwen3-architecture model and its tokenizer, trained on careless demonstrations of a sum
    written in steps (`groupgrad.demo.task`). It has seen how it is done, but mostly guesses.

@@ -1,4 +1,4 @@
-"""Asks the rules of `GRPOConfig` which ways to run they refuse."""
+"""Finds the ways to run that the rules of `GRPOConfig` refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges the numbers of a small round."""
+"""Judges the metrics of the small round of sampling and training that a check makes."""
 
 from __future__ import annotations
 

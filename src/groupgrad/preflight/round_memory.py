@@ -77,7 +77,7 @@ def fullest(usages: Iterable[Usage]) -> tuple[Usage, int]:
 
 
 def _forget_peak() -> None:
-    """Lets this process's peak begin at its present memory, which Linux alone can do."""
+    """Resets this process's peak memory to its present memory; does nothing outside Linux."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:  # then the peak since its start counts, an upper bound

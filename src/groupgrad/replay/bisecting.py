@@ -1,4 +1,4 @@
-"""Finds where two runs part: by what they have recorded, and by replays where that leaves several steps open."""
+"""Finds the step at which two runs diverge, from their records, and by replays if records leave several steps open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that arms have in common: tokenised prompts, samples and reference log-probs are computed once.
+"""Computes the common work of arms once: tokenised prompts, samples and reference log-probs.
 
 Arms that differ in a learning rate or a loss have the same weights until their first optimizer step, so they sample the
 same completions. A result is kept under a digest of everything that it depends on, the device and the bits of the
@@ -77,7 +77,7 @@ class CommonWork:
         return found
 
     def join(self, trainer: Any) -> None:
-        """Lets the trainer of an arm, which is new, take results from others and give its own.
+        """Connects the new trainer of an arm, so that it reuses results of other arms and provides its own.
 
         Samples of one turn from the model itself, and log-probs of a reference that stays as it is, are shared on
         `DEVICES`; prompts of text wherever the tokenizer can be compared.

@@ -92,7 +92,7 @@ class _Worker:
     reply: futures.Future[Outcome] | None = None
 
     def call(self, action: str, arm: Arm | int | None = None) -> futures.Future[Outcome]:
-        """Has `TurnsOfWorker` do something after everything that it was asked for before."""
+        """Queues an action of `TurnsOfWorker` behind all earlier ones."""
         return self.process.call(0, (self.log, action, arm))
 
 
@@ -163,7 +163,7 @@ class DeviceWorkers:
         return next((worker for worker in self._workers if arm in worker.held), None)
 
     def drop(self, arm: int) -> None:
-        """Has the worker that holds the trainer of an arm give it up, after the turn that it is in."""
+        """Asks the worker that holds the trainer of an arm to drop it after the present turn."""
         worker = self._holder(arm)
         if worker is not None:
             worker.held.remove(arm)

@@ -29,8 +29,7 @@ class SharedWeights:
         self._known: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def share(self, model: nn.Module) -> int:
-        """Lets the frozen weights of a model use the memory of equal ones that are known on their device; the bytes
-        that this frees.
+        """Replaces the frozen weights of a model by equal ones that are known on their device; returns the freed bytes.
 
         Only weights without a gradient are shared, since nothing writes to them, and only those that are equal bit for
         bit.

@@ -1,4 +1,4 @@
-"""Warnings about a run in plain words, each with the setting that mends it, from its metrics."""
+"""Derives warnings about a run from its metrics, each with the setting that corrects the problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes to standard output, although its reader may have ended or its disk may be full."""
+"""Writes to standard output without failing if its reader has ended or its disk is full."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class WriteBehind:
         self.num_dropped = 0
 
     def put(self, job: Callable[[], object], *, is_large: bool = True) -> bool:
-        """Has `job` run; False if it is dropped, since the disk is too slow. A small job is never dropped."""
+        """Queues `job`; False if it is dropped because the disk is too slow. A small job is never dropped."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="groupgrad-run-folder", daemon=True)
             self._thread.start()
