@@ -1,4 +1,4 @@
-"""The options of transformers' `GenerationConfig`, by the engines that have them.
+"""Tables of the options of transformers' `GenerationConfig`, by the engines that support them.
 
 Each field is in one of these tables or among the keys that a run sets itself (`config/conditions.py`).
 """

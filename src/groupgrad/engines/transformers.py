@@ -1,4 +1,4 @@
-"""The engine that samples by the `generate` method of the model that trains.
+"""Engine that samples with the policy's own `generate` method (transformers).
 
 `generate` draws all rows of a batch from one global random stream. This engine gives each row its own: it inverts the
 cumulative distribution at one uniform number per token, so that a completion depends on its seed alone.

@@ -1,4 +1,4 @@
-"""Keeps OpenMP threads that wait for each other from using processor time that other processes need."""
+"""Makes waiting OpenMP threads sleep instead of spin while other processes need the cores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _watched_process: int | None = None
 
 
 def limit_spinning() -> None:
-    """Lets the threads of GNU's OpenMP runtime sleep while they wait wherever other processes use the cores.
+    """Makes waiting threads of GNU's OpenMP runtime sleep while other processes use the cores.
 
     By default a thread that waits for the others spins for milliseconds. On cores of its own that is the fastest way.
     Where other processes use the cores, the spinning keeps the awaited thread from running, and each of the many short

@@ -1,4 +1,4 @@
-"""The native engine, which samples in process from the modules that train."""
+"""The native engine, which samples in the training process from the policy's own modules."""
 
 from groupgrad.engines.native.engine import NativeEngine
 from groupgrad.engines.native.sampling_params import unsupported

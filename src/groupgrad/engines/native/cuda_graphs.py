@@ -78,7 +78,7 @@ class StepRecorder:
         self._version = (0, 0)
 
     def drop(self) -> None:
-        """Forgets the recorded steps. The memory of the newest one stays, and the next ones are recorded into it."""
+        """Drops the recorded steps. The memory of the newest one is kept, and later steps are recorded into it."""
         self._steps = {}
 
     def step_for(self, batch: DecodeBatch) -> RecordedStep:

@@ -1,4 +1,4 @@
-"""A decoder's modules by their names in the compiled decode step, and what is read from them."""
+"""Maps the names that the compiled decode step uses to a decoder's modules, and reads their settings."""
 
 from __future__ import annotations
 

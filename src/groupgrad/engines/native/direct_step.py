@@ -1,4 +1,4 @@
-"""The direct form of common decoders: a decode step in fewer calls than the model's modules make.
+"""Direct form of common decoders: computes a decode step in fewer calls than the model's modules need.
 
 On a CPU a small model's step spends a fifth of its time between the matrix products: in module calls, and in norms and
 rotary embeddings of many small operations each. The direct form applies the same formulas to the same weights in fewer

@@ -1,4 +1,4 @@
-"""The engine that samples from the modules that train."""
+"""Native engine: samples from the policy's own modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recurrent layers of sampling passes: states are read from slots of the cache, and written there."""
+"""Runs the recurrent layers of sampling passes, which read their states from slots of the cache and write them back."""
 
 from __future__ import annotations
 

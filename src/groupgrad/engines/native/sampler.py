@@ -79,7 +79,7 @@ class Sampler:
         self._free += range(height, new_height)  # once there is memory for them
 
     def restart(self, row: int, request: Request) -> None:
-        """Forgets the tokens of a request that has this table row, or none yet (-1)."""
+        """Resets the tokens under the repetition penalty to a request's prompt; does nothing without a row (-1)."""
         if row >= 0 and self.params.repetition_penalty != 1.0:
             self._unseen[row] = request.prompt_ids
 

@@ -1,4 +1,4 @@
-"""Records of sequences, of the prompts they share, and of what finished sequences leave in memory."""
+"""Records of sequences, their shared prompts, and the keys and values that finished sequences leave in memory."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def check_key(key: str, origin: str) -> str:
 
 
 def key_file(port: int) -> Path:
-    """Where the key of a server of this user at this port of this machine is stored."""
+    """The file that stores the key of this user's server at this port of this machine."""
     state = os.environ.get("XDG_STATE_HOME")
     folder = (Path(state) if state else Path.home() / ".local" / "state") / "groupgrad" / "vllm-keys"
     return folder / f"{socket.gethostname()}-{port}"

@@ -1,4 +1,4 @@
-"""Images on their way to vLLM: PNG encoding for requests, and prompts in the form that vLLM expands itself.
+"""Prepares images for vLLM: PNG encoding for requests, and prompts in the form that vLLM expands itself.
 
 A prompt here has as many placeholder tokens for an image as the model has features of it. vLLM takes one placeholder
 and inserts the rest by its own processor; it would expand each token of the long form again. So runs of placeholders

@@ -1,7 +1,7 @@
-"""Memory arithmetic that checks, before vLLM starts, that it and training fit on one device.
+"""Checks, before vLLM starts, that vLLM and training together fit into the memory of one device.
 
 vLLM takes its configured share of the device whatever it needs: its weights, a workspace, and the rest for keys and
-values. On a CPU the size of the cache may be set by itself (`VLLM_CPU_KVCACHE_SPACE`, in GiB).
+values. On a CPU the size of the cache may be set separately (`VLLM_CPU_KVCACHE_SPACE`, in GiB).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of `vllm serve` for a server of groupgrad's trainers, made of those of `groupgrad vllm-serve`."""
+"""Converts the arguments of `groupgrad vllm-serve` into arguments of `vllm serve`."""
 
 from __future__ import annotations
 

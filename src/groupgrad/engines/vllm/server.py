@@ -1,4 +1,4 @@
-"""Routes that groupgrad adds to vLLM's server: pushes of weights that are verified, and rows that name their weights.
+"""Routes that groupgrad adds to vLLM's server: verified pushes of weights, and sampling from a named weight version.
 
 vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They are:
 
@@ -99,7 +99,7 @@ class ServerWeights:
     specs: Sequence[TensorSpec] = ()
     """Tensors that the push under way has announced."""
     num_tensors: int = 0
-    """How many of them the workers have."""
+    """Number of announced tensors that the workers have received."""
     group: str = ""
     """The process group that the workers were asked to join last."""
     push_is_waiting: bool = False
@@ -119,7 +119,7 @@ class ServerWeights:
         )
 
     def check_announced(self, token: str) -> None:
-        """Refuses a push that names another token than `info` tells now."""
+        """Refuses a push whose token is not the present token of `info`."""
         if token != self.next_push:
             raise Refusal(409, "another push has begun since this one asked for `info`, or this one was sent before")
 
@@ -181,8 +181,8 @@ class Routes:
     async def _call_vllm(self, scope: Any, receive: Any, send: Any) -> None:
         """Calls one of vLLM's routes with its whole body; a POST only while weights are complete and no push waits.
 
-        A call counts as sampling from when its body is here until its answer was read or, if the caller does not read,
-        given up. So neither a body that does not arrive nor an answer that nobody reads keeps pushes waiting.
+        A call counts as sampling from the arrival of its body until its answer was read, or was given up because the
+        caller does not read. So neither a missing body nor an unread answer keeps pushes waiting.
         """
         from starlette.requests import ClientDisconnect
 

@@ -1,4 +1,4 @@
-"""Requests to the server: bodies of a bounded size, read in a bounded time, with checked fields, and timed answers."""
+"""Reads requests to the server with limits on size and time, checks their fields, and limits the time of answers."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class ServerRows:
         """When a line last came."""
 
     def send(self, requests: Mapping[int, Request]) -> None:
-        """Has the server sample these rows too."""
+        """Asks the server to sample these rows too."""
         self.requests.update(requests)
         prompts: dict[tuple[int, ...], int] = {}
         images: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""groupgrad's backend for vLLM's weight transfer as vLLM's classes. Only processes with vLLM import this module."""
+"""Subclasses of vLLM's weight-transfer classes for groupgrad's backend. Only processes with vLLM import this module."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class VLLMEngine(ABC):
         """Sends a push; returns its weight version."""
 
     def expect(self, weight_version: str) -> None:
-        """Samples from this weight version, which this rank or another one pushes."""
+        """Samples from this weight version from now on; this rank or another one pushes it."""
         self._weight_version = weight_version
         if weight_version not in self._pushed[-1:]:
             self._pushed.append(weight_version)

@@ -1,4 +1,4 @@
-"""The policy as vLLM serves it in a training run: refreshed before each generation batch, with a known policy step."""
+"""Samples from the policy with vLLM, whose weights are refreshed before each generation batch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class VLLMPolicy:
             self._is_pushing = False
 
     def invalidate(self) -> None:
-        """Has the next `refresh` push the weights even if the step is the same: the policy may have changed."""
+        """Makes the next `refresh` push the weights even if the step is the same: the policy may have changed."""
         self.policy_step = None
 
     def sleep(self) -> None:

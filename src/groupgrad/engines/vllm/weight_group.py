@@ -116,11 +116,11 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
     """TCP store for the ranks' rendezvous; with `serves` this process hosts it, at that address alone.
 
-    GroupBroken, naming the port, if it is taken or nobody opens it in time.
+    GroupBroken, naming the port, if it is taken or not opened in time.
     """
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
     try:
-        if serves:  # by itself the store would listen at all addresses
+        if serves:  # a socket that the store opens would listen at all addresses
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             options["master_listen_fd"] = socket.create_server((host, port), family=family).detach()
         return torch_dist.TCPStore(host, port, is_master=serves, **options)

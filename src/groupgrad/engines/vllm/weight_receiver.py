@@ -175,7 +175,7 @@ class WeightReceiver:
 
     @property
     def _rank(self) -> int:
-        """Among all workers of the server, as vLLM's own backends count them."""
+        """Index of this worker among all workers of the server, as vLLM's own backends count them."""
         config = self.parallel_config
         return config.data_parallel_index * config.world_size + config.rank
 

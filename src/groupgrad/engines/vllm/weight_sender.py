@@ -1,7 +1,7 @@
-"""Trainer side of groupgrad's backend for vLLM's weight transfer: sends weights in phases and has them verified.
+"""Trainer side of groupgrad's backend for vLLM's weight transfer: sends weights in phases, which workers verify.
 
-Each push is made by a `WeightSender`: those of groupgrad's own trainer (`sender_of`) and those of others.
-`transfer_engine` makes it the class that vLLM's `WeightTransferTrainerFactory` gives.
+A `WeightSender` makes each push, for groupgrad's own trainer (`sender_of`) and for other trainers. `transfer_engine`
+makes it the class that vLLM's `WeightTransferTrainerFactory` gives.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class InProcess:
         self._llm, self.dtype = llm, dtype
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Has the workers meet the trainer."""
+        """Asks the workers to meet the trainer."""
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
@@ -78,7 +78,7 @@ class InProcess:
         self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Has the workers load a part of the push."""
+        """Asks the workers to load a part of the push."""
         self._llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
