@@ -1,4 +1,4 @@
-"""Estimates what attention costs beside the rest of a model; ranks are given equal work by it."""
+"""Estimates the cost of attention relative to the rest of a model, which balances the work of ranks."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class BaseModels:
         return _copy_over_weights(kept)
 
     def separate_trained(self, model: nn.Module) -> None:
-        """Gives the trained weights of a model memory of their own."""
+        """Copies the trained weights of a model, so that they no longer share memory with other models."""
         for parameter in model.parameters():
             if parameter.requires_grad and address(parameter) in self._addresses:
                 parameter.data = parameter.data.clone()
@@ -64,7 +64,7 @@ def shared_base(model: Any, options: Any, load: Callable[[], nn.Module], *, is_f
 
 
 def separate_trained(model: nn.Module) -> None:
-    """Gives weights that train memory of their own, where they have been shared."""
+    """Copies the trained weights of a model if they share memory with other models."""
     models = _IN_USE.get()
     if models is not None:
         models.separate_trained(model)

@@ -1,4 +1,4 @@
-"""Checks that a model's name leads to a folder, the cache or the hub, before anything is loaded by it.
+"""Checks that a model's name resolves to a folder, the cache or the hub, before anything is loaded.
 
 Loading asks the hub for several files, each with retries, so that a wrong name would take half a minute to fail.
 """

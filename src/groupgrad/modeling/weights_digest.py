@@ -1,4 +1,4 @@
-"""Identifies weights by a digest that reads them once, so that two runs can be compared without storing weights."""
+"""Computes a digest of weights in one pass over them, so that runs can be compared without storing weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says which models need all tokens of a row in one place, so that `context_parallel_size` cannot cut it over ranks."""
+"""Finds models that need all tokens of a row on one rank, so `context_parallel_size` cannot split it over ranks."""
 
 from __future__ import annotations
 

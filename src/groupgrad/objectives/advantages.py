@@ -1,4 +1,4 @@
-"""From rewards to advantages: how much better a completion did than its group."""
+"""Computes advantages from rewards: how much better a completion scored than its group."""
 
 from __future__ import annotations
 

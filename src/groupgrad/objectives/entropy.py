@@ -1,4 +1,4 @@
-"""Rules about entropy: which tokens are the uncertain ones, and how the bonus for staying uncertain adapts."""
+"""Entropy rules: the threshold that selects the most uncertain tokens, and the adaptation of the entropy bonus."""
 
 from __future__ import annotations
 

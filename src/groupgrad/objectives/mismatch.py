@@ -1,4 +1,4 @@
-"""Sampler/trainer mismatch: the ratio between what the trainer and what the sampling engine say of the same token."""
+"""Sampler/trainer mismatch: the ratio of the probabilities that trainer and sampling engine give a sampled token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The surrogates: what one token adds to the policy loss, one function an equation.
+"""Surrogate losses: the contribution of each token to the policy loss, with one function per equation.
 
 All take and give (L,) tensors. `ratio` is the policy ratio c that holds for the token, `advantages` its row's A. The
 value is a loss: lower is better.

@@ -1,4 +1,4 @@
-"""Keeps PyTorch's scaled dot-product attention from cuDNN while inputs have a new length in each call."""
+"""Turns cuDNN's attention off in PyTorch while the input lengths change from call to call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores batches with weights that do not train: the reference model, and the policy before it changes."""
+"""Scores batches without gradients: under the reference model, and under the policy before an update."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class _RingAttention(torch.autograd.Function):
 def _around(plan: RingPlan, tensors: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Yields each rank's place in the group and its (H, T, ...) tensors, beginning with this rank.
 
-    While those of one rank are in use, those of the next one are on their way. Collective.
+    While one rank's tensors are in use, the next rank's are transferred. Collective.
     """
     rank, size = plan.group.index, plan.group.size
     tensors = [tensor.contiguous() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Cumulative sums where PyTorch's own may not be used: on GPUs under deterministic algorithms (`full_determinism`)."""
+"""Cumulative sums for GPUs under deterministic algorithms (`full_determinism`), where PyTorch refuses its own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 def cumulative_sum(values: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Computes `values.cumsum(dim)` of floating-point numbers, of the same shape.
 
-    PyTorch refuses it on a GPU under deterministic algorithms. There each of log2(n) steps adds to every number the one
-    that lies 1, 2, 4, ... places before it.
+    PyTorch refuses it on a GPU under deterministic algorithms. There each of log2(n) steps adds to every number the
+    number 1, 2, 4, ... places before it.
     """
     if not (values.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return values.cumsum(dim)

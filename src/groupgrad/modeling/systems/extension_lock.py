@@ -1,10 +1,10 @@
 """Bounds the wait for an extension of torch, such as DeepSpeed's, while this process or another one compiles it.
 
-torch has the process that compiles an extension keep a file `lock` open beside it, and others wait until that file is
-gone. A process that is killed meanwhile leaves the file, and torch would wait for it without end and without a word.
+The process that compiles an extension keeps a file `lock` open beside it, and other processes wait until that file is
+gone. A process that is killed meanwhile leaves the file, and torch would wait for it forever without a message.
 
-A compilation may take longer than the watchdog lets anything be silent. So it counts as alive while compilers compute;
-where they compute no more, the watchdog ends the run and names the lock.
+A compilation may take longer than the watchdog's timeout. It therefore counts as alive while compilers compute; when
+they no longer compute, the watchdog ends the run and names the lock.
 """
 
 from __future__ import annotations

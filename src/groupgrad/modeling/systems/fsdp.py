@@ -35,7 +35,7 @@ _CPU_OFFLOAD = "_groupgrad_cpu_offload"
 
 @dataclass(slots=True, frozen=True)
 class FSDPOptions:
-    """How a model is sharded."""
+    """Options for sharding a model."""
 
     layer_classes: tuple[str, ...] = ()
     """Class names of the modules that are units of their own; empty for the model's decoder layers."""

@@ -1,4 +1,4 @@
-"""Counts the collectives of a pass of a sharded model, so that a rank whose pass has failed can make the rest of them.
+"""Counts the collectives of a sharded model's pass, so that a rank whose pass fails can make the remaining ones.
 
 In a pass all ranks gather the parts of the model and reduce their gradients in the same order. A rank whose memory runs
 out has made some of these collectives; the others wait for the rest. It therefore starts a pass over a placeholder

@@ -1,4 +1,4 @@
-"""Parameters that DeepSpeed ZeRO-3 shards over ranks; `sharding.py` has what serves every way of sharding.
+"""Gathers parameters that DeepSpeed ZeRO-3 shards over ranks; `sharding.py` has the functions for any sharding.
 
 Before training there are no hooks yet that gather a module's parameters, so `gather_per_module` adds its own.
 """

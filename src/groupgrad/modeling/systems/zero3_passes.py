@@ -1,9 +1,9 @@
-"""Counts the collectives of DeepSpeed ZeRO-3 in a pass, and takes a failed pass back.
+"""Counts the collectives of a DeepSpeed ZeRO-3 pass, and restores DeepSpeed's state after a failed pass.
 
 DeepSpeed has no way back from a pass that has failed: parameters are in flight, modules count gradients that do not
-come, and its record of the order in which modules run ends in the middle. What it changes in a pass is therefore noted
-before the pass. After a failed one that is restored, and parameters that it gathered are freed, so that the rest of the
-pass begins as the pass did. DeepSpeed keeps gradients on its own: the sum of a step is dropped by `zero_grad`.
+come, and its record of the order in which modules run ends in the middle. The state that a pass changes is therefore
+recorded before the pass. After a failed pass this state is restored and the gathered parameters are freed, so the rest
+of the pass begins as the pass did. DeepSpeed stores gradients separately: `zero_grad` drops the sum of a step.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class _Finished:
 
 
 def _count_in(collectives: PassCollectives) -> None:
-    """Has the collectives that DeepSpeed makes from now on counted in `collectives`."""
+    """Counts the collectives that DeepSpeed makes from now on in `collectives`."""
     from deepspeed.comm import comm  # pyright: ignore[reportMissingImports]
 
     if not isinstance(comm.cdb, _CountedBackend):
