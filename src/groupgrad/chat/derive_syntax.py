@@ -1,4 +1,4 @@
-"""Derivation of a template's call syntax from probe renderings, by the places of names, keys and values in them."""
+"""Derives a chat template's call syntax from probe renderings, in which it locates names, keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probe renderings: made-up conversations with tool calls, rendered to learn the notation of a chat template."""
+"""Renders made-up conversations with tool calls (probes), from which the notation of a chat template is learned."""
 
 from __future__ import annotations
 

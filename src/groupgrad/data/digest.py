@@ -1,4 +1,4 @@
-"""Identifies the rows of a data set by a digest, so that a later reader of a run knows whether they have changed."""
+"""Computes a digest of a data set's rows, which shows later whether they have changed since a run."""
 
 from __future__ import annotations
 

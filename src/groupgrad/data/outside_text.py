@@ -1,4 +1,4 @@
-"""Keeps control tokens that stand in text from outside from being encoded as such.
+"""Prevents the text of control tokens in untrusted input from being encoded as control tokens.
 
 A tool's result, an observation or a column of data may contain the text of a control token, such as `<|im_end|>`.
 Encoded as that token, it would end the turn and let the text speak as the user or the system. `mark` therefore replaces

@@ -1,1 +1,1 @@
-"""Environments and tools: what they look like to the model, and how they run."""
+"""Environments and tools: their schemas for the model, and their execution."""

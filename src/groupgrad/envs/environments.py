@@ -1,4 +1,4 @@
-"""The user's environments: an instance for each rollout, which later rollouts reset and use again, or not."""
+"""Gives each rollout an instance of the user's environment, which later rollouts may reset and reuse."""
 
 from __future__ import annotations
 

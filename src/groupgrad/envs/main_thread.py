@@ -1,4 +1,4 @@
-"""Tools that work on the main thread alone, such as those that bound their time by `signal.alarm`."""
+"""Detects tools that work only on the main thread, such as tools that limit their time by `signal.alarm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward function in a worker process. Imported there, so it imports neither torch nor transformers."""
+"""Runs a reward function in a worker process, which imports this module; it imports neither torch nor transformers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Confines its own process, then runs a program in it. Its source is given to an interpreter with `-c`.
+"""Script that confines its own process, then runs a program in it. The interpreter gets this source with `-c`.
 
 Only the standard library is used, since nothing else has to exist in a sandbox. `groupgrad.rewards.sandbox` writes the
-specification to standard input: twelve digits with its length, then its bytes. The rest is left for the program. The
-word "ready" on standard output says that everything below holds; the program starts behind it.
+specification to standard input: twelve digits with its length, then its bytes. The rest of standard input is left for
+the program. The script writes "ready" to standard output when the process is confined, then starts the program.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def confine(spec: dict[str, Any]) -> None:
-    """Gives up every right that the mechanism takes. Returns in the process of the program only."""
+    """Drops every right that the mechanism takes away. Returns only in the process that will run the program."""
     mechanism, uid = spec["mechanism"], spec["uid"]
     if mechanism == "bubblewrap":
         os.setsid()  # signals to its own process group would reach bubblewrap

@@ -1,4 +1,4 @@
-"""Deadlines, retries and failures of reward functions: the options, and what is counted."""
+"""Options and counters for deadlines, retries and failures of reward functions."""
 
 from __future__ import annotations
 

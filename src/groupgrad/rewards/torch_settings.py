@@ -1,4 +1,4 @@
-"""Keeps reward functions from changing torch's settings of the process, by which the trainer computes too."""
+"""Restores torch's process-wide settings after reward functions, since the trainer computes with the same ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups without a signal give place to groups of other prompts (arXiv:2503.14476, section 3.2).
+"""Dynamic sampling: replaces groups without a signal by groups of other prompts (arXiv:2503.14476, section 3.2).
 
 A group whose rewards are all equal has advantages of 0 and teaches nothing. Such a group is discarded whole. Another
 prompt is drawn at random in its place, and its completions are sampled and scored. That is repeated for a number of

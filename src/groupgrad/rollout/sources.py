@@ -116,7 +116,7 @@ class RolloutComponents:
 
 @dataclass(slots=True, frozen=True)
 class ToolUse:
-    """How tools are called and environments are used."""
+    """Options for calling tools and reusing environments."""
 
     max_tool_calling_iterations: int | None = None
     """Most turns with calls in a rollout; None: any number."""
