@@ -1,4 +1,4 @@
-"""Records the present activity of the training thread and its last sign of life, for watches, which may end it."""
+"""Records what the training thread does and its last sign of life, for the watches that end a hanging run."""
 
 from __future__ import annotations
 

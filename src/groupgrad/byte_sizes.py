@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Parses and formats amounts of memory such as `4 GB`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps garbage collections that libraries ask for from searching the whole process."""
+"""Makes garbage collections that libraries request skip the objects that existed before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports libraries without work that most runs never need: seconds of the start and of the end of each process."""
+"""Imports libraries without work that most runs never need, which saves seconds at the start and end of a process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _LateCompilation:
         self._compile: Callable[..., Any] | None = None
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Lets functions of bitsandbytes be compiled on their first call from here on."""
+        """Defers compilations from the import of bitsandbytes on: its functions are compiled on their first call."""
         if name != "bitsandbytes" or self._compile is not None:
             return
         import torch

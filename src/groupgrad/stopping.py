@@ -1,4 +1,4 @@
-"""Ends a run when the system asks for it: signals are received at any time and acted upon where nothing is lost.
+"""Ends a run at a signal: signals are received at any time and handled at points where no work is lost.
 
 SIGTERM, SIGUSR1, SIGHUP and the first SIGINT ask for the end of the run. Work that only this rank takes part in, such
 as sampling and rewards, is left at once (`interruptible`); anything else is finished first (`finishing`), calls to
@@ -19,7 +19,7 @@ from typing import Any
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
 """Signals that end a run after a checkpoint; a second SIGINT ends it at once.
 
-SIGHUP tells that the terminal has closed. It stays ignored in a run that `nohup` has started.
+SIGHUP is sent when the terminal closes. It stays ignored in a run that `nohup` has started.
 """
 
 EXIT_STOPPED = 75
@@ -132,7 +132,7 @@ def finishing(*, within_s: float | None = None) -> Iterator[None]:
 
 
 def _be_patient(name: str) -> None:
-    """Has the signal sent once more when the patience with the work under way has ended."""
+    """Sends the signal once more after `patience_s`, in case the work under way has not ended by then."""
     if _request.patience_s is not None:
         _request.patience = threading.Timer(_request.patience_s, _remind, [getattr(signal, name)])
         _request.patience.daemon = True

@@ -1,4 +1,4 @@
-"""The records that flow through a training step. They hold data and know nothing of models, configs or ranks.
+"""The records that flow through a training step. They hold data and depend on no model, config or rank.
 
 Legend of shapes, the same in every file: ``Q`` distinct prompts, ``G`` completions a group, ``N = Q*G`` rows on all
 ranks, ``B`` rows here, ``L`` completion tokens here (all rows end to end), ``P`` prompt tokens here (all distinct

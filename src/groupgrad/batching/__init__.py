@@ -1,1 +1,1 @@
-"""Generation batches as they are planned, loaded, collated, packed and kept."""
+"""Plans, loads, collates, packs and stores generation batches."""

@@ -1,4 +1,4 @@
-"""Keeps the generation batches that are being trained on. They outlive optimizer steps, so checkpoints hold them."""
+"""Stores the generation batches in training. They may serve several optimizer steps, so checkpoints hold them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation batches: every prompt of the set once, whatever the number of ranks, no row twice and none left out."""
+"""Loads evaluation batches: each prompt of the data set exactly once, for any number of ranks."""
 
 from __future__ import annotations
 

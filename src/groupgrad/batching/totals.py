@@ -1,4 +1,4 @@
-"""Denominators of an optimizer step."""
+"""Sums rows and tokens over all ranks: the denominators of an optimizer step's loss."""
 
 from __future__ import annotations
 

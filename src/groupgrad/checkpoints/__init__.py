@@ -1,1 +1,1 @@
-"""Checkpoints that are whole or not there: written aside, listed in a manifest, renamed once, verified when read."""
+"""Atomic checkpoints: written to a temporary folder, listed in a manifest, renamed into place, verified when read."""

@@ -1,4 +1,4 @@
-"""Holds back the large files of a checkpoint while they are saved: as copies in host memory, written later."""
+"""Defers writing the large files of a checkpoint: their tensors are copied to host memory and written later."""
 
 from __future__ import annotations
 

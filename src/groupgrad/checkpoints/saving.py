@@ -1,4 +1,4 @@
-"""Writes checkpoints: in a folder aside, synced to the disk, with a manifest, put in place by one rename."""
+"""Writes checkpoints atomically: to a temporary folder, synced to disk, with a manifest, then renamed into place."""
 
 from __future__ import annotations
 

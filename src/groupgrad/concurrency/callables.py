@@ -1,4 +1,4 @@
-"""Names of users' functions, what partials have set, and the test for async ones."""
+"""Inspects users' functions: their names, the keywords that partials have set, and whether they are async."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interrupts a call of this thread at a deadline, where the call cannot run in a process that may be killed."""
+"""Interrupts a call on this thread at a deadline, for calls that cannot run in a process of their own."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class _Deadline:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _tell_guard(self) -> None:
-        """Has the process killed if no thread does this again before the call ought to have ended for long."""
+        """Makes the guard kill this process `REACTION_S + LOCK_S` after the deadline, unless called again before."""
         left_s = self._seconds - self._time.seconds()
         _guard.set(self._number, max(left_s, 0.0) + REACTION_S + LOCK_S, self._message)
 

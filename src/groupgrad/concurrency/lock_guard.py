@@ -1,7 +1,7 @@
-"""Ends this process if one of its threads keeps Python's lock for too long, so that no other thread can act.
+"""Kills this process if one of its threads holds the GIL for too long, so that no other thread can act.
 
-A second process does it, which runs this file as a script. The timers of the system would count the time in which a
-suspended process waits to go on, and end it as soon as it does.
+A second process, which runs this file as a script, does so. System timers would not do: they count the time in which
+this process is suspended, and would kill it as soon as it resumes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LockGuard:
         self._process: subprocess.Popen[bytes] | None = None
 
     def set(self, number: int, seconds: float, message: str) -> None:
-        """Has the process end, with the message and its stacks, unless this is called again within `seconds`.
+        """Kills the process after `seconds`, with the message and its stacks, unless this is called again before.
 
         Zero takes the deadline back.
         """

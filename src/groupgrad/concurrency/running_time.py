@@ -1,6 +1,6 @@
-"""Measures time without that in which this process was suspended, as a scheduler such as SLURM suspends jobs.
+"""Measures time without the periods in which this process was suspended, for instance by SLURM.
 
-The clocks of the system go on meanwhile, so that every deadline would have passed when the process wakes up.
+System clocks go on during a suspension, so a deadline measured by them would have passed when the process resumes.
 """
 
 from __future__ import annotations

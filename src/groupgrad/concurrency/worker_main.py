@@ -1,4 +1,4 @@
-"""The side of the child in `worker_process`: loads functions once and calls them on request.
+"""Child side of `worker_process`: loads functions once and calls them on request.
 
 Imported in every child process, so it imports little.
 """

@@ -1,4 +1,4 @@
-"""Runs tools and environments on threads and an event loop, each call with a deadline that nothing can hang."""
+"""Runs tools and environments on threads and an event loop; each call has a deadline that holds even if it hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings without the tokens and passwords in them, for files and screens."""
+"""Removes tokens and passwords from settings before they are stored or shown."""
 
 from __future__ import annotations
 

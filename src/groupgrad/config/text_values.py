@@ -1,4 +1,4 @@
-"""Numbers and switches that are given as text, as YAML gives `1e-6` and quoted values."""
+"""Converts numbers and switches that are given as text, such as YAML's `1e-6` and quoted values."""
 
 from __future__ import annotations
 

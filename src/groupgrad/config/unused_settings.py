@@ -1,4 +1,4 @@
-"""Settings that have no effect beside the others, or none at all.
+"""Settings that have no effect given the other settings, or no effect at all.
 
 A new option that works only together with others gets one row in `UNUSED`.
 """

@@ -1,4 +1,4 @@
-"""Turns the trainer's constructor arguments into ready components, each function some of them."""
+"""Builds the trainer's components from its constructor arguments."""
 
 from __future__ import annotations
 

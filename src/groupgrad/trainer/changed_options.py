@@ -1,4 +1,4 @@
-"""Options that a script changes on `trainer.args` after the trainer was made, as a search for hyperparameters does.
+"""Checks options that a script changes on `trainer.args` after the trainer was made, as a hyperparameter search does.
 
 Each training and evaluation reads the options again. Options that shaped the trainer or an earlier training cannot take
 effect any more; changing one is an error.
@@ -113,7 +113,7 @@ class ChangedOptions:
             raise ConfigError(texts)
 
     def optimizer_is_ready(self, config: GRPOConfig, optimizer: Any) -> None:
-        """Remembers the options that a training made its optimizer with; one that a script made is left out."""
+        """Records the options with which a training made its optimizer; an optimizer that a script made is left out."""
         if self._makes_optimizer:
             self._optimizer, self._of_optimizer = weakref.ref(optimizer), _values(config)
 

@@ -1,4 +1,4 @@
-"""Checks where a script enters the trainer, before anything is sampled: `train`, `evaluate` and `predict`."""
+"""Checks made when a script calls `train`, `evaluate` or `predict`, before anything is sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps a reward, a tool or a callback from ending the process as if training had ended."""
+"""Prevents rewards, tools and callbacks from exiting the process as if training had ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that all ranks train the same run: rows are dealt to them by number, and steps by the options."""
+"""Checks that all ranks have the same data and options, from which each one computes its rows and steps."""
 
 from __future__ import annotations
 

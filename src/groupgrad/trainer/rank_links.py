@@ -63,7 +63,7 @@ class Link:
     _unread: bytes = b""
 
     def fileno(self) -> int:
-        """For selectors."""
+        """The socket's file descriptor, which selectors need."""
         return self.socket.fileno()
 
     def send(self, news: News) -> None:

@@ -105,7 +105,7 @@ class RankWatch:
             raise RankError(self._cause) from (None if isinstance(error, OtherRankFailed) else error)
 
     def tell_hang(self, message: str) -> None:
-        """Has all ranks write their stacks, and end if this one does not raise its error."""
+        """Makes all ranks write their stacks, and end if this one does not raise its error."""
         self._send(News("hangs", dist.rank(), f"{_own_name()} hangs: {message}"))
 
     def _send(self, news: News, *, but: Link | None = None) -> None:

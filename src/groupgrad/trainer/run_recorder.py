@@ -204,7 +204,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             self._gradients.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Collective. Has the step's rollouts written, and records a skipped step."""
+        """Collective. Queues the step's rollouts for writing, and records a skipped step."""
         if not self._is_open:
             return
         trainer, shares = self._trainer, {}
@@ -242,7 +242,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             self._writer.put(self._write_lines, is_large=False)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Has the rollouts of an evaluation written."""
+        """Writes the rollouts of an evaluation, on the folder's thread."""
         evaluated, self._evaluated = self._evaluated, {}
         size, step, max_steps = self._trainer.args.num_generations_eval_resolved, state.global_step, state.max_steps
         for phase, batches in evaluated.items():
@@ -288,8 +288,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
     def _prepare(self, step: int, checkpoint: Path | None) -> bool:
         """Collective. Moves the files of an earlier run aside, or cuts them to `step` to go on; False if that fails.
 
-        Nothing is then recorded, since two runs would mix. Where nodes have disks of their own, the first process of
-        each prepares the folder there, which it tells by a file that the main process has written.
+        After a failure nothing is recorded, since two runs would mix. Where nodes have disks of their own, the first
+        process of each node prepares the folder there; on such a node a file that the main process writes is missing.
         """
         assert self._folder is not None
         name = f".start-{uuid.uuid4().hex[:12]}"

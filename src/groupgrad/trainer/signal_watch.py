@@ -1,4 +1,4 @@
-"""Warns when generation batch after generation batch gives no gradient."""
+"""Warns when several generation batches in a row give no gradient."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class StoppableRun(CheckpointedRun):
         return self._stop_at_step_end is not None and self._stop_at_step_end.name == stopping.PAUSE
 
     def _warn_if_finished(self, first_step: int) -> None:
-        """Says so if a resumed run was finished already at its `first_step`."""
+        """Warns if a resumed run was already finished at its `first_step`."""
         if self.state.global_step == first_step >= self.state.max_steps:
             logger.warning(
                 "the checkpoint is at step %d and the run has %d, so it is finished and no step was taken; raise "

@@ -1,4 +1,4 @@
-"""A training run as it is kept: logged, shown, searched and pushed.
+"""Logs, shows, evaluates and publishes a training run, and searches its hyperparameters.
 
 What a step computes is in `trainer/trainer.py`; this file joins groupgrad's metrics and state to what
 `transformers.Trainer` logs and saves.
@@ -140,8 +140,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         ignore_keys_for_eval: list[str] | None = None,
         **kwargs: Any,
     ) -> TrainOutput:
-        """`Trainer.train`: step count, mean loss and metrics; the terminal is left in order and environments are closed
-        whatever happens.
+        """`Trainer.train`: step count, mean loss and metrics. Always restores the terminal and closes environments.
 
         `resume_from_checkpoint` is a path, True for the newest whole checkpoint in `output_dir`, or "auto" for the same
         or else a new start; None takes the configuration's. CheckpointError if it is damaged, before anything is
@@ -272,7 +271,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
             self._prepare_steps()
 
     def _invalidate_vllm(self) -> None:
-        """Has the weights sent anew before sampling outside of training, where their changes are not noticed."""
+        """Makes vLLM get the weights again before sampling outside of training, where their changes are not noticed."""
         if self.vllm_policy is not None and not self.is_in_train:
             self.vllm_policy.invalidate()
 
@@ -448,10 +447,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         """Nothing: tokens are counted when they are sampled."""
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.hyperparameter_search`; every trial starts from the weights that the model has now.
-
-        The model keeps the weights of the last trial afterwards.
-        """
+        """`Trainer.hyperparameter_search`; each trial starts from the present weights. The last trial's are kept."""
         model, start = self.model, copy.deepcopy(self.model.state_dict())
 
         def restart() -> nn.Module:
@@ -481,7 +477,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         return self.get_eval_dataloader(test_dataset)  # pyright: ignore
 
     def _prepare_for_evaluation(self) -> None:
-        """Place the model and give it training's precision, when evaluation comes before any training."""
+        """Places the model and gives it training's precision, when evaluation comes before any training."""
         if self.model_wrapped is self.model and self.model not in self.accelerator._models:
             self._prepare_model(self.model)
 

@@ -1,4 +1,4 @@
-"""TRL's names on the trainer: attributes that scripts and callbacks read, and methods that subclasses define there.
+"""TRL's names on the trainer: attributes that scripts and callbacks read, and methods that subclasses override.
 
 The names and meanings are those of `GRPOTrainer` in trl 1.16. Attributes can be read, not assigned: the options
 of a run are those of `trainer.args`. A method that this trainer never calls is refused instead of being ignored.

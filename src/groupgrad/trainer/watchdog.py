@@ -1,9 +1,9 @@
-"""Ends a run that hangs: says what runs for long, and after a deadline writes all stacks and raises an error.
+"""Ends a run that hangs: reports activities that run for long, and at a deadline writes all stacks and raises an error.
 
 A thread looks at the activity of the training thread (`activity.py`). The error is raised in the training thread, so
 that it passes through `dist.errors_on_all_ranks` and ends the other ranks too. A thread that does not react is ended
-with its process. Where the training thread keeps Python's lock, as a regular expression does, a timer over the
-process's computing time has the system raise the error in its place.
+with its process. If the training thread holds the GIL but checks for signals, as a regular expression does, a CPU-time
+timer raises the error instead.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Watchdog:
                 next_note_s *= 2
 
     def _restart_timer(self) -> None:
-        """Has the timer expire if this is not called again within the timeout's computing time."""
+        """Restarts the timer, which expires if this is not called again within the timeout's CPU time."""
         if self._old_handler is not None and self._timeout_s is not None:
             signal.setitimer(signal.ITIMER_VIRTUAL, self._timeout_s + REACTION_S)
 
