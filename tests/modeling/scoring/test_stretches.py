@@ -81,7 +81,7 @@ def test_passes_of_ordinary_length_and_models_under_zero_3_stay_whole(
     score_tokens(model, batch, ForwardOptions(layout="shared"))
     assert not short_stretches
     monkeypatch.setattr(stretches, "tokens_per_pass", lambda width: 128)
-    monkeypatch.setattr("groupgrad.modeling.systems.zero3.is_zero_sharded", lambda model: True)
+    monkeypatch.setattr("groupgrad.modeling.scoring.recurrent_layers.is_zero_sharded", lambda model: True)
     score_tokens(model, batch, ForwardOptions(layout="shared"))
     assert not short_stretches
 
