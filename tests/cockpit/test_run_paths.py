@@ -6,8 +6,8 @@ import pytest
 from synthetic_run import write_run
 
 from groupgrad.cli.run_paths import RunPaths
-from groupgrad.cockpit.reading import NoRun
 from groupgrad.sweep.store import Store
+from groupgrad.telemetry.run_folder import NoRun
 
 
 def names(*paths) -> list[str]:

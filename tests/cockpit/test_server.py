@@ -23,9 +23,9 @@ from groupgrad.cli import view
 from groupgrad.cli.main import main
 from groupgrad.cockpit import STATIC, server, views
 from groupgrad.cockpit.page_files import MODULES
-from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.server import make_app
 from groupgrad.telemetry.advice import advice
+from groupgrad.telemetry.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from groupgrad.cockpit.reading import RunFolder
 from groupgrad.stopping import Stopped
 from groupgrad.sweep.arm_turns import FIRST_TURN
 from groupgrad.sweep.report import arms_in_turn, steps_so_far
 from groupgrad.sweep.sharing import RewardCache, SharedWeights
 from groupgrad.sweep.store import ArmTurn, Store
+from groupgrad.telemetry.run_folder import RunFolder
 
 RATES = {"learning_rate": [1e-2, 3e-2]}
 

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from groupgrad.cli.command_parser import CommandParser, refuse
-from groupgrad.cockpit.reading import RunFolder
-from groupgrad.cockpit.row_selection import Selection
 from groupgrad.spelling import did_you_mean
 from groupgrad.telemetry.completions_table import print_table
 from groupgrad.telemetry.render import duration, visible
 from groupgrad.telemetry.rollout_table import REWARD, SECONDS, TRAINING
+from groupgrad.telemetry.row_selection import Selection
+from groupgrad.telemetry.run_folder import RunFolder
 
 SHADES = ("", "on grey19", "on grey30", "on dark_goldenrod", "on dark_orange3", "on red3")
 """Background of a token, by the log-prob or entropy (nats) that it reaches."""

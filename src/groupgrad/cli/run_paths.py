@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from groupgrad.cockpit.reading import NoRun, RunFolder
 from groupgrad.sweep.store import FILE as SWEEP_FILE
+from groupgrad.telemetry.run_folder import NoRun, RunFolder
 
 
 class RunPaths:

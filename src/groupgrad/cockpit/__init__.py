@@ -1,4 +1,4 @@
-"""Reads and searches run folders, and serves them as a local page. Imports neither torch nor the trainer."""
+"""Serves run folders as a local page (`groupgrad view`). Imports neither torch nor the trainer."""
 
 from pathlib import Path
 

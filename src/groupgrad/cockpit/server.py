@@ -21,11 +21,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from groupgrad.cockpit import LOCAL_HOSTS, page_files, views
-from groupgrad.cockpit.reading import RunFolder, import_pandas
-from groupgrad.cockpit.row_selection import Selection
 from groupgrad.cockpit.sweep_panel import SweepPanel, read_command
 from groupgrad.telemetry.rollout_table import TRAINING
+from groupgrad.telemetry.row_selection import Selection
 from groupgrad.telemetry.run_files import finite
+from groupgrad.telemetry.run_folder import RunFolder, import_pandas
 
 FILES: dict[str, tuple[str, Callable[[], str]]] = {
     "page.js": ("text/javascript", page_files.script),

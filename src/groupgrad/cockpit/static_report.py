@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from groupgrad.cockpit import page_files, views
-from groupgrad.cockpit.reading import RunFolder
 from groupgrad.cockpit.sweep_panel import SweepPanel
 from groupgrad.telemetry.run_files import finite
+from groupgrad.telemetry.run_folder import RunFolder
 
 
 def write_report(runs: Sequence[RunFolder], path: Path, sweeps: Sequence[SweepPanel] = ()) -> None:

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from groupgrad.cockpit.reading import RunFolder, with_words
-from groupgrad.cockpit.row_selection import Selection
 from groupgrad.cockpit.sweep_panel import SweepPanel
 from groupgrad.telemetry.advice import advice
 from groupgrad.telemetry.rollout_table import TRAINING
+from groupgrad.telemetry.row_selection import Selection
+from groupgrad.telemetry.run_folder import RunFolder, with_words
 
 MAX_POINTS = 4000
 """Log events of a run that the page gets; of a longer run every second, third, ... one."""

@@ -1,1 +1,1 @@
-"""Checks a run before it begins: its data, its settings, and one small round of sampling and training."""
+"""`groupgrad check`: checks a run before it begins: its data, its settings, and one small round of training."""

@@ -11,12 +11,12 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from groupgrad import dist
-from groupgrad.cockpit.reading import RunFolder
 from groupgrad.objectives.measure import maximum_where, mean_where
 from groupgrad.objectives.mismatch import mismatch_gap
 from groupgrad.preflight.round_memory import MemoryWatch, Usage
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
+from groupgrad.telemetry.run_folder import RunFolder
 from groupgrad.trainer.batch_findings import FirstBatch
 from groupgrad.trainer.mismatch_watch import MISMATCH
 from groupgrad.trainer.run_summary import StartLines

@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from groupgrad.checkpoints.saving import checkpoints_in, step_of
-from groupgrad.cockpit.reading import RunFolder
 from groupgrad.telemetry import run_files
 from groupgrad.telemetry.run_files import parse_rollout_file, read_lines
+from groupgrad.telemetry.run_folder import RunFolder
 
 TIMES = re.compile(r"(^|_)time/|step_time|runtime|per_second|latency_s$|tools/wait_")
 """Metrics that are measured times, which no two runs share."""

@@ -17,11 +17,11 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from groupgrad.cockpit.row_selection import Selection, ordered, pc, select
-from groupgrad.cockpit.text_search import rows_with, words
 from groupgrad.telemetry import run_files
 from groupgrad.telemetry.rollout_table import REWARD, SECONDS, TRAINING
+from groupgrad.telemetry.row_selection import Selection, ordered, pc, select
 from groupgrad.telemetry.run_files import parse_rollout_file, read_lines, read_lines_from
+from groupgrad.telemetry.text_search import rows_with, words
 
 SAME_START_S = 2.0
 """Difference up to which two times of a process's start are the same."""

@@ -2,7 +2,8 @@
 
 Of a conversation the search reads what was written and called, not the JSON that holds it: reasoning, content, and the
 names and arguments of calls, from the first message to the last. Any white space in the text that is sought matches any
-white space, also that between two messages. Case does not matter. `static/source.js` has the same rule for reports.
+white space, also that between two messages. Case does not matter. `cockpit/static/source.js` has the same rule for
+reports.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from groupgrad.cockpit.row_selection import pc
+from groupgrad.telemetry.row_selection import pc
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which chat templates keep the reasoning of a message."""
