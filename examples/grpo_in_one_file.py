@@ -22,8 +22,16 @@ import argparse
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from groupgrad.batch import Batch, StepTotals, TokenScores, offsets_of, rows_of
-from groupgrad.objectives import PolicyOptions, compute_advantages, policy_loss
+from groupgrad.objectives import (
+    Batch,
+    PolicyOptions,
+    StepTotals,
+    TokenScores,
+    compute_advantages,
+    offsets_of,
+    policy_loss,
+    rows_of,
+)
 
 PAD, EOS, FIRST_LETTER, NUM_LETTERS = 0, 1, 2, 8
 NUM_PROMPTS, NUM_GENERATIONS, MAX_TOKENS = 8, 16, 6

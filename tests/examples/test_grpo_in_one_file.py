@@ -17,8 +17,5 @@ def test_it_learns(from_examples):
 def test_it_stands_on_the_objectives_and_fits_on_a_few_screens():
     text = SCRIPT.read_text()
     modules = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
-    assert {module for module in modules if module.startswith("groupgrad")} == {
-        "groupgrad.batch",
-        "groupgrad.objectives",
-    }
+    assert {module for module in modules if module.startswith("groupgrad")} == {"groupgrad.objectives"}
     assert len(text.splitlines()) <= 250

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from groupgrad.batch import Batch, StepTotals, TokenScores, offsets_of, rows_of
 from groupgrad.objectives.advantages import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
 from groupgrad.objectives.entropy import applied_entropy_coef, entropy_threshold, next_entropy_coef
 from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, logp_mismatch, mismatch_metrics
@@ -28,6 +29,7 @@ __all__ = [
     "NO_PASS",
     "Advantages",
     "Aggregation",
+    "Batch",
     "LossType",
     "MismatchMode",
     "MismatchOptions",
@@ -36,6 +38,8 @@ __all__ = [
     "PolicyOptions",
     "RatioLevel",
     "ScaleRewards",
+    "StepTotals",
+    "TokenScores",
     "applied_entropy_coef",
     "compute_advantages",
     "entropy_threshold",
@@ -46,7 +50,9 @@ __all__ = [
     "logp_mismatch",
     "mismatch_metrics",
     "next_entropy_coef",
+    "offsets_of",
     "policy_loss",
     "required_passes",
     "reward_metrics",
+    "rows_of",
 ]
