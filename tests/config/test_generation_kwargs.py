@@ -10,9 +10,20 @@ from transformers import GenerationConfig
 from groupgrad import GRPOConfig
 from groupgrad.config.conditions import OWNED_KEYS
 from groupgrad.config.sampling import sampling_options
-from groupgrad.engines.generation_options import COST_ONLY, GENERATE, INTERNAL, MOVED, NATIVE
+from groupgrad.engines.generation_options import COST_ONLY, INTERNAL, MOVED, NATIVE
 from groupgrad.engines.native.sampling_params import _NEUTRAL, unsupported
 from groupgrad.errors import ConfigError
+
+GENERATE = frozenset(
+    {
+        *("num_beams", "early_stopping", "length_penalty", "max_time"),
+        *("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
+        *("bad_words_ids", "sequence_bias", "forced_eos_token_id", "remove_invalid_values", "watermarking_config"),
+        *("cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config"),
+    }
+)
+"""Options of `generate` that the native engine lacks."""
 
 
 def make(**settings) -> GRPOConfig:

@@ -21,17 +21,6 @@ NATIVE = EVERYWHERE | {"repetition_penalty", "min_new_tokens", "stop_strings", "
 PAGED = EVERYWHERE | {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "remove_invalid_values"}
 """Options of transformers' continuous batching, which knows no token of a row but the last."""
 
-GENERATE = frozenset(
-    {
-        *("num_beams", "early_stopping", "length_penalty", "max_time"),
-        *("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
-        *("bad_words_ids", "sequence_bias", "forced_eos_token_id", "remove_invalid_values", "watermarking_config"),
-        *("cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config"),
-    }
-)
-"""Options of `generate` that the native engine lacks."""
-
 COST_ONLY = frozenset({"use_cache", "disable_compile", "renormalize_logits"})
 """Options that change no sampled token."""
 
