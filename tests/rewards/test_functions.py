@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from groupgrad.concurrency.callables import function_name, is_async, qualified_name
+from groupgrad.data.values import copy_containers
 from groupgrad.errors import RewardError
-from groupgrad.rewards.call_inputs import CallInputs, copy_containers
-from groupgrad.rewards.functions import distinct_names, inspect_function, read_rewards
+from groupgrad.rewards.call_inputs import CallInputs
+from groupgrad.rewards.functions import inspect_function, read_rewards
+from groupgrad.telemetry.completions import distinct_names
 
 
 class Judge:

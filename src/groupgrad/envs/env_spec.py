@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from groupgrad.data.values import copy_containers
 from groupgrad.envs.tools import Tool, error_text, make_tool
-from groupgrad.rewards.call_inputs import copy_containers
 
 ENV_COLUMN = "environment"
 """Column of the data set that names a row's environment, where there are several."""

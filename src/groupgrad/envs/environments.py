@@ -20,6 +20,7 @@ from groupgrad.chat.tool_messages import is_image
 from groupgrad.concurrency.callables import is_async
 from groupgrad.concurrency.daemon_threads import OwnThread
 from groupgrad.concurrency.workers import Outcome, Workers
+from groupgrad.data.values import copy_containers
 from groupgrad.envs.env_spec import (
     ENV_COLUMN,
     EnvironmentFault,
@@ -29,8 +30,7 @@ from groupgrad.envs.env_spec import (
     inspect_factory,
 )
 from groupgrad.envs.tools import Tool, ToolBox, check_names, error_text
-from groupgrad.rewards.call_inputs import copy_containers
-from groupgrad.rewards.functions import distinct_names
+from groupgrad.telemetry.completions import distinct_names
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import threading
@@ -10,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from groupgrad.data.values import MAX_SHOWN_CHARS, copy_containers, short_repr
 from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, mean_of, merge
 from groupgrad.rewards.text import completion_text, conversation_text
@@ -19,7 +17,6 @@ from groupgrad.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-MAX_SHOWN_CHARS = 200
 HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")
 """Data-set columns that functions do not get, since `prompts`, `completions` and `completion_ids` take their place."""
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -127,15 +124,6 @@ class CallInputs:
         return next((name for name in GROUND_TRUTH_COLUMNS if name in self.columns), "")
 
 
-def copy_containers(value: Any) -> Any:
-    """Copies nested lists, tuples and dicts, sets and arrays; other leaves (images, tensors) stay shared."""
-    if isinstance(value, dict):
-        return {key: copy_containers(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(copy_containers(item) for item in value)
-    return copy.copy(value) if isinstance(value, (set, np.ndarray)) else value
-
-
 @dataclass(slots=True)
 class CallLog:
     """Columns and metrics that one reward function logs during one call. Thread-safe.
@@ -203,11 +191,3 @@ class CallLog:
                 call,
             )
         return not self._closed
-
-
-def short_repr(value: Any) -> str:
-    """Returns the value's repr, cut to 200 characters, and its type, for an error message."""
-    text = repr(value)
-    if len(text) > MAX_SHOWN_CHARS:
-        text = text[:MAX_SHOWN_CHARS] + "..."
-    return f"{text} ({type(value).__name__})"

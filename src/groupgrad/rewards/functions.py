@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterable
@@ -14,16 +13,9 @@ import numpy as np
 import torch
 
 from groupgrad.concurrency.callables import bound_keywords, function_name, is_async
+from groupgrad.data.values import short_repr
 from groupgrad.errors import RewardError
-from groupgrad.rewards.call_inputs import (
-    ALIASES,
-    GROUND_TRUTH_COLUMNS,
-    HIDDEN_COLUMNS,
-    CallInputs,
-    CallLog,
-    short_repr,
-)
-from groupgrad.telemetry.completions import TABLE_COLUMNS
+from groupgrad.rewards.call_inputs import ALIASES, GROUND_TRUTH_COLUMNS, HIDDEN_COLUMNS, CallInputs, CallLog
 
 LARGEST_REWARD = float(torch.finfo(torch.float32).max)
 """A batch holds advantages in float32."""
@@ -101,17 +93,6 @@ def inspect_function(function: Callable[..., Any]) -> RewardFunction:
         requires=tuple(p.name for p in keywords if p.default is p.empty),
         bound=frozenset(bound_keywords(function)),
     )
-
-
-def distinct_names(names: list[str]) -> list[str]:
-    """Numbers repeated names (`f`, `f_2`, `f_3`) and names that equal a column of the completions table."""
-    distinct: list[str] = []
-    for name in names:
-        taken = {*TABLE_COLUMNS, *distinct}
-        numbered = (f"{name}_{number}" for number in itertools.count(2))
-        free = (other for other in numbered if other not in taken and other not in names)
-        distinct.append(next(free) if name in taken else name)
-    return distinct
 
 
 def read_rewards(returned: Any, name: str, inputs: CallInputs) -> list[float]:

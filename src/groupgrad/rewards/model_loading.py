@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,6 @@ from torch import nn
 
 from groupgrad.modeling.model_names import missing_because, model_source
 from groupgrad.modeling.systems.sharding import loading_unsharded
-
-logger = logging.getLogger(__name__)
 
 HUB_KEYS = ("cache_dir", "local_files_only", "proxies", "token")
 """Entries of the policy's `model_init_kwargs` that reward models share: they set how files are downloaded."""

@@ -19,12 +19,12 @@ from groupgrad.modeling.model_names import folder_as_text, model_source
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, CallInputs, CallLog, LogMisuse
 from groupgrad.rewards.function_calls import BegunCall, FunctionCalls
-from groupgrad.rewards.functions import RewardFunction, call_error, distinct_names, inspect_function, read_rewards
+from groupgrad.rewards.functions import RewardFunction, call_error, inspect_function, read_rewards
 from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
 from groupgrad.rewards.supervision import CallStatistics, SupervisionOptions, failure, pause_s
 from groupgrad.rewards.torch_settings import torch_settings_kept
-from groupgrad.telemetry.completions import TABLE_COLUMNS
+from groupgrad.telemetry.completions import TABLE_COLUMNS, distinct_names
 from groupgrad.types import RewardTable, Rollout
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupgrad.data.prompts import PromptMaker
+from groupgrad.data.values import copy_containers, short_repr
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.vlm_prompts import VisionError, replace_ids
-from groupgrad.rewards.call_inputs import copy_containers, short_repr
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource
 from groupgrad.rollout.single_turn import sample_prompts
 from groupgrad.rollout.statistics import ending_metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -118,3 +119,14 @@ class CompletionLog:
         title = f"Step {step}" if phase == "train" else f"Step {step} ({phase})"
         with output_may_fail(), tqdm.external_write_mode():
             print_table(records, rewards, extras, title=title, console=self.console)
+
+
+def distinct_names(names: list[str]) -> list[str]:
+    """Numbers repeated names (`f`, `f_2`, `f_3`) and names that equal a column of the completions table."""
+    distinct: list[str] = []
+    for name in names:
+        taken = {*TABLE_COLUMNS, *distinct}
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        free = (other for other in numbered if other not in taken and other not in names)
+        distinct.append(next(free) if name in taken else name)
+    return distinct

@@ -30,7 +30,10 @@ KEY_TILE = 512
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """Consecutive tokens of one row, or of a prompt that rows share, on one rank."""
+    """Consecutive tokens of one row, or of a prompt that rows share, on one rank.
+
+    Ranks send each other their pieces, which therefore name a prompt by its number, where a `Segment` holds it.
+    """
 
     start: int
     """Index of the first token among its rank's tokens."""

@@ -1,0 +1,28 @@
+"""Values that users' functions get and return: copies of what they may change, and how messages show them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+
+MAX_SHOWN_CHARS = 200
+"""Characters of a value or a text that a message shows."""
+
+
+def copy_containers(value: Any) -> Any:
+    """Copies nested lists, tuples and dicts, sets and arrays; other leaves (images, tensors) stay shared."""
+    if isinstance(value, dict):
+        return {key: copy_containers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copy_containers(item) for item in value)
+    return copy.copy(value) if isinstance(value, (set, np.ndarray)) else value
+
+
+def short_repr(value: Any) -> str:
+    """Returns the value's repr, cut to 200 characters, and its type, for an error message."""
+    text = repr(value)
+    if len(text) > MAX_SHOWN_CHARS:
+        text = text[:MAX_SHOWN_CHARS] + "..."
+    return f"{text} ({type(value).__name__})"
