@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from transformers import TrainingArguments
 
 from groupgrad import GRPOConfig
-from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.cli.parsing import train_parser
 from groupgrad.config.field_rules import CHOICES, RANGES
 from groupgrad.config.legacy import LegacyArguments
@@ -65,7 +65,7 @@ def tables(groups: Mapping[str, Sequence[str]], fields: Mapping[str, dataclasses
 def of_command() -> list[str]:
     """The sections on what `groupgrad train` has beside `GRPOConfig`: further fields, and flags that are no fields."""
     parts = [COMMAND]
-    for record in (ScriptArguments, ModelArguments):
+    for record in (TaskArguments, ModelArguments):
         fields = {field.name: field for field in dataclasses.fields(record)}
         parts += tables(grouped(record, fields), fields, level=3)
     parser = train_parser()

@@ -7,7 +7,7 @@ import json
 import datasets
 import pytest
 
-from groupgrad.cli.arguments import ScriptArguments
+from groupgrad.cli.arguments import TaskArguments
 from groupgrad.cli.dataset import conversation, load_splits, prepare
 
 ROWS = [
@@ -31,7 +31,7 @@ def file(tmp_path):
 
 
 def test_gsm8k_rows_become_chat_prompts_with_a_solution(file):
-    train, evaluation = load_splits(ScriptArguments(dataset_name=str(file), **GSM8K), evaluate=False)
+    train, evaluation = load_splits(TaskArguments(dataset_name=str(file), **GSM8K), evaluate=False)
     assert evaluation is None
     assert train.column_names == ["answer", "prompt", "solution"]
     assert train[1] == {
@@ -45,14 +45,14 @@ def test_gsm8k_rows_become_chat_prompts_with_a_solution(file):
 def test_other_files(suffix, tmp_path):
     path = tmp_path / f"rows.{suffix}"
     getattr(datasets.Dataset.from_list(ROWS), f"to_{suffix}")(str(path))
-    train, _ = load_splits(ScriptArguments(dataset_name=str(path), prompt_column="question"), evaluate=False)
+    train, _ = load_splits(TaskArguments(dataset_name=str(path), prompt_column="question"), evaluate=False)
     assert [row["prompt"][0]["content"] for row in train] == ["1+1?", "2+2?", "3+3?"]
 
 
 def test_a_saved_folder_has_splits(tmp_path):
     splits = {"train": datasets.Dataset.from_list(ROWS[:2]), "test": datasets.Dataset.from_list(ROWS[2:])}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
-    script = ScriptArguments(dataset_name=str(tmp_path / "saved"), **GSM8K)
+    script = TaskArguments(dataset_name=str(tmp_path / "saved"), **GSM8K)
     train, evaluation = load_splits(script, evaluate=True)
     assert (train["solution"][:], evaluation["solution"][:]) == (["2", "4"], ["6"])
     script.dataset_test_split = "validation"
@@ -64,14 +64,14 @@ def test_a_folder_of_files_is_a_data_set_too(tmp_path):
     folder = tmp_path / "plain"
     folder.mkdir()
     datasets.Dataset.from_list(ROWS).to_json(str(folder / "train.jsonl"))
-    train, _ = load_splits(ScriptArguments(dataset_name=str(folder), prompt_column="question"), evaluate=False)
+    train, _ = load_splits(TaskArguments(dataset_name=str(folder), prompt_column="question"), evaluate=False)
     assert len(train) == 3
 
 
 def test_an_evaluation_file(file, tmp_path):
     other = tmp_path / "test.jsonl"
     other.write_text(json.dumps(ROWS[2]))
-    script = ScriptArguments(dataset_name=str(file), dataset_test_name=str(other), **GSM8K)
+    script = TaskArguments(dataset_name=str(file), dataset_test_name=str(other), **GSM8K)
     assert load_splits(script, evaluate=True)[1]["solution"][:] == ["6"]
     script.dataset_test_name = None
     with pytest.raises(ValueError, match="set dataset_test_name to the file"):
@@ -79,7 +79,7 @@ def test_an_evaluation_file(file, tmp_path):
 
 
 def test_streaming_and_few_rows(file):
-    script = ScriptArguments(dataset_name=str(file), max_train_rows=2, **GSM8K)
+    script = TaskArguments(dataset_name=str(file), max_train_rows=2, **GSM8K)
     assert len(load_splits(script, evaluate=False)[0]) == 2
     script.dataset_streaming = True
     train, _ = load_splits(script, evaluate=False)
@@ -89,12 +89,12 @@ def test_streaming_and_few_rows(file):
 
 def test_text_prompts_stay_text_by_default():
     plain = datasets.Dataset.from_list([{"prompt": "a"}])
-    assert prepare(plain, ScriptArguments())[0] == {"prompt": "a"}
-    assert prepare(plain, ScriptArguments(conversational=True))[0]["prompt"] == [{"role": "user", "content": "a"}]
-    with_system = prepare(plain, ScriptArguments(system_prompt="be brief"))[0]["prompt"]
+    assert prepare(plain, TaskArguments())[0] == {"prompt": "a"}
+    assert prepare(plain, TaskArguments(conversational=True))[0]["prompt"] == [{"role": "user", "content": "a"}]
+    with_system = prepare(plain, TaskArguments(system_prompt="be brief"))[0]["prompt"]
     assert [m["role"] for m in with_system] == ["system", "user"]
     renamed = datasets.Dataset.from_list([{"question": "a"}])
-    assert prepare(renamed, ScriptArguments(prompt_column="question", conversational=False))[0] == {"prompt": "a"}
+    assert prepare(renamed, TaskArguments(prompt_column="question", conversational=False))[0] == {"prompt": "a"}
 
 
 def test_messages_keep_their_own_system_prompt():
@@ -120,11 +120,11 @@ def test_messages_keep_their_own_system_prompt():
 )
 def test_rows_that_do_not_fit(settings, text, file):
     with pytest.raises(ValueError, match=text):
-        load_splits(ScriptArguments(dataset_name=str(file), **settings), evaluate=False)
+        load_splits(TaskArguments(dataset_name=str(file), **settings), evaluate=False)
 
 
 def test_missing_data_sets():
     with pytest.raises(ValueError, match=r"there is no file nowhere.jsonl; set dataset_name"):
-        load_splits(ScriptArguments(dataset_name="nowhere.jsonl"), evaluate=False)
+        load_splits(TaskArguments(dataset_name="nowhere.jsonl"), evaluate=False)
     with pytest.raises(ValueError, match="no data set is given; set dataset_name"):
-        load_splits(ScriptArguments(), evaluate=False)
+        load_splits(TaskArguments(), evaluate=False)

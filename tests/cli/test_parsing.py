@@ -8,7 +8,7 @@ import os
 import pytest
 
 from groupgrad import GRPOConfig
-from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.cli.parsing import parse, train_parser
 
 CPU = ["--use_cpu"]
@@ -29,7 +29,7 @@ def refused(argv, capsys) -> str:
 
 def test_every_field_of_every_record_is_a_flag_in_two_spellings():
     flags = {option for action in train_parser()._actions for option in action.option_strings}
-    for record in (ScriptArguments, ModelArguments, GRPOConfig):
+    for record in (TaskArguments, ModelArguments, GRPOConfig):
         for field in dataclasses.fields(record):
             assert f"--{field.name}" in flags
             assert f"--{field.name.replace('_', '-')}" in flags
@@ -44,7 +44,7 @@ def test_servers_are_one_flag_or_a_list_in_a_file(urls, tmp_path):
 
 
 def test_no_field_name_is_in_two_records():
-    names = [f.name for r in (ScriptArguments, ModelArguments, GRPOConfig) for f in dataclasses.fields(r)]
+    names = [f.name for r in (TaskArguments, ModelArguments, GRPOConfig) for f in dataclasses.fields(r)]
     assert len(names) == len(set(names))
 
 

@@ -13,7 +13,7 @@ import torch
 
 from groupgrad.cli import main as cli
 from groupgrad.cli import train
-from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.cli.parsing import parse
 from groupgrad.config import GRPOConfig
 from groupgrad.errors import CheckpointError, CheckpointNotSaved
@@ -113,7 +113,7 @@ def test_rewards_of_your_own_from_the_current_folder(tmp_path):
     (tmp_path / "my_rewards_for_test.py").write_text("def length(completions, **kwargs):\n    return [1.0]\n")
     for spelling in ("my_rewards_for_test.length", "my_rewards_for_test:length"):
         assert train.load_reward(spelling)([]) == [1.0]
-    both = ScriptArguments(reward_funcs=["accuracy_reward"], reward_model_name_or_path="some/reward")
+    both = TaskArguments(reward_funcs=["accuracy_reward"], reward_model_name_or_path="some/reward")
     assert train.load_rewards(both) == [len, "some/reward"]
 
 

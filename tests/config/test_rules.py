@@ -19,7 +19,7 @@ from groupgrad.config.sampling import sampling_options
 from groupgrad.config.unused_settings import UNUSED
 from groupgrad.errors import ConfigError
 from groupgrad.spelling import nearest
-from groupgrad.trainer import room_options
+from groupgrad.trainer import component_options
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 PAGED = {"use_transformers_continuous_batching": True}
@@ -302,7 +302,7 @@ def test_a_bad_setting_is_named_with_what_to_set(settings, texts):
 @pytest.mark.filterwarnings("ignore:.*is not corrected for")
 def test_only_log_probs_of_one_distribution_are_compared(settings, corrects):
     config = GRPOConfig(use_cpu=True, use_vllm=True, **settings)
-    assert (room_options.policy_options(config).mismatch is not None) is corrects
+    assert (component_options.policy_options(config).mismatch is not None) is corrects
 
 
 def test_number_of_bad_settings():

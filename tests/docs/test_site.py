@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.objectives.policy import LOSSES
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def test_every_option_has_one_row_with_its_default(options: Any) -> None:
     page = options.page()
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, re.MULTILINE))
     assert len(re.findall(r"^\| `\w", page, re.MULTILINE)) == len(rows)
-    records = (GRPOConfig, ScriptArguments, ModelArguments)
+    records = (GRPOConfig, TaskArguments, ModelArguments)
     assert set(rows) == {field.name for record in records for field in dataclasses.fields(record)}
     assert (rows["loss_type"], rows["num_generations"], rows["beta"]) == ("'dapo'", "8", "0.0")
     objective = page.partition("\n## Objective\n")[2].partition("\n## ")[0]

@@ -10,7 +10,7 @@ from transformers import Qwen2Config
 
 from groupgrad.engines.vllm import memory_check
 from groupgrad.engines.vllm.colocate_start import ColocateOptions
-from groupgrad.planning.fitting import choices, recommended, training_bytes, vllm_share
+from groupgrad.planning.fitting import choices, predicted_training_bytes, recommended, vllm_share
 from groupgrad.planning.memory import RunSizes, predict
 from groupgrad.planning.shapes import ModelShape, model_shape
 
@@ -41,8 +41,8 @@ def problem_of(shape: ModelShape, sizes: RunSizes, device: int, share: Any) -> s
         max_num_seqs=16, max_model_len=share.max_model_length, memory_utilization=share.utilization, dtype="bfloat16"
     )
     served = memory_check.ServedBytes.of_config(2 * shape.parameters, shape.text, options)
-    training = training_bytes(predict(shape, replace(sizes, samples=False)))
-    return memory_check.memory_problem(served, training, memory_check.Memory(device, int(0.92 * device)), options)
+    training = predicted_training_bytes(predict(shape, replace(sizes, samples=False)))
+    return memory_check.memory_problem(served, training, memory_check.DeviceMemory(device, int(0.92 * device)), options)
 
 
 @pytest.mark.parametrize(

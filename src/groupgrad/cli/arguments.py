@@ -14,7 +14,7 @@ def _option(default: Any, help: str) -> Any:
 
 
 @dataclass
-class ScriptArguments:
+class TaskArguments:
     """The data set, how its rows become prompts, and the reward functions."""
 
     # --- Data ---

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from groupgrad.cli.arguments import ScriptArguments
+from groupgrad.cli.arguments import TaskArguments
 
 FILES: dict[str, str] = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """File suffix -> loader of `datasets`."""
 
 
-def load_splits(script: ScriptArguments, evaluate: bool) -> tuple[Any, Any]:
+def load_splits(script: TaskArguments, evaluate: bool) -> tuple[Any, Any]:
     """Loads the training data and, if `evaluate`, the evaluation data (else None), ready for the trainer.
 
     ValueError, with what to set, for a missing data set or rows that do not fit.
@@ -39,7 +39,7 @@ def load_splits(script: ScriptArguments, evaluate: bool) -> tuple[Any, Any]:
     return train, prepare(_load(name, script.dataset_test_split, script, "dataset_test_split"), script)
 
 
-def _load(name: str, split: str, script: ScriptArguments, setting: str) -> Any:
+def _load(name: str, split: str, script: TaskArguments, setting: str) -> Any:
     import datasets
 
     path = Path(name).expanduser()
@@ -64,7 +64,7 @@ def _load(name: str, split: str, script: ScriptArguments, setting: str) -> Any:
     return dataset.to_iterable_dataset() if script.dataset_streaming else dataset
 
 
-def prepare(dataset: Any, script: ScriptArguments) -> Any:
+def prepare(dataset: Any, script: TaskArguments) -> Any:
     """Adds a `prompt` column, conversational if configured, and a `solution` column if one is named.
 
     All other columns stay, for the reward functions. ValueError if a named column is missing or the pattern does not
@@ -116,7 +116,7 @@ def solution(answer: Any, pattern: re.Pattern[str] | None) -> Any:
     return match.group(1).strip()
 
 
-def _pattern(script: ScriptArguments) -> re.Pattern[str] | None:
+def _pattern(script: TaskArguments) -> re.Pattern[str] | None:
     text = script.solution_pattern
     if text is None:
         return None

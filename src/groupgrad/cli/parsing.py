@@ -21,7 +21,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.cli.command_parser import ChoiceParser, CommandHelp, epilog
 from groupgrad.cli.launch import add_flags
 from groupgrad.cli.yaml_numbers import NumberLoader, settings_from, value_from
@@ -56,7 +56,7 @@ TRAINING, OLD = "Training (transformers.TrainingArguments)", "Accepted for older
 class Parsed:
     """The records of one command line."""
 
-    script: ScriptArguments
+    script: TaskArguments
     model: ModelArguments
     config: GRPOConfig
     own: dict[str, Any]
@@ -260,7 +260,7 @@ class TrainParser(FieldParser):
 
     def __init__(self, *, prog: str, usage: str, description: str, epilog: str) -> None:
         super().__init__(
-            [ScriptArguments, ModelArguments, GRPOConfig],  # pyright: ignore[reportArgumentType]
+            [TaskArguments, ModelArguments, GRPOConfig],  # pyright: ignore[reportArgumentType]
             prog=prog,
             usage=usage,
             description=f"{description} Every field is a flag and a key of the YAML file given by --config; the "

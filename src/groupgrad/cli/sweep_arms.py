@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from groupgrad.cli import train
-from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.cli.dataset import load_splits
 from groupgrad.cli.parsing import command_of, parse_settings
 from groupgrad.sweep.sharing import RewardCache, cached_functions
@@ -65,11 +65,11 @@ class CommandLineArms:
         kept = {name: value for name, value in settings.items() if name not in _REPLACED}
         return {**kept, "model_name_or_path": str(weights)}
 
-    def _rewards_of(self, script: ScriptArguments) -> list[Any]:
+    def _rewards_of(self, script: TaskArguments) -> list[Any]:
         rewards = train.load_rewards(script)
         return cached_functions(rewards, self._cached, self.cache) if self._cached else rewards
 
-    def _splits_of(self, script: ScriptArguments, evaluates: bool) -> tuple[Any, Any]:
+    def _splits_of(self, script: TaskArguments, evaluates: bool) -> tuple[Any, Any]:
         fields = {name: value for name, value in dataclasses.asdict(script).items() if name not in _REWARD_FIELDS}
         key = repr(fields), evaluates
         if key not in self._splits:

@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig
 
 from groupgrad import compat, dist
 from groupgrad.checkpoints.saving import is_storage_error
-from groupgrad.cli.arguments import ModelArguments, ScriptArguments
+from groupgrad.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.cli.command_parser import refuse
 from groupgrad.cli.dataset import load_splits
 from groupgrad.cli.dry_run import describe
@@ -86,8 +86,8 @@ def main(argv: Sequence[str]) -> int:
 def build(
     parsed: Parsed,
     *,
-    rewards_of: Callable[[ScriptArguments], list[Any]] | None = None,
-    splits_of: Callable[[ScriptArguments, bool], tuple[Any, Any]] | None = None,
+    rewards_of: Callable[[TaskArguments], list[Any]] | None = None,
+    splits_of: Callable[[TaskArguments, bool], tuple[Any, Any]] | None = None,
 ) -> Any:
     """Builds the trainer for a command line. Quick checks come first, then the data, and the model last.
 
@@ -140,7 +140,7 @@ def run(trainer: Any, parsed: Parsed) -> None:
         trainer.push_to_hub(dataset_name=parsed.script.dataset_name)
 
 
-def load_rewards(script: ScriptArguments) -> list[Any]:
+def load_rewards(script: TaskArguments) -> list[Any]:
     """Loads the named reward functions; a reward model stays a name. ValueError if there are none or one is unknown."""
     rewards: list[Any] = [load_reward(name) for name in script.reward_funcs or []]
     if script.reward_model_name_or_path:

@@ -67,8 +67,8 @@ def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMSha
     """
     colocate, sampling = sizes.colocate or Colocate(), replace(sizes, samples=True, rows=min(sizes.rows, MAX_NUM_SEQS))
     all_rows = predict(shape, sampling).keys_values
-    training = training_bytes(predict(shape, replace(sizes, samples=False)))
-    memory = memory_check.Memory(total=device_bytes, available=int(device_bytes * USABLE))
+    training = predicted_training_bytes(predict(shape, replace(sizes, samples=False)))
+    memory = memory_check.DeviceMemory(total=device_bytes, available=int(device_bytes * USABLE))
     room = memory.available - (training.while_sampling if colocate.sleeps else training.total)
     lengths = (
         (None, sizes.prompt + sizes.completion) if colocate.max_model_length is None else (colocate.max_model_length,)
@@ -145,7 +145,7 @@ def _need_of_each(shape: ModelShape, sizes: RunSizes, tensor_parallel_size: int)
     )
 
 
-def training_bytes(memory: Memory) -> memory_check.TrainingBytes:
+def predicted_training_bytes(memory: Memory) -> memory_check.TrainingBytes:
     """Returns the predicted memory of training in the parts that the trainer compares with vLLM's."""
     return memory_check.TrainingBytes(
         weights=memory.context + memory.weights + memory.reference,
@@ -241,7 +241,7 @@ def _needed(shape: ModelShape, sizes: RunSizes) -> int:
     memory = predict(shape, sizes)
     if sizes.colocate is None:
         return memory.peak
-    training = training_bytes(memory)
+    training = predicted_training_bytes(memory)
     beside = training.while_sampling if sizes.colocate.sleeps else training.total
     return max(memory.peak, training.total, beside + _least_served(shape, sizes).total)
 

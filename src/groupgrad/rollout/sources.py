@@ -115,7 +115,7 @@ class RolloutComponents:
 
 
 @dataclass(slots=True, frozen=True)
-class ToolUse:
+class ToolUseOptions:
     """Options for calling tools and reusing environments."""
 
     max_tool_calling_iterations: int | None = None
@@ -130,7 +130,7 @@ def build_rollout_components(
     environment_factory: Any = None,
     rollout_func: Any = None,
     response_parser: Any = None,
-    use: ToolUse = ToolUse(),
+    use: ToolUseOptions = ToolUseOptions(),
 ) -> RolloutComponents:
     """Checks the trainer's arguments about rollouts and builds the components.
 

@@ -65,7 +65,7 @@ from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.telemetry.completions_upload import CompletionsUpload
 from groupgrad.telemetry.progress import bars_on_terminals_only
 from groupgrad.telemetry.timings import Timings
-from groupgrad.trainer import room_options
+from groupgrad.trainer import component_options
 from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.trainer.context_group import context_group
 from groupgrad.trainer.signal_watch import SignalWatch
@@ -126,7 +126,7 @@ def build_policy(
     if config.disable_dropout:
         load.turn_off_dropout(model)
     if uses_fsdp(config):
-        fsdp.shard(model, room_options.fsdp_options(config), config.device)
+        fsdp.shard(model, component_options.fsdp_options(config), config.device)
     reference = None
     if config.beta != 0.0:
         reference = Reference(model, adapter_is_fresh=adapter_is_fresh, is_synced=config.sync_ref_model)
@@ -203,7 +203,7 @@ def plan_execution(
     the configuration asks for what the model cannot run.
     """
     pad_id, example = int(policy.tokenizer.pad_token_id), _example(policy)
-    scoring = room_options.forward_options(config, pad_id=pad_id, aux_loss=False)
+    scoring = component_options.forward_options(config, pad_id=pad_id, aux_loss=False)
     asked = config.router_aux_loss_coef
     with gather_per_module(model):
         check_causal(model, precision)
@@ -227,7 +227,7 @@ def engine_of_model(
     sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=int(policy.tokenizer.pad_token_id))
     further: dict[str, Any] = {"tokenizer": policy.tokenizer, "precision": precision, "example": example}
     with gather_all(model):
-        return choose_engine(model, room_options.engine_options(config), sampling, **further)
+        return choose_engine(model, component_options.engine_options(config), sampling, **further)
 
 
 def _example(policy: PolicyBundle) -> Prompt | None:
@@ -334,9 +334,9 @@ def build_rewards(
     rewards = RewardRunner(
         reward_funcs,
         processing_classes,
-        models=room_options.reward_model_options(config),
+        models=component_options.reward_model_options(config),
         own_names=rollout_components.reward_names,
-        supervision=room_options.supervision_options(config),
+        supervision=component_options.supervision_options(config),
     )
     if config.reward_workers > rewards.num_workers:
         warnings.warn(
@@ -346,7 +346,7 @@ def build_rewards(
     by_name = any(model.is_by_name for model in rewards.models)
     if unused := unused_reward_settings(config, models=bool(rewards.models), by_name=by_name):
         warnings.warn(unused)
-    room_options.scoring_options(
+    component_options.scoring_options(
         config, len(rewards.names) - len(rollout_components.reward_names), len(rollout_components.reward_names)
     )
     return rewards
@@ -364,8 +364,8 @@ def build_components(
 ) -> TrainerComponents:
     """Makes the components of a run from the configuration. A user's rollout function is called with `trainer`."""
     pad_id = int(policy.tokenizer.pad_token_id)
-    policy_options = room_options.policy_options(config, prompt_maker.max_context)
-    forward_options = room_options.forward_options(config, pad_id=pad_id, aux_loss=policy.aux_loss_coef != 0.0)
+    policy_options = component_options.policy_options(config, prompt_maker.max_context)
+    forward_options = component_options.forward_options(config, pad_id=pad_id, aux_loss=policy.aux_loss_coef != 0.0)
     forward_options = execution.layout_report.options(forward_options)
     engine = execution.engine_choice.engine
     if zero_stage(config) == 3:
@@ -377,19 +377,21 @@ def build_components(
         engine,
         prompt_maker,
         sampling,
-        room_options.agent_options(config),
+        component_options.agent_options(config),
         seed=config.seed,
         trainer=trainer,
     )
     num_own = len(rollout_components.reward_names)
-    scoring = room_options.scoring_options(config, len(rewards.names) - num_own, num_own)
+    scoring = component_options.scoring_options(config, len(rewards.names) - num_own, num_own)
     prefetcher, around = None, nullcontext
     if isinstance(engine, VLLMPolicy):
         ahead, in_flight = config.rollout_ahead, config.vllm_in_flight_updates
         prefetcher = RolloutPrefetcher(rollouts, timings, engine, ahead=ahead, in_flight=in_flight)
     elif uses_deepspeed(config) or uses_fsdp(config):
         around = partial(gather_all, policy.model)
-    dynamic = room_options.dynamic_sampling(config, trainer.train_dataset) if config.dynamic_sampling_rounds else None
+    dynamic = (
+        component_options.dynamic_sampling(config, trainer.train_dataset) if config.dynamic_sampling_rounds else None
+    )
     collector = ExperienceCollector(
         rollouts, rewards, scoring, timings, prefetcher, around=around, hooks=trainer, dynamic=dynamic
     )

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from groupgrad.modeling.unwrapping import unwrap
-from groupgrad.trainer import dataset_checks, room_options
+from groupgrad.trainer import component_options, dataset_checks
 from groupgrad.trainer.rank_agreement import check_ranks_agree
 
 _P = ParamSpec("_P")
@@ -79,7 +79,7 @@ def follow_options(trainer: Any) -> bool:
     config = trainer.args
     if not trainer.changed_options.check(config, has_reference=trainer.reference is not None):
         return False
-    plan = room_options.generation_plan(config)
+    plan = component_options.generation_plan(config)
     datasets = trainer.train_dataset, trainer.eval_dataset
     dataset_checks.check_datasets(*datasets, plan, trainer.prompt_maker, trainer.rollout_components, config)
     trainer.changed_options.accept(config)

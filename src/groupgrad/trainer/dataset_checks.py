@@ -16,7 +16,7 @@ from groupgrad.envs.environments import ENV_COLUMN
 from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, STANDARD_ARGUMENTS
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.trainer import room_options
+from groupgrad.trainer import component_options
 
 _COLUMNS_KEPT = ("prompt", "image", "images", ENV_COLUMN)
 
@@ -65,7 +65,7 @@ def check_datasets(
 
 def _warn_of_context(max_context: int | None, config: GRPOConfig) -> None:
     """A warning if no completion can be as long as `max_completion_length`."""
-    longest = room_options.longest_completion(config, max_context)
+    longest = component_options.longest_completion(config, max_context)
     if longest >= int(config.max_completion_length or 0):
         return
     reason = f"the model has {max_context} positions for prompt and completion together"

@@ -49,7 +49,7 @@ from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.timings import Timings
-from groupgrad.trainer import build, dataset_checks, room_options
+from groupgrad.trainer import build, component_options, dataset_checks
 from groupgrad.trainer.best_metric import check_best_metric
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
 from groupgrad.trainer.checked_entry import follow_options, one_thread
@@ -158,12 +158,17 @@ class GRPOTrainer(TrainingRun):
         use_one_device(config, policy.model)
         check_optimizer(config, optimizers, policy.model)
         train_dataset, eval_dataset = dataset_checks.keep_columns(config, train_dataset, eval_dataset)
-        self.plan = room_options.generation_plan(config)
+        self.plan = component_options.generation_plan(config)
         if train_dataset is None:
             train_dataset = dataset_checks.rows_for_environment(environment_factory, self.plan, config)
         self.prompt_maker = build.build_prompt_maker(config, policy)
         self.rollout_components = rollouts = build_rollout_components(
-            self.prompt_maker, tools, environment_factory, rollout_func, response_parser, room_options.tool_use(config)
+            self.prompt_maker,
+            tools,
+            environment_factory,
+            rollout_func,
+            response_parser,
+            component_options.tool_use(config),
         )
         with one_thread("GRPOTrainer()"), ExitStack() as on_error:
             on_error.callback(rollouts.close)
@@ -385,7 +390,7 @@ class GRPOTrainer(TrainingRun):
         """Splits the configuration into the options of each room, and makes the rooms' components."""
         parts = self.execution, self.rewards, self.timings, self.rollout_components
         self.components = build.build_components(self.args, self._policy, self.prompt_maker, *parts, trainer=self)
-        self.plan = room_options.generation_plan(self.args)
+        self.plan = component_options.generation_plan(self.args)
         self.sampler_logprobs = SamplerLogprobs(
             self.components.collector.rollouts, self.model, self.components.policy_options.mismatch
         )
@@ -459,7 +464,7 @@ class GRPOTrainer(TrainingRun):
 
     def get_train_dataloader(self) -> DataLoader:
         """Yields micro-batch keys; the first of each generation batch brings the prompts that this rank needs."""
-        options = replace(room_options.loader_options(self.args), offset=self._data_offset)
+        options = replace(component_options.loader_options(self.args), offset=self._data_offset)
         return make_train_loader(self.train_dataset, self.plan, dist.rank(), options)
 
     # ----------------------------------------------------------------------------------------------- evaluation

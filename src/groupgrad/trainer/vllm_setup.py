@@ -27,7 +27,7 @@ from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
 from groupgrad.modeling.unwrapping import is_multimodal, unwrap
 from groupgrad.modeling.weights import adapter_obstacle, adapter_rank
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.trainer import room_options
+from groupgrad.trainer import component_options
 from groupgrad.trainer.build import PolicyBundle, sums_in_float32
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def training_bytes(config: GRPOConfig, model: nn.Module) -> TrainingBytes:
     tokens = config.per_device_train_batch_size * int(config.max_completion_length or 0)
     if config.gradient_checkpointing is False:
         pad_id = int(getattr(getattr(inner, "config", None), "pad_token_id", 0) or 0)
-        forward = room_options.forward_options(config, pad_id=pad_id, aux_loss=False)
+        forward = component_options.forward_options(config, pad_id=pad_id, aux_loss=False)
         bytes_per_token = activation_bytes_per_token(model, forward)
     else:
         text = inner.config.get_text_config()

@@ -14,7 +14,7 @@ from groupgrad.engines.vllm import memory_check
 from groupgrad.engines.vllm.colocate_start import ColocateOptions
 from groupgrad.engines.vllm.memory_check import (
     GIB,
-    Memory,
+    DeviceMemory,
     ServedBytes,
     TrainingBytes,
     cache_bytes,
@@ -29,8 +29,8 @@ OPTIONS = ColocateOptions(max_num_seqs=8, memory_utilization=0.3)
 SERVED = ServedBytes(weights=10 * GIB, one_row=1 * GIB, context=4096)
 """12 GiB with the workspace, a tenth of the weights."""
 TRAINING = TrainingBytes(weights=10 * GIB, gradients=10 * GIB, optimizer=20 * GIB, activations=5 * GIB)
-GPU = Memory(total=80 * GIB, available=78 * GIB)
-CPU = Memory(total=80 * GIB, available=70 * GIB, held=12 * GIB, is_cpu=True)
+GPU = DeviceMemory(total=80 * GIB, available=78 * GIB)
+CPU = DeviceMemory(total=80 * GIB, available=70 * GIB, held=12 * GIB, is_cpu=True)
 
 
 def test_training_frees_gradients_and_activations_while_rows_are_sampled() -> None:
@@ -149,5 +149,5 @@ def test_a_policy_that_does_not_fit_is_refused_before_anything_starts(
 
 
 def test_what_this_process_holds_counts_as_its_own() -> None:
-    memory = Memory.of(torch.device("cpu"))
+    memory = DeviceMemory.of(torch.device("cpu"))
     assert memory.is_cpu and 0 < memory.held < memory.available <= memory.total + memory.held

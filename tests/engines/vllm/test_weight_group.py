@@ -81,7 +81,7 @@ def test_nobody_to_meet_is_an_error_in_time() -> None:
 
 def test_workers_wait_a_minute_for_a_trainer_whatever_a_push_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that cannot reach the port takes another way then, and its calls wait for these workers."""
-    monkeypatch.setattr(weight_group, "MEETING_S", 0.5)
+    monkeypatch.setattr(weight_group, "RENDEZVOUS_S", 0.5)
     store, started = open_store("127.0.0.1", port(), serves=True, timeout_s=1.0), time.monotonic()
     with pytest.raises(GroupBroken, match="rank 1 of 2 met nobody"):
         WeightGroup("gloo", store, 1, 2, timeout_s=30.0)

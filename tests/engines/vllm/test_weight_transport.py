@@ -16,7 +16,7 @@ from groupgrad.engines.vllm import weight_receiver
 from groupgrad.engines.vllm import weight_transport as transports
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, ServerUnreachable
 from groupgrad.engines.vllm.weight_group import GroupBroken
-from groupgrad.engines.vllm.weight_receiver import Meeting
+from groupgrad.engines.vllm.weight_receiver import Rendezvous
 from groupgrad.engines.vllm.weight_transport import (
     GroupTransport,
     HttpTransport,
@@ -44,15 +44,15 @@ def test_who_can_meet_over_nccl(own: dict[str, Any], works: bool, monkeypatch: p
     monkeypatch.setattr(weight_receiver, "describe_device", lambda device: own)
     monkeypatch.setattr(weight_receiver, "open_store", lambda *where, **options: "store")
     monkeypatch.setattr(weight_receiver, "WeightGroup", lambda *given, **options: met.append(given))
-    meeting = Meeting(backend="nccl", host="127.0.0.1", port=5, size=2, timeout_s=1.0, peer=GPU)
+    rendezvous = Rendezvous(backend="nccl", host="127.0.0.1", port=5, size=2, timeout_s=1.0, peer=GPU)
     if works:
         receiver = Receiver(None)
-        receiver.init_transfer_engine(Meeting(host="127.0.0.1", port=5, timeout_s=1.0))
-        receiver.init_transfer_engine(meeting)
+        receiver.init_transfer_engine(Rendezvous(host="127.0.0.1", port=5, timeout_s=1.0))
+        receiver.init_transfer_engine(rendezvous)
         assert met == [("nccl", "store", 1, 2)]
     else:
         with pytest.raises(RuntimeError, match="NCCL connects different GPUs of one release of it, not"):
-            Receiver(None).init_transfer_engine(meeting)
+            Receiver(None).init_transfer_engine(rendezvous)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -60,10 +60,10 @@ def test_a_worker_that_meets_nobody_closes_its_port(backend: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     receiver, place = Receiver(None), {"host": "127.0.0.1", "port": port, "timeout_s": 0.5}
-    receiver.init_transfer_engine(Meeting(**place))
+    receiver.init_transfer_engine(Rendezvous(**place))
     socket.create_connection(("127.0.0.1", port), timeout=5.0).close()
     with pytest.raises((RuntimeError, GroupBroken)):
-        receiver.init_transfer_engine(Meeting(backend=backend, size=2, peer=GPU, **place))
+        receiver.init_transfer_engine(Rendezvous(backend=backend, size=2, peer=GPU, **place))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5.0)
 

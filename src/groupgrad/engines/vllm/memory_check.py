@@ -51,7 +51,7 @@ class TrainingBytes:
 
 
 @dataclass(slots=True, frozen=True)
-class Memory:
+class DeviceMemory:
     """Memory of the device, from this process's view."""
 
     total: int
@@ -65,7 +65,7 @@ class Memory:
     is_cpu: bool = False
 
     @classmethod
-    def of(cls, device: torch.device) -> Memory:
+    def of(cls, device: torch.device) -> DeviceMemory:
         """The present state of the device."""
         if device.type == "cuda":
             held = torch.cuda.memory_allocated(device)
@@ -143,13 +143,13 @@ def check_memory(model: nn.Module, options: ColocateOptions, *, training: Traini
     beside vLLM's.
     """
     device = next(model.parameters()).device
-    problem = memory_problem(ServedBytes.of(model, options), training, Memory.of(device), options)
+    problem = memory_problem(ServedBytes.of(model, options), training, DeviceMemory.of(device), options)
     if problem is not None:
         raise ValueError(problem)
 
 
 def memory_problem(
-    served: ServedBytes, training: TrainingBytes, memory: Memory, options: ColocateOptions
+    served: ServedBytes, training: TrainingBytes, memory: DeviceMemory, options: ColocateOptions
 ) -> str | None:
     """Error message if vLLM and training do not both fit; None if they do."""
     taken = taken_by_vllm(served, memory, options)
@@ -178,14 +178,14 @@ def memory_problem(
     return None
 
 
-def taken_by_vllm(served: ServedBytes, memory: Memory, options: ColocateOptions) -> int:
+def taken_by_vllm(served: ServedBytes, memory: DeviceMemory, options: ColocateOptions) -> int:
     """Bytes that vLLM allocates with these options."""
     if memory.cache is not None:
         return served.total - served.one_row + memory.cache
     return max(0, int(options.memory_utilization * memory.total) - memory.held)
 
 
-def _shares_that_fit(served: ServedBytes, room: int, memory: Memory) -> str:
+def _shares_that_fit(served: ServedBytes, room: int, memory: DeviceMemory) -> str:
     """Names the setting of vLLM's share and the range of values that fit."""
     if memory.cache is not None:
         low, high = math.ceil(served.one_row / GIB), (room - served.total + served.one_row) // GIB

@@ -21,7 +21,7 @@ Backend = Literal["nccl", "gloo"]
 
 POLL_S, MEETING_POLL_S = 0.001, 0.02
 
-MEETING_S = 60.0
+RENDEZVOUS_S = 60.0
 """Longest that trainer and workers wait for each other to form a group."""
 
 _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
@@ -52,16 +52,16 @@ class WeightGroup:
         timeout_s: float,
         device: torch.device | None = None,
     ):
-        self._timeout, meeting_s = timedelta(seconds=timeout_s), min(timeout_s, MEETING_S)
+        self._timeout, rendezvous_s = timedelta(seconds=timeout_s), min(timeout_s, RENDEZVOUS_S)
         self.device = device or torch.device("cpu")
         self._store = store
         self._group: Any = None
         try:
-            _meet(store, rank, size, meeting_s)
+            _meet(store, rank, size, rendezvous_s)
             self._group = _make_group(backend, store, rank, size, self._timeout)
             # NCCL connects lazily, at the first transfer.
             hello = torch.full((1,), rank, dtype=torch.uint8, device=self.device)
-            self._group.broadcast(hello, 0, timedelta(seconds=meeting_s)).wait(timedelta(seconds=meeting_s))
+            self._group.broadcast(hello, 0, timedelta(seconds=rendezvous_s)).wait(timedelta(seconds=rendezvous_s))
         except (RuntimeError, OSError) as error:
             raise GroupBroken(f"rank {rank} of {size} met nobody over {backend}: {error}") from None
         if int(hello[0]):

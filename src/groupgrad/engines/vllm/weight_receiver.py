@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from groupgrad.engines.vllm.weight_group import MEETING_S, Backend, WeightGroup, describe_device, open_store
+from groupgrad.engines.vllm.weight_group import RENDEZVOUS_S, Backend, WeightGroup, describe_device, open_store
 from groupgrad.engines.vllm.wire import (
     TensorSpec,
     padded_bytes,
@@ -30,7 +30,7 @@ REFUSED = "vLLM's worker"
 
 
 @dataclass(slots=True)
-class Meeting:
+class Rendezvous:
     """Says how a push sends its buckets: in shared memory, or over a process group whose ranks meet at a port."""
 
     shared: str | None = None
@@ -64,7 +64,7 @@ class _Push:
 class WeightReceiver:
     """vLLM's `WeightTransferEngine`, without its base class."""
 
-    init_info_cls, update_info_cls = Meeting, dict[str, Any]
+    init_info_cls, update_info_cls = Rendezvous, dict[str, Any]
     supports_draft_weight_update = False
 
     # Attributes that the base class sets.
@@ -78,7 +78,7 @@ class WeightReceiver:
     _store: Any = None
     """The store that the first worker opens for the next group."""
 
-    def init_transfer_engine(self, init_info: Meeting) -> None:
+    def init_transfer_engine(self, init_info: Rendezvous) -> None:
         """Prepares for buckets over the given transport, or leaves the trainer; does nothing if none is given.
 
         RuntimeError if the shared memory is another machine's; GroupBroken if no port or no group can be had.
@@ -179,17 +179,17 @@ class WeightReceiver:
         config = self.parallel_config
         return config.data_parallel_index * config.world_size + config.rank
 
-    def _join(self, meeting: Meeting, backend: Backend) -> None:
+    def _join(self, rendezvous: Rendezvous, backend: Backend) -> None:
         """Joins the trainer and the other workers. RuntimeError if NCCL cannot connect this worker with the trainer."""
         store, self._store = self._store, None  # dropped, and its port closed, if no trainer joins
         is_nccl, own = backend == "nccl", describe_device(self.device)
-        if is_nccl and (own["device"] in (None, meeting.peer["device"]) or own["nccl"] != meeting.peer["nccl"]):
-            raise RuntimeError(f"NCCL connects different GPUs of one release of it, not {own} and {meeting.peer}")
-        rank, timeout_s = self._rank, meeting.timeout_s
+        if is_nccl and (own["device"] in (None, rendezvous.peer["device"]) or own["nccl"] != rendezvous.peer["nccl"]):
+            raise RuntimeError(f"NCCL connects different GPUs of one release of it, not {own} and {rendezvous.peer}")
+        rank, timeout_s = self._rank, rendezvous.timeout_s
         if rank != 0:
-            store = open_store(meeting.host, meeting.port, serves=False, timeout_s=min(timeout_s, MEETING_S))
+            store = open_store(rendezvous.host, rendezvous.port, serves=False, timeout_s=min(timeout_s, RENDEZVOUS_S))
         device = self.device if is_nccl else None
-        self._group = WeightGroup(backend, store, rank + 1, meeting.size, timeout_s=timeout_s, device=device)
+        self._group = WeightGroup(backend, store, rank + 1, rendezvous.size, timeout_s=timeout_s, device=device)
 
     def _receive(self, specs: list[TensorSpec], update_info: dict[str, Any]) -> torch.Tensor:
         """(bytes,) uint8 of a bucket."""

@@ -14,7 +14,7 @@ import torch
 from groupgrad.concurrency.daemon_threads import DaemonThreads
 from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, call
 from groupgrad.engines.vllm.weight_group import (
-    MEETING_S,
+    RENDEZVOUS_S,
     Backend,
     GroupBroken,
     WeightGroup,
@@ -76,9 +76,9 @@ class GroupTransport(HttpTransport):
         """Forms the group with the workers, unless there is one. GroupBroken if that fails."""
         if self._group is not None:
             return
-        meeting_s, size = min(timeout_s, MEETING_S), 1 + num_workers
+        rendezvous_s, size = min(timeout_s, RENDEZVOUS_S), 1 + num_workers
         try:
-            call(address, "init", {"port": self._port, "timeout_s": meeting_s}, timeout_s=timeout_s)
+            call(address, "init", {"port": self._port, "timeout_s": rendezvous_s}, timeout_s=timeout_s)
         except ServerRefused as refused:
             raise GroupBroken(f"the server says: {refused}") from None
         self._address, self._name = address, uuid.uuid4().hex[:8]
@@ -86,10 +86,10 @@ class GroupTransport(HttpTransport):
         body["peer"] = describe_device(self.device)
 
         def join_here() -> None:
-            store = open_store(address.host, self._port, serves=False, timeout_s=meeting_s)
+            store = open_store(address.host, self._port, serves=False, timeout_s=rendezvous_s)
             self._group = WeightGroup(self._backend, store, 0, size, timeout_s=timeout_s, device=self.device)
 
-        _run_both(join_here, lambda: call(address, "init", body, timeout_s=timeout_s), meeting_s + 5.0)
+        _run_both(join_here, lambda: call(address, "init", body, timeout_s=timeout_s), rendezvous_s + 5.0)
 
     def send(self, address: Address, weight_version: str, bucket: Bucket, *, timeout_s: float) -> None:
         """Returns when all workers have loaded the bucket."""

@@ -23,7 +23,7 @@ from groupgrad.rewards.supervision import SupervisionOptions
 from groupgrad.rollout.agent import AgentOptions
 from groupgrad.rollout.collector import ScoringOptions
 from groupgrad.rollout.dynamic_sampling import DynamicSampling
-from groupgrad.rollout.sources import ToolUse
+from groupgrad.rollout.sources import ToolUseOptions
 
 
 def generation_plan(config: GRPOConfig) -> GenerationPlan:
@@ -77,9 +77,9 @@ def agent_options(config: GRPOConfig) -> AgentOptions:
     )
 
 
-def tool_use(config: GRPOConfig) -> ToolUse:
+def tool_use(config: GRPOConfig) -> ToolUseOptions:
     """Returns how tools are called and environments are used."""
-    return ToolUse(config.max_tool_calling_iterations, config.reuse_environments)
+    return ToolUseOptions(config.max_tool_calling_iterations, config.reuse_environments)
 
 
 def engine_options(config: GRPOConfig) -> EngineOptions:
