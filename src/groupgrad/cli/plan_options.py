@@ -88,12 +88,8 @@ def parser() -> argparse.ArgumentParser:
     batches = parser.add_argument_group("Groups and lengths")
     _add_count(batches, "prompt", 512, "tokens of the longest prompt")
     _add_count(batches, "completion", 256, "max_completion_length")
-    batches.add_argument(
-        "--num-generations",
-        type=_setting("num_generations", _count),
-        default=8,
-        help="completions of a prompt",
-    )
+    generations = _setting("num_generations", _count)
+    batches.add_argument("--num-generations", type=generations, default=8, help="completions of a prompt")
     batches.add_argument(
         "--micro-batch",
         type=_count,

@@ -12,6 +12,8 @@ device, so the launches of a step of fixed sizes (`StepShape`) can be recorded.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -51,25 +53,15 @@ def decode_attention(
     partial = query.new_empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32)
     totals = query.new_empty(num_rows, num_heads, num_splits, 2, dtype=torch.float32)
     output = query.new_empty(num_rows, num_heads, value_dim)
-    size, key_pad, value_pad = query.element_size(), _padded(key_dim), _padded(value_dim)
+    size, value_pad = query.element_size(), _padded(value_dim)
     shared = {
-        # With these no kernel has registers in memory, or takes more than the 99 KB that a block has on a 4090.
-        "num_stages": 2,
-        "num_warps": 4 if key_pad * size <= 256 else 8,
-        "BLOCK": min(64, max(MIN_SIDE, BLOCK_NUMBERS[size] // key_pad)),
-        "scale": call.scale,
-        "softcap": call.softcap or 0.0,
-        "window": call.window or 0,
+        **_options(call, key_dim, size),
         "num_heads": num_heads,
         "num_splits": num_splits,
         "REPEAT": repeat,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
-        "KEY_PAD": key_pad,
         "VALUE_PAD": value_pad,
-        "HAS_CAP": call.softcap is not None,
-        "HAS_WINDOW": call.window is not None,
-        "PRECISION": "ieee",
     }
     own_queries = _padded(repeat)
     _attend_own[(num_rows, kv_heads, num_own)](
@@ -95,6 +87,24 @@ def decode_attention(
         VALUE_PAD=value_pad, HAS_SINKS=call.sinks is not None,
     )  # fmt: skip
     return output
+
+
+def _options(call: AttentionCall, key_dim: int, size: int) -> dict[str, Any]:
+    """Arguments of both attention kernels that depend on the call, and the sizes of their blocks and stages."""
+    key_pad = _padded(key_dim)
+    return {
+        # With these no kernel has registers in memory, or takes more than the 99 KB that a block has on a 4090.
+        "num_stages": 2,
+        "num_warps": 4 if key_pad * size <= 256 else 8,
+        "BLOCK": min(64, max(MIN_SIDE, BLOCK_NUMBERS[size] // key_pad)),
+        "scale": call.scale,
+        "softcap": call.softcap or 0.0,
+        "window": call.window or 0,
+        "KEY_PAD": key_pad,
+        "HAS_CAP": call.softcap is not None,
+        "HAS_WINDOW": call.window is not None,
+        "PRECISION": "ieee",
+    }
 
 
 def _padded(number: int) -> int:
