@@ -95,7 +95,8 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
     prompts, completions = _split(batch.prompt_ids, batch.prompt_offsets), _split(batch.completion_ids, batch.offsets)
     ids: list[np.ndarray] = []
     segments: list[Segment] = []
-    predictors: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * batch.num_rows
+    # (B,) places of each completion's first token, and of the token before it.
+    firsts, predecessors = np.zeros(batch.num_rows, np.int64), np.zeros(batch.num_rows, np.int64)
 
     def append(tokens: np.ndarray, prompt: int, row: int | None = None, shared: Segment | None = None) -> Segment:
         start = segments[-1].start + segments[-1].length if segments else 0
@@ -116,21 +117,19 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
             tokens = completions[row] if keep_last else completions[row][:-1]
             if shared is None or row in has_own_prompt:
                 start = append(np.concatenate([prompts[prompt], tokens]), prompt, row).start
-                first = start + len(prompts[prompt])
-                last_of_prompt = first - 1
+                firsts[row] = start + len(prompts[prompt])
+                predecessors[row] = firsts[row] - 1
             else:
-                first = append(tokens, prompt, row, shared).start
-                last_of_prompt = shared.start + shared.length - 1
-            if len(completions[row]):
-                others = np.arange(first, first + len(completions[row]) - 1)
-                predictors[row] = np.concatenate([[last_of_prompt], others])
-    positions = [np.arange(s.position, s.position + s.length) for s in segments]
+                firsts[row] = append(tokens, prompt, row, shared).start
+                predecessors[row] = shared.start + shared.length - 1
+    starts, begins, sizes = np.array([(s.start, s.position, s.length) for s in segments], np.int64).reshape(-1, 3).T
+    positions = np.arange(sizes.sum()) - np.repeat(starts - begins, sizes)
     device = batch.completion_ids.device
     return ForwardInputs(
-        ids=_tensor(ids, device),
+        ids=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ids])).to(device),
         rows=torch.zeros(batch.num_tokens, dtype=torch.int64, device=device),
-        predictors=_tensor(predictors, device),
-        positions=_tensor(positions, device),
+        predictors=torch.from_numpy(_predictors(batch, firsts, predecessors)).to(device),
+        positions=torch.from_numpy(positions).to(device),
         plan=BlockPlan(segments),
         segments=segments,
     )
@@ -141,9 +140,13 @@ def _split(flat: torch.Tensor, offsets: torch.Tensor) -> list[np.ndarray]:
     return [values[a:b] for a, b in pairwise(ends)]
 
 
-def _tensor(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
-    flat = np.concatenate(parts) if parts else np.zeros(0)
-    return torch.from_numpy(flat.astype(np.int64)).to(device)
+def _predictors(batch: Batch, firsts: np.ndarray, predecessors: np.ndarray) -> np.ndarray:
+    """(L,) the place before each completion token, from the (B,) places of the first tokens and of those before them."""
+    offsets = batch.offsets.cpu().numpy()
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    places = np.arange(batch.num_tokens) + np.repeat(firsts - starts - 1, lengths)
+    places[starts[lengths > 0]] = predecessors[lengths > 0]
+    return places
 
 
 def _rows_per_token(segments: list[Segment]) -> torch.Tensor:
