@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -30,15 +32,13 @@ def collate(
     offsets = offsets_of(_integers(lengths))
     media, row_media = tuple(prompt.media for prompt in prompts.values()), tuple(r.media for r in rollouts)
     return Batch(
-        completion_ids=_integers([token for rollout in rollouts for token in rollout.completion_ids]),
+        completion_ids=_integers(_joined(rollout.completion_ids for rollout in rollouts)),
         row_of_token=rows_of(offsets),
         offsets=offsets,
-        prompt_ids=_integers([token for prompt in prompts.values() for token in prompt.ids]),
+        prompt_ids=_integers(_joined(prompt.ids for prompt in prompts.values())),
         prompt_offsets=offsets_of(_integers([len(prompt.ids) for prompt in prompts.values()])),
         prompt_of_row=_integers([numbers[identity] for identity in identities]),
-        trained=torch.tensor(
-            [flag for rollout in rollouts for flag in _loss_mask(rollout, mask_truncated)], dtype=torch.bool
-        ),
+        trained=torch.tensor(_joined(_loss_mask(rollout, mask_truncated) for rollout in rollouts), dtype=torch.bool),
         advantages=torch.as_tensor(advantages, dtype=torch.float32),
         totals=totals or StepTotals(rows=float(len(rollouts)), tokens=0.0),
         sampling_logprobs=_reported([rollout.sampling_logprobs for rollout in rollouts], lengths),
@@ -48,6 +48,10 @@ def collate(
         row_media=row_media if any(row_media) else None,
         policy_version=_integers([rollout.policy_version for rollout in rollouts]),
     )
+
+
+def _joined(rows: Iterable[Sequence[Any]]) -> list[Any]:
+    return list(chain.from_iterable(rows))
 
 
 def _integers(values: Sequence[int]) -> torch.Tensor:
@@ -64,5 +68,5 @@ def _reported(rows: Sequence[list[float] | None], lengths: Sequence[int]) -> tor
     """(L,) numbers that the engine reported for the tokens, NaN in rows without any; None if no row has any."""
     if all(row is None for row in rows):
         return None
-    values = [value for row, length in zip(rows, lengths) for value in row or [float("nan")] * length]
+    values = _joined(row or [float("nan")] * length for row, length in zip(rows, lengths))
     return torch.tensor(values, dtype=torch.float32)
