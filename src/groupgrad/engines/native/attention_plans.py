@@ -93,6 +93,9 @@ class PrefillPlan:
             for span, run in zip(self.spans, runs)
         ]
         self._table = span_table(torch.tensor(table))
+        # (T,) where each token is stored.
+        self._slots = torch.tensor([run.slot for run in runs for _ in run.ids], dtype=torch.int64)
+        self._places = torch.tensor([run.offset + i for run in runs for i in range(len(run.ids))], dtype=torch.int64)
 
     @property
     def recurrence(self) -> SlotRecurrence:
@@ -112,9 +115,8 @@ class PrefillPlan:
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
         own, prompts = self._buffer.tensors[call.layer], self._prompts.tensors[call.layer]
-        for span, run in zip(self.spans, self._runs):
-            for tensor, new in zip(own, (key, value)):
-                tensor[run.slot, :, run.offset : run.offset + len(run.ids)] = new[:, span]
+        for tensor, new in zip(own, (key, value)):
+            tensor[self._slots, :, self._places] = new.transpose(0, 1).to(tensor.dtype)
         kernels = kernel_for(query, key, value)
         if kernels is not None and own[0].dtype == torch.float32:
             return attend(kernels, query, slot_spans(self._table, prompts, own), len(key), call)
