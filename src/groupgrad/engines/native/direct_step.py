@@ -166,9 +166,10 @@ class _GPUOperations:
 def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledModel | DirectModel | None:
     """The direct form of `model`, adapters included; None if it has none. `calls` are its attention calls by layer."""
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
-    parts = _known_parts(inner)
-    if parts is None or torch.is_autocast_enabled("cpu"):
+    known = _known_parts(inner)
+    if known is None or torch.is_autocast_enabled("cpu"):
         return None
+    parts, backbone, head = known
     parameters = [parameter for part in parts for parameter in part.parameters()]
     on_gpu = has_layer_kernels(parameters)
     if not on_gpu and any(p.dtype != torch.float32 or p.device.type != "cpu" for p in parameters):
@@ -176,7 +177,7 @@ def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledM
     # Hooks and replaced forward methods work only if the module is called.
     if any(_must_be_called(module) for part in parts for module in part.modules()):
         return None
-    decoder = read_decoder(parts[-2], parts[-1], calls)
+    decoder = read_decoder(backbone, head, calls)
     if decoder is None:
         return None
     has_recurrence = any(layer.call is None for layer in decoder.layers)
@@ -196,16 +197,16 @@ def _has_plain_norms(decoder: Decoder) -> bool:
     return is_whole and all(map(is_rms_norm, norms))
 
 
-def _known_parts(inner: Any) -> tuple[Any, ...] | None:
-    """The modules that compute a known family's logits, of which the last two are the decoder and the head."""
+def _known_parts(inner: Any) -> tuple[list[Any], Any, Any] | None:
+    """The modules that compute a known family's logits, each with those inside it, and the decoder and the head."""
     if not is_transformers_class(type(inner)):
         return None
     if type(inner).__name__ in CAUSAL_LMS | HYBRID_LMS:
-        return inner, inner.model, inner.lm_head
+        return [inner], inner.model, inner.lm_head
     # Some text-only models put other layers around a decoder of the same name.
     decoder, head = (inner.get_decoder(), inner.get_output_embeddings()) if is_multimodal(inner) else (None, None)
     is_known = type(decoder).__name__ in DECODERS | HYBRID_DECODERS and is_transformers_class(type(decoder))
-    return (decoder, head) if is_known and type(head) is nn.Linear else None
+    return ([decoder, head], decoder, head) if is_known and type(head) is nn.Linear else None
 
 
 def _must_be_called(module: nn.Module) -> bool:
