@@ -55,10 +55,10 @@ class Sampler:
         longest = max(request.max_new_tokens for request in requests)
         self._grow(len(requests) - len(self._free), longest)
         rows = self._free[: len(requests)]
-        draws = torch.zeros(len(requests), longest, dtype=torch.float64)
-        for row, request in zip(draws, requests):
-            stream = torch.Generator().manual_seed(request.seed)
-            row[: request.max_new_tokens] = torch.rand(request.max_new_tokens, generator=stream, dtype=torch.float64)
+        stream = torch.Generator()
+        draws = torch.stack(
+            [torch.rand(longest, generator=stream.manual_seed(r.seed), dtype=torch.float64) for r in requests]
+        )
         self._draws[torch.tensor(rows, device=self.device), :longest] = draws.to(self.device)
         self._free = self._free[len(requests) :]
         if self.params.repetition_penalty != 1.0:
