@@ -372,7 +372,7 @@ def _has_equal_shapes(layers: list[LayerModules]) -> bool:
 
 
 def _read_linear(module: nn.Linear) -> _Linear:
-    return _rows_of(module, 0)
+    return _Linear(module.weight.data_ptr(), None if module.bias is None else module.bias.data_ptr())
 
 
 def _rows_of(module: nn.Linear, first: int) -> _Linear:
