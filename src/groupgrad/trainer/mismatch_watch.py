@@ -102,6 +102,6 @@ def has_dropout(model: nn.Module) -> bool:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True
         for name, value in vars(module).items():
-            if ("dropout" in name or "jitter" in name) and isinstance(value, float) and value > 0:
+            if isinstance(value, float) and value > 0 and ("dropout" in name or "jitter" in name):
                 return True
     return False

@@ -145,8 +145,9 @@ def attention_dropout(model: nn.Module) -> float:
     """The largest dropout probability of attention weights in `model` when it trains."""
     shares = [0.0]
     for module in model.modules():
-        if hasattr(module, "layer_idx") or hasattr(module, "layer_id"):
-            shares += [v for name, v in vars(module).items() if "dropout" in name and isinstance(v, float)]
+        own = vars(module)  # a search for a missing attribute takes long in a module
+        if "layer_idx" in own or "layer_id" in own:
+            shares += [value for name, value in own.items() if "dropout" in name and isinstance(value, float)]
             layers = [(n, c.p) for n, c in module.named_children() if isinstance(c, nn.modules.dropout._DropoutNd)]
             shares += [share for name, share in layers if "att" in name or name == "dropout"]
     return max(shares)
