@@ -141,7 +141,7 @@ def _split(flat: torch.Tensor, offsets: torch.Tensor) -> list[np.ndarray]:
 
 
 def _predictors(batch: Batch, firsts: np.ndarray, predecessors: np.ndarray) -> np.ndarray:
-    """(L,) the place before each completion token, from the (B,) places of the first tokens and of those before them."""
+    """(L,) places before completion tokens, from the (B,) places of first tokens and of those before them."""
     offsets = batch.offsets.cpu().numpy()
     starts, lengths = offsets[:-1], np.diff(offsets)
     places = np.arange(batch.num_tokens) + np.repeat(firsts - starts - 1, lengths)
