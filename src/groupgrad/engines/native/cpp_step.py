@@ -229,7 +229,7 @@ class CompiledStep:
 
     def __init__(self, model: CompiledModel, cache: KVCache, batch: DecodeBatch):
         self._model, self._cache, self._batch = model, cache, batch
-        self._arrays: list[Any] = []
+        self._arrays: list[torch.Tensor] = []
         self._rows: _Rows | None = None
         self._cache_version = (-1, -1)
 
@@ -304,9 +304,10 @@ class CompiledStep:
             if not is_same or at - chunks[-1] == chunk_rows:
                 chunks.append(at)
         chunks.append(len(order))
-        self._arrays = [(_Number * len(x))(*x) for x in (batch.groups, batch.prompt_lengths, order, chunks)]
+        arrays = batch.groups, batch.prompt_lengths, order, chunks
+        self._arrays = [torch.tensor(array, dtype=torch.int64) for array in arrays]
         slot_sizes = self._cache.suffixes.slot_size, self._cache.prompts.slot_size
-        return _Rows(len(order), *slot_sizes, len(chunks) - 1, *map(ctypes.addressof, self._arrays))
+        return _Rows(len(order), *slot_sizes, len(chunks) - 1, *(array.data_ptr() for array in self._arrays))
 
 
 def _out_of_memory(rows: _Rows) -> MemoryError:
