@@ -81,12 +81,10 @@ class KVBuffer:
             new = []
             for i, dim in enumerate((layer.key_dim, layer.value_dim)):
                 size = (num_slots, layer.num_heads, slot_size, dim)
-                tensor = torch.empty(size, dtype=layer.dtype, device=layer.device)
-                kept = tensor[:keep_slots, :, :keep_tokens]
-                if kept.numel():
-                    kept.copy_(self.tensors[number][i][:keep_slots, :, :keep_tokens])
-                tensor[:keep_slots, :, keep_tokens:].zero_()
-                tensor[keep_slots:].zero_()
+                tensor = torch.zeros(size, dtype=layer.dtype, device=layer.device)
+                if keep_slots:
+                    kept = slice(keep_slots), slice(None), slice(keep_tokens)
+                    tensor[kept] = self.tensors[number][i][kept]
                 new.append(tensor)
             self.tensors[number] = (new[0], new[1])
         for number, old in enumerate(self.states):
@@ -97,7 +95,7 @@ class KVBuffer:
 
     def move(self, moves: Sequence[tuple[int, int]], num_tokens: int) -> None:
         """Copies the first `num_tokens` tokens of slots to others (from, to); no slot is both."""
-        sources, targets = [source for source, _ in moves], [target for _, target in moves]
+        sources, targets = torch.tensor(moves).unbind(1)
         for pair in self.own_tensors.values():
             for tensor in pair:
                 tensor[targets, :, :num_tokens] = tensor[sources, :, :num_tokens]
