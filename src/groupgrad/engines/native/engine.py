@@ -81,7 +81,6 @@ class NativeEngine:
             self.statistics = Statistics()
             return []
         with self.session(options) as session:
-            session.check(requests)
             return sample_all(session, [_alone(request) for request in requests])
 
     @contextmanager
