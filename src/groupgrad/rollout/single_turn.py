@@ -32,7 +32,7 @@ def sample_prompts(
         for prompt, seed, (budget, _) in zip(prompts, seeds, budgets)
     ]
     return [
-        replace(sample, finish_reason=reason_if_full) if sample.finish_reason == "length" else sample
+        replace(sample, finish_reason=reason_if_full) if sample.finish_reason == "length" != reason_if_full else sample
         for sample, (_, reason_if_full) in zip(engine.sample(requests, sampling), budgets)
     ]
 
