@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from groupgrad.telemetry.writers import token_writers
 
 if TYPE_CHECKING:
     from groupgrad.telemetry.writers import Writer
-    from groupgrad.types import Media, Rollout
+    from groupgrad.types import Media, Prompt, Rollout
 
 REWARD = "reward/"
 """Prefix of the columns of single reward functions; the column `reward` is their weighted combination."""
@@ -113,8 +113,7 @@ def rollout_values(part: StoredRows, row: int) -> dict[str, Any]:
 def to_table(step: int, rows: StoredRows) -> pa.Table:
     """The rows as a table, with the number of the optimizer step that first trained on them."""
     rollouts = rows.rollouts
-    prompts = [message_text(rollout.prompt.row["prompt"]) for rollout in rollouts]
-    media = [rollout.prompt.media for rollout in rollouts]
+    prompts = [rollout.prompt for rollout in rollouts]
     rewards = np.asarray(rows.rewards, dtype=np.float64).reshape(len(rollouts), len(rows.reward_names))
     traces = [rollout.trace for rollout in rollouts]
     count = len(rollouts)
@@ -125,10 +124,10 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "row": pa.array(numbers, pa.int32()),
         "group": pa.array([number // rows.num_generations for number in numbers], pa.int32()),
         "policy_version": pa.array([rollout.policy_version for rollout in rollouts], pa.int32()),
-        "prompt_id": pa.array([_digest(text, item.key if item else "") for text, item in zip(prompts, media)]),
-        "prompt": pa.array(prompts, pa.string()),
+        "prompt_id": pa.array(_once_each(_prompt_id, prompts)),
+        "prompt": pa.array(_once_each(_prompt_text, prompts), pa.string()),
         "completion": pa.array([message_text(rollout.completion) for rollout in rollouts], pa.string()),
-        "is_messages": pa.array([rollout.prompt.is_conversational for rollout in rollouts], pa.bool_()),
+        "is_messages": pa.array([prompt.is_conversational for prompt in prompts], pa.bool_()),
         "reward": _numbers(rows.combined),
         **{f"{REWARD}{name}": _numbers(rewards[:, place]) for place, name in enumerate(rows.reward_names)},
         **{f"{SECONDS}{name}": _numbers([value] * count) for name, value in rows.reward_seconds.items()},
@@ -141,10 +140,10 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "problem": pa.array([trace.problem if trace else "" for trace in traces], pa.string()),
         "tool_calls": pa.array([[] if trace is None else _calls(trace.tool_uses) for trace in traces], _CALLS),
         "images": pa.array(_image_names([images_of(rollout) for rollout in rollouts]), pa.list_(pa.string())),
-        "prompt_images": pa.array([len(item.images) if item else 0 for item in media], pa.int32()),
-        "data": pa.array([_data(rollout.prompt.row) for rollout in rollouts], pa.string()),
+        "prompt_images": pa.array([len(prompt.media.images) if prompt.media else 0 for prompt in prompts], pa.int32()),
+        "data": pa.array(_once_each(_data, prompts), pa.string()),
         "extra": pa.array([_extra(rows.columns, row) for row in range(count)], pa.string()),
-        "prompt_ids": pa.array([rollout.prompt.ids for rollout in rollouts], pa.list_(pa.int32())),
+        "prompt_ids": pa.array([prompt.ids for prompt in prompts], pa.list_(pa.int32())),
         "completion_ids": _lists(rows.offsets, pa.array(rows.ids, pa.int32())),
         "tokens": _lists(rows.offsets, pa.array(rows.texts, pa.string())),
         "policy_versions": pa.array([rollout.policy_versions for rollout in rollouts], pa.list_(pa.int32())),
@@ -184,9 +183,22 @@ def images_of(rollout: Rollout) -> tuple[Any, ...]:
 
 def _image_names(images: Sequence[Sequence[Any]]) -> list[list[str]]:
     """A digest of each image of each row; an image that rows share is read once."""
-    distinct = {id(image): image for row in images for image in row}
-    names = {key: digest([image])[:16] for key, image in distinct.items()}
-    return [[names[id(image)] for image in row] for row in images]
+    names = iter(_once_each(lambda image: digest([image])[:16], [image for row in images for image in row]))
+    return [list(islice(names, len(row))) for row in images]
+
+
+def _once_each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """The function's value for each item; it is called once for items that are the same object."""
+    values = {key: function(item) for key, item in {id(item): item for item in items}.items()}
+    return [values[id(item)] for item in items]
+
+
+def _prompt_text(prompt: Prompt) -> str:
+    return message_text(prompt.row["prompt"])
+
+
+def _prompt_id(prompt: Prompt) -> str:
+    return _digest(_prompt_text(prompt), prompt.media.key if prompt.media else "")
 
 
 def _digest(*parts: str) -> str:
@@ -228,9 +240,9 @@ def _calls(uses: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _data(row: Mapping[str, Any]) -> str | None:
+def _data(prompt: Prompt) -> str | None:
     """The data-set columns beside prompt and images, as JSON with long texts cut."""
-    others = {key: value for key, value in row.items() if key not in ("prompt", "image", "images")}
+    others = {key: value for key, value in prompt.row.items() if key not in ("prompt", "image", "images")}
     return _json({key: _cut(plain_value(value)) for key, value in others.items()})
 
 
