@@ -13,7 +13,7 @@ import torch
 from tiny_hybrids import make_hybrid
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.native import NativeEngine, kv_cache, runner
+from groupgrad.engines.native import NativeEngine, huge_pages, kv_cache, runner
 from groupgrad.engines.native import session as native_session
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.scheduler import Scheduler
@@ -61,7 +61,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, is_too_much: Callable[[str, int, int
         watch(native_session, "last_logits", "prefill")
         watch(runner.EagerStep, "logits", "decode")
         watch(runner.EagerStep, "sample", "decode")
-        watch(kv_cache.torch, "empty", "resize")
+        watch(huge_pages, "zeros", "resize")
         for name in ("offload", "restore", "begin_suffixes"):
             watch(kv_cache.KVCache, name, name)
         for name in ("add", "choose", "take_out"):

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from groupgrad.engines.native import huge_pages
+
 
 @dataclass(slots=True, frozen=True)
 class LayerShape:
@@ -81,7 +83,7 @@ class KVBuffer:
             new = []
             for i, dim in enumerate((layer.key_dim, layer.value_dim)):
                 size = (num_slots, layer.num_heads, slot_size, dim)
-                tensor = torch.zeros(size, dtype=layer.dtype, device=layer.device)
+                tensor = huge_pages.zeros(size, layer.dtype, layer.device)
                 if keep_slots:
                     kept = slice(keep_slots), slice(None), slice(keep_tokens)
                     tensor[kept] = self.tensors[number][i][kept]

@@ -1,0 +1,57 @@
+"""Large tensors of keys and values ask for pages of two megabytes, and hold zeros wherever they come from."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupgrad.engines.native import huge_pages
+from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
+
+CPU = torch.device("cpu")
+has_large_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no large pages to ask for"
+)
+
+
+@has_large_pages
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_tensors_begin_at_a_large_page(dtype: torch.dtype):
+    tensor = huge_pages.zeros((3, 400_001, 1), dtype, CPU)
+    assert tensor.data_ptr() % huge_pages.PAGE == 0
+    assert (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) == (dtype, (3, 400_001, 1), True)
+    assert not tensor.any()
+
+
+@has_large_pages
+def test_the_mapping_asks_for_large_pages():
+    tensor = huge_pages.zeros((huge_pages.PAGE,), torch.float32, CPU)
+    text = Path("/proc/self/smaps").read_text()
+    areas = dict.fromkeys(line.split("-")[0] for line in text.splitlines() if "-" in line.split(" ")[0])
+    begin = max(int(area, 16) for area in areas if int(area, 16) <= tensor.data_ptr())
+    flags = next(line for line in text[text.index(f"{begin:x}-") :].splitlines() if line.startswith("VmFlags"))
+    assert "hg" in flags.split()
+
+
+def test_without_support_tensors_come_from_torch(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_args: object, **_options: object) -> None:
+        raise OSError(22, "a kernel without large pages")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    tensor = huge_pages.zeros((huge_pages.PAGE,), torch.float32, CPU)
+    assert tensor.shape == (huge_pages.PAGE,)
+    assert not tensor.any()
+
+
+def test_a_cache_that_grows_on_large_pages_keeps_its_tokens():
+    cache = KVCache({0: LayerShape(2, 64, 64, torch.float32, CPU)}, 2**40)
+    used = Need(3, 4096, 0, 0, max_suffix_length=9000)
+    cache.reserve(used, Need(0, 0, 0, 0))
+    before = [tensor.normal_()[:, :, :4096].clone() for tensor in cache.suffixes.tensors[0]]
+    cache.reserve(used.with_more_tokens(3000), used)
+    for kept, tensor in zip(before, cache.suffixes.tensors[0]):
+        assert torch.equal(tensor[:3, :, :4096], kept)
+        assert not tensor[:, :, 4096:].any()
