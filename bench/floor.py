@@ -72,12 +72,22 @@ def product_gflops(seconds: float, square: int, device: str = "cpu", dtype: torc
     return 2 * square**3 / fastest(lambda: torch.mm(a, b, out=out), seconds, device) / 1e9
 
 
+class Reading:
+    """Memory (rows, 4096) of float32 numbers to be read."""
+
+    def __init__(self, memory: torch.Tensor):
+        self.num_bytes, self.device = memory.numel() * BYTES, memory.device.type
+        vector = torch.ones(4096, device=memory.device)
+        self.ways = (memory.sum, lambda: torch.mv(memory, vector))
+
+    def gigabytes(self, seconds: float) -> float:
+        """10^9 bytes a second read by a sum or a product with a vector, the faster of both."""
+        return self.num_bytes / min(fastest(way, seconds / 2, self.device) for way in self.ways) / 1e9
+
+
 def reading_gigabytes(seconds: float, megabytes: int, device: str = "cpu") -> float:
-    """10^9 bytes a second read by a sum or a product with a vector, the faster of both."""
-    memory = torch.ones(megabytes * 2**20 // BYTES // 4096, 4096, device=device)
-    vector = torch.ones(4096, device=device)
-    ways = (memory.sum, lambda: torch.mv(memory, vector))
-    return memory.numel() * BYTES / min(fastest(way, seconds / 2, device) for way in ways) / 1e9
+    """The rate of new memory of so many megabytes."""
+    return Reading(torch.ones(megabytes * 2**20 // BYTES // 4096, 4096, device=device)).gigabytes(seconds)
 
 
 @torch.inference_mode()
