@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "prefetch.h"
 #include "vectors.h"
@@ -52,6 +53,7 @@ struct Columns {
     struct Block {
         long first, rows;  // `rows` of whole grains
         float *data;
+        long used;  // rows that are no padding
     };
 
     long padded_rows() const { return in_grains(rows); }
@@ -62,7 +64,7 @@ struct Columns {
     void each_block(Body body) const {
         for (long first = 0; first < rows;) {
             const long some = block_rows(padded_rows() - first);
-            body(Block{first, some, data + first * width});
+            body(Block{first, some, data + first * width, std::min(some, rows - first)});
             first += some;
         }
     }
@@ -187,7 +189,68 @@ inline void sum(
         }
 }
 
-template <class V, int C>
+// Rows that leave half of a small vector empty. With vectors of sixteen lanes they share one with three more outputs.
+constexpr long FEW_ROWS = LANES == 16 ? 4 : 0;
+
+#if defined(__AVX512F__)
+// Four numbers of each of four rows of `weights`, row by row.
+inline Vec quad_of(const float *weights, long stride) {
+    __m512 all = _mm512_castps128_ps512(_mm_loadu_ps(weights));
+    all = _mm512_mask_broadcast_f32x4(all, 0x00F0, _mm_loadu_ps(weights + stride));
+    all = _mm512_mask_broadcast_f32x4(all, 0x0F00, _mm_loadu_ps(weights + 2 * stride));
+    return _mm512_mask_broadcast_f32x4(all, 0xF000, _mm_loadu_ps(weights + 3 * stride));
+}
+
+// sums[n] += column K of a block times number K of each row in quads[n].
+template <int K, int N>
+inline __attribute__((always_inline)) void add_quads(Vec (&sums)[N], const float *block, const Vec (&quads)[N]) {
+    const Vec values = _mm512_broadcast_f32x4(_mm_loadu_ps(block + K * GRAIN));
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) sums[n] = fused(_mm512_permute_ps(quads[n], K * 0x55), values, sums[n]);
+}
+
+// What `sum` computes, to the bit, of a block with few rows times 4 * N rows of `weights`. A vector holds the sums of
+// four rows with one output, then with the next, up to the fourth.
+template <int N>
+inline void sum_quads(
+    const float *block, const float *weights, long stride, long length, bool more, Tile tile, const Prefetch &prefetch
+) {
+    Vec sums[N] = {};
+    const char *line = prefetch.at;
+    const long each = prefetch.each;
+    long k = 0;
+    for (; k + STEP <= length; k += STEP) {
+#pragma GCC unroll 12
+        for (int n = 0; n < 4 * N; n++) __builtin_prefetch(weights + n * stride + k + 2 * STEP);
+        for (long i = 0; i < each; i++, line += LINE) __builtin_prefetch(line, 0, 2);
+#pragma GCC unroll 4
+        for (long j = k; j < k + STEP; j += 4) {
+            const float *columns = block + j * GRAIN;
+            Vec quads[N];
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) quads[n] = quad_of(weights + 4 * n * stride + j, stride);
+            add_quads<0>(sums, columns, quads);
+            add_quads<1>(sums, columns, quads);
+            add_quads<2>(sums, columns, quads);
+            add_quads<3>(sums, columns, quads);
+        }
+    }
+    for (; k < length; k++) {
+        Vec quads[N];
+        float numbers[N * LANES] = {};
+        for (int n = 0; n < 4 * N; n++) numbers[4 * n] = weights[n * stride + k];
+        for (int n = 0; n < N; n++) quads[n] = load(numbers + n * LANES);
+        add_quads<0>(sums, block + k * GRAIN, quads);
+    }
+    for (int n = 0; n < 4 * N; n++) {
+        float *to = tile.at + n * tile.step;
+        const __m128 found = load_as<__m128>(reinterpret_cast<const float *>(sums) + 4 * n);
+        store_as(to, _mm256_zextps128_ps256(more ? load_as<__m128>(to) + found : found));
+    }
+}
+#endif
+
+template <class V, int C, bool IS_FEW = false>
 void sum_panel(const float *block, const float *weights, long count, long width, Tile tile, Prefetch &prefetch) {
     constexpr int N = outputs_at_once(C);
     constexpr long rows = C * sizeof(V) / 4;
@@ -196,13 +259,21 @@ void sum_panel(const float *block, const float *weights, long count, long width,
         const float *part = block + start * rows, *from = weights + start;
         const long length = std::min(slice, width - start), steps = length / STEP;
         long n = 0;
-        for (; n + N <= count; n += N, prefetch.advance(steps))
-            sum<V, C, N>(part, from + n * width, width, length, start > 0, tile.from(n), prefetch);
-        if (N > 4)
-            for (; n + 4 <= count; n += 4, prefetch.advance(steps))
-                sum<V, C, 4>(part, from + n * width, width, length, start > 0, tile.from(n), prefetch);
-        for (; n < count; n++, prefetch.advance(steps))
-            sum<V, C, 1>(part, from + n * width, width, length, start > 0, tile.from(n), prefetch);
+        const auto go = [&](auto outputs) {
+            constexpr int SOME = decltype(outputs)::value;
+            for (; n + SOME <= count; n += SOME, prefetch.advance(steps)) {
+#if defined(__AVX512F__)
+                if constexpr (IS_FEW && SOME % 4 == 0) {
+                    sum_quads<SOME / 4>(part, from + n * width, width, length, start > 0, tile.from(n), prefetch);
+                    continue;
+                }
+#endif
+                sum<V, C, SOME>(part, from + n * width, width, length, start > 0, tile.from(n), prefetch);
+            }
+        };
+        go(std::integral_constant<int, N>());
+        if (N > 4) go(std::integral_constant<int, 4>());
+        go(std::integral_constant<int, 1>());
     }
 }
 
@@ -227,6 +298,7 @@ void with_vectors(const Columns::Block &block, Body body) {
 // The rows of a block times the `count` rows of `weights` (count, width).
 void multiply(const Columns::Block &block, const float *weights, long count, long width, Tile tile,
               Prefetch &prefetch) {
+    if (block.used <= FEW_ROWS) return sum_panel<Grain, 1, true>(block.data, weights, count, width, tile, prefetch);
     with_vectors(block, [&](auto vectors) {
         using Rows = decltype(vectors);
         sum_panel<typename Rows::V, Rows::COUNT>(block.data, weights, count, width, tile, prefetch);
