@@ -194,7 +194,7 @@ def _decoder_configs(inner: PreTrainedModel) -> list[Any]:
 
 def is_checkpointing(model: nn.Module) -> bool:
     """True if some layers of `model` are computed again in the backward pass."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return any(vars(module).get("gradient_checkpointing") for module in model.modules())
 
 
 def _wrapped(name: str) -> str:

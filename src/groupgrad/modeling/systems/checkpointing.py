@@ -49,13 +49,14 @@ def free_bytes(device: torch.device) -> int:
 def _cgroup_free_bytes() -> int:
     """Bytes left below a container's memory limit, cached files included; 2^62 without a limit."""
     for *names, cached in _CGROUP_FILES:
+        limit, usage, statistics = (Path("/sys/fs/cgroup", name) for name in names)
         try:
-            limit, usage, statistics = (Path("/sys/fs/cgroup", name).read_text().strip() for name in names)
+            bound = limit.read_text().strip()
+            if bound.isdigit():  # "max" without a limit
+                lines = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
+                return max(int(bound) - int(usage.read_text()) + int(lines.get(cached, "0")), 0)
         except OSError:
             continue
-        if limit.isdigit() and usage.isdigit():
-            lines = dict(line.split(maxsplit=1) for line in statistics.splitlines() if " " in line)
-            return max(int(limit) - int(usage) + int(lines.get(cached, "0")), 0)
     return 1 << 62
 
 
