@@ -127,7 +127,7 @@ class CompiledModel:
     def __init__(self, kernels: ctypes.CDLL, decoder: Decoder):
         self.kernels, self._rotary = kernels, decoder.rotary
         layers, self._embedding = decoder.layers, decoder.embedding.weight
-        self._keep: list[Any] = [p.detach() for p in decoder.parameters()]
+        self._keep: list[Any] = [p.detach() for p in decoder.parameters]
         """The objects that the addresses point into."""
         self._recurrent: list[_Recurrent | _Convolution] = []
         self._layers = (_Layer * len(layers))(*map(self._read_layer, layers))
@@ -346,7 +346,7 @@ def _is_supported(decoder: Decoder) -> bool:
         return False
     width = rotary_width(rotary)
     rotates = width % 2 == 0 and all(width <= layer.head_dim for layer in layers if layer.call is not None)
-    return rotates and all(map(is_plain_memory, decoder.parameters()))
+    return rotates and all(map(is_plain_memory, decoder.parameters))
 
 
 def _has_activation(layer: LayerModules) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, Literal
 
 import torch
@@ -78,7 +77,7 @@ class LayerModules:
         return modules + [getattr(self.recurrent, name) for name in (_RECURRENT_MODULES[kind] if kind else ())]
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)
 class Decoder:
     """The parts of a known decoder (see `families`)."""
 
@@ -89,14 +88,13 @@ class Decoder:
     norm: Any
     head: Any
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
         """All parameters."""
         modules = [self.embedding, self.norm, self.head, *(m for layer in self.layers for m in layer.all_modules())]
-        for module in modules:
-            yield from module.parameters()
-        for layer in self.layers:
-            if layer.recurrent is not None:
-                yield from layer.recurrent.parameters(recurse=False)
+        recurrent = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
+        own = [parameter for module in recurrent for parameter in module.parameters(recurse=False)]
+        return [*(parameter for module in modules for parameter in module.parameters()), *own]
 
 
 def read_decoder(backbone: Any, head: Any, calls: dict[int, AttentionCall]) -> Decoder | None:
