@@ -253,7 +253,7 @@ def measure(workload: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def in_turn(arguments: list[str], other: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """What `measure` finds with this checkout and with another, each run `rounds` times, one after the other."""
+    """Runs `measure` with this checkout and with another in turn, `rounds` times each, and returns what it found."""
     found: dict[str, list[dict[str, float]]] = {"this": [], "other": []}
     roots = {"this": Path(__file__).resolve().parents[1], "other": other.resolve()}
     command = [sys.executable, __file__, *arguments, "--json"]

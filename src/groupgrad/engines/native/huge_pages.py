@@ -1,8 +1,8 @@
 """Large tensors of a CPU in pages of two megabytes.
 
 A decode step reads all keys and values once. With pages of four kilobytes it looks up the address of a page every
-sixteen keys, and a virtual machine walks two tables for each. The system's default is to give large pages only to
-memory for which they are asked (`/sys/kernel/mm/transparent_hugepage/enabled`).
+sixteen keys, and a virtual machine walks two tables for each. By default Linux gives large pages only to memory that
+asks for them (`/sys/kernel/mm/transparent_hugepage/enabled`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGE = 2 * 2**20
 
 
 def zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros. On a CPU with Linux a large one lies in a mapping of its own that asks for large pages."""
+    """A tensor of zeros. A large one on a Linux CPU gets a mapping of its own, for which large pages are requested."""
     num_bytes = math.prod(size) * dtype.itemsize
     mapped = _mapped(num_bytes) if device.type == "cpu" and num_bytes >= PAGE else None
     return torch.zeros(*size, dtype=dtype, device=device) if mapped is None else mapped.view(dtype).view(*size)
@@ -32,7 +32,7 @@ def _mapped(num_bytes: int) -> torch.Tensor | None:
     try:
         memory = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without large pages, or no memory, of which torch then tells
+    except OSError:  # the kernel has no large pages, or no memory, which torch will report
         return None
     every = torch.frombuffer(memory, dtype=torch.uint8)
     start = -every.data_ptr() % PAGE
