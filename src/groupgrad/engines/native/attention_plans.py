@@ -88,14 +88,16 @@ class PrefillPlan:
         ends = accumulate(len(run.ids) for run in runs)
         self.spans = [slice(end - len(run.ids), end) for run, end in zip(runs, ends)]
         """The flat tokens of each run."""
-        table = [
+        rows = [
             (span.start, len(run.ids), run.offset, run.prefix_length, run.prefix_slot, run.slot)
             for span, run in zip(self.spans, runs)
         ]
-        self._table = span_table(torch.tensor(table))
-        # (T,) where each token is stored.
-        self._slots = torch.tensor([run.slot for run in runs for _ in run.ids], dtype=torch.int64)
-        self._places = torch.tensor([run.offset + i for run in runs for i in range(len(run.ids))], dtype=torch.int64)
+        table = torch.tensor(rows)
+        self._table = span_table(table)
+        starts, lengths, offsets, slots = table[:, [0, 1, 2, 5]].unbind(1)
+        places = torch.arange(int(lengths.sum())) - (starts - offsets).repeat_interleave(lengths)
+        # (2, T) the slot in which each token is stored, and its place there.
+        self._stored_at = torch.stack([slots.repeat_interleave(lengths), places])
 
     @property
     def recurrence(self) -> SlotRecurrence:
@@ -115,8 +117,9 @@ class PrefillPlan:
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
         own, prompts = self._buffer.tensors[call.layer], self._prompts.tensors[call.layer]
+        slots, places = self._stored_at.to(own[0].device)
         for tensor, new in zip(own, (key, value)):
-            tensor[self._slots, :, self._places] = new.transpose(0, 1).to(tensor.dtype)
+            tensor[slots, :, places] = new.transpose(0, 1).to(tensor.dtype)
         kernels = kernel_for(query, key, value)
         if kernels is not None and own[0].dtype == torch.float32:
             return attend(kernels, query, slot_spans(self._table, prompts, own), len(key), call)
