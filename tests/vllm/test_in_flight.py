@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,19 +150,25 @@ def test_a_run_with_updates_in_flight_trains_on_each_tokens_own_weights(
     large_server: Callable[[], Served], make_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[int] = []
-    refresh = VLLMPolicy.refresh
+    refresh, server, slow = VLLMPolicy.refresh, large_server(), ExitStack()
 
     def recorded(self: VLLMPolicy, step: int, *, keeps_rows: bool = False) -> None:
         kept.extend([step] if keeps_rows else [])
         refresh(self, step, keeps_rows=keeps_rows)
+        # The batch that begins now is under way when the next push comes, however fast the server is.
+        if kept:
+            slow.close()
+        elif step == 1:
+            slow.enter_context(server.slowed())
 
     monkeypatch.setattr(VLLMPolicy, "refresh", recorded)
-    where = {"vllm_mode": "server", "vllm_server_port": large_server().port, "max_completion_length": 200}
+    where = {"vllm_mode": "server", "vllm_server_port": server.port, "max_completion_length": 200}
     ahead = {"rollout_ahead": 2, "vllm_in_flight_updates": True, "max_steps": 6, "learning_rate": 1e-3}
     policy = vary(make_model(seed=3, **LARGE), 3)
     trainer = make_trainer(policy, tokenizer, tmp_path / "run", **where, **ahead)
     trainer.watch.trainer = None  # type: ignore[attr-defined]
-    trainer.train()
+    with slow:
+        trainer.train()
     trainer.vllm_policy.close()
     lags, means = logged(trainer, "sampling/policy_lag"), logged(trainer, "sampling/policy_lag_mean")
     assert kept, "weights were sent while rows were sampled"
