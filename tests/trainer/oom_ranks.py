@@ -290,6 +290,7 @@ def sent_early(dtype: torch.dtype, *, overlaps: bool) -> dict[str, Any]:
                     with sync.backward_pass(is_last=True):
                         model.backward(1)
                 found["sent"].append(len(sync._ahead._sent))
+                sync.unsent()
         found["gradients"].append([None if p.grad is None else p.grad.float() for p in model.parameters()])
         sums.clear()
     try:

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from groupgrad import GRPOTrainer
 from groupgrad.errors import NonFiniteError
+from groupgrad.objectives import policy_loss
 
 
 class Poisoned(GRPOTrainer):
@@ -73,6 +74,27 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_written_down(make_pois
     assert all(isinstance(row["prompt"], str) and isinstance(row["advantage"], float) for row in rows)
     assert str(path) in caplog.text
     assert "step was skipped" in caplog.text
+
+
+def test_rows_without_a_gradient_whose_loss_is_nan_skip_the_step_too(make_trainer, monkeypatch):
+    """They stand in micro-batches of their own, after those whose gradients are finite."""
+
+    def one_group_varies(completion_ids, row, **_):
+        return [float(len(ids)) if number == row[0] else 0.5 for ids, number in zip(completion_ids, row)]
+
+    def spoilt(*args, **kwargs):
+        result = policy_loss(*args, **kwargs)
+        spoils = not torch.is_grad_enabled() and trainer.state.global_step == 1
+        without_gradient.append(spoils)
+        return type(result)(result.loss * torch.nan, result.metrics) if spoils else result
+
+    without_gradient: list[bool] = []
+    trainer = make_trainer(reward_funcs=one_group_varies, max_steps=3)
+    monkeypatch.setattr("groupgrad.trainer.trainer.policy_loss", spoilt)
+    trainer.train()
+    assert any(without_gradient)
+    assert trainer.finite_steps.num_skipped == 1
+    assert trainer.state.global_step == 3
 
 
 def test_a_skipped_step_leaves_the_optimizers_state_as_it_was(make_poisoned):

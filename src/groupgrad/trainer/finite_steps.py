@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from groupgrad import dist
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.errors import NonFiniteError
 from groupgrad.metrics import Metric, latest
+from groupgrad.modeling.systems.fsdp import local_part
 from groupgrad.trainer.callbacks import SameOnRanks
 
 logger = logging.getLogger(__name__)
@@ -28,8 +30,8 @@ FOLDER = "nonfinite_steps"
 class FiniteSteps(SameOnRanks):
     """Counts and skips the optimizer steps whose loss or gradient is not finite.
 
-    A loss that is not finite gets a gradient of NaN (`nan_unless_finite`). Averaging carries it to all ranks, so every
-    rank finds the same norm of the gradient and skips the same steps. The rows of skipped steps are written to
+    A rank whose loss is not finite makes a number of its gradient NaN. Averaging carries it to all ranks, so every rank
+    finds the same norm of the gradient and skips the same steps. The rows of skipped steps are written to
     `output_dir`, decoded by `tokenizer`. With `applies_early` the optimizer steps within the backward pass, so that no
     step can be skipped.
     """
@@ -39,6 +41,17 @@ class FiniteSteps(SameOnRanks):
         self.num_skipped = 0
         """Skipped steps of the run."""
         self._num_in_row = 0
+
+    def mark(self, loss: torch.Tensor, holders: Iterable[nn.Parameter]) -> None:
+        """Makes a number of the first of the holders' gradients NaN if the loss is not finite.
+
+        Does not wait for the device.
+        """
+        found = (local_part(p.grad) for p in holders if p.grad is not None)
+        gradient = next((part for part in found if part.numel()), None)
+        if gradient is not None:
+            first = gradient[(0,) * gradient.ndim]
+            first.copy_(torch.where(torch.isfinite(loss.detach()).to(first.device), first, torch.nan))
 
     def check(self, norm: Any, step: int, rows: Sequence[MicroBatch]) -> bool:
         """False if the step has to be skipped, since the norm of its averaged gradient is not finite.
@@ -87,11 +100,6 @@ class FiniteSteps(SameOnRanks):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counts of `state_dict`."""
         self.num_skipped, self._num_in_row = state["num_skipped"], state["num_in_row"]
-
-
-def nan_unless_finite(loss: torch.Tensor) -> torch.Tensor:
-    """The loss with the same gradient; NaN with a gradient of NaN if it is not finite. Does not wait for the device."""
-    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
 def _write_rows(path: Path, micro_batches: Sequence[MicroBatch], tokenizer: Any) -> None:

@@ -205,9 +205,12 @@ class GRPOTrainer(TrainingRun):
             micro_batch = self._micro_batches[inputs.index]
             with self._training_passes(is_last=inputs.index == len(inputs.keys) - 1):
                 losses = self.memory.train(micro_batch, partial(self._loss, model), self._backward)
+                loss = torch.stack([part.loss for part in losses]).sum()
+                unsent = self.gradient_sums.holders if self._gradient_sync is None else self._gradient_sync.unsent()
+                self.finite_steps.mark(loss, unsent)
         self._step_log.losses += losses
         self._step_log.seconds += time.perf_counter() - started
-        return torch.stack([part.loss for part in losses]).sum()
+        return loss
 
     def _begin_step(self, model: nn.Module, keys: Sequence[MicroBatchKey]) -> list[MicroBatch]:
         """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""

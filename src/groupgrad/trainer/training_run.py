@@ -71,7 +71,7 @@ from groupgrad.trainer.callbacks import LossWindow
 from groupgrad.trainer.changed_options import ChangedOptions
 from groupgrad.trainer.checked_entry import entry
 from groupgrad.trainer.exit_guard import exits_are_errors
-from groupgrad.trainer.finite_steps import FiniteSteps, nan_unless_finite
+from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.launcher_watch import LauncherWatch
 from groupgrad.trainer.rank_watch import RankWatch
 from groupgrad.trainer.replaceable_loss import ReplaceableLoss
@@ -305,8 +305,6 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
             hf_trainer.clear_device_cache()
         if args.optim in STEPS_IN_BACKWARD:
             further["learning_rate"] = self._get_learning_rate()
-        else:
-            loss = nan_unless_finite(loss)
         sync = self._gradient_sync
         if self.is_deepspeed_enabled:
             zero3.backward(self.accelerator, loss)

@@ -79,6 +79,10 @@ class GradientSync:
         """The context of a backward pass; `is_last` for this rank's last one in its micro-batch. Not a collective."""
         return self._ahead.last_pass() if is_last and self._is_last else nullcontext()
 
+    def unsent(self) -> list[nn.Parameter]:
+        """The holders of gradients that have not been sent to the other ranks."""
+        return (self._is_last and self._ahead.unsent()) or self._sums.holders
+
     def _average(self) -> None:
         """Collective, after all of `_ahead` is sent."""
         holders = self._sums.holders

@@ -17,7 +17,8 @@ class OverlappedAverage:
 
     Gradients are sent in place, in the order in which backward passes complete them. Ranks may make different passes:
     `send_rest` sends the buckets that a rank's last pass has not sent. A pass that runs out of memory may be repeated:
-    the buckets it has sent were complete, and `take` overwrites what the repetition computes for them.
+    the buckets it has sent were complete, and `take` overwrites what the repetition computes for them. The last bucket
+    waits for `send_rest`, so that the caller can still change a gradient (`unsent`).
 
     `parameters` are pairs of a parameter and of its holder, whose `.grad` is its gradient (`GradientSums`); they are
     the same on all ranks.
@@ -29,6 +30,7 @@ class OverlappedAverage:
         self._sent: list[tuple[list[torch.Tensor], dist.BucketReduce]] = []
         self._had_gradient: list[bool] = []
         self._complete: set[int] = set()
+        self._made_up: nn.Parameter | None = None
 
     @property
     def holders(self) -> set[int]:
@@ -45,6 +47,13 @@ class OverlappedAverage:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def unsent(self) -> list[nn.Parameter]:
+        """Holders whose gradients are not sent yet; if none has a gradient, the first one gets a gradient of zeros."""
+        found = [holder for bucket in self._buckets[len(self._sent) :] for holder in bucket]
+        if found and all(holder.grad is None for holder in found):
+            found[0].grad, self._made_up = torch.zeros_like(found[0]), found[0]
+        return found
 
     def send_rest(self) -> None:
         """Sends the remaining buckets; missing gradients of this rank count as 0. All ranks call it."""
@@ -69,7 +78,7 @@ class OverlappedAverage:
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         self._complete.add(id(holder))
-        while len(self._sent) < len(self._buckets):
+        while len(self._sent) < len(self._buckets) - 1:
             if not all(id(other) in self._complete for other in self._buckets[len(self._sent)]):
                 return
             self._send()
@@ -77,6 +86,6 @@ class OverlappedAverage:
     @torch.no_grad()
     def _send(self) -> None:
         bucket = self._buckets[len(self._sent)]
-        self._had_gradient += [holder.grad is not None for holder in bucket]
+        self._had_gradient += [holder.grad is not None and holder is not self._made_up for holder in bucket]
         tensors = [torch.zeros_like(holder) if holder.grad is None else holder.grad for holder in bucket]
         self._sent.append((tensors, dist.BucketReduce(tensors)))
