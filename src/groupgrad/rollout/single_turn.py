@@ -32,8 +32,8 @@ def sample_prompts(
         for prompt, seed, (budget, _) in zip(prompts, seeds, budgets)
     ]
     return [
-        replace(sample, finish_reason=reason_if_full) if sample.finish_reason == "length" != reason_if_full else sample
-        for sample, (_, reason_if_full) in zip(engine.sample(requests, sampling), budgets)
+        replace(sample, finish_reason="context") if reason == "context" and sample.finish_reason == "length" else sample
+        for sample, (_, reason) in zip(engine.sample(requests, sampling), budgets)
     ]
 
 
