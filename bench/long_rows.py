@@ -92,7 +92,7 @@ def reading_of(num_bytes: float) -> Reading:
 
 
 def rate_of_128_megabytes() -> str:
-    """How fast 128 MB are read."""
+    """Measures how fast 128 MB are read; a text for the printed line, with the load of the machine."""
     return f"128 MB at {reading_gigabytes(0.5, 128):.0f} GB/s, load {os.getloadavg()[0]:.1f}"
 
 
