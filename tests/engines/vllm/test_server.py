@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import tempfile
+import time
 import urllib.parse
 import zlib
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from simulated_server import Receiver, Weights, pretend_weight_transfer
 
 from groupgrad.engines.vllm import http, server_requests
-from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused
+from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, ServerTimeout, ServerUnreachable
 from groupgrad.engines.vllm.server import Routes
 from groupgrad.engines.vllm.server_requests import Call, Refusal
 from groupgrad.engines.vllm.transfer_plugin import FLAGS
@@ -76,6 +77,39 @@ def test_a_server_without_these_routes_is_told_the_flags(monkeypatch: pytest.Mon
     with pytest.raises(ServerRefused, match="has no /groupgrad/info") as refused:
         http.wait_until_up(Address.of(port=8000), timeout_s=1.0)
     assert shlex.split(str(refused.value).partition("`vllm serve` itself has to be given ")[2]) == list(FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (ServerRefused(503, "it loads its weights"), "it loads its weights"),
+        (ServerUnreachable("nobody is there"), "no answer within 0.1 s"),
+    ],
+)
+def test_a_call_that_the_deadline_cuts_short_hides_no_answer(
+    monkeypatch: pytest.MonkeyPatch, first: Exception, said: str
+) -> None:
+    failures = [first, ServerTimeout("no answer within 0.1 s")]
+
+    def answer(*args: object, timeout_s: float) -> None:
+        if len(failures) == 1:
+            time.sleep(timeout_s)
+        raise failures.pop(0)
+
+    monkeypatch.setattr(http, "call", answer)
+    with pytest.raises(TimeoutError, match=rf"within 0\.6 s \(last: {said}\)"):
+        http.wait_until_up(Address.of(port=8000), timeout_s=0.6)
+    assert not failures
+
+
+def test_a_server_that_answers_nothing_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*args: object, timeout_s: float) -> None:
+        time.sleep(timeout_s)
+        raise ServerTimeout("it did not answer")
+
+    monkeypatch.setattr(http, "call", wait)
+    with pytest.raises(TimeoutError, match=r"\(last: it did not answer\)"):
+        http.wait_until_up(Address.of(port=8000), timeout_s=0.3)
 
 
 def test_a_worker_in_another_group_has_a_status_of_its_own() -> None:

@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from groupgrad._version import __version__
-from groupgrad.engines.vllm.http import Address, ServerRefused, ServerTimeout, ServerUnreachable, call, wait_until_up
+from groupgrad.engines.vllm.http import (
+    LOOK_TIMEOUT_S,
+    Address,
+    ServerRefused,
+    ServerTimeout,
+    ServerUnreachable,
+    call,
+    wait_until_up,
+)
 from groupgrad.engines.vllm.lora import adapter_bytes
 from groupgrad.engines.vllm.transfer_plugin import BACKEND, TRANSFER_CONFIG
 from groupgrad.engines.vllm.vllm_engine import Push
@@ -26,9 +34,6 @@ from groupgrad.modeling.unwrapping import base_model, unwrap
 from groupgrad.modeling.weights import adapter_files
 
 logger = logging.getLogger(__name__)
-
-PROBE_S = 10.0
-"""Longest that a server, and its workers, may take to answer before weights are sent there."""
 
 
 class ServerClient:
@@ -99,13 +104,13 @@ class ServerClient:
 
     def look(self) -> dict[str, Any]:
         """Asks the server for its `info`. ConnectionError if it does not answer, ValueError if it does not fit."""
-        info = call(self.address, "info", timeout_s=PROBE_S)
+        info = call(self.address, "info", timeout_s=LOOK_TIMEOUT_S)
         self._check_fit(info)
         return info
 
     def look_at_workers(self) -> None:
         """ConnectionError or ServerRefused if the server's workers do not answer."""
-        call(self.address, "init", {}, timeout_s=PROBE_S)
+        call(self.address, "init", {}, timeout_s=LOOK_TIMEOUT_S)
 
     def is_restarted(self) -> bool:
         """True if the server has been restarted since `info` was read, or does not answer."""

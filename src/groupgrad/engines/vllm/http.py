@@ -19,6 +19,9 @@ from groupgrad.engines.vllm.transfer_plugin import FLAGS
 POLL_S = 0.25
 """Seconds between two attempts to reach a server that is not up yet."""
 
+LOOK_TIMEOUT_S = 10.0
+"""Longest wait for the answer of one such attempt, in seconds."""
+
 MISSING_KEY_STATUS = 401
 """Status of a refusal of a call without the server's key."""
 
@@ -174,11 +177,15 @@ def wait_until_up(
     RuntimeError once `is_given_up` returns True.
     """
     deadline = time.monotonic() + timeout_s
+    failure: Exception | None = None
     while True:
+        time_left = deadline - time.monotonic()
         try:
-            return call(address, "info", timeout_s=max(0.1, min(deadline - time.monotonic(), 10.0)))
+            return call(address, "info", timeout_s=max(0.1, min(time_left, LOOK_TIMEOUT_S)))
         except (ServerRefused, ConnectionError) as error:
-            failure = error
+            is_cut_short = isinstance(error, ServerTimeout) and time_left < LOOK_TIMEOUT_S
+            if not (is_cut_short and isinstance(failure, (ServerRefused, ServerTimeout))):
+                failure = error  # an attempt that the deadline cut short says less than an earlier answer
             if isinstance(error, ServerRefused) and error.status in (404, 405):
                 raise ServerRefused(
                     error.status,
