@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def random_batch(seed: int) -> Batch:
-    """Prompts that rows share, of unlike lengths; the first seed has fewer tokens than the chunks of four ranks."""
+    """Prompts of unlike lengths; seed 0 has fewer tokens than the chunks of four ranks, seed 3 a prompt without any."""
     stream = torch.Generator().manual_seed(seed)
     if seed == 0:
         return build_batch([[1]], [0], [[2, 3]])
@@ -39,7 +39,9 @@ def random_batch(seed: int) -> Batch:
     def lengths(most: int, count: int) -> list[int]:
         return torch.randint(0, most, (count,), generator=stream).tolist()
 
-    prompts = [[1] * (length + 1) for length in lengths(20, 3)]
+    prompts = [[1] * (length + (seed != 3)) for length in lengths(20, 3)]
+    if seed == 3:
+        prompts[1] = []
     rows = [[1] * length for length in lengths(25, 7)]
     return build_batch(prompts, [0, 1, 1, 0, 2, 0, 1], rows)
 
@@ -50,7 +52,9 @@ def dense(segments: list[Segment], tensors: dict[str, torch.Tensor], call: Atten
     number = torch.tensor([place[0] for place in places])
     position = torch.tensor([place[1] for place in places])
     starts = {s.start: index for index, s in enumerate(segments) if s.length}
-    prompt = torch.tensor([starts[s.shared.start] if s.shared is not None else -1 for s in segments])[number]
+    prompt = torch.tensor(
+        [starts[s.shared.start] if s.shared is not None and s.shared.length else -1 for s in segments]
+    )[number]
     visible = (number[:, None] == number) | (prompt[:, None] == number)
     distance = position[:, None] - position
     visible &= distance >= 0
@@ -68,8 +72,11 @@ def dense(segments: list[Segment], tensors: dict[str, torch.Tensor], call: Atten
 
 
 def made(seed: int, kind: str, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Tensor], torch.Tensor, AttentionCall]:
-    """A layout whose token ids count from 1 on, its queries, keys and values, a gradient, and options of a layer."""
-    inputs = flat_layout(random_batch(seed))
+    """A layout whose token ids count from 1 on, its queries, keys and values, a gradient, and options of a layer.
+
+    Rows share their prompts, but for seed 2.
+    """
+    inputs = flat_layout(random_batch(seed), share=seed != 2)
     num_tokens = len(inputs.ids)
     stream = torch.Generator().manual_seed(100 + seed)
     shapes = {"query": (HEADS, WIDTH), "key": (KEY_HEADS, WIDTH), "value": (KEY_HEADS, VALUE_WIDTH)}

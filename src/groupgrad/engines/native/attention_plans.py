@@ -55,7 +55,7 @@ class ProbePlan:
 
 
 @dataclass(slots=True, frozen=True)
-class TokenRun:
+class PrefillRun:
     """Consecutive tokens of a prompt or a suffix that a prefill pass computes."""
 
     ids: list[int]
@@ -82,7 +82,7 @@ class PrefillPlan:
     already, and causally to itself.
     """
 
-    def __init__(self, runs: Sequence[TokenRun], buffer: KVBuffer, prompts: KVBuffer):
+    def __init__(self, runs: Sequence[PrefillRun], buffer: KVBuffer, prompts: KVBuffer):
         self._runs, self._buffer, self._prompts = runs, buffer, prompts
         self._recurrence: SlotRecurrence | None = None
         ends = accumulate(len(run.ids) for run in runs)

@@ -15,7 +15,7 @@ from torch import nn
 
 from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import Request, Sample
-from groupgrad.engines.native.attention_plans import DecodeBatch, PrefillPlan, TokenRun
+from groupgrad.engines.native.attention_plans import DecodeBatch, PrefillPlan, PrefillRun
 from groupgrad.engines.native.cuda_graphs import RecordedStep
 from groupgrad.engines.native.kv_cache import KVBuffer
 from groupgrad.engines.native.logits import last_logits
@@ -243,7 +243,7 @@ class NativeSession:
 
     def _prefill_prompts(self, groups: list[tuple[Group, int]]) -> None:
         """Computes prompts, each from a place on; the tokens before it are stored."""
-        runs = [TokenRun(g.prompt_ids[start:], g.slot, start, images=g.prompt_images) for g, start in groups]
+        runs = [PrefillRun(g.prompt_ids[start:], g.slot, start, images=g.prompt_images) for g, start in groups]
         for pack in _packs(list(zip((group for group, _ in groups), runs)), self._prefill_tokens):
             for (group, _), row in zip(pack, self._prefill([run for _, run in pack], self._cache.prompts)):
                 if group.num_fresh:
@@ -257,7 +257,7 @@ class NativeSession:
         runs = []
         for slot, s in sequences:
             ids, group = s.suffix_ids[s.num_restored : s.num_stored], s.group
-            run = TokenRun(ids, slot, s.num_restored, group.slot, len(group.prompt_ids), group.prompt_images)
+            run = PrefillRun(ids, slot, s.num_restored, group.slot, len(group.prompt_ids), group.prompt_images)
             runs.append((s, run))
         for pack in _packs(runs, self._prefill_tokens):
             logits = self._prefill([run for _, run in pack], self._cache.suffixes)
@@ -265,7 +265,7 @@ class NativeSession:
             if first:
                 self._sample_first([pack[i][0] for i in first], logits[first])
 
-    def _prefill(self, runs: list[TokenRun], buffer: KVBuffer) -> torch.Tensor:
+    def _prefill(self, runs: list[PrefillRun], buffer: KVBuffer) -> torch.Tensor:
         """(N, V) logits behind N runs of tokens, whose keys and values are stored in `buffer`."""
         ids = self._tensor([token for run in runs for token in run.ids])
         positions = self._tensor([run.position + i for run in runs for i in range(len(run.ids))])
@@ -444,7 +444,7 @@ def _start_of_last_pass(group: Group, has_states: bool = False) -> int:
     return 0 if is_image or has_states else last
 
 
-def _packs(items: list[tuple[Any, TokenRun]], max_tokens: int) -> Iterator[list[tuple[Any, TokenRun]]]:
+def _packs(items: list[tuple[Any, PrefillRun]], max_tokens: int) -> Iterator[list[tuple[Any, PrefillRun]]]:
     """Splits items into lists whose runs have at most `max_tokens` tokens together."""
     pack, size = [], 0
     for item in items:

@@ -31,10 +31,13 @@ A block of its own would cost about as much as this padding.
 
 @dataclass(slots=True, frozen=True)
 class Segment:
-    """Consecutive flat tokens of one row, or of a prompt that several rows share."""
+    """Consecutive flat tokens of one row, or of a prompt that several rows share.
+
+    Where a pass is cut, into stretches or over ranks, a segment is the part that lies there.
+    """
 
     start: int
-    """Flat place of the first token."""
+    """Flat place of the first token, among those of its stretch or rank."""
     length: int
     position: int = 0
     """Position of the first token in its row, the prompt counted."""

@@ -22,7 +22,10 @@ from groupgrad.dist import RankGroup, sum_over_group
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.head_hook import HeadHook
 from groupgrad.modeling.scoring.layout import ForwardInputs
-from groupgrad.modeling.scoring.ring_attention import Piece, RingPlan
+from groupgrad.modeling.scoring.ring_attention import RingPlan
+
+_NO_PROMPT = -1
+"""Number of the prompt of tokens that fill up a pass. No row has it, so no row attends to them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,17 +71,17 @@ def cut_over_ranks(inputs: ForwardInputs, predictors: torch.Tensor, group: RankG
     segments, ids, positions = list(inputs.segments), inputs.ids, inputs.positions
     lacking = 2 * group.size - len(ids)
     if lacking > 0:
-        segments.append(Segment(len(ids), lacking))
+        segments.append(Segment(len(ids), lacking, prompt=_NO_PROMPT))
         ids, positions = torch.cat([ids, ids.new_zeros(lacking)]), torch.cat([positions, torch.arange(lacking).to(ids)])
     places = _places_of_ranks(len(ids), group.size)
     own = torch.tensor([place for chunk in places[group.index] for place in chunk], device=ids.device)
     place_here = torch.full_like(ids, -1).index_copy_(0, own, torch.arange(len(own), device=ids.device))
     here = place_here[predictors]
     scored = (here >= 0).nonzero().flatten()
-    pieces = [_pieces(segments, chunks) for chunks in places]
+    plan = RingPlan([_cut_segments(chunks, segments) for chunks in places], group)
     return ContextPart(
         group,
-        replace(inputs, ids=ids[own], positions=positions[own], plan=RingPlan(pieces, group), segments=[]),
+        replace(inputs, ids=ids[own], positions=positions[own], plan=plan, segments=[]),
         scored,
         here[scored],
         len(predictors),
@@ -93,17 +96,15 @@ def _places_of_ranks(num_tokens: int, num_ranks: int) -> list[tuple[range, range
     return [(chunks[rank], chunks[num_chunks - 1 - rank]) for rank in range(num_ranks)]
 
 
-def _pieces(segments: Sequence[Segment], chunks: Sequence[range]) -> list[Piece]:
-    """The parts of the segments that lie in the chunks, which follow each other on their rank."""
-    numbers = {segment.start: number for number, segment in enumerate(segments) if segment.length}
-    pieces, first = [], 0
+def _cut_segments(chunks: Sequence[range], segments: Sequence[Segment]) -> list[Segment]:
+    """Cuts segments to the chunks of one rank. A part's `start` counts from the rank's first token."""
+    parts, first = [], 0
     for chunk in chunks:
-        for number, segment in enumerate(segments):
+        for segment in segments:
             start, end = max(segment.start, chunk.start), min(segment.start + segment.length, chunk.stop)
             if start < end:
-                shared = segment.shared
-                prompt = numbers[shared.start] if shared is not None and shared.length else None
                 position = segment.position + start - segment.start
-                pieces.append(Piece(first + start - chunk.start, end - start, position, number, prompt))
+                place = first + start - chunk.start
+                parts.append(replace(segment, start=place, length=end - start, position=position))
         first += len(chunk)
-    return pieces
+    return parts

@@ -20,30 +20,12 @@ import torch
 
 from groupgrad.dist import RankGroup, RingHop
 from groupgrad.modeling.scoring.attention import AttentionCall
-from groupgrad.modeling.scoring.blocks import QUERY_TILE
+from groupgrad.modeling.scoring.blocks import QUERY_TILE, Segment
 from groupgrad.modeling.scoring.recurrence import Recurrence
 from groupgrad.modeling.scoring.wide_products import wide_products
 
 KEY_TILE = 512
 """Keys whose scores with a tile of queries are computed at a time."""
-
-
-@dataclass(slots=True, frozen=True)
-class Piece:
-    """Consecutive tokens of one row, or of a prompt that rows share, on one rank.
-
-    Ranks send each other their pieces, which therefore name a prompt by its number, where a `Segment` holds it.
-    """
-
-    start: int
-    """Index of the first token among its rank's tokens."""
-    length: int
-    position: int
-    """Position of the first token in its row, the prompt counted."""
-    segment: int
-    """Number of the row or prompt, the same on all ranks."""
-    prompt: int | None = None
-    """Number of the shared prompt before the row; None if there is none."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,12 +51,13 @@ class _Tile:
 class RingPlan:
     """Attention plan of one rank's tokens (see `attention.AttentionPlan`). `attend` is a collective of the group.
 
-    `pieces` holds each rank's pieces, in the order of the group's ranks; each rank has at least one token.
+    `segments[r]` holds the parts of rows and prompts on rank r of the group, which has at least one token. All parts of
+    a row have its numbers of prompt and row, and those of a shared prompt the prompt's number and no row.
     """
 
-    def __init__(self, pieces: Sequence[Sequence[Piece]], group: RankGroup):
+    def __init__(self, segments: Sequence[Sequence[Segment]], group: RankGroup):
         self.group = group
-        self._pieces = pieces
+        self._segments = segments
         self._tiles: dict[tuple[int, int | None], list[_Tile]] = {}
 
     @property
@@ -84,13 +67,13 @@ class RingPlan:
 
     def num_tokens(self, rank: int) -> int:
         """Number of tokens of a rank of the group."""
-        return sum(piece.length for piece in self._pieces[rank])
+        return sum(segment.length for segment in self._segments[rank])
 
     def tiles(self, rank: int, window: int | None) -> list[_Tile]:
         """The tiles of this rank's queries and the keys of `rank`, made once for all layers with the same window."""
         if (rank, window) not in self._tiles:
-            own, others = self._pieces[self.group.index], self._pieces[rank]
-            self._tiles[rank, window] = [tile for piece in own for tile in _tiles_of(piece, others, window)]
+            own, others = self._segments[self.group.index], self._segments[rank]
+            self._tiles[rank, window] = [tile for segment in own for tile in _tiles_of(segment, others, window)]
         return self._tiles[rank, window]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -103,19 +86,21 @@ class RingPlan:
         return _RingAttention.apply(query, key, value, call.sinks, self, call)  # pyright: ignore[reportReturnType]
 
 
-def _tiles_of(queries: Piece, keys: Sequence[Piece], window: int | None) -> Iterator[_Tile]:
-    """The tiles that hold all keys which the tokens of one piece attend to."""
-    visible = [piece for piece in keys if piece.segment in (queries.segment, queries.prompt)]
+def _tiles_of(queries: Segment, keys: Sequence[Segment], window: int | None) -> Iterator[_Tile]:
+    """The tiles that hold all keys which the tokens of one segment attend to."""
+    # A row attends to itself and, unless it has the prompt's tokens too, to the shared prompt, whose row is None.
+    rows = (queries.row,) if queries.shared is None else (queries.row, None)
+    visible = [segment for segment in keys if segment.prompt == queries.prompt and segment.row in rows]
     for first in range(0, queries.length, QUERY_TILE):
         num_queries = min(QUERY_TILE, queries.length - first)
         start = queries.start + first
-        for piece in visible:
-            distance = queries.position + first - piece.position
+        for segment in visible:
+            distance = queries.position + first - segment.position
             begin = 0 if window is None else max(0, distance - window + 1)
-            end = min(piece.length, distance + num_queries)
+            end = min(segment.length, distance + num_queries)
             for key in range(begin, end, KEY_TILE):
                 stop = min(key + KEY_TILE, end)
-                places = slice(piece.start + key, piece.start + stop)
+                places = slice(segment.start + key, segment.start + stop)
                 yield _Tile(slice(start, start + num_queries), places, distance - key)
 
 
