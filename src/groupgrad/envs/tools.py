@@ -9,17 +9,15 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from groupgrad.chat import ToolCall
 from groupgrad.chat.tool_messages import Content, NotJson, cut, render
 from groupgrad.concurrency.callables import function_name
+from groupgrad.concurrency.daemon_threads import OwnThread
 from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers
 from groupgrad.envs.main_thread import MainThreadNeed, call_here
 from groupgrad.envs.schemas import argument_problem, describe
-
-if TYPE_CHECKING:
-    from groupgrad.envs.environments import EnvHandle
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +115,23 @@ def _make_function_tool(function: Any, index: int) -> Tool:
     return make_tool(function, name, f"the tool '{name}'")
 
 
+class MethodOwner(Protocol):
+    """A rollout's environment, whose methods are tools."""
+
+    thread: OwnThread
+    """The thread on which its plain methods run."""
+    must_discard: bool
+    """Set to True when a call has timed out, since it may still run."""
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """A method, to be called with keywords."""
+        ...
+
+    def problem(self) -> str | None:
+        """The reason why no method can be called now, in words for the model; None if one can."""
+        ...
+
+
 class ToolBox:
     """The tools of one rollout: those that all rollouts share, and the methods of its environment, the `owner`.
 
@@ -124,7 +139,7 @@ class ToolBox:
     state; calls of the other tools run side by side. Use it on one thread only.
     """
 
-    def __init__(self, tools: Sequence[Tool] = (), methods: Sequence[Tool] = (), owner: EnvHandle | None = None):
+    def __init__(self, tools: Sequence[Tool] = (), methods: Sequence[Tool] = (), owner: MethodOwner | None = None):
         self.schemas: list[dict[str, Any]] = [tool.schema for tool in (*tools, *methods)]
         """Schemas of all tools, in their order."""
         self._tools = {tool.name: tool for tool in (*tools, *methods)}
@@ -180,7 +195,7 @@ class ToolBox:
 def _start(
     tool: Tool,
     arguments: dict[str, Any],
-    owner: EnvHandle | None,
+    owner: MethodOwner | None,
     reply: Future[ToolReply],
     workers: Workers,
     options: ToolOptions,
@@ -209,7 +224,7 @@ def _start(
         running.add_done_callback(finish)
 
 
-def _reply_here(tool: Tool, arguments: dict[str, Any], owner: EnvHandle | None, options: ToolOptions) -> ToolReply:
+def _reply_here(tool: Tool, arguments: dict[str, Any], owner: MethodOwner | None, options: ToolOptions) -> ToolReply:
     """Runs a plain tool with valid arguments on this thread. Raises KeyboardInterrupt."""
     if owner is not None and (problem := owner.problem()) is not None:
         return ToolReply(tool.name, f"Error: {problem}", failed=True)

@@ -19,6 +19,7 @@ import torch
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, attention_plans, decode_kernels
 from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
+from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 
@@ -180,7 +181,7 @@ class Call:
         monkeypatch.setattr(decode_kernels, "_is_on_gpu", lambda query: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(triton_attention, "decode_attention", lambda *_: output())
-        self.tables = decode_kernels.DecodeTables(torch.zeros(3), torch.zeros(3), torch.zeros(1, 4), 2, 1, 1)
+        self.tables = DecodeTables(torch.zeros(3), torch.zeros(3), torch.zeros(1, 4), 2, 1, 1)
 
     def __call__(self) -> torch.Tensor:
         def products() -> torch.Tensor:

@@ -16,8 +16,9 @@ from simulated_server import Model, Receiver, SimulatedServer, Worker, pretend_v
 from groupgrad.engines.vllm import weight_sender
 from groupgrad.engines.vllm.client import ServerClient
 from groupgrad.engines.vllm.http import ServerRefused
+from groupgrad.engines.vllm.own_sender import sender_of
 from groupgrad.engines.vllm.weight_receiver import REFUSED
-from groupgrad.engines.vllm.weight_sender import PolicyWeights, WeightSender, sender_of
+from groupgrad.engines.vllm.weight_sender import PolicyWeights, WeightSender
 from groupgrad.engines.vllm.wire import SHARED_MEMORY
 from groupgrad.modeling.weights import checkpoint_weights
 

@@ -14,7 +14,8 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from groupgrad.engines.native.decode_kernels import DecodeTables, decode_kernels_for
+from groupgrad.engines.native.decode_kernels import decode_kernels_for
+from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.engines.native.kv_cache import KVBuffer, KVCache, LayerShape, StateShape
 from groupgrad.engines.native.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
 from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table

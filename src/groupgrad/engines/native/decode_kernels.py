@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.systems.oom import is_out_of_memory
 
@@ -27,24 +28,6 @@ SWITCH = "GROUPGRAD_TRITON"
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Largest accepted difference from the products, relative to the largest output."""
-
-
-@dataclass(slots=True, frozen=True)
-class DecodeTables:
-    """Rows of a decode step, on the device; see `StepShape` for the sizes."""
-
-    lengths: torch.Tensor
-    """(n,) int64 own tokens of each row before the step."""
-    prompt_lengths: torch.Tensor
-    """(n,) int64."""
-    groups: torch.Tensor
-    """(groups, 1 + rows per group) int64: a group's prompt length, then the numbers of its rows, -1 for none."""
-    num_rows: int
-    """Rows of which outputs are used; the first ones."""
-    num_own: int
-    """Own tokens that any row may have, the new one included."""
-    num_prompt: int
-    """Tokens of the longest prompt."""
 
 
 Products = Callable[[], torch.Tensor]

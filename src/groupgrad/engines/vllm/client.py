@@ -22,11 +22,12 @@ from groupgrad.engines.vllm.http import (
     wait_until_up,
 )
 from groupgrad.engines.vllm.lora import adapter_bytes
+from groupgrad.engines.vllm.own_sender import sender_of
 from groupgrad.engines.vllm.transfer_plugin import BACKEND, TRANSFER_CONFIG
 from groupgrad.engines.vllm.vllm_engine import Push
 from groupgrad.engines.vllm.vllm_params import refusal
 from groupgrad.engines.vllm.weight_group import GroupBroken
-from groupgrad.engines.vllm.weight_sender import PolicyWeights, WeightSender, sender_of
+from groupgrad.engines.vllm.weight_sender import PolicyWeights, WeightSender
 from groupgrad.engines.vllm.weight_transport import GROUP_PORT, HttpTransport, choose_transport
 from groupgrad.engines.vllm.wire import BUCKET_BYTES, PROTOCOL, model_sizes, pack, specs_of, specs_to_json, torch_dtype
 from groupgrad.modeling.systems.fsdp import own_class

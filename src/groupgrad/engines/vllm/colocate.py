@@ -23,6 +23,7 @@ from groupgrad.engines.base import Request, Sample, SamplingOptions, TicketSessi
 from groupgrad.engines.vllm.colocate_start import ColocateOptions, classes_restored, save_config, start
 from groupgrad.engines.vllm.lora import adapter_bytes, lora_rank, lora_request
 from groupgrad.engines.vllm.media import check_prompt, vllm_prompt
+from groupgrad.engines.vllm.own_sender import sender_of
 from groupgrad.engines.vllm.tensor_parallel import TensorParallelSession, check_tensor_parallel
 from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.engines.vllm.vllm_params import (
@@ -35,7 +36,7 @@ from groupgrad.engines.vllm.vllm_params import (
     sampling_fields,
     sampling_params,
 )
-from groupgrad.engines.vllm.weight_sender import InProcess, PolicyWeights, WeightSender, sender_of
+from groupgrad.engines.vllm.weight_sender import InProcess, PolicyWeights, WeightSender
 from groupgrad.engines.vllm.wire import torch_dtype
 from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.modeling.weights import adapter_files

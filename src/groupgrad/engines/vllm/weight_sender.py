@@ -1,6 +1,6 @@
 """Trainer side of groupgrad's backend for vLLM's weight transfer: sends weights in phases, which workers verify.
 
-A `WeightSender` makes each push, for groupgrad's own trainer (`sender_of`) and for other trainers. `transfer_engine`
+A `WeightSender` makes each push, for groupgrad's own trainer (`own_sender`) and for other trainers. `transfer_engine`
 makes it the class that vLLM's `WeightTransferTrainerFactory` gives.
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.engines.vllm.transfer_plugin import register
 from groupgrad.engines.vllm.wire import (
     BUCKET_BYTES,
     TensorSpec,
@@ -176,33 +175,6 @@ class WeightSender:
         """Leaves the server; it keeps its weights."""
         if _is_server(self.client):
             self.client.close()
-
-
-def sender_of(
-    source: PolicyWeights, client: Any, before: WeightSender | None = None, *, by_reference: bool = False
-) -> WeightSender:
-    """A sender of groupgrad's own trainer, which has met the workers; `before` itself if its source is the same.
-
-    vLLM's factory makes it. A trainer without vLLM, which uses a server, makes the same class directly. After an error
-    the weights have been read to the end.
-    """
-    if before is not None and before.source == source:
-        return before
-    try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-    except ImportError:
-        init: Any = SimpleNamespace(is_sender=True, by_reference=by_reference)
-        trainer_init: Any = WeightSender.trainer_init
-    else:
-        from groupgrad.engines.vllm.transfer_engine import SenderInit
-
-        register()
-        init, trainer_init = SenderInit(rank=0, by_reference=by_reference), WeightTransferTrainerFactory.trainer_init
-    try:
-        return trainer_init(init, client=client, source=source)
-    except BaseException:
-        read_along(source)
-        raise
 
 
 def read_along(source: PolicyWeights) -> None:
