@@ -33,7 +33,7 @@ from worker import PeakMemory
 from workloads import ModelShape
 
 from groupgrad import GRPOConfig, GRPOTrainer, dist
-from groupgrad.modeling.fused_modules import compiled_parts
+from groupgrad.modeling.scoring.fused_modules import compiled_parts
 from groupgrad.planning.memory import RunSizes, predict
 from groupgrad.planning.shapes import model_shape
 

@@ -13,7 +13,7 @@ from torch import nn
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Sample
-from groupgrad.modeling.vlm import concat_media_tensors
+from groupgrad.modeling.scoring.vlm import concat_media_tensors
 from groupgrad.multimodal.vlm_prompts import example_prompt
 from groupgrad.types import Media, Prompt, Rollout
 

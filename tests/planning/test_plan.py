@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, FalconConfig, Qwen3Config, Qwen3M
 from groupgrad.cli.main import main
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.logits import last_logits
+from groupgrad.modeling.gradient_checkpointing import activation_bytes_per_token
 from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch
-from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
 from groupgrad.planning import shapes
 from groupgrad.planning.fitting import choices, recommended, smallest_device
 from groupgrad.planning.memory import RunSizes, ZeroBuffers, pass_sizes, predict

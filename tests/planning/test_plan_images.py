@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from groupgrad.cli.main import main
+from groupgrad.modeling.gradient_checkpointing import activation_bytes_per_token
 from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
 from groupgrad.planning.shapes import model_shape
 
 

@@ -59,13 +59,13 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
     """Trains a case to its end, or to the error that ends it."""
     import oom_ranks
 
-    from groupgrad.modeling.systems import checkpointing
+    from groupgrad.modeling import gradient_checkpointing
     from groupgrad.modeling.systems.sharding import gather_all
     from groupgrad.modeling.weights import checkpoint_weights
 
-    ranks, free_bytes = oom_ranks.ranks, checkpointing.free_bytes
+    ranks, free_bytes = oom_ranks.ranks, gradient_checkpointing.free_bytes
     if name == "by_need" and RANK == 1:
-        checkpointing.free_bytes = lambda device: 1000
+        gradient_checkpointing.free_bytes = lambda device: 1000
     trainer = build(ranks, name, out, kind)
     where, on, most = CASES[name].get("short", ("forward", (0, 1), 10**6))
     oom = oom_ranks.SimulatedOom(where, on, most=most)
@@ -75,7 +75,7 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
-        checkpointing.free_bytes = free_bytes
+        gradient_checkpointing.free_bytes = free_bytes
     with gather_all(trainer.model):
         weights = ranks.HELP.weights(trainer.model)
     if name == "images":

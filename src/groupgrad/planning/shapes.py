@@ -15,12 +15,12 @@ from transformers.pytorch_utils import Conv1D
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
+from groupgrad.modeling.gradient_checkpointing import activation_bytes_per_token
 from groupgrad.modeling.layer_configs import common_field, layer_configs, layer_overrides
 from groupgrad.modeling.load import max_context, turn_off_dropout
 from groupgrad.modeling.model_names import missing_because
 from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch
-from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
 from groupgrad.modeling.whole_rows import whole_rows_reason
 
 _SMALL_HIDDEN, _SMALL_VOCAB = 1024, 512

@@ -33,6 +33,7 @@ from groupgrad.modeling import load
 from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted, leaves_base_unchanged
 from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.modeling.base_models import separate_trained, shared_base
+from groupgrad.modeling.gradient_checkpointing import CheckpointingByNeed
 from groupgrad.modeling.liger import apply_kernels
 from groupgrad.modeling.model_names import folder_as_text, model_source
 from groupgrad.modeling.policy_checks import check_language_model, check_sampled_ids, check_vocabulary
@@ -41,7 +42,6 @@ from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import LayoutReport, check_causal, check_layout
 from groupgrad.modeling.systems import fsdp, zero3
-from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed
 from groupgrad.modeling.systems.gradient_sums import GradientSums
 from groupgrad.modeling.systems.memory_guards import memory_guard, obstacle_to_cutting
 from groupgrad.modeling.systems.oom_retry import MemoryGuard

@@ -35,11 +35,11 @@ from groupgrad.engines.selection import brings_own_generate
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import HangError
 from groupgrad.metrics import latest
-from groupgrad.modeling.fused_modules import own_parts
 from groupgrad.modeling.liger import configured_kernels
 from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.scoring.attention import unplug
 from groupgrad.modeling.scoring.cudnn_attention import without_cudnn_attention
+from groupgrad.modeling.scoring.fused_modules import own_parts
 from groupgrad.modeling.systems import zero3
 from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
 from groupgrad.modeling.systems.fsdp import (

@@ -23,7 +23,7 @@ from groupgrad.engines.vllm.vllm_params import PROCESSED, logprobs_mode
 from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.engines.vllm.wire import torch_dtype
 from groupgrad.modeling.adapters import is_adapted
-from groupgrad.modeling.systems.checkpointing import activation_bytes_per_token
+from groupgrad.modeling.gradient_checkpointing import activation_bytes_per_token
 from groupgrad.modeling.unwrapping import is_multimodal, unwrap
 from groupgrad.modeling.weights import adapter_obstacle, adapter_rank
 from groupgrad.rollout.sources import RolloutComponents

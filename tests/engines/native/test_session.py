@@ -15,7 +15,7 @@ from groupgrad.engines.native import NativeEngine, runner, session
 from groupgrad.engines.native import engine as engine_module
 from groupgrad.engines.native.cpp_step import CompiledStep
 from groupgrad.kernels import library, status
-from groupgrad.modeling.fused_modules import compiled_parts
+from groupgrad.modeling.scoring.fused_modules import compiled_parts
 
 OPTIONS = SamplingOptions(max_new_tokens=90, eos_ids=(1, 3), pad_id=0, temperature=1.3)
 

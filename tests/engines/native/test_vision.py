@@ -24,7 +24,7 @@ from groupgrad.engines.native.session import _start_of_last_pass
 from groupgrad.engines.selection import EngineOptions, choose_engine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.kernels import library
-from groupgrad.modeling import vlm as vision
+from groupgrad.modeling.scoring import vlm as vision
 from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
 from groupgrad.multimodal.vlm_prompts import example_prompt
 from groupgrad.types import Media, Rollout

@@ -22,8 +22,8 @@ from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.block_attention import kernel_for
 from groupgrad.modeling.scoring.blocks import QUERY_TILE
+from groupgrad.modeling.scoring.vlm import PromptImages
 from groupgrad.modeling.scoring.wide_products import wide_products
-from groupgrad.modeling.vlm import PromptImages
 
 
 class ProbePlan:

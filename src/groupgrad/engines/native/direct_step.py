@@ -30,8 +30,8 @@ from groupgrad.modeling.families import (
     is_rms_norm,
     is_transformers_class,
 )
-from groupgrad.modeling.fused_modules import is_replaced, is_silu
 from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
+from groupgrad.modeling.scoring.fused_modules import is_replaced, is_silu
 from groupgrad.modeling.unwrapping import is_multimodal
 
 _Angles = tuple[torch.Tensor, torch.Tensor]

@@ -25,8 +25,8 @@ from groupgrad.engines.native.scheduler import Admission, Scheduler
 from groupgrad.engines.native.sequence import Group, Sequence
 from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.modeling.scoring.vlm import flat_image_inputs, prompt_images
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
-from groupgrad.modeling.vlm import flat_image_inputs, prompt_images
 
 logger = logging.getLogger(__name__)
 

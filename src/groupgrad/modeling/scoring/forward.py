@@ -18,20 +18,20 @@ from torch import nn
 
 from groupgrad.batch import Batch, StepTotals, TokenScores
 from groupgrad.dist import RankGroup
-from groupgrad.modeling.fused_modules import compiled_parts
 from groupgrad.modeling.scoring.attention import attention_dropout, plannable
 from groupgrad.modeling.scoring.context_split import cut_over_ranks
 from groupgrad.modeling.scoring.cudnn_attention import without_cudnn_attention
+from groupgrad.modeling.scoring.fused_modules import compiled_parts
 from groupgrad.modeling.scoring.head_hook import HeadHook, StatesTap
 from groupgrad.modeling.scoring.layout import dense_inputs, flat_inputs
 from groupgrad.modeling.scoring.logit_transform import logit_transform
 from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
+from groupgrad.modeling.scoring.vlm import with_images
 from groupgrad.modeling.systems.fsdp import is_fully_sharded, zero_of_vision_tower
 from groupgrad.modeling.systems.oom import score_in_parts
 from groupgrad.modeling.systems.sharding import gather_per_module, is_sharded
 from groupgrad.modeling.systems.zero3 import is_zero_sharded
 from groupgrad.modeling.unwrapping import output_head, unwrap
-from groupgrad.modeling.vlm import with_images
 from groupgrad.types import Media, Prompt
 
 InputLayout = Literal["shared", "packed", "dense"]

@@ -16,8 +16,8 @@ from torch import nn
 
 from groupgrad import dist
 from groupgrad.batch import Batch
-from groupgrad.modeling.fused_modules import compiled_parts, own_parts
 from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens
+from groupgrad.modeling.scoring.fused_modules import compiled_parts, own_parts
 from groupgrad.modeling.self_check import random_batch, reversed_prompts
 from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.types import Prompt

@@ -10,9 +10,9 @@ import torch
 from vlm_batches import make_batch, make_vlm_setup
 
 from groupgrad import kernels
+from groupgrad.modeling import gradient_checkpointing as memory
+from groupgrad.modeling.gradient_checkpointing import CheckpointingByNeed, activation_bytes_per_token, free_bytes
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
-from groupgrad.modeling.systems import checkpointing as memory
-from groupgrad.modeling.systems.checkpointing import CheckpointingByNeed, activation_bytes_per_token, free_bytes
 from groupgrad.multimodal.vlm_prompts import example_prompt
 
 
