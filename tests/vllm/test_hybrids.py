@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from real_vllm import OPTIONS, Served, is_greedy, mean_difference, requests, vary
+from real_vllm import OPTIONS, SETTINGS, Served, is_greedy, mean_difference, requests, vary
 from tiny_hybrids import CONFIGS
 from transformers import AutoModelForCausalLM
+
+from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
 
 
 def make(family: str, vocab_size: int) -> Any:
@@ -34,6 +36,26 @@ def test_each_push_is_what_is_sampled_from(
     # vLLM caches states of prefixes only with chunked prefill, which is off on CPUs.
     engine = serve("--no-enable-prefix-caching", of=tmp_path).start().engine()
     engine.connect(policy, num_tokens=64, options=OPTIONS)
+    assert_each_push_is_sampled_from(engine, policy)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h"])
+def test_colocate_mode_samples_from_each_push(
+    make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    tokenizer = make_tokenizer()
+    policy = make(family, len(tokenizer))
+    options = ColocateOptions(max_num_seqs=16, max_model_len=128, dtype="float32", extra={"enforce_eager": True})
+    engine = VLLMColocateEngine(policy, tokenizer, options)
+    try:
+        assert_each_push_is_sampled_from(engine, policy)
+    finally:
+        engine.close()
+
+
+def assert_each_push_is_sampled_from(engine: Any, policy: Any) -> None:
     rows, greedy = requests(), replace(OPTIONS, temperature=0.0)
     texts, start = [], copy.deepcopy(policy.state_dict())
     for version in range(3):

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_hybrids import CONFIGS
+from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.vllm import colocate, weight_sender
@@ -145,7 +147,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimulatedVLLM:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(colocate.compat, "require", lambda name, purpose: None)
-    monkeypatch.setattr(colocate, "start", lambda folder, options: simulated)
+    monkeypatch.setattr(colocate, "start", lambda folder, options, **_: simulated)
     return simulated
 
 
@@ -376,7 +378,7 @@ def test_vllm_finds_the_policys_config_and_tokenizer(
 ) -> None:
     architectures: list[Any] = []
 
-    def start(folder: str, options: ColocateOptions) -> SimulatedVLLM:
+    def start(folder: str, options: ColocateOptions, *, is_recurrent: bool) -> SimulatedVLLM:
         architectures.append(json.loads((Path(folder) / "config.json").read_text())["architectures"])
         assert (Path(folder) / "tokenizer.json").exists()
         return vllm
@@ -386,13 +388,28 @@ def test_vllm_finds_the_policys_config_and_tokenizer(
     assert architectures == [["Qwen3ForCausalLM"]]
 
 
+def test_vllm_is_told_of_recurrent_layers(
+    vllm: SimulatedVLLM, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+
+    def start(folder: str, options: ColocateOptions, *, is_recurrent: bool) -> SimulatedVLLM:
+        told.append(is_recurrent)
+        return vllm
+
+    monkeypatch.setattr(colocate, "start", start)
+    for policy in (model, AutoModelForCausalLM.from_config(CONFIGS["nemotron_h"]())):
+        VLLMColocateEngine(policy, tokenizer, SETTINGS).close()
+    assert told == [False, True]
+
+
 def test_what_vllm_does_to_the_policys_classes_is_for_its_own_modules(
     vllm: SimulatedVLLM, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = type(model.model)
     built: list[Any] = []
 
-    def start(folder: str, options: ColocateOptions) -> SimulatedVLLM:
+    def start(folder: str, options: ColocateOptions, *, is_recurrent: bool) -> SimulatedVLLM:
         old = kind.__init__
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -38,6 +38,7 @@ from groupgrad.engines.vllm.vllm_params import (
 )
 from groupgrad.engines.vllm.weight_sender import InProcess, PolicyWeights, WeightSender
 from groupgrad.engines.vllm.wire import torch_dtype
+from groupgrad.modeling.scoring.recurrent_layers import recurrent_classes
 from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.modeling.weights import adapter_files
 
@@ -62,9 +63,11 @@ class VLLMColocateEngine(VLLMEngine):
         check_tensor_parallel(inner.config.get_text_config(), options.tensor_parallel_size, ranks=dist.world_size())
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="groupgrad-vllm-")
-        save_config(model, tokenizer, Path(self._folder.name) / "model")
+        folder = Path(self._folder.name) / "model"
+        save_config(model, tokenizer, folder)
+        is_recurrent = bool(recurrent_classes(inner))
         with classes_restored(model):
-            self._llm = start(str(Path(self._folder.name) / "model"), options)
+            self._llm = start(str(folder), options, is_recurrent=is_recurrent)
         self._engine = self._llm.llm_engine
         self.max_model_len, self.logprobs_mode = int(self._engine.model_config.max_model_len), options.logprobs_mode
         self._sender: WeightSender | None = None

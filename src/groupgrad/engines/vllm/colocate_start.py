@@ -68,10 +68,11 @@ def save_config(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def start(folder: str, options: ColocateOptions) -> Any:
+def start(folder: str, options: ColocateOptions, *, is_recurrent: bool) -> Any:
     """vLLM's `LLM` of the model in `folder`, with random weights. Collective if several ranks train.
 
-    A single process needs no rendezvous: vLLM picks a free port, and `MASTER_ADDR` and `MASTER_PORT` are not read.
+    `is_recurrent` says that the model has recurrent layers. A single process needs no rendezvous: vLLM picks a free
+    port, and `MASTER_ADDR` and `MASTER_PORT` are not read.
     """
     # Keep vLLM from binding the training threads to cores of its choice.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -106,6 +107,7 @@ def start(folder: str, options: ColocateOptions) -> Any:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(options.max_lora_rank)}
         if is_cpu:
             arguments["enable_chunked_prefill"] = False  # see `server_launch.whole_prompts`
+            arguments["enable_prefix_caching"] = not is_recurrent  # vLLM caches states with chunked prefill only
         if dist.is_active():
             arguments |= {
                 "distributed_executor_backend": "external_launcher",
