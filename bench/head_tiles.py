@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupgrad.modeling.scoring.tiled_head import (
     LogitTransform,
+    OutputHead,
     PrecomputedGradient,
     Tiles,
     scores_with_gradient,
@@ -60,21 +61,21 @@ def make_way(
     name: str, hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, gradient: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     """A function that gives the log-probs."""
-    transform = LogitTransform()
+    transform, head = LogitTransform(), OutputHead(weight)
     if name == "plain":
         return lambda: plain(hidden, weight, tokens)[0]
     if name.startswith("checkpointed"):
         return lambda: chunked(hidden, weight, tokens)[0]
     if name == "tiled, precomputed gradient":
         with torch.no_grad():  # in other tiles, as a sampler's would differ in rounding
-            logprobs = tiled_scores(hidden, weight, None, tokens, transform=transform, tiles=Tiles(300, 4000)).logprobs
+            logprobs = tiled_scores(hidden, head, tokens, transform=transform, tiles=Tiles(300, 4000)).logprobs
         precomputed = PrecomputedGradient(logprobs, gradient)
-        return lambda: scores_with_gradient(hidden, weight, None, tokens, precomputed, transform=transform).logprobs
+        return lambda: scores_with_gradient(hidden, head, tokens, precomputed, transform=transform).logprobs
     tiles = Tiles(4096, 32768) if name.startswith("tiles of") else None
     entropy = name.endswith("entropy gradient")
 
     def score() -> torch.Tensor:
-        scores = tiled_scores(hidden, weight, None, tokens, transform=transform, tiles=tiles, entropy_gradient=entropy)
+        scores = tiled_scores(hidden, head, tokens, transform=transform, tiles=tiles, entropy_gradient=entropy)
         return scores.logprobs + scores.entropy if entropy else scores.logprobs
 
     return score

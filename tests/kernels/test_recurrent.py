@@ -38,7 +38,7 @@ def test_a_state_takes_in_a_token(value_width: int, decay_width: int, reads: boo
         added = strength[..., None, None] * (added - k.mT @ expected)
     expected = expected + k * added
     beyond = states[rows:].clone()
-    output = state_step(kernels, states[:rows], query, key, value, decay, strength)
+    output = state_step(kernels, states[:rows], (query, key, value), decay, strength)
     torch.testing.assert_close(states[:rows].double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output.double(), (q.mT @ expected).squeeze(2), rtol=1e-5, atol=1e-5)
     assert torch.equal(states[rows:], beyond)
@@ -51,8 +51,8 @@ def test_queries_and_keys_are_scaled_and_have_length_one(norm: bool, kernels: ct
     query, key, strength = torch.randn(3, 2, 24) / 5, torch.randn(3, 2, 24) / 5, torch.rand(3, 4)
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() if norm else x for x in (query, key))
     expected_states = states.clone()
-    expected = state_step(kernels, expected_states, 0.3 * q, k, value, decay, strength)
-    output = state_step(kernels, states, query, key, value, decay, strength, scale=0.3, norm=norm)
+    expected = state_step(kernels, expected_states, (0.3 * q, k, value), decay, strength)
+    output = state_step(kernels, states, (query, key, value), decay, strength, scale=0.3, norm=norm)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(states, expected_states, rtol=1e-5, atol=1e-6)
 

@@ -37,9 +37,7 @@ def step_kernels(*tensors: torch.Tensor | None) -> ctypes.CDLL | None:
 def state_step(
     kernels: ctypes.CDLL | None,
     states: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    vectors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     decay: torch.Tensor,
     strength: torch.Tensor | None = None,
     *,
@@ -48,15 +46,15 @@ def state_step(
 ) -> torch.Tensor:
     """Updates the states of n rows by a token each, in place; returns (n, H, Dv) outputs q' S of the new states.
 
-    A state S (of `states` (n, H, Dk, Dv), contiguous) becomes diag(decay) S + k u'. Here u is v, or with a `strength`
-    strength (v - k' diag(decay) S). Query and key are
-    (n, Hk, Dk), where Hk divides H, value is (n, H, Dv), decay (n, H, 1 or Dk), strength (n, H). The query is
-    multiplied by `scale`; with `norm` query and key are divided by their lengths before. Without kernels PyTorch
-    computes the step on any device, in the type of the states.
+    A state S (of `states` (n, H, Dk, Dv), contiguous) becomes diag(decay) S + k u'. Without `strength` u is v, with it
+    u = strength * (v - k' diag(decay) S). `vectors` are the query q and the key k, (n, Hk, Dk), where Hk divides H, and
+    the value v, (n, H, Dv); decay is (n, H, 1 or Dk), strength (n, H). The query is multiplied by `scale`; with `norm`
+    query and key are divided by their lengths before. Without kernels PyTorch computes the step on any device, in the
+    type of the states.
     """
     if kernels is None:
-        return _state_step_by_torch(states, query, key, value, decay, strength, scale=scale, norm=norm)
-    query, key, value, decay = (x.contiguous() for x in (query, key, value, decay))
+        return _state_step_by_torch(states, vectors, decay, strength, scale=scale, norm=norm)
+    query, key, value, decay = (x.contiguous() for x in (*vectors, decay))
     strength = None if strength is None else strength.contiguous()
     rows, heads, key_width, value_width = states.shape
     output = torch.empty_like(value)
@@ -83,22 +81,19 @@ def state_step(
 
 def _state_step_by_torch(
     states: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    vectors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     decay: torch.Tensor,
     strength: torch.Tensor | None,
     *,
     scale: float,
     norm: bool,
 ) -> torch.Tensor:
-    vectors = [x.to(states.dtype) for x in (query, key)]
+    query, key, added = (x.to(states.dtype) for x in vectors)
     if norm:
-        vectors = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in vectors]
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (query, key))
     repeats = states.shape[1] // key.shape[1]
-    query, key = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in vectors)
+    query, key = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (query, key))
     states.mul_(decay.to(states.dtype)[..., None])
-    added = value.to(states.dtype)
     if strength is not None:
         added = strength.to(states.dtype)[..., None] * (added - (key[..., None, :] @ states).squeeze(-2))
     states.addcmul_(key[..., None], added[..., None, :])

@@ -13,6 +13,7 @@ from groupgrad.batch import TokenScores
 from groupgrad.modeling.scoring.tiled_head import (
     LogitTransform,
     LowRank,
+    OutputHead,
     PrecomputedGradient,
     Tiles,
     scores_with_gradient,
@@ -52,11 +53,10 @@ def tiled(
     parts: Parts, transform: LogitTransform, precomputed: PrecomputedGradient | None = None, entropy: bool = False
 ) -> TokenScores:
     arguments: dict[str, Any] = {"transform": transform, "temperature": 0.7, "tiles": Tiles(4, 10)}
-    arguments["low_rank"] = LowRank(parts["states"], parts["second"])
-    arguments_of_head = parts["hidden"], parts["weight"], parts["bias"], TOKENS
+    head = OutputHead(parts["weight"], parts["bias"], LowRank(parts["states"], parts["second"]))
     if precomputed is not None:
-        return scores_with_gradient(*arguments_of_head, precomputed, **arguments)
-    return tiled_scores(*arguments_of_head, entropy_gradient=entropy, **arguments)
+        return scores_with_gradient(parts["hidden"], head, TOKENS, precomputed, **arguments)
+    return tiled_scores(parts["hidden"], head, TOKENS, entropy_gradient=entropy, **arguments)
 
 
 def gradients(scores: TokenScores, parts: Parts, entropy: bool) -> Parts:

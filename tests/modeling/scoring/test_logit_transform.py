@@ -10,7 +10,7 @@ from torch import nn
 
 from groupgrad.modeling.load import cast_head_to_float32
 from groupgrad.modeling.scoring.logit_transform import head_layer, logit_transform
-from groupgrad.modeling.scoring.tiled_head import LogitTransform, tiled_scores
+from groupgrad.modeling.scoring.tiled_head import LogitTransform, OutputHead, tiled_scores
 
 
 def head_input(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,7 +28,9 @@ def assert_gives_the_model_its_logits(model: Any, transform: LogitTransform) -> 
     hidden, logits = head_input(model, ids)
     head = model.get_output_embeddings()
     for temperature in (1.0, 0.7):
-        actual = tiled_scores(hidden, head.weight, head.bias, ids, transform=transform, temperature=temperature)
+        actual = tiled_scores(
+            hidden, OutputHead(head.weight, head.bias), ids, transform=transform, temperature=temperature
+        )
         expected = torch.log_softmax(logits.double() / temperature, -1)
         assert float(expected.std()) > 0.05
         logprobs = expected.gather(1, ids[:, None]).squeeze(1)

@@ -19,6 +19,7 @@ from groupgrad.kernels.compile import SWITCH
 from groupgrad.modeling.scoring.head_tiles import slices
 from groupgrad.modeling.scoring.tiled_head import (
     LogitTransform,
+    OutputHead,
     PrecomputedGradient,
     Tiles,
     scores_with_gradient,
@@ -49,8 +50,7 @@ class Case:
         if self.precomputed is not None:
             return scores_with_gradient(
                 self.hidden,
-                self.weight,
-                self.bias,
+                OutputHead(self.weight, self.bias),
                 self.tokens,
                 self.precomputed,
                 transform=self.transform,
@@ -59,8 +59,7 @@ class Case:
             )
         return tiled_scores(
             self.hidden,
-            self.weight,
-            self.bias,
+            OutputHead(self.weight, self.bias),
             self.tokens,
             transform=self.transform,
             temperature=self.temperature,
@@ -192,7 +191,9 @@ def test_two_tokens_by_hand():
     # Logits (0, ln 3) and (ln 3, 0): probabilities 1/4 and 3/4.
     hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
     weight = torch.tensor([[0.0, math.log(3)], [math.log(3), 0.0]], requires_grad=True)
-    scores = tiled_scores(hidden, weight, None, torch.tensor([1, 1]), transform=LogitTransform(), tiles=Tiles(1, 1))
+    scores = tiled_scores(
+        hidden, OutputHead(weight), torch.tensor([1, 1]), transform=LogitTransform(), tiles=Tiles(1, 1)
+    )
     torch.testing.assert_close(scores.logprobs, torch.tensor([math.log(3 / 4), math.log(1 / 4)]))
     torch.testing.assert_close(scores.entropy, torch.full((2,), -0.25 * math.log(0.25) - 0.75 * math.log(0.75)))
     scores.logprobs.sum().backward()
@@ -217,7 +218,7 @@ def test_a_confident_token_keeps_its_gradient_in_half_precision():
     rows = torch.stack([torch.full((4,), 2.5), *torch.zeros(3, 4)]).to(torch.bfloat16)
     for trains in (True, False):
         weight = rows.clone().requires_grad_(trains)
-        scores = tiled_scores(hidden, weight, None, torch.tensor([0]), transform=LogitTransform())
+        scores = tiled_scores(hidden, OutputHead(weight), torch.tensor([0]), transform=LogitTransform())
         (gradient,) = torch.autograd.grad(scores.logprobs.sum(), hidden)
         outside = 3 / (3 + math.exp(10))
         torch.testing.assert_close(gradient.float(), torch.full((1, 4), 2.5 * outside), rtol=1e-2, atol=0)
@@ -332,7 +333,9 @@ def test_gradients_accumulate_over_calls():
     whole = make_case(12, tiles=Tiles(4, 16))
     expected = whole.gradients()[1]
     for part in (slice(0, 5), slice(5, 12)):
-        scores = tiled_scores(whole.hidden[part], whole.weight, None, whole.tokens[part], transform=LogitTransform())
+        scores = tiled_scores(
+            whole.hidden[part], OutputHead(whole.weight), whole.tokens[part], transform=LogitTransform()
+        )
         (scores.logprobs * whole.of_logprobs[part]).sum().backward()
     torch.testing.assert_close(whole.weight.grad, expected, rtol=1e-5, atol=1e-6)
 
@@ -470,7 +473,10 @@ def test_ids_outside_the_vocabulary_are_seen():
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"hidden is \(2, 3\), weight \(5, 4\)"):
         tiled_scores(
-            torch.zeros(2, 3), torch.zeros(5, 4), None, torch.zeros(2, dtype=torch.long), transform=LogitTransform()
+            torch.zeros(2, 3),
+            OutputHead(torch.zeros(5, 4)),
+            torch.zeros(2, dtype=torch.long),
+            transform=LogitTransform(),
         )
 
 
@@ -537,9 +543,9 @@ def test_without_kernels_the_logits_of_a_small_vocabulary_are_rounded_once(monke
     known = PrecomputedGradient(expected.float(), torch.ones(4000))
     weight.requires_grad_()
     for actual in (
-        tiled_scores(hidden, weight, None, tokens, transform=LogitTransform()),
-        tiled_scores(hidden, weight, torch.zeros(19), tokens, transform=LogitTransform()),
-        scores_with_gradient(hidden, weight, None, tokens, known, transform=LogitTransform()),
+        tiled_scores(hidden, OutputHead(weight), tokens, transform=LogitTransform()),
+        tiled_scores(hidden, OutputHead(weight, torch.zeros(19)), tokens, transform=LogitTransform()),
+        scores_with_gradient(hidden, OutputHead(weight), tokens, known, transform=LogitTransform()),
     ):
         off = actual.logprobs.detach().double() - expected
         assert off.square().mean().sqrt() < 8e-7 and off.abs().max() < 4.5e-6

@@ -142,9 +142,8 @@ class HeadHook:
     def _tiled_scores(self, head: Any, hidden: torch.Tensor, transform: LogitTransform) -> TokenScores:
         layer = head_layer(head)
         assert layer is not None  # otherwise there is no transform
-        arguments = (hidden, layer.linear.weight, layer.linear.bias, self.tokens)
+        arguments = (hidden, layer.output_head(hidden), self.tokens)
         options: dict[str, Any] = {"transform": transform, "temperature": self.temperature}
-        options["low_rank"] = layer.low_rank(hidden)
         if self.precomputed is None or self.entropy_gradient:
             scores = tiled_scores(*arguments, entropy_gradient=self.entropy_gradient, **options)
         else:

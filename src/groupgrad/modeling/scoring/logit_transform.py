@@ -17,7 +17,7 @@ from torch import nn
 from groupgrad.modeling.adapters import active_adapters, is_adapted
 from groupgrad.modeling.families import logit_effect
 from groupgrad.modeling.load import Float32Linear
-from groupgrad.modeling.scoring.tiled_head import LogitTransform, LowRank
+from groupgrad.modeling.scoring.tiled_head import LogitTransform, LowRank, OutputHead
 from groupgrad.modeling.systems.zero3 import is_zero_sharded
 
 _ABOUT_LOGITS = re.compile("logit|lm_head|unpadded_vocab|output_multiplier")
@@ -33,12 +33,14 @@ class HeadLayer:
     adapters: tuple[tuple[Any, Any, Any, float], ...] = ()
     """Dropout, A, B and scale of each adapter, which adds scale * B(A(dropout(x))) to the output."""
 
-    def low_rank(self, hidden: torch.Tensor) -> LowRank | None:
-        """The product that the adapters add for hidden states (L, H); None without adapters. Samples new dropout."""
+    def output_head(self, hidden: torch.Tensor) -> OutputHead:
+        """The head with what its adapters add for hidden states (L, H). Each call samples new dropout."""
+        weight, bias = self.linear.weight, self.linear.bias
         if not self.adapters:
-            return None
+            return OutputHead(weight, bias)
         states = [scale * a(dropout(hidden.to(a.weight.dtype))) for dropout, a, _, scale in self.adapters]
-        return LowRank(torch.cat(states, dim=1), torch.cat([b.weight for _, _, b, _ in self.adapters], dim=1))
+        second = torch.cat([b.weight for _, _, b, _ in self.adapters], dim=1)
+        return OutputHead(weight, bias, LowRank(torch.cat(states, dim=1), second))
 
 
 def head_layer(head: Any) -> HeadLayer | None:

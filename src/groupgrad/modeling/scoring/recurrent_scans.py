@@ -181,7 +181,7 @@ def mamba2_scan(
     kernels = step_kernels(x, log_decay, B, C)
     if _is_step(recurrence):
         decay = log_decay.exp()[0, ..., None]
-        output = state_step(kernels, recurrence.states_in_place(), C[0], B[0], x[0], decay)[None]
+        output = state_step(kernels, recurrence.states_in_place(), (C[0], B[0], x[0]), decay)[None]
     elif kernels is not None:
         initial = recurrence.initial_states(partial(zero_states, B, x))
         vectors = (C[0], B[0], x[0])
@@ -337,8 +337,9 @@ def _delta_step(
     if not _is_step(recurrence):
         return None
     kernels, states = step_kernels(query, key, value, decay, beta), recurrence.states_in_place()
-    token = query[0], key[0], value[0], decay[0].exp(), beta[0]
-    return state_step(kernels, states, *token, scale=query.shape[-1] ** -0.5, norm=norm)[None].to(query.dtype)
+    vectors, scale = (query[0], key[0], value[0]), query.shape[-1] ** -0.5
+    output = state_step(kernels, states, vectors, decay[0].exp(), beta[0], scale=scale, norm=norm)
+    return output[None].to(query.dtype)
 
 
 @cache

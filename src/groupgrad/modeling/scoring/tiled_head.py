@@ -53,76 +53,84 @@ class LowRank:
     """(V, r)."""
 
 
+@dataclass(slots=True, frozen=True)
+class OutputHead:
+    """An output head, and what its adapter adds for the hidden states of one call.
+
+    The output z (L, V) for hidden states (L, H) is hidden @ weight.T + bias + low_rank.states @ low_rank.weight.T.
+    """
+
+    weight: torch.Tensor
+    """(V, H)."""
+    bias: torch.Tensor | None = None
+    """(V,)."""
+    low_rank: LowRank | None = None
+    """None without an adapter. Gradients flow into its states and its weight too."""
+
+    @property
+    def matrices(self) -> tuple[torch.Tensor, ...]:
+        """The matrices that multiply states: the head's own, and the adapter's if there is one."""
+        return (self.weight,) if self.low_rank is None else (self.weight, self.low_rank.weight)
+
+
 def tiled_scores(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    head: OutputHead,
     tokens: torch.Tensor,
     *,
     transform: LogitTransform,
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     tiles: Tiles | None = None,
-    low_rank: LowRank | None = None,
 ) -> TokenScores:
-    """Log-prob and entropy (L,) of `tokens` (L,) under softmax(transform(hidden @ weight.T + bias) / temperature).
+    """Log-prob and entropy (L,) of `tokens` (L,) under softmax(transform(z) / temperature), z the head's output.
 
-    `low_rank` adds its product to the head's, and gradients flow into its parts too.
-
-    hidden (L, H), weight (V, H), bias (V,) or None. Results are float32 (float64 for a float64 head), on the weight's
-    device; NaN log-probs for ids outside the vocabulary. Gradients flow from the log-probs, and with
-    `entropy_gradient` from the entropies, into those of hidden, weight and bias that require them, once (no double
-    backward); tokens without an incoming gradient cost nothing there. With a frozen head (an adapter elsewhere) and no
-    gradient from the entropies, the forward pass keeps d log-prob / d hidden (L, H) and nothing is computed again.
+    `hidden` is (L, H). Results are float32 (float64 for a float64 head), on the head's device; NaN log-probs for ids
+    outside the vocabulary. Gradients flow from the log-probs, and with `entropy_gradient` from the entropies, into the
+    hidden states and the head's parameters that require them, once (no double backward); tokens without an incoming
+    gradient cost nothing there. With a frozen head (an adapter elsewhere) and no gradient from the entropies, the
+    forward pass keeps d log-prob / d hidden (L, H) and nothing is computed again.
     """
-    task = _task(hidden, weight, tokens, transform, temperature, tiles)
+    task = _task(hidden, head, tokens, transform, temperature, tiles)
     if torch.is_grad_enabled():
-        head_trains = _trains(weight, low_rank) or (bias is not None and bias.requires_grad)
+        head_trains = any(x is not None and x.requires_grad for x in (*head.matrices, head.bias))
         keep = hidden.requires_grad and not head_trains and not entropy_gradient
         task = replace(task, entropy_gradient=entropy_gradient, keep_direction=keep)
-    return _apply(hidden, weight, bias, tokens, task, None, low_rank)
+    return _apply(hidden, head, tokens, task, None)
 
 
 def scores_with_gradient(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    head: OutputHead,
     tokens: torch.Tensor,
     precomputed: PrecomputedGradient,
     *,
     transform: LogitTransform,
     temperature: float = 1.0,
     tiles: Tiles | None = None,
-    low_rank: LowRank | None = None,
 ) -> TokenScores:
-    """`tiled_scores` whose forward pass computes the gradients of hidden, weight and bias too: a quarter less work.
+    """`tiled_scores` whose forward pass computes the gradients of hidden states and head too: a quarter less work.
 
     The scores are those of the present weights, whatever was precomputed. So are the gradients, to a few millionths:
     tokens whose precomputed log-prob or gradient differs by more are computed again in the backward pass. Entropies
     carry no gradient. Without gradients, for half-precision weights and for a frozen head this is `tiled_scores`.
     """
-    task = _task(hidden, weight, tokens, transform, temperature, tiles)
-    weights = (weight,) if low_rank is None else (weight, low_rank.weight)
-    is_exact = task.dtype == task.exact and all(part.dtype == task.exact for part in weights)
-    if not (torch.is_grad_enabled() and _trains(weight, low_rank) and is_exact):
-        return tiled_scores(
-            hidden, weight, bias, tokens, transform=transform, temperature=temperature, tiles=tiles, low_rank=low_rank
-        )
-    return _apply(hidden, weight, bias, tokens, task, precomputed, low_rank)
-
-
-def _trains(weight: torch.Tensor, low_rank: LowRank | None) -> bool:
-    return weight.requires_grad or (low_rank is not None and low_rank.weight.requires_grad)
+    task = _task(hidden, head, tokens, transform, temperature, tiles)
+    is_exact = task.dtype == task.exact and all(weight.dtype == task.exact for weight in head.matrices)
+    if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in head.matrices) and is_exact):
+        return tiled_scores(hidden, head, tokens, transform=transform, temperature=temperature, tiles=tiles)
+    return _apply(hidden, head, tokens, task, precomputed)
 
 
 def _task(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    head: OutputHead,
     tokens: torch.Tensor,
     transform: LogitTransform,
     temperature: float,
     tiles: Tiles | None,
 ) -> HeadTask:
+    weight = head.weight
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or tokens.shape != hidden.shape[:1]:
         raise ValueError(
             f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)} and tokens {tuple(tokens.shape)}; they "
@@ -139,23 +147,22 @@ def _task(
 
 def _apply(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    head: OutputHead,
     tokens: torch.Tensor,
     task: HeadTask,
     precomputed: PrecomputedGradient | None,
-    low_rank: LowRank | None,
 ) -> TokenScores:
-    device, adapter = weight.device, None
+    weight, adapter = head.weight, None
+    device = weight.device
     hidden = hidden.to(device)
-    if low_rank is not None:
+    if head.low_rank is not None:
         # One product over the columns of both. The head's own columns get no gradient where they are frozen.
-        hidden, adapter = torch.cat([hidden, low_rank.states.to(device)], dim=1), low_rank.weight.to(device)
+        hidden, adapter = torch.cat([hidden, head.low_rank.states.to(device)], dim=1), head.low_rank.weight.to(device)
         task = replace(task, frozen_columns=0 if weight.requires_grad else weight.shape[1])
     if precomputed is not None:
         fields = (precomputed.logprobs, precomputed.gradient)
         precomputed = PrecomputedGradient(*(x.detach().to(device=device, dtype=task.exact) for x in fields))
-    scores: Any = _TiledScores.apply(hidden, weight, adapter, bias, tokens.to(device), task, precomputed)
+    scores: Any = _TiledScores.apply(hidden, weight, adapter, head.bias, tokens.to(device), task, precomputed)
     return TokenScores(logprobs=scores[0], entropy=scores[1])
 
 
