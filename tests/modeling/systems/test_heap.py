@@ -1,4 +1,4 @@
-"""Large tensors of passes over long rows are given back at once, not kept in gaps of the heap."""
+"""Memory of tensors that are gone is given back, at once in passes over long rows, and before a backward pass."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 from bigram_step import as_step
 
+from groupgrad import GRPOConfig
 from groupgrad.batching.micro_batches import MicroBatchRules, assign_micro_batches
-from groupgrad.modeling.systems import heap, oom_retry
+from groupgrad.modeling.systems import heap, memory_guards, oom_retry
+from groupgrad.modeling.systems.memory_guards import memory_guard
 from groupgrad.modeling.systems.oom_retry import MemoryGuard
 from groupgrad.objectives import OnPolicyInfo, PolicyLoss, PolicyOptions
 
@@ -43,6 +45,55 @@ def test_large_tensors_between_small_ones_are_given_back() -> None:
     inside, outside = map(int, done.stdout.split())
     assert inside < 16  # megabytes of 128
     assert outside > 64  # as ever, once the setting is undone
+
+
+FREE = """
+import sys
+import torch
+from groupgrad.modeling.systems.heap import return_free_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 // 2**20
+
+torch.empty(2**23 - 2**11)  # freed: from here on glibc takes blocks of nearly 32 MB from the heap
+before = resident()
+blocks = [(torch.ones(2**20), torch.ones(2**10)) for _ in range(int(sys.argv[1]))]  # 4 MB and 4 KB in turn
+kept = [small for _, small in blocks]
+del blocks
+left = resident() - before
+return_free_memory()
+print(left, resident() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(heap._glibc(), "mallinfo2"), reason="glibc 2.33 or newer alone says how much is free")
+def test_free_blocks_of_the_heap_are_given_back_where_they_are_many() -> None:
+    def megabytes(blocks: int) -> list[int]:
+        command = [sys.executable, "-c", FREE, str(blocks)]
+        return [int(x) for x in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
+    left, after = megabytes(32)
+    assert left > 112  # megabytes of 128
+    assert after < 16
+    left, after = megabytes(8)
+    assert left > 24  # of 32, which are not worth new pages
+    assert after > 24
+
+
+def test_only_guards_of_large_models_return_free_memory(policy, sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[int] = []
+    monkeypatch.setattr(oom_retry, "return_free_memory", lambda: returned.append(1))
+    batch, planned = as_step(sample(policy))
+    parts = assign_micro_batches(batch, planned, MicroBatchRules(PolicyOptions(), aux_loss=True), OnPolicyInfo(5, True))
+    size = sum(parameter.numel() for parameter in policy.parameters())
+    for large_model, expected in ((size, True), (size + 1, False)):
+        monkeypatch.setattr(memory_guards, "LARGE_MODEL", large_model)
+        guard = memory_guard(policy, GRPOConfig(use_cpu=True, report_to="none"), policy.zero_grad, aux_loss=True)
+        returned.clear()
+        for part in parts:
+            guard.train(part, lambda _: PolicyLoss(torch.zeros((), requires_grad=True), {}), lambda loss, _: None)
+        assert bool(returned) == expected
 
 
 def test_only_passes_over_long_rows_map_their_tensors(policy, sample, monkeypatch: pytest.MonkeyPatch) -> None:

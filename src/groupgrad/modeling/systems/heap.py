@@ -1,10 +1,12 @@
-"""Returns the memory of large CPU tensors to the system as soon as they are freed.
+"""Gives memory of freed CPU tensors back to the system where glibc would keep it.
 
 PyTorch takes the memory of CPU tensors from the C library. glibc takes tensors of up to 32 MB from one heap, and
 returns only the heap's end, after the last block in use. A pass over a long row frees its tensors around others that
 stay, so the next pass finds gaps of other sizes, and the process grows by almost as much again. A block in a mapping of
 its own is returned at once. The system then clears new pages for each tensor, which costs a pass 5 to 11 % more
 processor time at 4,096 and 8,192 tokens and more than that for short rows (see "Long rows" in `bench/NOTES.md`).
+`large_tensors_mapped` is therefore for long rows. `return_free_memory` is for all passes of large models: between two
+passes it gives the free blocks of the heap back, wherever they lie.
 """
 
 from __future__ import annotations
@@ -22,6 +24,35 @@ _LARGE = 4 * _MEGABYTE
 """Minimum bytes of a block with a mapping of its own inside `large_tensors_mapped`."""
 _MOST_LARGE = 32 * _MEGABYTE
 """Maximum of that minimum in glibc, which raises it to the size of each mapped block that is freed."""
+_MUCH_FREE = 64 * _MEGABYTE
+"""Free bytes of the heap from which on `return_free_memory` returns them; fewer are not worth the new pages."""
+
+
+class _HeapSizes(ctypes.Structure):
+    """glibc's `struct mallinfo2`. `fordblks` is the free bytes of all arenas, also those whose pages were returned."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def return_free_memory() -> None:
+    """Returns the pages of the heap's free blocks to the system, if glibc counts 64 MB or more of them.
+
+    A process has its peak in the backward pass: gradients above 32 MB get mappings of their own, and cannot use blocks
+    that the forward pass has left in the heap. The call does nothing with a glibc older than 2.33, without glibc, or
+    where the environment configures glibc's allocator.
+    """
+    library = _glibc()
+    heap_sizes = getattr(library, "mallinfo2", None)
+    if library is not None and heap_sizes is not None:
+        heap_sizes.restype = _HeapSizes
+        if heap_sizes().fordblks >= _MUCH_FREE:
+            library.malloc_trim(0)
 
 
 @contextmanager

@@ -22,6 +22,13 @@ LONG_ROW = 4096
 Shorter rows take little memory, and their passes would take longer.
 """
 
+LARGE_MODEL = 16_000_000
+"""Trained parameters from which on training on a CPU returns free memory of the heap before each backward pass.
+
+To ask how much is free takes about a millisecond, which the steps of smaller models would notice. Models whose passes
+are collectives (FSDP, ZeRO-3) do without.
+"""
+
 
 def memory_guard(
     model: nn.Module,
@@ -53,15 +60,17 @@ def memory_guard(
             f"max_tokens_per_pass={args.max_tokens_per_pass} cuts micro-batches, and {reason}; leave it unset and "
             "lower per_device_train_batch_size instead"
         )
+    is_cpu = args.device.type == "cpu"
     max_tokens = args.max_tokens_per_pass
-    if max_tokens is None and args.device.type == "cpu" and not aux_loss:
+    if max_tokens is None and is_cpu and not aux_loss:
         config: Any = getattr(pretrained(model), "config", None)
         width = None if config is None else getattr(config.get_text_config(), "hidden_size", None)
         max_tokens = tokens_per_pass() if width is None else tokens_per_pass(width)
-    long_row = LONG_ROW if args.device.type == "cpu" else None
-    options: dict[str, Any] = {"max_tokens": max_tokens, "prepare": prepare, "long_row": long_row}
+    options: dict[str, Any] = {"max_tokens": max_tokens, "prepare": prepare, "long_row": LONG_ROW if is_cpu else None}
     if collectives is not None and obstacle is None:
         return JointMemoryGuard(clear, collectives, **options)
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    options["returns_memory"] = is_cpu and num_trained >= LARGE_MODEL
     num_ranks = args.context_parallel_size
     return MemoryGuard(clear, obstacle=obstacle, num_ranks=num_ranks, **options)
 

@@ -11,7 +11,7 @@ import torch
 
 from groupgrad.batch import Batch
 from groupgrad.batching.micro_batches import MicroBatch
-from groupgrad.modeling.systems.heap import large_tensors_mapped
+from groupgrad.modeling.systems.heap import large_tensors_mapped, return_free_memory
 from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
 from groupgrad.objectives import FORWARD_AND_BACKWARD, PolicyLoss
 
@@ -46,7 +46,9 @@ class MemoryGuard:
     `obstacle` is the reason why this run cannot cut micro-batches; with None it can. Micro-batches above `max_tokens`
     are cut beforehand: cost follows tokens, so smaller passes take less memory and hardly more time. Groups are cut
     only where computing their prompt again costs little. Passes without gradients may have three times as many tokens.
-    `prepare` is called with each batch before its passes with a gradient.
+    `prepare` is called with each batch before its passes with a gradient. On CPUs, a pass
+    with a row of `long_row` tokens or more runs in `large_tensors_mapped`; with `returns_memory`, `return_free_memory`
+    runs before each backward pass.
 
     `num_ranks` ranks make each pass together, with the rows of all of them, so none of them cuts a pass because of its
     own memory. A micro-batch is cut beforehand into one part for each rank, and `max_tokens` are those of a rank.
@@ -61,9 +63,10 @@ class MemoryGuard:
         prepare: Callable[[Batch], None] | None = None,
         num_ranks: int = 1,
         long_row: int | None = None,
+        returns_memory: bool = False,
     ):
         self._clear, self._obstacle, self._prepare, self._num_ranks = clear, obstacle, prepare, num_ranks
-        self._long_row = long_row
+        self._long_row, self._returns_memory = long_row, returns_memory
         self._max_cost = None if max_tokens is None or obstacle is not None else 3 * max_tokens * num_ranks
         self._limit: int | None = None
         self._done: list[MicroBatch] = []
@@ -112,6 +115,8 @@ class MemoryGuard:
                 result = forward(part)
                 if part.passes == FORWARD_AND_BACKWARD:
                     gradients_are_valid = False
+                    if self._returns_memory:
+                        return_free_memory()
                     backward(result.loss, is_last)
             return PolicyLoss(result.loss.detach(), result.metrics), True
         except (RuntimeError, MemoryError) as error:
