@@ -244,7 +244,7 @@ LATER: dict[str, Any] = {
     "tool_timeout_s": 60.0,
     "tool_max_result_chars": 20_000,
     "tool_threads": 64,
-    "reuse_environments": True,
+    "reuse_environments": None,
     "vllm_structured_outputs_regex": None,
     "vllm_group_port": 51216,
     "vespo_k_pos": 2.0,

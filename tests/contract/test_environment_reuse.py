@@ -40,7 +40,7 @@ def is_open(environments: list[Counted], completions: list[Any], **kwargs: Any) 
     return [float(len(str(completion)) % 5) for completion in completions]
 
 
-def train(tokenizer: Any, make_model: Any, folder: Path, **settings: Any) -> None:
+def train(tokenizer: Any, make_model: Any, folder: Path, factory: Any = Counted, **settings: Any) -> None:
     Counted.made = []
     sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 4, "max_steps": 3}
     quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
@@ -50,12 +50,16 @@ def train(tokenizer: Any, make_model: Any, folder: Path, **settings: Any) -> Non
         args=GRPOConfig(output_dir=str(folder), **sizes, **quiet, **settings),
         processing_class=with_tools(tokenizer),
         train_dataset=ROWS,
-        environment_factory=Counted,
+        environment_factory=factory,
     ).train()
 
 
+class WithoutClose(Counted):
+    close = None  # type: ignore[assignment]
+
+
 def test_environments_are_reset_and_reused(tokenizer: Any, make_model: Any, tmp_path: Path) -> None:
-    train(tokenizer, make_model, tmp_path)
+    train(tokenizer, make_model, tmp_path, reuse_environments=True)
     assert [made.resets for made in Counted.made] == [3] * 8
     assert [made.closes for made in Counted.made] == [1] * 8
 
@@ -64,6 +68,17 @@ def test_each_rollout_may_have_its_own(tokenizer: Any, make_model: Any, tmp_path
     train(tokenizer, make_model, tmp_path, reuse_environments=False)
     assert [made.resets for made in Counted.made] == [1] * 24
     assert [made.closes for made in Counted.made] == [1] * 24
+
+
+def test_by_default_those_that_can_be_closed_serve_one_rollout(tokenizer: Any, make_model: Any, tmp_path: Path) -> None:
+    train(tokenizer, make_model, tmp_path)
+    assert [made.resets for made in Counted.made] == [1] * 24
+    assert [made.closes for made in Counted.made] == [1] * 24
+
+
+def test_by_default_those_without_close_are_reused(tokenizer: Any, make_model: Any, tmp_path: Path) -> None:
+    train(tokenizer, make_model, tmp_path, factory=WithoutClose)
+    assert [made.resets for made in Counted.made] == [3] * 8
 
 
 def test_the_option_is_warned_of_where_there_are_no_environments(

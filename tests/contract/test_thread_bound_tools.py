@@ -113,7 +113,7 @@ class Ledger:
 def test_an_environment_may_keep_a_connection_that_one_thread_may_use(train: Any) -> None:
     """From its first instance's creation to its close, each environment is used on one thread, which is its own."""
     Ledger.threads, Ledger.num_closed = {}, 0
-    log = train(call("add", amount=3), environment_factory=Ledger)
+    log = train(call("add", amount=3), {"reuse_environments": True}, environment_factory=Ledger)
     assert log["rollouts/error"] == log["tools/failure_frequency"] == 0.0
     assert log["reward"] == 3.0
     assert len(Ledger.threads) == Ledger.num_closed == 8

@@ -191,7 +191,7 @@ def test_reset_cannot_change_the_data_set(workers: Workers):
 
 
 def test_instances_are_reused_and_their_number_grows_with_need(workers: Workers):
-    environments = Environments(Counter)
+    environments = Environments(Counter, reuse=True)
     assert len(Base.made) == 1
     for count in (3, 2, 4):
         handles = [start(environments, workers) for _ in range(count)]

@@ -84,7 +84,7 @@ def make_agents(
 ) -> AgentRollouts:
     """Rollouts of agents over the engine."""
     shared_tools = make_tools(list(tools))
-    environments = None if environment is None else Environments(environment, shared_tools)
+    environments = None if environment is None else Environments(environment, shared_tools, reuse=True)
     schemas = [tool.schema for tool in shared_tools]
     if environments is not None:
         schemas = [schema for of_environment in environments.schemas.values() for schema in of_environment]

@@ -208,8 +208,10 @@ class GRPOSettings(LegacyArguments):
     max_tool_calling_iterations: int | None = _option(
         None, "Maximum number of turns with tool calls in a completion; unset: no limit."
     )
-    reuse_environments: bool = _option(
-        True, "Reset and reuse an environment for later rollouts; False: a new one for each rollout, closed after it."
+    reuse_environments: bool | None = _option(
+        None,
+        "True: reset and reuse an environment for later rollouts; False: a new one for each rollout, closed after it; "
+        "unset: False for environments that have a method close, True for others.",
     )
     tool_timeout_s: float = _option(
         60.0, "Timeout of a tool call and of an environment's reset or reward, in seconds; the model gets an error."

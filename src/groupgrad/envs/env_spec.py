@@ -36,6 +36,7 @@ class EnvSpec:
     reset_columns: frozenset[str] | None
     """Columns of the data set that `reset` takes; None for all."""
     has_reward: bool
+    has_close: bool
     is_chosen_by_column: bool
     """True if rows choose it by their column `environment`, which is then not passed to `reset`."""
     pool: list[Any]
@@ -104,6 +105,7 @@ def inspect_factory(instance: Any, factory: Callable[[], Any], name: str | None)
         tools=[_make_method_tool(instance, method) for method in public_methods(env_class)],
         reset_columns=_columns(reset),
         has_reward=callable(getattr(instance, "get_reward", None)),
+        has_close=callable(getattr(instance, "close", None)),
         is_chosen_by_column=name is not None,
         pool=[instance],
     )

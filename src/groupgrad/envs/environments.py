@@ -55,9 +55,10 @@ class Environments:
     without `reset`, and for public methods that cannot be tools or have the name of one of `tools`.
     The public methods of the class, inherited ones too, are tools, except `reset`, `get_reward`, `close` and names that
     begin with `_`. All plain methods of an instance run on one thread, which is its own and on which the factory makes
-    it, so that it may hold what one thread alone may use. An instance serves later rollouts too, with `reuse=False` a
-    single one. The `close` of each instance is called once: by `close`, when the instance is discarded, or at the
-    interpreter's end. Call `acquire` and `release` on one thread only.
+    it, so that it may hold what one thread alone may use. With `reuse` an instance serves later rollouts too. None
+    reuses only instances without a `close`, because nothing would release what they hold. The `close` of each instance
+    is called once: by `close`, when the instance is discarded, or at the interpreter's end. Call `acquire` and
+    `release` on one thread only.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Environments:
         factories: Callable[[], Any] | Mapping[str, Callable[[], Any]],
         tools: Sequence[Tool] = (),
         *,
-        reuse: bool = True,
+        reuse: bool | None = None,
         close_timeout_s: float = 10.0,
     ):
         self._tools = list(tools)
@@ -131,8 +132,9 @@ class Environments:
         return EnvHandle(self, spec, instance, self._tools, thread)
 
     def release(self, handle: EnvHandle) -> None:
-        """Returns an instance to the pool. Closes it if none is reused, it failed, or a call may still be inside it."""
-        is_reusable = self._reuse and not handle.must_discard and not handle.is_busy
+        """Returns an instance to the pool. Closes it if it is not reused, failed, or a call may still be inside it."""
+        is_reused = not handle.spec.has_close if self._reuse is None else self._reuse
+        is_reusable = is_reused and not handle.must_discard and not handle.is_busy
         self.take_back(handle.spec, handle.detach(), is_reusable=is_reusable)
 
     def take_back(self, spec: EnvSpec, instance: Any, *, is_reusable: bool = True) -> None:

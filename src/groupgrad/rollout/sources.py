@@ -120,8 +120,8 @@ class ToolUseOptions:
 
     max_tool_calling_iterations: int | None = None
     """Most turns with calls in a rollout; None: any number."""
-    reuse_environments: bool = True
-    """An environment serves later rollouts too."""
+    reuse_environments: bool | None = None
+    """An environment serves later rollouts too; None: only if it has no `close`."""
 
 
 def build_rollout_components(
@@ -141,7 +141,7 @@ def build_rollout_components(
         "response_parser": response_parser,
         "max_tool_calling_iterations": use.max_tool_calling_iterations,
     }
-    reuse = {} if use.reuse_environments else {"reuse_environments": False}
+    reuse = {"reuse_environments": use.reuse_environments}
     if rollout_func is not None:
         _warn_unused({**call_settings, **reuse}, "a rollout_func makes whole rollouts itself")
         return RolloutComponents(_check_function(rollout_func, tools=tools, environment_factory=environment_factory))
