@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
 from vlm_batches import make_batch, make_vlm_setup
 
 from groupgrad import kernels
-from groupgrad.modeling import gradient_checkpointing as memory
-from groupgrad.modeling.gradient_checkpointing import CheckpointingByNeed, activation_bytes_per_token, free_bytes
+from groupgrad.modeling import gradient_checkpointing
+from groupgrad.modeling.gradient_checkpointing import FREE_SHARE, CheckpointingByNeed, activation_bytes_per_token
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.multimodal.vlm_prompts import example_prompt
 
@@ -38,24 +37,6 @@ def test_activations_are_those_that_training_keeps(make_model):
     assert (four - two) / 2 == 4 * (norms + linears + attention + 2 * inner)
 
 
-def test_free_memory_is_that_of_the_device():
-    assert 2**20 < free_bytes(torch.device("cpu")) < 2**50
-
-
-def test_a_control_group_limits_free_memory(monkeypatch, tmp_path):
-    texts = {"memory.max": "5000\n", "memory.current": "2500\n", "memory.stat": "anon 7\ninactive_file 500\n"}
-
-    def read(self: Path) -> str:
-        if self.name not in texts:
-            raise FileNotFoundError(self.name)
-        return texts[self.name]
-
-    monkeypatch.setattr(memory.Path, "read_text", read)
-    assert free_bytes(torch.device("cpu")) == 3000
-    texts["memory.max"] = "max\n"
-    assert free_bytes(torch.device("cpu")) > 2**20
-
-
 def test_checkpointing_switches_on_and_off(make_model, batch, monkeypatch, caplog):
     model = make_model().train()
     by_need = CheckpointingByNeed(model, ForwardOptions())
@@ -64,7 +45,7 @@ def test_checkpointing_switches_on_and_off(make_model, batch, monkeypatch, caplo
     tokens = len(batch.prompt_ids) + batch.num_tokens - batch.num_rows
     need = tokens * activation_bytes_per_token(model, ForwardOptions())
 
-    monkeypatch.setattr(memory, "free_bytes", lambda device: int(0.9 * need / memory.FREE_SHARE))
+    monkeypatch.setattr(gradient_checkpointing, "free_bytes", lambda device: int(0.9 * need / FREE_SHARE))
     with caplog.at_level(logging.WARNING):
         by_need.prepare(batch)
     assert by_need.is_on
@@ -73,7 +54,7 @@ def test_checkpointing_switches_on_and_off(make_model, batch, monkeypatch, caplo
     score_tokens(model, batch, ForwardOptions()).logprobs.sum().backward()
     recomputed = torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    monkeypatch.setattr(memory, "free_bytes", lambda device: int(1.1 * need / memory.FREE_SHARE))
+    monkeypatch.setattr(gradient_checkpointing, "free_bytes", lambda device: int(1.1 * need / FREE_SHARE))
     by_need.prepare(batch)
     assert not by_need.is_on
     assert not model.is_gradient_checkpointing
@@ -86,17 +67,11 @@ def test_checkpointing_switches_on_and_off(make_model, batch, monkeypatch, caplo
 def test_padding_counts_in_the_dense_layout(make_model, batch, monkeypatch, layout):
     by_need = CheckpointingByNeed(make_model(), ForwardOptions(layout=layout))
     asked = []
-    monkeypatch.setattr(memory, "free_bytes", lambda device: asked.append(1) or 1 << 40)
-    by_need._bytes_per_token = 2**40 * memory.FREE_SHARE / (len(batch.prompt_ids) + batch.num_tokens + 1)
+    monkeypatch.setattr(gradient_checkpointing, "free_bytes", lambda device: asked.append(1) or 1 << 40)
+    by_need._bytes_per_token = 2**40 * FREE_SHARE / (len(batch.prompt_ids) + batch.num_tokens + 1)
     by_need.prepare(batch)
     assert by_need.is_on == (layout == "dense")  # 5 rows of 8 tokens instead of 9 + 14
     assert asked == [1]
-
-
-def test_ranks_of_one_machine_share_its_memory(monkeypatch):
-    monkeypatch.setattr(memory, "_cgroup_free_bytes", lambda: 8000)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert free_bytes(torch.device("cpu")) == 2000
 
 
 def test_copies_of_weights_in_another_precision_are_no_activations(make_model):
@@ -121,7 +96,7 @@ def test_modes_are_left_as_they_were_by_a_measurement_that_fails(make_model, mon
         assert model.training
         raise MemoryError("full")
 
-    monkeypatch.setattr(memory, "activation_bytes_per_token", fail)
+    monkeypatch.setattr(gradient_checkpointing, "activation_bytes_per_token", fail)
     model = make_model().eval()
     model.lm_head.train()
     with pytest.raises(MemoryError, match="full"):
@@ -135,7 +110,7 @@ def test_activations_of_images_are_measured():
     example = example_prompt(vlm.processor)
     assert sum(tensor.numel() for tensor in example.media.tensors.values()) == 3 * 16 * 16
     per_token = activation_bytes_per_token(vlm.model, ForwardOptions())
-    per_value = memory.activation_bytes_per_value(vlm.model, ForwardOptions(), example, per_token)
+    per_value = gradient_checkpointing.activation_bytes_per_value(vlm.model, ForwardOptions(), example, per_token)
     least = 2 * 16 * 4 * (2 * 16 + 2 * 32)
     assert least < 3 * 16 * 16 * per_value < 20 * least
 
@@ -149,6 +124,10 @@ def test_images_count_where_they_are_computed(monkeypatch, layout, images):
     need = images * 3 * 16 * 16
     batch = make_batch(vlm, [(0, [20]), (0, [21]), (1, [22]), (2, [23]), (2, [24]), (2, [25])])
     for share, is_on in ((0.99, True), (1.01, False)):
-        monkeypatch.setattr(memory, "free_bytes", lambda device, share=share: share * need / memory.FREE_SHARE)
+        monkeypatch.setattr(
+            gradient_checkpointing,
+            "free_bytes",
+            lambda device, share=share: share * need / FREE_SHARE,
+        )
         by_need.prepare(batch)
         assert by_need.is_on == is_on

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -19,6 +16,7 @@ from groupgrad.batch import Batch
 from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens
 from groupgrad.modeling.scoring.fused_modules import compiled_parts, own_parts
 from groupgrad.modeling.self_check import random_batch, reversed_prompts
+from groupgrad.modeling.systems.free_memory import free_bytes
 from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.types import Prompt
 
@@ -26,38 +24,6 @@ logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.6
 """Share of the free memory for activations; gradients and temporary tensors need the rest."""
-
-_CGROUP_FILES = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-)
-"""Files of both versions of control groups with the limit, the usage and statistics, and the entry of cached files."""
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free bytes on `device` for new tensors of this process.
-
-    On a CPU this is at most what the process's control group (cgroup) allows, divided among the machine's ranks.
-    """
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    free = min(psutil.virtual_memory().available, _cgroup_free_bytes())
-    return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _cgroup_free_bytes() -> int:
-    """Bytes left below a container's memory limit, cached files included; 2^62 without a limit."""
-    for *names, cached in _CGROUP_FILES:
-        limit, usage, statistics = (Path("/sys/fs/cgroup", name) for name in names)
-        try:
-            bound = limit.read_text().strip()
-            if bound.isdigit():  # "max" without a limit
-                lines = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
-                return max(int(bound) - int(usage.read_text()) + int(lines.get(cached, "0")), 0)
-        except OSError:
-            continue
-    return 1 << 62
 
 
 def activation_bytes_per_token(model: nn.Module, options: ForwardOptions, batch: Batch | None = None) -> float:

@@ -28,9 +28,9 @@ from groupgrad.checkpoints.plausible import OPTIMIZER, SCHEDULER, TRAINER_STATE
 from groupgrad.config import GRPOConfig
 from groupgrad.errors import CheckpointError, CheckpointNotSaved, NonFiniteError
 from groupgrad.modeling.adapters import is_adapted
-from groupgrad.modeling.gradient_checkpointing import free_bytes
 from groupgrad.modeling.load import load_renamed_checkpoint
 from groupgrad.modeling.policy_checks import nonfinite_weights
+from groupgrad.modeling.systems.free_memory import free_bytes
 from groupgrad.modeling.systems.fsdp import is_fully_sharded, whole_parameters
 from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.trainer import resumed_options

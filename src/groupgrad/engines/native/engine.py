@@ -25,9 +25,9 @@ from groupgrad.engines.native.sampling_params import SamplingParams, read_option
 from groupgrad.engines.native.scheduler import Scheduler
 from groupgrad.engines.native.session import NativeSession, Statistics
 from groupgrad.engines.stop_strings import StopStrings
-from groupgrad.modeling.gradient_checkpointing import free_bytes
 from groupgrad.modeling.scoring.forward import evaluation_mode
 from groupgrad.modeling.scoring.fused_modules import compiled_parts, own_parts
+from groupgrad.modeling.systems.free_memory import free_bytes
 from groupgrad.modeling.unwrapping import unwrap
 
 MEMORY_SHARE = 0.5

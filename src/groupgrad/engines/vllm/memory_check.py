@@ -17,8 +17,8 @@ from torch import nn
 
 from groupgrad.engines.vllm.colocate_start import ColocateOptions
 from groupgrad.engines.vllm.wire import specs_of, torch_dtype
-from groupgrad.modeling.gradient_checkpointing import free_bytes
 from groupgrad.modeling.layer_configs import layer_configs
+from groupgrad.modeling.systems.free_memory import free_bytes
 from groupgrad.modeling.unwrapping import unwrap
 from groupgrad.modeling.weights import checkpoint_weights
 
