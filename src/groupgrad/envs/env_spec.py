@@ -37,6 +37,7 @@ class EnvSpec:
     """Columns of the data set that `reset` takes; None for all."""
     has_reward: bool
     has_close: bool
+    """True if instances can release what they hold, so that each may serve a single rollout."""
     is_chosen_by_column: bool
     """True if rows choose it by their column `environment`, which is then not passed to `reset`."""
     pool: list[Any]

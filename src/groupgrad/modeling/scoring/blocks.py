@@ -31,7 +31,7 @@ A block of its own would cost about as much as this padding.
 
 @dataclass(slots=True, frozen=True)
 class Segment:
-    """Consecutive flat tokens of one row, or of a prompt that several rows share.
+    """A run of flat tokens that belong to one row, or to a prompt that several rows share.
 
     Where a pass is cut, into stretches or over ranks, a segment is the part that lies there.
     """
