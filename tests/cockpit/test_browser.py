@@ -483,19 +483,19 @@ def test_it_fits_and_can_be_read(tmp_path, open_page, size, scheme):
     store, panel = make_sweep_folder(tmp_path / "rates")
     store.set_state(2, "failed", "RuntimeError: a device is missing")
     for name, sweeps, places in (
-        (folder, [], ("#/", "#/rollouts?step=5&group=0&row=5")),
-        (tmp_path / "rates", [panel], ("#/sweep",)),
+        (folder, [], {"#/": ".chart", "#/rollouts?step=5&group=0&row=5": ".tokens"}),
+        (tmp_path / "rates", [panel], {"#/sweep": ".sweep"}),
     ):
         with served(name, sweeps=sweeps) as address:
             page = open_page(address, width=size[0], height=size[1], scheme=scheme)
-            for where in places:
+            for where, content in places.items():
                 page.goto(page.url.partition("#")[0] + where)
-                page.wait_for_selector(".chart, .tokens, .sweep")
+                page.wait_for_selector(content)
                 assert page.evaluate("document.documentElement.scrollWidth") <= size[0], where
                 assert page.evaluate(CONTRASTS) >= 4.5, where
                 if "rollouts" in where:
                     assert page.locator(".list").bounding_box()["height"] > 200
-                    page.locator(".item").nth(1).click()
+                    page.locator('.item[aria-selected="true"] + .item').click()
                     page.wait_for_selector('.item[aria-selected="true"]')
                 shots = os.environ.get("GROUPGRAD_SCREENSHOTS")
                 if shots:

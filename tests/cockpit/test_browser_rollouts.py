@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -175,3 +176,39 @@ def test_a_short_time_is_not_shown_as_none(tmp_path, open_page, seconds, text):
         assert f"calculator {text}, failed" in card
         assert f"1 tool call, {text} of waiting" in card and f"correct took {text} for" in card
         assert page.inner_text("#item-0 .text").startswith(f"{text} · ")
+
+
+def test_a_row_that_is_chosen_before_it_has_come_is_opened_then(tmp_path, open_page):
+    """By mouse or keyboard. The rows are asked for again where the answer did not come."""
+    folder = write_run(tmp_path / "long", steps=15, rows=16, tokens=4)
+    held: list[Any] = []
+
+    def hold_later_rows(route: Any) -> None:
+        if "offset=0" in route.request.url:
+            route.continue_()
+        else:
+            held.append(route)
+
+    with served(folder) as address:
+        page = open_page(address)
+        page.route("**/api/runs/0/rollouts*", hold_later_rows)
+        page.goto(address + "#/rollouts")
+        page.wait_for_selector("#item-0 .chip")
+        page.evaluate("document.querySelector('.list').scrollTop = 44 * 150")
+        page.click("#item-152:has-text('...')")
+        wait_until(page, "document.querySelector('#item-152').ariaSelected === 'true'")
+        assert page.inner_text(".detail").startswith("Choose a rollout")
+        held.pop().abort("connectionrefused")
+        page.locator(".list").press("ArrowDown")
+        page.locator(".list").press("Enter")
+        deadline = time.monotonic() + 20
+        while not held:
+            page.wait_for_timeout(50)
+            assert time.monotonic() < deadline, "the rows are not asked for again"
+        held.pop().continue_()
+        page.wait_for_selector("#item-153 .chip")
+        page.wait_for_selector(".card.chosen")
+        place = page.inner_text("#item-153 .where")
+        shown = page.evaluate("Object.fromEntries(new URLSearchParams(location.hash.split('?')[1]))")
+        assert place == f"{shown['step']} · {shown['row']}"
+        assert page.get_attribute("#item-153", "aria-selected") == "true"

@@ -180,7 +180,7 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
     node,
     update,
     /** Ends with the first rows, or without them if they cannot be read. */
-    loaded: list.loaded.catch(() => {}),
+    loaded: list.loaded,
     dispose: () => list.dispose(),
     /** Shows another group without a new list; false if the filters or the run are others. */
     retarget(next) {

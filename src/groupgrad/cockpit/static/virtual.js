@@ -3,11 +3,12 @@ import { el } from "./dom.js";
 
 const PAGE = 100;
 const KEPT_PAGES = 30;
+const RETRY_MS = 2500;
 
 /**
  * A list of `rowHeight` pixels a row. `load(offset, limit)` promises `{total, rows, place}`, where `place` is that of a row
  * to show, if any; `draw(node, row)` fills a row's node, with null for a row that is still being loaded; `open(row)` is
- * called for a click or Enter; `isOpen(row)` is true for the row that is open, which is marked; `isSame(row, other)` is true
+ * called for a click or Enter, once the row has been loaded; `isOpen(row)` is true for the row that is open, which is marked; `isSame(row, other)` is true
  * for one row that was loaded twice.
  */
 export class VirtualList {
@@ -19,6 +20,7 @@ export class VirtualList {
     this.pages = new Map();
     this.total = 0;
     this.current = -1;
+    this.chosen = -1; // a row that is to be opened once it has been loaded
     this.loaded = this.reset();
     this.node.addEventListener("scroll", () => this.#schedule(), { passive: true });
     this.node.addEventListener("keydown", (event) => this.#key(event));
@@ -26,18 +28,27 @@ export class VirtualList {
     this.observer.observe(this.node);
   }
 
-  /** Loads all rows again. Those that are shown stay until the first ones have come; the marked row stays marked. */
+  /** Loads all rows again. Those that are shown stay until the first ones have come; the marked row stays marked. Ends
+   * without rows if they cannot be read, and tries again later. */
   async reset() {
     const version = this.version = (this.version ?? 0) + 1;
-    const answer = await this.load(0, PAGE);
+    const answer = await this.load(0, PAGE).catch(() => null);
     if (version !== this.version) return;
+    if (!answer) {
+      this.#retry(() => this.reset());
+      return;
+    }
     const marked = this.row(this.current);
     this.pages = new Map();
+    this.chosen = -1;
     this.current = marked ? answer.rows.findIndex((row) => this.isSame(row, marked)) : -1;
     this.#take(0, answer);
   }
 
-  dispose() { this.observer.disconnect(); }
+  dispose() {
+    this.observer.disconnect();
+    this.version += 1; // no later answer is shown
+  }
 
   row(index) { return this.pages.get(Math.floor(index / PAGE))?.[index % PAGE] ?? null; }
 
@@ -46,8 +57,19 @@ export class VirtualList {
     this.pages.set(page, []);
     if (this.pages.size > KEPT_PAGES) this.pages.delete(this.pages.keys().next().value);
     const { version } = this;
-    const answer = await this.load(page * PAGE, PAGE);
-    if (version === this.version) this.#take(page, answer);
+    const answer = await this.load(page * PAGE, PAGE).catch(() => null);
+    if (version !== this.version) return;
+    if (answer) {
+      this.#take(page, answer);
+    } else {
+      this.pages.delete(page);
+      this.#retry(() => this.#render());
+    }
+  }
+
+  #retry(action) {
+    const { version } = this;
+    setTimeout(() => version === this.version && action(), RETRY_MS);
   }
 
   #take(page, answer) {
@@ -58,6 +80,7 @@ export class VirtualList {
     }
     if ((answer.place ?? -1) >= 0) this.#move(answer.place);
     else this.#render();
+    if (this.row(this.chosen)) this.#choose(this.chosen);
   }
 
   #schedule() {
@@ -76,7 +99,7 @@ export class VirtualList {
     while (this.pool.length < count) {
       const node = el("div", { class: "item", role: "option" });
       node.style.height = `${rowHeight}px`;
-      node.addEventListener("click", () => this.#choose(node.index, node.row));
+      node.addEventListener("click", () => this.#choose(node.index));
       this.pool.push(node);
       this.space.append(node);
     }
@@ -101,10 +124,11 @@ export class VirtualList {
     for (const page of new Set([Math.floor(first / PAGE), Math.floor((first + count - 1) / PAGE)])) this.#need(page);
   }
 
-  #choose(index, row) {
-    if (!row) return;
+  #choose(index) {
     this.#move(index);
-    this.open(row);
+    const row = this.row(index);
+    this.chosen = row ? -1 : index;
+    if (row) this.open(row);
   }
 
   #move(index) {
@@ -122,10 +146,11 @@ export class VirtualList {
     const steps = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1, PageDown: rows, PageUp: -rows, Home: -this.total, End: this.total };
     if (event.key in steps && !event.ctrlKey && !event.metaKey) {
       event.preventDefault();
+      this.chosen = -1;
       this.#move(this.current + steps[event.key]);
     } else if (event.key === "Enter" && this.current >= 0) {
       event.preventDefault();
-      this.#choose(this.current, this.row(this.current));
+      this.#choose(this.current);
     }
   }
 }
