@@ -235,7 +235,7 @@ def test_replies_are_in_the_order_of_the_calls_whatever_ends_first(workers: Work
         Args:
             a: It.
         """
-        time.sleep(0.4)
+        time.sleep(1.0)
         return a
 
     box = ToolBox(make_tools([slow, async_add, multiply]))
@@ -250,7 +250,7 @@ def test_replies_are_in_the_order_of_the_calls_whatever_ends_first(workers: Work
     replies = [future.result(5) for future in futures]
     assert [reply.name for reply in replies] == ["slow", "async_add", "nothing", "slow"]
     assert [reply.content for reply in replies if not reply.failed] == ["1", "2", "4"]
-    assert time.monotonic() - began < 0.75  # the two slow ones ran side by side
+    assert time.monotonic() - began < 1.8  # the two slow ones ran side by side
 
 
 # Results
@@ -370,7 +370,7 @@ class Slow(dict[str, int]):
     """Slow to serialise."""
 
     def items(self) -> Any:
-        time.sleep(1.0)
+        time.sleep(3.0)
         return super().items()
 
 
@@ -381,7 +381,7 @@ def test_writing_a_result_counts_towards_the_deadline(workers: Workers):
 
     began = time.monotonic()
     assert call_tool(workers, [give], ToolCall("give"), HASTY).timed_out
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 2.7
 
 
 # Methods of an environment

@@ -214,18 +214,18 @@ def test_changes_to_arguments_do_not_reach_the_next_function(run):
 
 def test_asynchronous_functions_overlap_each_other_and_the_synchronous(run):
     async def first(completions, **kwargs):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
         return [1.0] * len(completions)
 
     second, third = functools.partial(first, a=1), functools.partial(first, a=2)
 
     def sync(completions, **kwargs):
-        time.sleep(0.2)
+        time.sleep(0.5)
         return [2.0] * len(completions)
 
     started = time.perf_counter()
     table = run([first, sync, second, third])
-    assert time.perf_counter() - started < 0.45
+    assert time.perf_counter() - started < 0.95
     assert table.rewards.tolist() == [[1.0, 2.0, 1.0, 1.0]] * 2
 
 

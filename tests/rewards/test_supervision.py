@@ -99,7 +99,7 @@ def test_a_late_call_is_named_or_unscored(make, function, num_workers, monkeypat
 
 
 def test_calls_in_time_are_measured(make):
-    waits = iter([0.0, 0.2, 0.0, 0.0])
+    waits = iter([0.0, 1.0, 0.0, 0.0])
 
     def judge(completions):
         time.sleep(next(waits))
@@ -110,8 +110,8 @@ def test_calls_in_time_are_measured(make):
     times = [
         {key: table.metrics[f"time/rewards/judge/{key}"].read() for key in ("p50", "p95", "max")} for table in tables
     ]
-    assert [round(found["max"], 1) for found in times] == [0.0, 0.2, 0.0, 0.0]
-    assert times[3]["p50"] < 0.1 < times[3]["p95"] < 0.25
+    assert [round(found["max"]) for found in times] == [0, 1, 0, 0]
+    assert times[3]["p50"] < 0.5 < times[3]["p95"] < 1.25
     assert "time/rewards/judge/p50" not in make(lambda completions: [1.0, 2.0]).score().metrics
 
 

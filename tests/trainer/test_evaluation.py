@@ -65,13 +65,13 @@ def test_time_spent_evaluating_is_no_time_of_a_step(make_trainer, tools, monkeyp
 
     def slow_in_evaluation(rollouts, **kwargs):
         if "evaluating" in trainer.timings._open:
-            time.sleep(0.3)
+            time.sleep(1.2)
         return score(rollouts, **kwargs)
 
     monkeypatch.setattr(trainer.rewards, "score", slow_in_evaluation)
     trainer.train()
     seconds = [entry["time/rewards"] for entry in trainer.state.log_history if "time/rewards" in entry]
-    assert len(seconds) == 3 and max(seconds) < 0.2
+    assert len(seconds) == 3 and max(seconds) < 0.8
 
 
 def test_evaluation_restores_the_mode_and_uses_no_dropout(make_trainer, make_policy, tools):

@@ -134,11 +134,11 @@ def test_a_body_without_a_length_is_refused_when_it_is_too_long(server: Simulate
 def test_a_slow_body_is_given_up_and_holds_nothing_up(
     server: SimulatedServer, trainer: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_requests, "SILENCE_S", 0.5)
+    monkeypatch.setattr(server_requests, "SILENCE_S", 2.0)
     with slow_bodies(server.port, KEY) as connections:
         started = time.monotonic()
         trainer.push(model, 1)  # waits for none of them
-        assert len(trainer.sample(ROWS, OPTIONS)) == 3 and time.monotonic() - started < 0.4
+        assert len(trainer.sample(ROWS, OPTIONS)) == 3 and time.monotonic() - started < 1.6
         answered_408(connections)
         assert time.monotonic() - started < 4.0
 
