@@ -495,8 +495,9 @@ def test_it_fits_and_can_be_read(tmp_path, open_page, size, scheme):
                 assert page.evaluate(CONTRASTS) >= 4.5, where
                 if "rollouts" in where:
                     assert page.locator(".list").bounding_box()["height"] > 200
-                    page.locator('.item[aria-selected="true"] + .item').click()
-                    page.wait_for_selector('.item[aria-selected="true"]')
+                    following = int(page.get_attribute('.item[aria-selected="true"]', "aria-posinset"))
+                    page.click(f"#item-{following}")
+                    page.wait_for_selector(f'#item-{following}[aria-selected="true"]')
                 shots = os.environ.get("GROUPGRAD_SCREENSHOTS")
                 if shots:
                     shown = {"#/": "overview", "#/sweep": "sweep"}.get(where, "rollouts")

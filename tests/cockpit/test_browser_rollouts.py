@@ -212,3 +212,18 @@ def test_a_row_that_is_chosen_before_it_has_come_is_opened_then(tmp_path, open_p
         shown = page.evaluate("Object.fromEntries(new URLSearchParams(location.hash.split('?')[1]))")
         assert place == f"{shown['step']} · {shown['row']}"
         assert page.get_attribute("#item-153", "aria-selected") == "true"
+
+
+def test_a_row_keeps_its_element_while_the_list_is_scrolled(tmp_path, open_page):
+    """A browser drops a click whose button goes down and up over two elements."""
+    folder = write_run(tmp_path / "long", steps=5, rows=16, tokens=4)
+    with served(folder) as address:
+        page = open_page(address + "#/rollouts")
+        page.wait_for_selector("#item-0 .chip")
+        page.evaluate("window.row = document.querySelector('#item-10'); row.text = row.innerText")
+        for number in range(1, 11):
+            page.evaluate(f"document.querySelector('.list').scrollTop = 44 * {number}")
+            wait_until(page, f"!document.querySelector('#item-{number - 5}')")
+            assert page.evaluate("row === document.querySelector('#item-10') && row.innerText === row.text"), number
+        ids = page.evaluate("[...document.querySelectorAll('.item[id]')].map((node) => node.id)")
+        assert len(ids) == len(set(ids)) == page.locator(".item:not([hidden])").count()

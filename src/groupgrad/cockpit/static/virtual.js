@@ -103,10 +103,9 @@ export class VirtualList {
       this.pool.push(node);
       this.space.append(node);
     }
-    this.pool.forEach((node, place) => {
-      const index = first + place;
-      node.hidden = place >= count;
-      if (node.hidden) return;
+    const shown = new Set();
+    for (let index = first; index < first + count; index += 1) {
+      const node = this.pool[index % this.pool.length]; // a row keeps its node while it is scrolled
       const row = this.row(index);
       if (node.index !== index || node.row !== row) {
         node.index = index;
@@ -119,7 +118,14 @@ export class VirtualList {
       }
       if (this.current < 0 && row && this.isOpen(row)) this.current = index; // none is marked yet
       node.setAttribute("aria-selected", index === this.current);
-    });
+      node.hidden = false;
+      shown.add(node);
+    }
+    for (const node of this.pool.filter((one) => !shown.has(one))) {
+      node.hidden = true;
+      node.index = -1;
+      node.removeAttribute("id");
+    }
     if (!count) return;
     for (const page of new Set([Math.floor(first / PAGE), Math.floor((first + count - 1) / PAGE)])) this.#need(page);
   }
