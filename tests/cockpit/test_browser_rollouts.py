@@ -179,7 +179,7 @@ def test_a_short_time_is_not_shown_as_none(tmp_path, open_page, seconds, text):
 
 
 def test_a_row_that_is_chosen_before_it_has_come_is_opened_then(tmp_path, open_page):
-    """By mouse or keyboard. The rows are asked for again where the answer did not come."""
+    """By mouse or keyboard. Rows that could not be read are asked for again."""
     folder = write_run(tmp_path / "long", steps=15, rows=16, tokens=4)
     held: list[Any] = []
 
