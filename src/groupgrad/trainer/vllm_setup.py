@@ -57,6 +57,7 @@ def serve_policy(config: GRPOConfig, model: nn.Module, bundle: PolicyBundle, rol
         if config.vllm_mode == "server":
             policy = _server_policy(config, model, sampling)
         else:
+            compat.require("vllm", 'vllm_mode="colocate"')
             policy = _colocate_policy(config, model, bundle.tokenizer, sampling)
     assert policy is not None
     return policy

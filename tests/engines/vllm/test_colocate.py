@@ -146,7 +146,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimulatedVLLM:
     )
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(colocate.compat, "require", lambda name, purpose: None)
     monkeypatch.setattr(colocate, "start", lambda folder, options, **_: simulated)
     return simulated
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad import compat, dist
+from groupgrad import dist
 from groupgrad.engines.base import Request, Sample, SamplingOptions, TicketSession
 from groupgrad.engines.vllm.colocate_start import ColocateOptions, classes_restored, save_config, start
 from groupgrad.engines.vllm.lora import adapter_bytes, lora_rank, lora_request
@@ -58,7 +58,6 @@ class VLLMColocateEngine(VLLMEngine):
 
     def __init__(self, model: nn.Module, tokenizer: Any, options: ColocateOptions):
         super().__init__(options.regex)
-        compat.require("vllm", 'vllm_mode="colocate"')
         inner: Any = unwrap(model)
         check_tensor_parallel(inner.config.get_text_config(), options.tensor_parallel_size, ranks=dist.world_size())
         self._options = options
