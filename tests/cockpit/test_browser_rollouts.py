@@ -227,3 +227,29 @@ def test_a_row_keeps_its_element_while_the_list_is_scrolled(tmp_path, open_page)
             assert page.evaluate("row === document.querySelector('#item-10') && row.innerText === row.text"), number
         ids = page.evaluate("[...document.querySelectorAll('.item[id]')].map((node) => node.id)")
         assert len(ids) == len(set(ids)) == page.locator(".item:not([hidden])").count()
+
+
+@pytest.mark.parametrize("num_answers", [3, 4])
+def test_a_list_that_was_left_asks_for_nothing_more(tmp_path, open_page, num_answers):
+    """Neither for the rest of its rows, after an odd number of answers, nor for rows that could not be read."""
+    folder, asked = write_run(tmp_path / "run", steps=1, rows=8, tokens=4), []
+
+    def never_complete(route: Any) -> None:
+        asked.append(route.request.url)
+        if len(asked) % 2:
+            route.fulfill(json=route.fetch().json() | {"complete": False})
+        else:
+            route.abort("connectionrefused")
+
+    with served(folder) as address:
+        page = open_page(address)
+        page.route("**/api/runs/0/rollouts*", never_complete)
+        page.goto(address + "#/rollouts")
+        deadline = time.monotonic() + 60
+        while len(asked) < num_answers:
+            page.wait_for_timeout(50)
+            assert time.monotonic() < deadline, "the rows are not asked for again"
+        page.click("nav >> text=Overview")
+        page.wait_for_selector(".chart")
+        page.wait_for_timeout(6000)
+        assert len(asked) == num_answers

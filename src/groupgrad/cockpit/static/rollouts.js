@@ -33,7 +33,6 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
         known = JSON.stringify(answer.facets);
         drawFilters(answer.facets);
       }
-      if (!answer.complete) setTimeout(() => list.reset(), 2500);
       return answer;
     },
     draw: (node, row) => drawItem(node, row, query.sort),

@@ -3,13 +3,14 @@ import { el } from "./dom.js";
 
 const PAGE = 100;
 const KEPT_PAGES = 30;
-const RETRY_MS = 2500;
+const RELOAD_MS = 2500;
 
 /**
- * A list of `rowHeight` pixels a row. `load(offset, limit)` promises `{total, rows, place}`, where `place` is that of a row
- * to show, if any; `draw(node, row)` fills a row's node, with null for a row that is still being loaded; `open(row)` is
- * called for a click or Enter, once the row has been loaded; `isOpen(row)` is true for the row that is open, which is marked; `isSame(row, other)` is true
- * for one row that was loaded twice.
+ * A list of `rowHeight` pixels a row. `load(offset, limit)` promises `{total, rows, place, complete}`, where `place` is that
+ * of a row to show, if any; the list is loaded again a little later if `complete` is false or `load` fails. `draw(node, row)`
+ * fills a row's node, with null for a row that is still being loaded; `open(row)` is called for a click or Enter, once the
+ * row has been loaded; `isOpen(row)` is true for the row that is open, which is marked; `isSame(row, other)` is true for one
+ * row that was loaded twice.
  */
 export class VirtualList {
   constructor({ rowHeight, load, draw, open, isOpen, isSame, label }) {
@@ -29,13 +30,13 @@ export class VirtualList {
   }
 
   /** Loads all rows again. Those that are shown stay until the first ones have come; the marked row stays marked. Ends
-   * without rows if they cannot be read, and tries again later. */
+   * without rows if they cannot be read. */
   async reset() {
     const version = this.version = (this.version ?? 0) + 1;
     const answer = await this.load(0, PAGE).catch(() => null);
     if (version !== this.version) return;
     if (!answer) {
-      this.#retry(() => this.reset());
+      this.#later(() => this.reset());
       return;
     }
     const marked = this.row(this.current);
@@ -63,13 +64,14 @@ export class VirtualList {
       this.#take(page, answer);
     } else {
       this.pages.delete(page);
-      this.#retry(() => this.#render());
+      this.#later(() => this.#render());
     }
   }
 
-  #retry(action) {
+  /** Calls `action` after a while, unless the list has been reset or disposed meanwhile. */
+  #later(action) {
     const { version } = this;
-    setTimeout(() => version === this.version && action(), RETRY_MS);
+    setTimeout(() => version === this.version && action(), RELOAD_MS);
   }
 
   #take(page, answer) {
@@ -80,7 +82,12 @@ export class VirtualList {
     }
     if ((answer.place ?? -1) >= 0) this.#move(answer.place);
     else this.#render();
-    if (this.row(this.chosen)) this.#choose(this.chosen);
+    if (answer.complete === false) this.#later(() => this.reset());
+    const chosen = this.row(this.chosen);
+    if (chosen) {
+      this.chosen = -1;
+      this.open(chosen);
+    }
   }
 
   #schedule() {
