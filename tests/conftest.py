@@ -1,4 +1,4 @@
-"""Gives all tests their shared fixtures, `helpers/base_fixtures.py`."""
+"""Gives all tests their shared fixtures, `helpers/base_fixtures.py` and `helpers/real_model.py`."""
 
 from __future__ import annotations
 
@@ -21,4 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all tests are collected
     with quick_imports():
         import base_fixtures
+        import real_model
     config.pluginmanager.register(base_fixtures)
+    config.pluginmanager.register(real_model)
