@@ -1,14 +1,19 @@
-"""The lines at the start of a run say which columns of the data set are used."""
+"""The lines at the start of a run say which columns of the data set are used, and what half precision costs."""
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from base_fixtures import make_model
 from datasets import Dataset
 
+from groupgrad.preflight.data_findings import data_findings
 from groupgrad.rewards.reward_runner import RewardRunner
+from groupgrad.trainer import half_precision
 from groupgrad.trainer.run_summary import columns_in_words
 
 
@@ -79,3 +84,32 @@ def test_columns_that_a_function_makes_are_not_read_for_a_line() -> None:
     dataset = Dataset.from_dict({"prompt": ["x"]}).with_transform(fail)
     trainer = SimpleNamespace(train_dataset=dataset, rollout_components=SimpleNamespace(environments=None))
     assert columns_in_words(trainer) == "they are made while rows are read"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "times", "line"),
+    [
+        ("float16", {}, 23.0, "weights in float16: .* take 23 times as long .* Load the model with dtype='float32' if"),
+        ("bfloat16", {}, 0.5, "weights in bfloat16: .* take 0.5 times as long .*; sampling lacks the compiled kernels"),
+        ("float32", {"bf16": True}, 3.0, "bf16=True: .* take 3 times as long .* Set bf16=False if memory allows"),
+        ("float32", {}, 3.0, None),
+    ],
+)
+def test_the_cost_of_half_precision_on_a_cpu_is_told(
+    make_trainer: Any, monkeypatch: Any, capfd: Any, dtype: str, settings: Any, times: float, line: str | None
+) -> None:
+    """At the start of a run, as a line; by `groupgrad check`, as a warning where products are slow."""
+    measured: list[torch.dtype] = []
+    monkeypatch.setattr(half_precision, "time_of_products", lambda kind: measured.append(kind) or times)
+    model = make_model().to(getattr(torch, dtype))
+    trainer = make_trainer(model=model, max_steps=1, learning_rate=0.0, **settings)
+    trainer.train()
+    shown = capfd.readouterr()
+    printed = re.search("precision +(.*)", shown.out + shown.err)
+    found = [finding for finding in data_findings(trainer) if finding.topic == "precision"]
+    if line is None:
+        assert printed is None and not found and not measured
+        return
+    assert printed is not None and re.match(line, printed[1])
+    assert [finding.status for finding in found] == ["warning" if times > 1 else "ok"]
+    assert set(measured) == {torch.float16 if dtype == "float16" else torch.bfloat16}

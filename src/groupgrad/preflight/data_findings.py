@@ -8,13 +8,15 @@ from groupgrad.chat import ChatFormat
 from groupgrad.modeling.load import inner_tokenizer
 from groupgrad.telemetry.findings import Finding
 from groupgrad.trainer import dataset_checks, run_summary
+from groupgrad.trainer.half_precision import half_precision
 
 MEASURED_PROMPTS = 1024
 """Prompts whose lengths are measured."""
 
 
 def data_findings(trainer: Any) -> list[Finding]:
-    """Returns what a trainer's data set, batch sizes and tokenizer show, in the order in which a run uses them."""
+    """Returns what a trainer's data set, batch sizes, tokenizer and precision show, as a run uses them."""
+    precision = half_precision(trainer)
     return [
         _columns(trainer),
         Finding("data", run_summary.data_in_words(trainer)),
@@ -22,6 +24,7 @@ def data_findings(trainer: Any) -> list[Finding]:
         _template(trainer),
         Finding("batch", run_summary.batch_in_words(trainer.plan)),
         Finding("steps", run_summary.steps_in_words(trainer)),
+        *([] if precision is None else [precision]),
     ]
 
 

@@ -16,6 +16,7 @@ from groupgrad.data.columns import is_transformed
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.modeling.load import inner_tokenizer
 from groupgrad.telemetry.standard_output import write_line
+from groupgrad.trainer.half_precision import half_precision
 
 PROMPTS_AT_START = 64
 SECONDS_AT_START = 0.05
@@ -66,6 +67,8 @@ def start_lines(trainer: Any) -> list[str]:
         "prompts": str(lengths),
         "ending": ending_in_words(trainer),
     }
+    if (precision := half_precision(trainer)) is not None:
+        rows[precision.topic] = " ".join(filter(None, (precision.text, precision.setting)))
     width = max(map(len, rows))
     return [f"{name:<{width}}  {text}" for name, text in rows.items()]
 
