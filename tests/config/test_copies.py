@@ -156,3 +156,38 @@ def test_the_default_of_checkpointing_does_not_warn():
         make()
         make(gradient_checkpointing=False)
         make(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@pytest.mark.parametrize("settings", VARIATIONS, ids=[str(v)[:50] for v in VARIATIONS])
+def test_settings_that_are_assigned_later_get_what_the_constructor_does(settings):
+    config = make()
+    for name, value in settings.items():
+        setattr(config, name, value)
+    config.settle()
+    assert config == make(**settings)
+    assert pickle.loads(pickle.dumps(config)) == dataclasses.replace(config, hub_token=None)
+
+
+def test_one_name_of_a_setting_may_be_assigned_later():
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        config = make(gradient_checkpointing=True)
+        setattr(config, name, False)
+        config.settle()
+        assert (config.gradient_checkpointing, config.activation_checkpointing) == (False, False)
+
+
+def test_a_late_setting_is_checked_and_its_warning_said_once():
+    config = make()
+    config.model_init_kwargs = {}
+    config.model_init_kwargs["dtype"] = torch.float32
+    config.settle()
+    assert config.model_init_kwargs == {"dtype": "float32"}
+    config.temperature = 0.0
+    with pytest.raises(ValueError, match=r"temperature=0\.0 cannot work"):
+        config.settle()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = make(loss_type="cispo", top_k=3)
+        config.top_k = 4
+        config.settle()
+    assert sum("epsilon_high" in str(warning.message) for warning in caught) == 1

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import HfArgumentParser
 
@@ -56,15 +57,19 @@ def rows(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, rows: Path, make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
-    """Flags of a short run of a small model, saved in a folder."""
+def settings(
+    tmp_path: Path, rows: Path, make_model: Any, make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Flags of a short run of a small model, saved in a folder; all folders are relative."""
     make_model().save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
     return {
-        "model_name_or_path": str(tmp_path / "model"),
-        "dataset_name": str(rows),
+        "model_name_or_path": "model",
+        "dtype": "bfloat16",
+        "dataset_name": rows.name,
         "reward_funcs": ["think_format_reward", "get_soft_overlong_punishment"],
-        "output_dir": str(tmp_path / "out"),
+        "output_dir": "out",
         "use_cpu": True,
         "bf16": False,
         "max_steps": 1,
@@ -99,6 +104,43 @@ def test_the_script_with_flags(run: Run, settings: dict[str, Any], tmp_path: Pat
     state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())
     assert state["global_step"] == 1
     assert state["log_history"][0]["rewards/soft_overlong_punishment_reward/mean"] == 0.0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+EXAMPLE = """
+import torch
+from datasets import load_dataset
+from groupgrad import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from groupgrad.rewards import think_format_reward
+
+parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+script_args, training_args, model_args = parser.parse_args_and_config()
+dtype = model_args.dtype if model_args.dtype in ["auto", None] else getattr(torch, model_args.dtype)
+training_args.model_init_kwargs = dict(revision=model_args.model_revision, dtype=dtype)
+training_args.scale_rewards = False
+trainer = GRPOTrainer(
+    model=model_args.model_name_or_path,
+    args=training_args,
+    reward_funcs=[think_format_reward],
+    train_dataset=load_dataset(script_args.dataset_name)[script_args.dataset_train_split],
+    peft_config=get_peft_config(model_args),
+)
+trainer.train()
+trainer.save_model(training_args.output_dir)
+"""
+
+
+def test_a_script_that_completes_its_arguments_after_parsing(
+    run: Run, script: Path, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """As the peer's example scripts do, with the dtype itself in place of its name."""
+    del settings["reward_funcs"]
+    script.write_text(EXAMPLE)
+    namespace = run(*flags({**settings, "trust_remote_code": False}))
+    trainer, args = namespace["trainer"], namespace["training_args"]
+    assert (args.scale_rewards, args.output_dir, trainer.args is args) == ("none", "out", True)
+    assert trainer.model.dtype == torch.bfloat16
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.errors import ConfigError
+from groupgrad.trainer import checked_entry
 
 
 @pytest.fixture
@@ -180,3 +182,37 @@ def test_a_loader_of_a_scripts_own_is_refused_before_anything_is_sampled(make_tr
         call()
     assert f"super().{name}(" in str(error.value)
     assert not scored
+
+
+def test_options_assigned_before_the_trainer_get_what_the_constructor_does(model_dir, tools, tmp_path, monkeypatch):
+    """The folder is relative, and the model is loaded with a dtype that a script names by the object."""
+    monkeypatch.chdir(tmp_path)
+    args = GRPOConfig(
+        "run", use_cpu=True, max_steps=1, per_device_train_batch_size=4, num_generations=4, max_completion_length=4
+    )
+    args.model_init_kwargs = {"dtype": torch.bfloat16}
+    args.scale_rewards, args.report_to, args.logging_steps = False, "none", 1
+    trainer = GRPOTrainer(str(model_dir), tools.letters_reward, args, tools.prompts())
+    assert trainer.args is args
+    trainer.train()
+    assert trainer.model.dtype == torch.bfloat16
+    assert (args.scale_rewards, trainer.components.collector.options.scale_rewards) == ("none", "none")
+    trainer.args.scale_rewards = True
+    trainer.train()
+    assert trainer.components.collector.options.scale_rewards == "group"
+    assert (args.output_dir, (tmp_path / "run" / "checkpoint-1").is_dir()) == ("run", True)
+    args.loss_type = "grop"
+    with pytest.raises(ConfigError, match="loss_type='grop'"):
+        GRPOTrainer(str(model_dir), tools.letters_reward, args, tools.prompts())
+    with pytest.raises(ConfigError, match="loss_type='grop'"):
+        trainer.train()
+
+
+def test_a_relative_folder_is_no_changed_option(make_trainer, tmp_path, monkeypatch):
+    """Nothing is checked again for a folder that is made a whole path while a run trains."""
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(output_dir="run", max_steps=1)
+    checked: list[object] = []
+    monkeypatch.setattr(checked_entry.dataset_checks, "check_datasets", lambda *args: checked.append(args))
+    trainer.train()
+    assert not checked

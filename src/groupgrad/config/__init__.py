@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from groupgrad.config.grpo_config import GRPOConfig
+from groupgrad.config.grpo_config import GRPOConfig, option_values
 
-__all__ = ["GRPOConfig"]
+__all__ = ["GRPOConfig", "option_values"]

@@ -58,6 +58,7 @@ class GRPOConfig(GRPOSettings):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        """Parses, completes and checks the settings; `settle` does so again for those that were assigned later."""
         self._parse_dicts()
         if texts := [text for text in parse_texts(self) if text.partition("=")[0] not in RANGES]:
             raise ConfigError(texts)
@@ -87,8 +88,25 @@ class GRPOConfig(GRPOSettings):
             compat.require("deepspeed", f"deepspeed={self.deepspeed!r}")
         if failure is not None:
             raise failure
-        for text in rules.warnings_for(self):
-            warnings.warn(text, UserWarning, stacklevel=3)
+        told, self._told = getattr(self, "_told", ()), rules.warnings_for(self)
+        for text in self._told:
+            if text not in told:
+                warnings.warn(text, UserWarning, stacklevel=3)
+        self._settled = option_values(self)
+
+    def settle(self) -> None:
+        """Does for settings that were assigned after the config was made what its constructor does with them.
+
+        ConfigError that lists every setting that cannot work.
+        """
+        now, then = option_values(self), getattr(self, "_settled", {})
+        if now == then:
+            return
+        pair = "gradient_checkpointing", "activation_checkpointing"
+        assigned = [name for name in pair if name in now and now[name] != then.get(name)]
+        if len(assigned) == 1:  # which the other name would contradict
+            self._set_checkpointing(getattr(self, assigned[0]))
+        GRPOConfig.__post_init__(self)
 
     def _parse_dicts(self) -> None:
         """Turns JSON text into dicts. Text that is no JSON object stays, and the rules report it."""
@@ -166,7 +184,7 @@ class GRPOConfig(GRPOSettings):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to pickle, without the token: every saved model has its settings beside it."""
-        return {**self.__dict__, "hub_token": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_settled"} | {"hub_token": None}
 
     def __copy__(self) -> GRPOConfig:
         copied = object.__new__(type(self))
@@ -185,6 +203,12 @@ class GRPOConfig(GRPOSettings):
             setattr(plain, field.name, copy.deepcopy(getattr(self, field.name)))
         data = super(GRPOConfig, plain).to_dict()
         return data | {name: None for name in data if name.endswith("_token") and getattr(self, name) is None}
+
+
+def option_values(config: GRPOConfig) -> dict[str, Any]:
+    """Every setting by its name, as text where it could change in place."""
+    values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config)}
+    return {name: v if isinstance(v, (int, float, str, type(None))) else repr(v) for name, v in values.items()}
 
 
 def _is_about(failure: str, problem: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from groupgrad.config import GRPOConfig, rules
+from groupgrad.config import GRPOConfig, option_values
 from groupgrad.errors import ConfigError
 
 _OF_CONSTRUCTION = (
@@ -56,8 +56,15 @@ class ChangedOptions:
 
     def check(self, config: GRPOConfig, *, has_reference: bool) -> bool:
         """Returns True if an option has changed since `accept`. ConfigError if a change cannot work."""
+        if _values(config) == self._seen:
+            return False
+        problems: list[str] = []
+        try:
+            config.settle()
+        except ConfigError as error:
+            problems = error.problems
         now = _values(config)
-        if now == self._seen:
+        if now == self._seen and not problems:
             return False
         texts = [
             f"{_change(name, self._made[name], now[name])} after the trainer was made, and a trainer reads it "
@@ -70,7 +77,7 @@ class ChangedOptions:
                 f"{_change('beta', self._made['beta'], now['beta'])} after the trainer was made, and it has kept no "
                 "reference to measure a KL divergence from. Make another trainer with GRPOConfig(beta=...)"
             )
-        if texts := [*texts, *rules.problems(config)]:
+        if texts := [*texts, *problems]:
             raise ConfigError(texts)
         return True
 
@@ -119,9 +126,8 @@ class ChangedOptions:
 
 
 def _values(config: GRPOConfig) -> dict[str, Any]:
-    """All options, as text where they could change in place."""
-    values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config)}
-    return {name: v if isinstance(v, (int, float, str, type(None))) else repr(v) for name, v in values.items()}
+    """All options but the folder, which is made a whole path while a run trains."""
+    return {name: value for name, value in option_values(config).items() if name != "output_dir"}
 
 
 def _change(name: str, then: Any, now: Any) -> str:

@@ -47,6 +47,7 @@ def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOCo
         args = GRPOConfig(output_dir=f"{name}-GRPO")
     if not isinstance(args, GRPOConfig):
         raise TypeError(f"args is a {type(args).__name__}; it must be a groupgrad.GRPOConfig")
+    args.settle()
     if num_generations is not None and num_generations != args.num_generations:
         args = replace(args, num_generations=num_generations)
     if args.use_liger_kernel:
