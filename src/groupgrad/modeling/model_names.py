@@ -24,8 +24,11 @@ _FILES = ("config.json", "adapter_config.json")
 
 
 def folder_as_text(model: Any) -> Any:
-    """Returns a folder given as a `pathlib.Path` as text, like a name; anything else as it is."""
-    return os.fspath(model) if isinstance(model, os.PathLike) else model
+    """Returns a folder given as a path object as text, like a name; anything else as it is.
+
+    What can be called is a function or a model, even if it has `__fspath__`, as mock objects do.
+    """
+    return os.fspath(model) if isinstance(model, os.PathLike) and not callable(model) else model
 
 
 def model_source(model: Any) -> str:
