@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
+import numbers
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,18 @@ def copy_containers(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(copy_containers(item) for item in value)
     return copy.copy(value) if isinstance(value, (set, np.ndarray)) else value
+
+
+def real_number(value: Any) -> float | None:
+    """Returns a real number, also of a 0-dim array or a Decimal, as a float, inf if it exceeds one; else None."""
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        value = value.item()
+    if not isinstance(value, (numbers.Real, np.bool_, Decimal)):
+        return None
+    try:
+        return math.nan if isinstance(value, Decimal) and value.is_nan() else float(value)
+    except OverflowError:
+        return math.inf
 
 
 def short_repr(value: Any) -> str:

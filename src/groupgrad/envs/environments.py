@@ -7,20 +7,17 @@ import contextlib
 import functools
 import logging
 import math
-import numbers
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from groupgrad.chat.tool_messages import is_image
 from groupgrad.concurrency.callables import is_async
 from groupgrad.concurrency.daemon_threads import OwnThread
 from groupgrad.concurrency.workers import Outcome, Workers
-from groupgrad.data.values import copy_containers
+from groupgrad.data.values import copy_containers, real_number
 from groupgrad.envs.env_spec import (
     ENV_COLUMN,
     EnvironmentFault,
@@ -353,12 +350,9 @@ class EnvHandle:
     def _check_reward(self, value: Any) -> float | None:
         if value is None:
             return None
-        if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-            value = value.item()  # of an array or tensor
-        name = f"{self.spec.reward_name}.get_reward"
-        if not isinstance(value, (numbers.Real, np.bool_)):
+        name, reward = f"{self.spec.reward_name}.get_reward", real_number(value)
+        if reward is None:
             raise EnvironmentFault(f"{name} returned a {type(value).__name__}; return a number, or None for no reward")
-        reward = float(value)
         if math.isinf(reward):
             raise EnvironmentFault(f"{name} returned {reward}; return a finite number, or None")
         return None if math.isnan(reward) else reward
