@@ -27,7 +27,7 @@ class Advantages:
     advantages: torch.Tensor
     """(N,) float64, free of NaN; 0 for rows that no function scored and groups without two scored rows."""
     combined: torch.Tensor
-    """(N,) float64, weighted sum of the rewards given; NaN where no function scored the row."""
+    """(N,) float64, weighted sum of the rewards given; NaN where no function of non-zero weight scored the row."""
     zero_std: torch.Tensor
     """(N,) bool, the row's group gives no signal: its rewards do not vary, or fewer than two rows were scored."""
 
@@ -51,23 +51,27 @@ def compute_advantages(
 ) -> Advantages:
     """The advantages of all N rows of a generation batch from (N, R) rewards, rows of a group contiguous.
 
-    NaN is "not scored": it touches neither the row's sum nor any mean or standard deviation.
+    NaN is "not scored": it touches neither the row's sum nor any mean or standard deviation. Functions of weight 0 play
+    no part, whatever they gave.
 
     `sum_then_normalize`: the weighted sum less its group's mean, divided by the sample standard deviation (of the
     `group`, of the whole `batch`, or not at all) plus 1e-4. arXiv:2402.03300, section 4.1.2; no scaling:
     arXiv:2503.20783; batch scaling: arXiv:2508.08221. `normalize_then_sum` (GDPO): each function is normalised in its
     group first, their weighted sum then over the batch; `scale_rewards` plays no part in it, and a group gives no
-    signal if no function of non-zero weight varies in it.
+    signal if no function varies in it.
 
-    Raises ValueError for unknown names, infinite rewards, and shapes that do not fit.
+    Raises ValueError for unknown names, infinite rewards of non-zero weight, and shapes that do not fit.
     """
     one_of("scale_rewards", scale_rewards, get_args(ScaleRewards))
     one_of("multi_objective_aggregation", aggregation, get_args(Aggregation))
     rewards = rewards.detach().double()
     weight = torch.as_tensor(weights, dtype=torch.float64, device=rewards.device)
     fits = rewards.ndim == 2 and weight.shape == rewards.shape[1:] and num_generations > 0
-    if not fits or rewards.shape[0] % num_generations or bool(rewards.isinf().any()):
-        raise ValueError(_input_error(rewards, weight, num_generations))
+    if not fits or rewards.shape[0] % num_generations:
+        raise ValueError(_shape_error(rewards, weight, num_generations))
+    rewards, weight = rewards[:, weight != 0], weight[weight != 0]
+    if bool(rewards.isinf().any()):
+        raise ValueError(_infinite_error(rewards))
     combined = _weighted_sum(rewards, weight)
     if aggregation == "normalize_then_sum":
         scaled, flat = _normalize_then_sum(rewards, weight, num_generations)
@@ -85,12 +89,12 @@ def compute_advantages(
 def _normalize_then_sum(
     rewards: torch.Tensor, weight: torch.Tensor, num_generations: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(1, N) advantages of GDPO, and (groups,) bool: groups in which no function of non-zero weight varies."""
+    """(1, N) advantages of GDPO, and (groups,) bool: groups in which no function varies."""
     num_rows, num_functions = rewards.shape
     functions = _about_mean(rewards.T.reshape(-1, num_generations))
     normalized = functions.deviations / (functions.std + STD_FLOOR)
     batch = _about_mean(_weighted_sum(normalized.view(num_functions, num_rows).T, weight).view(1, -1))
-    varies = (functions.std > ZERO_STD).view(num_functions, num_rows // num_generations) & (weight != 0).unsqueeze(1)
+    varies = (functions.std > ZERO_STD).view(num_functions, num_rows // num_generations)
     return batch.deviations / (batch.std + STD_FLOOR), ~varies.any(dim=0)
 
 
@@ -135,21 +139,24 @@ def _about_mean(values: torch.Tensor) -> _Deviations:
 
 
 def _mean(values: torch.Tensor) -> Metric:
-    return mean_of(values.nan_to_num(nan=0.0).sum(), (~values.isnan()).sum())
+    scored = ~values.isnan()
+    return mean_of(torch.where(scored, values, torch.zeros_like(values)).sum(), scored.sum())
 
 
-def _input_error(rewards: torch.Tensor, weight: torch.Tensor, num_generations: int) -> str:
+def _shape_error(rewards: torch.Tensor, weight: torch.Tensor, num_generations: int) -> str:
     """Says why these rewards have no advantages, and what to give."""
     if rewards.ndim != 2 or weight.shape != rewards.shape[1:]:
         return (
             f"rewards of shape {tuple(rewards.shape)} and weights of shape {tuple(weight.shape)} do not fit; "
             "give one row a completion, one column a reward function and one weight a column"
         )
-    if num_generations < 1 or rewards.shape[0] % num_generations:
-        return (
-            f"{rewards.shape[0]} rows are not whole groups of num_generations={num_generations}; "
-            "give all rows of every group, contiguous"
-        )
+    return (
+        f"{rewards.shape[0]} rows are not whole groups of num_generations={num_generations}; "
+        "give all rows of every group, contiguous"
+    )
+
+
+def _infinite_error(rewards: torch.Tensor) -> str:
     row = int(rewards.isinf().any(dim=1).nonzero()[0])
     return (
         f"row {row} has an infinite reward ({[float(value) for value in rewards[row]]}), which leaves its group "

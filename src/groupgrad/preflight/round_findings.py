@@ -48,13 +48,14 @@ def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Advice], names: l
     silent = [name for name, mean in means.items() if mean is None or math.isnan(mean)]
     numbers = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items() if name not in silent)
     spread = f" ± {metrics['reward_std']:.3g}" if "reward_std" in metrics else ", of a single completion"
-    parts = [f"mean {metrics['reward']:.3g}{spread}"] if numbers else []
-    if len(names) > 1 and numbers:
+    counts = "reward" in metrics
+    parts = [f"mean {metrics['reward']:.3g}{spread}"] if counts else []
+    if len(names) > 1 and counts:
         parts[0] += f" ({numbers})"
     if silent:
         text = "; ".join([*parts, f"{', '.join(silent)} gave no number for any completion."])
         mend = "Check the columns that the function reads, or take it out."
-        found.append(Finding("rewards", text, "warning" if numbers else "error", mend))
+        found.append(Finding("rewards", text, "warning" if counts else "error", mend))
     else:
         found.append(Finding("rewards", "; ".join(parts)))
     found.append(variance(metrics))

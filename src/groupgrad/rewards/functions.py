@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from groupgrad.concurrency.callables import bound_keywords, function_name, is_async
-from groupgrad.data.values import short_repr
+from groupgrad.data.values import real_number, short_repr
 from groupgrad.errors import RewardError
 from groupgrad.rewards.call_inputs import ALIASES, GROUND_TRUTH_COLUMNS, HIDDEN_COLUMNS, CallInputs, CallLog
 
@@ -95,23 +94,23 @@ def inspect_function(function: Callable[..., Any]) -> RewardFunction:
     )
 
 
-def read_rewards(returned: Any, name: str, inputs: CallInputs) -> list[float]:
+def read_rewards(returned: Any, name: str, inputs: CallInputs, *, largest: float = LARGEST_REWARD) -> list[float]:
     """Converts the return value of a reward function to one float a row; None and NaN become NaN.
 
     Accepts a list, tuple, array or tensor of real numbers, booleans and None. RewardError, with the function, step and
-    row, for anything else, a wrong number of rewards, and an infinite reward.
+    row, for anything else, a wrong number of rewards, and one beyond `largest`.
     """
     values = returned.tolist() if callable(getattr(returned, "tolist", None)) else returned
     is_list = isinstance(values, (list, tuple)) and len(values) == len(inputs.rollouts)
     rewards = [_as_float(value) for value in values] if is_list else []
-    usable = [reward for reward in rewards if reward is not None and not abs(reward) > LARGEST_REWARD]
+    usable = [reward for reward in rewards if reward is not None and not abs(reward) > largest]
     if not is_list or len(usable) < len(rewards):
-        problem = _problem(returned, values, inputs)
+        problem = _problem(returned, values, inputs, largest)
         raise RewardError(f"reward function '{name}', step {inputs.step}: it returned {problem}")
     return usable
 
 
-def _problem(returned: Any, values: Any, inputs: CallInputs) -> str:
+def _problem(returned: Any, values: Any, inputs: CallInputs, largest: float) -> str:
     """Why a return value, whose `tolist()` are the values, is no list of one reward a row."""
     num_rows = len(inputs.rollouts)
     if isinstance(returned, (torch.Tensor, np.ndarray)) and returned.ndim != 1:
@@ -124,29 +123,20 @@ def _problem(returned: Any, values: Any, inputs: CallInputs) -> str:
             "or None a completion, in their order"
         )
     rewards = [_as_float(value) for value in values]
-    row = next(row for row, reward in enumerate(rewards) if reward is None or abs(reward) > LARGEST_REWARD)
+    row = next(row for row, reward in enumerate(rewards) if reward is None or abs(reward) > largest)
     if rewards[row] is None:
         what = f"{short_repr(values[row])} for {inputs.describe(row)}"
         return f"{what}; return a number, or None where the function does not apply"
     return (
-        f"{values[row]!r} for {inputs.describe(row)}; an infinite reward, or one beyond {LARGEST_REWARD:.2g}, makes "
+        f"{values[row]!r} for {inputs.describe(row)}; an infinite reward, or one beyond {largest:.2g}, makes "
         "the advantages of its whole group meaningless: return a smaller number, or None where the function does not "
-        "apply"
+        "apply. One that is only to be logged gets the weight 0 in reward_weights"
     )
 
 
 def _as_float(value: Any) -> float | None:
     """Converts a real number (inf if it exceeds a float's range) and None (NaN); returns None for anything else."""
-    if value is None:
-        return math.nan
-    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
-        value = value.item()
-    if not isinstance(value, (numbers.Real, np.bool_)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    return math.nan if value is None else real_number(value)
 
 
 def call_error(error: BaseException, name: str, inputs: CallInputs, row: int | None = None) -> RewardError:

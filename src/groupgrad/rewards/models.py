@@ -72,11 +72,11 @@ class RewardModel:
                 "to write them with; give a tokenizer that has one in reward_processing_classes, or use text prompts"
             )
 
-    def score(self, inputs: CallInputs, log: CallLog) -> list[float]:
-        """Returns one finite reward a row, without gradient.
+    def score(self, inputs: CallInputs, log: CallLog, *, may_be_infinite: bool = False) -> list[float]:
+        """Returns one reward a row, without gradient.
 
         A model with a length limit reads the end of a longer text and logs the share of such texts. RewardError, with
-        the row, if the model gives NaN or infinity, or if the row cannot be tokenized.
+        the row, if the model gives NaN or infinity (unless it may), or if the row cannot be tokenized.
         """
         rows = [self._encode(inputs, row) for row in range(len(inputs.rollouts))]
         if self._max_length is not None:
@@ -105,7 +105,7 @@ class RewardModel:
         except Exception as error:  # a model's own code may raise anything
             raise call_error(error, self.name, inputs) from error
         for row, reward in enumerate(rewards):
-            if not math.isfinite(reward):
+            if not math.isfinite(reward) and not may_be_infinite:
                 raise RewardError(
                     f"reward model '{self.name}', step {inputs.step}: it gave {reward} for {inputs.describe(row)}; "
                     "load it in a wider dtype (reward_model_init_kwargs={'dtype': 'float32'}) or check its weights"

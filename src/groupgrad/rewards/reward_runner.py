@@ -19,7 +19,7 @@ from groupgrad.modeling.model_names import folder_as_text, model_source
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, CallInputs, CallLog, LogMisuse
 from groupgrad.rewards.function_calls import BegunCall, FunctionCalls
-from groupgrad.rewards.functions import RewardFunction, call_error, inspect_function, read_rewards
+from groupgrad.rewards.functions import LARGEST_REWARD, RewardFunction, call_error, inspect_function, read_rewards
 from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
 from groupgrad.rewards.supervision import CallStatistics, SupervisionOptions, failure, pause_s
@@ -68,6 +68,8 @@ class RewardRunner:
         self.names: list[str] = distinct_names([*(scorer.name for scorer in self._scorers), *own_names])
         for scorer, name in zip(self._scorers, self.names):
             scorer.name = name
+        self.weights: tuple[float, ...] = (1.0,) * len(self.names)
+        """The weight of each reward; what has the weight 0 is only logged, and may be any number."""
         self.supervision = supervision or SupervisionOptions()
         self._functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
         _check_failure_names(self.supervision, [function.name for function in self._functions])
@@ -83,6 +85,7 @@ class RewardRunner:
         self._logs_calls = self.supervision.is_active
         self._warned_unscored = False
         self._warned_failed: set[str] = set()
+        self._said_renamed: set[str] = set()
 
     @property
     def functions(self) -> list[Any]:
@@ -111,6 +114,11 @@ class RewardRunner:
         gets_all = any(function.takes_all for function in self._functions)
         others = [name for name in columns if gets_all and name not in (*named, *HIDDEN_COLUMNS)]
         return [name for name in columns if name in named], others
+
+    @property
+    def _counting(self) -> list[int]:
+        """Places of the rewards that are not only logged."""
+        return [place for place, weight in enumerate(self.weights) if weight != 0.0]
 
     @property
     def num_workers(self) -> int:
@@ -153,10 +161,17 @@ class RewardRunner:
         for log in logs:
             for column, values in log.columns.items():
                 name = _free_name(column, log.function, {*TABLE_COLUMNS, *self.names, *table.columns})
+                if name != column and name not in self._said_renamed:
+                    self._said_renamed.add(name)
+                    logger.warning(
+                        "log_extra(%r, ...) of reward function %r is the column %r of the completions table, which has "
+                        "another column %r",
+                        *(column, log.function, name, column),
+                    )
                 by_row = dict(zip(rows, values))
                 table.columns[name] = [by_row.get(row) for row in range(len(rollouts))]
         table.metrics = merge_all(log.metrics for log in logs)
-        unscored = table.rewards[rows].isnan().all(dim=1)
+        unscored = table.rewards[rows][:, self._counting].isnan().all(dim=1)
         if bool(unscored.any()) and not any(statistics.failures for statistics in self._statistics.values()):
             self._warn_unscored(unscored.nonzero().flatten().tolist(), inputs)
         if self._logs_calls:
@@ -190,7 +205,7 @@ class RewardRunner:
                 else:
                     started = time.perf_counter()
                     with doing(f"the reward model {scorer.name!r}", inputs.describe_all):
-                        rewards[i] = scorer.score(inputs, logs[i])
+                        rewards[i] = scorer.score(inputs, logs[i], may_be_infinite=self.weights[i] == 0.0)
                     seconds[scorer.name] = time.perf_counter() - started
             return [rewards[i] for i in range(len(logs))]
         finally:
@@ -222,7 +237,8 @@ class RewardRunner:
         self._statistics[function.name].times.append(seconds)
         if outcome.error is not None:
             return self._failed(function, outcome.error, inputs)
-        return read_rewards(outcome.value, function.name, inputs)
+        largest = LARGEST_REWARD if self.weights[index] != 0.0 else math.inf
+        return read_rewards(outcome.value, function.name, inputs, largest=largest)
 
     def _failed(self, function: RewardFunction, error: BaseException, inputs: CallInputs) -> list[float]:
         """The rewards of a call that failed for good, or its error."""
@@ -273,7 +289,7 @@ class RewardRunner:
                 inputs.step,
                 len(unscored),
                 len(inputs.rollouts),
-                " and ".join(map(repr, self.names)),
+                " and ".join(repr(self.names[place]) for place in self._counting) or "nothing of non-zero weight",
                 inputs.describe(unscored[0]),
             )
 

@@ -383,6 +383,7 @@ def build_components(
     )
     num_own = len(rollout_components.reward_names)
     scoring = component_options.scoring_options(config, len(rewards.names) - num_own, num_own)
+    rewards.weights = scoring.reward_weights
     prefetcher, around = None, nullcontext
     if isinstance(engine, VLLMPolicy):
         ahead, in_flight = config.rollout_ahead, config.vllm_in_flight_updates

@@ -1,0 +1,131 @@
+"""What a reward of weight 0 may be, which values and callables are rewards, and what is said of dropped names."""
+
+from __future__ import annotations
+
+import logging
+import math
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from datasets import Dataset
+
+from groupgrad.preflight.round_findings import _rewards
+
+INF, NAN = math.inf, math.nan
+
+
+def by_row(*rewards: Any, name: str = "judge") -> Any:
+    """A reward function that gives the completions of every group these rewards."""
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[Any]:
+        return [rewards[place % len(rewards)] for place in range(len(completions))]
+
+    reward.__name__ = name
+    return reward
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_a_reward_of_weight_0_is_logged_and_counts_for_nothing(make_trainer, aggregation, caplog):
+    """The fourth row of each group has no reward of the first function; the others have 1, 2 and 3.
+
+    GDPO divides by the deviation of the batch too, here of six values -1, 0 and 1: sqrt(4 / 5).
+    """
+    found: list[Any] = []
+    trainer = make_trainer(
+        reward_funcs=[by_row(1.0, 2.0, 3.0, None), by_row(INF, -5.0, None, 7.0, name="seen"), by_row(NAN, name="none")],
+        reward_weights=[2.0, 0.0, 0.0],
+        multi_objective_aggregation=aggregation,
+        log_completions=True,
+        max_steps=1,
+        num_completions_to_print=0,
+    )
+    trainer.on_experience = found.append
+    trainer.train()
+    scale = {"sum_then_normalize": 2 / (2 + 1e-4)}.get(aggregation)
+    if scale is None:
+        z = 1 / (1 + 1e-4)
+        scale = 2 * z / (2 * z * math.sqrt(4 / 5) + 1e-4)
+    (experience,) = found
+    assert experience.advantages.tolist() == pytest.approx([-scale, 0, scale, 0] * 2, abs=1e-12)
+    assert experience.combined_rewards == pytest.approx([2, 4, 6, NAN] * 2, nan_ok=True)
+    log = trainer.state.log_history[0]
+    assert (log["reward"], log["rewards/judge/mean"], log["rewards/seen/mean"]) == (4, 2, INF)
+    assert log["frac_reward_zero_std"] == 0
+    assert "rewards/none/mean" not in log
+    assert math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"])
+    assert "2 of 8 completions got no reward, since 'judge' returned None or NaN" in caplog.text
+    (file,) = Path(trainer.args.output_dir, "completions").glob("*.parquet")
+    assert Dataset.from_parquet(str(file))["seen"][:4] == [INF, -5.0, None, 7.0]  # pyright: ignore
+
+
+def test_check_reports_a_round_that_only_a_reward_of_weight_0_scored():
+    metrics = {"rewards/seen/mean": 3.0, "frac_reward_zero_std": 1.0, "time/rewards": 0.1, "step_time": 1.0}
+    (first, *_) = _rewards(metrics, {}, ["judge", "seen"])
+    assert first.status == "error" and "judge gave no number for any completion" in first.text
+
+
+def test_numbers_and_callables_of_many_kinds_are_rewards(make_trainer):
+    """Decimals are numbers, and what can be called is a function although it has `__fspath__`, as mock objects do."""
+    mock = MagicMock(side_effect=lambda completions, **_: [Decimal("0.5"), Decimal("nan")] * (len(completions) // 2))
+    trainer = make_trainer(reward_funcs=[mock], max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == 0.5
+    assert mock.call_count == 1 and len(mock.call_args.kwargs["completions"]) == 8
+
+
+class Shop:
+    """An environment whose reward is a Decimal."""
+
+    def reset(self, **columns: Any) -> str:
+        return "hello"
+
+    def get_reward(self) -> Decimal:
+        return Decimal("0.25")
+
+
+def test_the_reward_of_an_environment_may_be_a_decimal(make_trainer):
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 2)
+    given = {"environment_factory": Shop}
+    trainer = make_trainer(reward_funcs=None, train_dataset=rows, max_steps=1, trainer=given)
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == 0.25
+
+
+def test_names_of_a_rollout_function_that_are_dropped_are_said_once(make_trainer, caplog):
+    seen: list[Any] = []
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [[5 + i, 6, 1] for i in range(len(prompts))]
+        extra = {"completions": ["x"] * len(ids), "prompts": prompts, "log_metric": [1] * len(ids), "mine": 3}
+        return {"prompt_ids": [[9]] * len(ids), "completion_ids": ids, "logprobs": None, **extra}
+
+    def reward(completions: list[str], mine: list[int], **kwargs: Any) -> list[float]:
+        seen.append(SimpleNamespace(completions=completions, mine=mine))
+        return [1.0] * len(completions)
+
+    make_trainer(reward_funcs=reward, max_steps=2, trainer={"rollout_func": rollout}).train()
+    dropped = [record.getMessage() for record in caplog.records if "rollout_func returned" in record.getMessage()]
+    assert len(dropped) == 1 and dropped[0].startswith("rollout_func returned 'completions', 'prompts', 'log_metric',")
+    assert seen[0].mine == [3] * 8 and "x" not in seen[0].completions
+
+
+def test_a_logged_column_whose_name_is_taken_is_named(make_trainer, caplog):
+    def reward(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
+        log_extra("advantage", [1] * len(completions))
+        log_extra("note", [2] * len(completions))
+        return [float(len(text)) for text in completions]
+
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(
+            reward_funcs=reward, log_completions=True, num_completions_to_print=0, max_steps=2, logging_steps=2
+        )
+        trainer.train()
+    said = [record.getMessage() for record in caplog.records if "log_extra(" in record.getMessage()]
+    assert len(said) == 1 and "is the column 'reward/advantage'" in said[0]
+    (file,) = Path(trainer.args.output_dir, "completions").glob("*.parquet")
+    table = Dataset.from_parquet(str(file))
+    assert set(table["reward/advantage"]) == {1} and set(table["note"]) == {2}  # pyright: ignore
