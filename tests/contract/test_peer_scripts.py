@@ -20,6 +20,7 @@ import yaml
 from transformers import HfArgumentParser
 
 import groupgrad
+import groupgrad.trainer
 from groupgrad import (
     DatasetMixtureConfig,
     GRPOConfig,
@@ -217,6 +218,26 @@ def test_the_dtype_by_its_older_name(tmp_path: Path) -> None:
         ModelConfig(dtype="auto", torch_dtype="bfloat16")
 
 
+def test_the_model_record_has_the_trust_of_older_scripts(tmp_path: Path) -> None:
+    """They read it there; today's flag is that of `GRPOConfig`."""
+
+    @dataclass
+    class Extended(ModelConfig):
+        system_prompt: str | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+
+    flags = ["--output_dir", str(tmp_path), "--use_cpu"]
+    for kind in (ModelConfig, Extended):
+        for given in ([], ["--trust_remote_code"], ["--trust_remote_code", "true"]):
+            config, model = TrlParser((GRPOConfig, kind)).parse_args_and_config([*flags, *given])
+            assert model.trust_remote_code is config.trust_remote_code is bool(given)
+    assert HfArgumentParser((GRPOConfig, ModelConfig)).parse_args_into_dataclasses(flags)[1].trust_remote_code is False
+    assert ModelConfig("m", trust_remote_code=True).trust_remote_code
+    assert (ModelConfig().trust_remote_code, ModelConfig("m").model_name_or_path) == (False, "m")
+
+
 def test_a_field_of_two_records_is_refused() -> None:
     @dataclass
     class Conflicting:
@@ -255,16 +276,54 @@ def test_a_script_may_keep_the_settings_that_the_signature_has(tmp_path: Path) -
 
 
 def test_what_else_trl_exports_is_imported_from_there() -> None:
-    """A name that groupgrad lacks is an error that says so, for every name of the installed release."""
+    """A name that groupgrad lacks is an error that says so, for every name and path of the installed release."""
     import trl
+    import trl.scripts
+    import trl.trainer
 
-    names = {name for names in trl._import_structure.values() for name in names}  # pyright: ignore
-    missing = sorted(name for name in names if name not in groupgrad._MODULES)
-    assert {"RichProgressCallback", "SFTTrainer", "maybe_apply_chat_template"} <= set(missing)
-    for name in missing:
-        with pytest.raises(ImportError, match=f"groupgrad has no {name}: .*Import it from trl"):
-            exec(f"from groupgrad import {name}")
+    packages = {"": trl, "trainer": trl.trainer, "scripts": trl.scripts}
+    places = [
+        (".".join(filter(None, (where, module) if where else ())), where, name)
+        for where, package in packages.items()
+        for module, names in package._import_structure.items()  # pyright: ignore
+        for name in names
+    ]
+    missing = {name for *_, name in places if name not in groupgrad._MODULES}
+    assert {"RichProgressCallback", "SFTTrainer", "maybe_apply_chat_template", "disable_dropout_in_model"} <= missing
+    assert {"GRPOTrainer", "ModelConfig", "TrlParser"} <= {name for *_, name in places} - missing
+    for module, package, name in places:
+        for where in {module, package}:
+            found: dict[str, Any] = {}
+            statement = f"from {'.'.join(filter(None, ('groupgrad', where)))} import {name}"
+            if name in missing:
+                origin = ".".join(filter(None, ("trl", where)))
+                with pytest.raises(ImportError, match=f"groupgrad has no {name}: .*Import it from {origin}$"):
+                    exec(statement)
+            else:
+                exec(statement, found)
+                assert found[name] is getattr(groupgrad, name)
     assert not hasattr(groupgrad, "no_such_name")
+    assert not hasattr(groupgrad.trainer, "no_such_name")
+
+
+def test_modules_that_scripts_import_from() -> None:
+    found: dict[str, Any] = {}
+    for statement in (
+        "from groupgrad.trainer.grpo_trainer import GRPOTrainer, RewardFunc, RolloutFunc",
+        "from groupgrad.trainer.utils import get_peft_config",
+        "from groupgrad.scripts import utils",
+        "import groupgrad.trainer.grpo_config as config",
+    ):
+        exec(statement, found)
+    assert (found["GRPOTrainer"], found["config"].GRPOConfig) == (groupgrad.GRPOTrainer, GRPOConfig)
+    assert found["utils"].TrlParser is TrlParser
+    with pytest.raises(ImportError, match=r"no is_conversational: .*Import it from trl\.data_utils"):
+        exec("from groupgrad.data_utils import is_conversational")
+    with pytest.raises(ImportError, match=r"no profiling_context: .*Import it from trl\.extras\.profiling"):
+        exec("from groupgrad.extras.profiling import profiling_context")
+    for unknown in ("groupgrad.trainer.no_such", "groupgrad.no_such"):
+        with pytest.raises(ModuleNotFoundError, match="No module named"):
+            importlib.import_module(unknown)
 
 
 def test_mixtures(rows: Path) -> None:

@@ -53,8 +53,8 @@ class ScriptArguments:
 
 
 @dataclass
-class ModelConfig(ModelArguments):
-    """The model to train, its adapter and its quantization, with the defaults that scripts pass on."""
+class _ModelFields(ModelArguments):
+    """The fields of `ModelConfig`."""
 
     model_revision: str | None = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
     dtype: str | None = field(
@@ -70,6 +70,19 @@ class ModelConfig(ModelArguments):
                 "set dtype alone"
             )
         self.torch_dtype = self.dtype = self.torch_dtype or self.dtype
+
+
+class ModelConfig(_ModelFields):
+    """The model to train, its adapter and its quantization, with the defaults that scripts pass on.
+
+    `trust_remote_code` is for older scripts. It is no field, since `GRPOConfig` has it, whose value `TrlParser` copies.
+    """
+
+    trust_remote_code: bool = False
+
+    def __init__(self, *args: Any, trust_remote_code: bool = False, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.trust_remote_code = trust_remote_code
 
 
 @dataclass
@@ -181,6 +194,8 @@ class TrlParser(FieldParser):
         """One instance of each dataclass, in the order in which the parser got them, and what else there is."""
         parsed = super().parse_args_into_dataclasses(*args, **kwargs)
         records, rest = parsed[: len(self._given_order)], parsed[len(self._given_order) :]
+        for model in (record for record in records if isinstance(record, ModelConfig)):
+            model.trust_remote_code |= any(getattr(record, "trust_remote_code", False) for record in records)
         return (*sorted(records, key=lambda record: self._given_order.index(type(record))), *rest)
 
     def parse_args_and_config(

@@ -10,9 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from groupgrad.metrics import average
 from groupgrad.telemetry.metric_store import MetricStore
+
+RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
+"""TRL's name for the type of one of `reward_funcs`."""
+RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
+"""TRL's name for the type of `rollout_func`, which is called with prompts and the trainer."""
 
 NEVER_CALLED: Mapping[str, str] = {
     "_compute_loss": "define batch_loss(model, batch), which returns the loss of a batch and its metrics",
