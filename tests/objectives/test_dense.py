@@ -3,6 +3,7 @@ step into micro-batches and ranks, and the order of its rows."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -136,8 +137,8 @@ def dense_surrogate(step, options, ratio, log_ratio, log_rho_sum):
     return -np.minimum(np.minimum(ratio, options.delta or math.inf) * adv, clipped * adv)
 
 
-def dense_loss(step, options):
-    """The loss of the step as one process with one batch would have it."""
+def dense_terms(step, options):
+    """(N, T) each token's policy term and KL term, and (N, T) the tokens that the policy term keeps."""
     adv, mask = step.adv[:, None], step.mask
     old = step.lp if step.old is None else step.old
     log_ratio = step.lp - old
@@ -153,8 +154,15 @@ def dense_loss(step, options):
     kept = mask if step.threshold is None else mask & (step.ent >= step.threshold)
     loss = loss * kept * (1.0 if options.loss_type == "vespo" else rho)
     kl = np.exp(step.ref - step.lp) - (step.ref - step.lp) - 1
-    loss = (loss + options.beta * kl * (ratio if options.use_bias_correction_kl else 1)) * mask
-    rows, tokens = len(adv), max(1, mask.sum())
+    return loss * mask, options.beta * kl * (ratio if options.use_bias_correction_kl else 1) * mask, kept
+
+
+def dense_loss(step, options):
+    """The loss of the step as one process with one batch would have it."""
+    mask = step.mask
+    policy, kl, kept = dense_terms(step, options)
+    loss = policy + kl
+    rows, tokens = len(step.adv), max(1, mask.sum())
     reduced = {
         "grpo": lambda: masked_mean(loss, mask, 1).mean(),
         "sapo": lambda: masked_mean(loss, mask, 1).mean(),
@@ -286,3 +294,96 @@ def test_bnpo_is_local_by_definition():
     totals = StepTotals(rows=99, tokens=99, micro_batches=2, world_size=7)
     shares = [share(step, [row], PolicyOptions(loss_type="bnpo"), totals)[0] for row in (0, 1)]
     assert shares == pytest.approx([-0.5, 0.25])
+
+
+# --- log-ratios of 200 nats, in float32: what is clipped, masked or weighs nothing is finite ---
+
+FAR = (0.0, 200.0, -200.0)
+VARIANTS = {
+    "plain": {},
+    "delta": {"delta": 4.0},
+    "off-policy mask": {"off_policy_mask_threshold": 0.1},
+    "top entropy": {"top_entropy_quantile": 0.5},
+    "KL": {"beta": 0.1},
+    "unbiased KL": {"beta": 0.1, "use_bias_correction_kl": True},
+    "all": {"beta": 0.1, "off_policy_mask_threshold": 0.1, "mismatch": MismatchOptions("token_mask", 0.5, 3.0)},
+    **{mode: {"mismatch": MismatchOptions(mode)} for mode in ("token_truncate", "sequence_truncate")},
+    **{mode: {"mismatch": MismatchOptions(mode)} for mode in ("token_mask", "sequence_mask")},
+    "no upper bound": {"mismatch": MismatchOptions("token_truncate", 0.5, None)},
+}
+
+
+def far_step(keep):
+    """A row for each way in which its first token's ratios to the old policy, reference and sampler may be far."""
+    cells = np.array(list(itertools.product(FAR, FAR, FAR, (1.0, -1.0, 0.0))))
+    lp = np.tile([-1.5, -0.5], (len(cells), 1))
+    policy, reference, sampler = (np.stack([cells[:, place], np.full(len(cells), 0.125)], 1) for place in range(3))
+    there, entropy = np.ones(lp.shape, dtype=bool), np.tile([1.0, 2.0], (len(cells), 1))
+    step = Step(there, there, cells[:, 3], lp, lp - policy, lp + reference, lp - policy - sampler, entropy, None)
+    return step if keep == 1 else replace(step, threshold=1.5)
+
+
+def far_slopes(step, options):
+    """(N, T) slope of each row's sum of token losses in the log-probs, by float64 differences of each term."""
+    slopes, width = np.zeros_like(step.lp), 1e-6
+    for place in range(step.lp.shape[1]):
+        ends = []
+        for sign in (1, -1):
+            nudge = np.zeros_like(step.lp)
+            nudge[:, place] = sign * width
+            moved = replace(step, lp=step.lp + nudge)
+            if options.loss_type not in SLOPED:  # their weights are constants: the ratios stay as they are
+                moved = replace(moved, old=step.old + nudge, samp=step.samp + nudge)
+            ends.append(np.stack(dense_terms(moved, options)[:2]))
+        slopes[:, place] = ((ends[0] - ends[1]) / (2 * width)).sum(axis=(0, 2))
+    return slopes
+
+
+def share_in_float32(step, rows, options):
+    """The loss and the (N, T) gradient of some rows."""
+    batch, logprobs, entropy = ragged(
+        step, rows, replace(step, mask=step.mask[rows], adv=step.adv[rows], ent=step.ent[rows]).totals()
+    )
+    fields = {name: getattr(batch, name).float() for name in ("advantages", "old_logprobs", "ref_logprobs")}
+    batch = replace(batch, sampling_logprobs=batch.sampling_logprobs.float(), **fields)
+    leaf = logprobs.float().requires_grad_()
+    loss = policy_loss(TokenScores(leaf, entropy.float()), batch, options).loss
+    loss.backward()
+    return loss.item(), leaf.grad.double().numpy().reshape(len(rows), -1)
+
+
+def factor(loss_type, rows, tokens):
+    """What the reduction multiplies each token's loss with, in rows of one length without masked tokens."""
+    return {"luspo": 1 / rows, "dr_grpo": 1 / rows / 9}.get(loss_type, 1 / tokens)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_log_ratios_of_200_nats_make_only_those_losses_infinite_that_are(loss_type, level, variant):
+    options = PolicyOptions(
+        loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, **VARIANTS[variant]
+    )
+    if options.use_bias_correction_kl and loss_type not in SLOPED:
+        options = replace(options, use_bias_correction_kl=False)
+    step = far_step(options.top_entropy_quantile)
+    values, slopes = sum(dense_terms(step, options)[:2]), far_slopes(step, options)
+    every = np.arange(len(step.adv))
+    if options.mismatch is not None:
+        # Products that float32 cannot write: of a ratio of e^200 and a mismatch ratio of e^-200, and the other way.
+        apart = (step.lp - step.old) * (step.old - step.samp) < -100
+        unbounded = (step.old - step.samp > 100) & (options.mismatch.clip_max is None)
+        every = every[(step.adv == 0) | ~(apart | unbounded).any(axis=1)]
+    if options.use_bias_correction_kl:
+        # The estimate is exactly 0, so its differences are noise times e^200.
+        slopes[(step.lp - step.old > 100) & (step.ref == step.lp)] = 0.0
+    rows = every[(np.abs(values[every]) < np.finfo(np.float32).max).all(axis=1)]
+    assert len(rows) >= 27
+    loss, gradient = share_in_float32(step, rows, options)
+    each = factor(loss_type, len(rows), 2 * len(rows))
+    assert loss == pytest.approx(values[rows].sum() * each, rel=1e-5, abs=1e-6)
+    np.testing.assert_allclose(gradient, slopes[rows] * each, rtol=1e-5, atol=1e-8)
+    infinite = np.setdiff1d(every, rows)
+    if len(infinite):
+        _, gradient = share_in_float32(step, infinite, options)
+        assert not np.isfinite(gradient).all(axis=1).any()

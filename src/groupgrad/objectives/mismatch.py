@@ -38,10 +38,11 @@ def mismatch_ratio(
 ) -> PerToken | PerRow:
     """The bounded importance ratio rho of each token or sequence, by which the policy term is multiplied.
 
-    At least 0; 1 (before the bounds) where nothing was measured. No gradient flows through it.
+    0 only where a mask drops it, however small the ratio; 1 (before the bounds) where nothing was measured. No gradient
+    flows through it.
     """
     ratio = _unbounded(mismatch_gap(old_logprobs, sampling_logprobs, batch), batch, options)
-    return type(ratio)(_bounded(ratio.values, options))
+    return type(ratio)(_bounded(ratio.values.clamp(min=torch.finfo(ratio.values.dtype).tiny), options))
 
 
 def _unbounded(gap: MismatchGap, batch: Batch, options: MismatchOptions) -> PerToken | PerRow:

@@ -13,14 +13,17 @@ from groupgrad.objectives import surrogates
 from groupgrad.objectives.measure import CLIP_METRICS, ceiling_metrics, clip_metrics, mean_where
 from groupgrad.objectives.mismatch import mismatch_ratio
 from groupgrad.objectives.options import PolicyOptions
-from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, where_trained
+from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_sum, where_trained
 from groupgrad.objectives.reduce import REDUCTIONS, Reduction, even_share, token_mean_share
 from groupgrad.objectives.terms import (
+    at_level,
     high_entropy_keep,
     kl_to_reference,
     off_policy_keep,
     policy_log_ratio,
     policy_ratio,
+    reference_gap,
+    unbiased_kl,
 )
 
 
@@ -43,8 +46,14 @@ class PolicyTerms:
     """(L,) log-probs of the policy; 0 outside the loss tokens."""
     log_ratio: torch.Tensor
     """(L,) log of the token ratio; 0 outside the loss tokens."""
+    log_level_ratio: PerToken | PerRow
+    """Log of the policy ratio at the level asked for."""
     ratio: PerToken | PerRow
-    """The policy ratio at the level asked for."""
+    """That ratio, held at e^80 where the loss does not grow with it."""
+    kept: torch.Tensor
+    """(L,) bool, loss tokens whose policy term no mask takes out."""
+    gap: torch.Tensor | None
+    """(L,) log-prob of the reference less that of the policy; None without a KL term."""
     correction: PerToken | PerRow | None
     """The mismatch ratio, or None."""
     token_ratio: torch.Tensor
@@ -164,25 +173,24 @@ def policy_loss(
     recipe = LOSSES[options.loss_type]
     terms = _terms(scores, batch, options)
     policy = recipe.surrogate(terms, options)
-    per_token, kept = policy.per_token, batch.trained
-    if batch.totals.entropy_threshold is not None:
-        kept = high_entropy_keep(scores.entropy, batch, batch.totals.entropy_threshold)
-        per_token = torch.where(kept, per_token, torch.zeros_like(per_token))
-    threshold = options.off_policy_mask_threshold
-    if threshold is not None:
-        per_token = _without_drifted_rows(per_token, terms, threshold)
+    per_token = torch.where(terms.kept, policy.per_token, torch.zeros_like(policy.per_token))
     if terms.correction is not None and not recipe.folds_mismatch:
-        per_token = per_token * broadcast_to_tokens(terms.correction, batch)
+        # Infinity times 0 is NaN, so the ratio is read only where there is something to multiply.
+        counts = terms.kept & (terms.token_advantages != 0)
+        correction = broadcast_to_tokens(terms.correction, batch)
+        per_token = per_token * torch.where(counts, correction, torch.zeros_like(correction))
     metrics = {"entropy": mean_where(scores.entropy, batch.trained), **policy.metrics}
-    if options.beta != 0:
-        kl = _kl(scores, terms, options)
+    if terms.gap is not None:
+        kl = kl_to_reference(terms.gap)
+        if options.use_bias_correction_kl:
+            kl = unbiased_kl(terms.gap, terms.ratio, terms.log_level_ratio, batch)
         per_token = per_token + options.beta * kl
         metrics["kl"] = mean_where(kl, batch.trained)
     reduce = REDUCTIONS[recipe.reduction]
     loss = reduce(per_token, batch, options.max_completion_length)
     if entropy_coef != 0:
         metrics["policy_loss"] = mean_of(loss, 1 / batch.totals.micro_batches)
-        loss = loss - entropy_coef * _entropy_share(scores.entropy, kept, batch)
+        loss = loss - entropy_coef * _entropy_share(scores.entropy, batch)
     if scores.aux_loss is not None:
         part = 1 / batch.totals.micro_batches
         metrics["aux_loss"] = mean_of(scores.aux_loss * part, part)
@@ -192,46 +200,77 @@ def policy_loss(
 
 
 def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyTerms:
+    recipe = LOSSES[options.loss_type]
     log_ratio = policy_log_ratio(scores.logprobs, batch.old_logprobs, batch)
     correction = None
     if options.mismatch is not None and batch.sampling_logprobs is not None:
         old = scores.logprobs if batch.old_logprobs is None else batch.old_logprobs
         correction = mismatch_ratio(old, batch.sampling_logprobs, batch, options.mismatch)
-    ratio = policy_ratio(log_ratio, batch, options.importance_sampling_level)
+    kept = _high_entropy(scores.entropy, batch)
+    if options.off_policy_mask_threshold is not None:
+        kept = kept & _small_drift(scores.logprobs, batch, options.off_policy_mask_threshold)
+    if correction is not None and not recipe.folds_mismatch:
+        kept = kept & (broadcast_to_tokens(correction, batch) != 0)
+    gap = None if options.beta == 0 else _reference_gap(scores, batch, options)
+    log_level_ratio = at_level(log_ratio, batch, options.importance_sampling_level)
+    ratio = policy_ratio(log_level_ratio, _unbounded(log_level_ratio, kept, gap, batch, options))
     return PolicyTerms(
         batch,
         where_trained(scores.logprobs, batch),
         log_ratio,
+        log_level_ratio,
         ratio,
+        kept,
+        gap,
         correction,
         token_ratio=broadcast_to_tokens(ratio, batch),
         token_advantages=broadcast_to_tokens(PerRow(batch.advantages), batch),
     )
 
 
-def _kl(scores: TokenScores, terms: PolicyTerms, options: PolicyOptions) -> torch.Tensor:
-    """(L,) the KL term. Differentiable."""
-    reference = terms.batch.ref_logprobs
-    if reference is None:
+def _unbounded(
+    log_ratio: PerToken | PerRow,
+    kept: torch.Tensor,
+    gap: torch.Tensor | None,
+    batch: Batch,
+    options: PolicyOptions,
+) -> torch.Tensor | None:
+    """Where the loss grows with the ratio without a bound: a bool of the ratio's shape, None for nowhere."""
+    where = None
+    if LOSSES[options.loss_type].clips_ratio and options.delta is None:
+        where = kept & broadcast_to_tokens(PerRow(batch.advantages < 0), batch)
+    if gap is not None and options.use_bias_correction_kl:
+        where = gap != 0 if where is None else where | (gap != 0)
+    if where is None or isinstance(log_ratio, PerToken):
+        return where
+    return row_sum(where.float(), batch) > 0
+
+
+def _high_entropy(entropy: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(L,) bool: loss tokens, only the most uncertain ones if the totals have a threshold."""
+    threshold = batch.totals.entropy_threshold
+    return batch.trained if threshold is None else high_entropy_keep(entropy, batch, threshold)
+
+
+def _small_drift(logprobs: torch.Tensor, batch: Batch, threshold: float) -> torch.Tensor:
+    """(L,) bool: tokens of the sequences that the off-policy mask keeps."""
+    behaviour = batch.old_logprobs if batch.sampling_logprobs is None else batch.sampling_logprobs
+    if behaviour is None:
+        return batch.trained
+    return broadcast_to_tokens(off_policy_keep(where_trained(logprobs, batch), behaviour, batch, threshold), batch)
+
+
+def _reference_gap(scores: TokenScores, batch: Batch, options: PolicyOptions) -> torch.Tensor:
+    """(L,) log-prob of the reference less that of the policy. Differentiable."""
+    if batch.ref_logprobs is None:
         raise ValueError(
             f"beta={options.beta} needs the reference model's log-probs, but the batch has none; "
             "set ref_logprobs, or beta=0"
         )
-    ratio = terms.ratio if options.use_bias_correction_kl else None
-    return kl_to_reference(scores.logprobs, reference, terms.batch, ratio)
+    return reference_gap(scores.logprobs, batch.ref_logprobs, batch)
 
 
-def _without_drifted_rows(per_token: torch.Tensor, terms: PolicyTerms, threshold: float) -> torch.Tensor:
-    """(L,) the policy term, 0 in sequences that the off-policy mask leaves out."""
-    batch = terms.batch
-    behaviour = batch.old_logprobs if batch.sampling_logprobs is None else batch.sampling_logprobs
-    if behaviour is None:
-        return per_token
-    rows = off_policy_keep(terms.logprobs, behaviour, batch, threshold)
-    return torch.where(broadcast_to_tokens(rows, batch), per_token, torch.zeros_like(per_token))
-
-
-def _entropy_share(entropy: torch.Tensor, kept: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _entropy_share(entropy: torch.Tensor, batch: Batch) -> torch.Tensor:
     """() share of the step's mean entropy (nats) over the tokens kept. Differentiable."""
     totals = batch.totals
     count = totals.tokens
@@ -242,6 +281,7 @@ def _entropy_share(entropy: torch.Tensor, kept: torch.Tensor, batch: Batch) -> t
                 "set entropy_tokens to the step's loss tokens at or above the threshold"
             )
         count = totals.entropy_tokens
+    kept = _high_entropy(entropy, batch)
     return token_mean_share(torch.where(kept, entropy, torch.zeros_like(entropy)), batch, count)
 
 

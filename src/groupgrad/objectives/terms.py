@@ -11,6 +11,9 @@ from groupgrad.batch import Batch
 from groupgrad.objectives.options import RatioLevel
 from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_mean, where_trained
 
+LOG_RATIO_MAX = 80.0
+"""Log-ratio (nats) whose exponential is beyond every clip, and finite in float32 and bfloat16."""
+
 
 def policy_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor | None, batch: Batch) -> torch.Tensor:
     """(L,) log of the token ratio, nats; exactly 0 outside the loss tokens.
@@ -22,15 +25,25 @@ def policy_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor | None, 
     return where_trained(logprobs - old.detach(), batch)
 
 
-def policy_ratio(log_ratio: torch.Tensor, batch: Batch, level: RatioLevel) -> PerToken | PerRow:
-    """The policy ratio c of each token, or of each sequence: the geometric mean over its loss tokens.
+def at_level(log_ratio: torch.Tensor, batch: Batch, level: RatioLevel) -> PerToken | PerRow:
+    """Log of the policy ratio c of each token, or of each sequence: the mean over its loss tokens. Nats.
 
-    Positive; 1 where there is no loss token. Differentiable. Source: arXiv:2402.03300, eq. 3 (token);
-    arXiv:2507.18071, eq. 7 (sequence).
+    0 where there is no loss token. Differentiable. Source: arXiv:2402.03300, eq. 3 (token); arXiv:2507.18071, eq. 7
+    (sequence: the geometric mean of the tokens' ratios).
     """
-    if level == "token":
-        return PerToken(log_ratio.exp())
-    return PerRow(row_mean(log_ratio, batch).exp())
+    return PerToken(log_ratio) if level == "token" else PerRow(row_mean(log_ratio, batch))
+
+
+def policy_ratio(log_ratio: PerToken | PerRow, unbounded: torch.Tensor | None = None) -> PerToken | PerRow:
+    """The policy ratio c, held at e^80 except where `unbounded`, a bool of its shape. Differentiable; positive.
+
+    Every clip, ceiling and gate is far below e^80, so a ratio that is held decides over no loss and has no gradient.
+    Without the hold its exponent would be infinite, and infinity times its gradient of 0 is NaN.
+    """
+    values, limit = log_ratio.values, LOG_RATIO_MAX
+    if unbounded is not None:
+        return type(log_ratio)(values.clamp(max=torch.where(unbounded, torch.inf, limit).to(values.dtype)).exp())
+    return type(log_ratio)(values.clamp(max=limit).exp())
 
 
 def off_policy_keep(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, batch: Batch, threshold: float) -> PerRow:
@@ -53,16 +66,30 @@ def high_entropy_keep(entropy: torch.Tensor, batch: Batch, threshold: float) -> 
     return batch.trained & (entropy.detach() >= threshold)
 
 
-def kl_to_reference(
-    logprobs: torch.Tensor, ref_logprobs: torch.Tensor, batch: Batch, correction: PerToken | PerRow | None = None
-) -> torch.Tensor:
-    """(L,) the k3 estimate of KL(policy, reference), nats, never negative; 0 outside the loss tokens.
+def reference_gap(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(L,) log-prob of the reference less that of the policy, nats; 0 outside the loss tokens. Differentiable."""
+    return where_trained(ref_logprobs.detach() - logprobs, batch)
 
-    `correction` is the policy ratio that makes the estimate unbiased for samples of an older policy; the gradient
-    flows through it too. None for the plain estimate. Source: joschu.net/blog/kl-approx.html (k3), arXiv:2402.03300,
-    eq. 4; the correction: arXiv:2512.02556, unbiased KL estimate.
+
+def kl_to_reference(gap: torch.Tensor) -> torch.Tensor:
+    """(L,) the k3 estimate of KL(policy, reference) from the `reference_gap`, nats, never negative.
+
+    Infinite where the reference finds a token likelier by more than 88 nats. Source: joschu.net/blog/kl-approx.html
+    (k3), arXiv:2402.03300, eq. 4.
     """
-    gap = where_trained(ref_logprobs.detach() - logprobs, batch)
     # expm1 keeps the difference exact where policy and reference nearly agree, the usual case.
-    estimate = torch.expm1(gap) - gap
-    return estimate if correction is None else estimate * broadcast_to_tokens(correction, batch)
+    return torch.expm1(gap) - gap
+
+
+def unbiased_kl(
+    gap: torch.Tensor, ratio: PerToken | PerRow, log_ratio: PerToken | PerRow, batch: Batch
+) -> torch.Tensor:
+    """(L,) the k3 estimate times the policy ratio: unbiased for samples of an older policy.
+
+    The gradient flows through the ratio too. Source: arXiv:2512.02556, unbiased KL estimate.
+    """
+    zeros, far = torch.zeros_like(gap), gap > LOG_RATIO_MAX
+    product = kl_to_reference(torch.where(far, zeros, gap)) * broadcast_to_tokens(ratio, batch)
+    # A huge estimate may meet a tiny ratio: their exponents are added before one exponential is taken.
+    gap, weight = (torch.where(far, one, zeros) for one in (gap, broadcast_to_tokens(log_ratio, batch)))
+    return torch.where(far, (gap + weight).exp() - (1 + gap) * weight.exp(), product)
