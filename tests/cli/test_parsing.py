@@ -93,6 +93,25 @@ def test_flags_become_values():
     assert (parsed.model.lora_r, parsed.model.use_peft) == (4, True)
 
 
+@pytest.mark.parametrize(
+    ("words", "text", "value"),
+    [
+        (["all"], "all", "all"),
+        (["non_padding"], "non_padding", "non_padding"),
+        (["true"], "true", "all"),
+        ([], "True", "all"),
+        (["no"], "no", "no"),
+        (["false"], "false", "no"),
+    ],
+)
+def test_a_name_or_a_switch(words, text, value, tmp_path):
+    """A flag, or a key of a YAML file, that takes a name, and a switch for one of the names."""
+    name = "include_num_input_tokens_seen"
+    assert getattr(parse([*CPU, f"--{name}", *words]).config, name) == value
+    (tmp_path / "run.yaml").write_text(f"{name}: {text}")
+    assert getattr(parse([*CPU, "--config", str(tmp_path / "run.yaml")]).config, name) == value
+
+
 def test_without_flags_the_config_is_the_default_one():
     assert parse(CPU).config == GRPOConfig(use_cpu=True)
 

@@ -94,20 +94,6 @@ def test_a_model_is_not_placed_on_a_device_that_is_not_there(place: Any, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("max_promt_length", "did you mean 'max_prompt_length'?"),
-        ("stop_strings", "set generation_kwargs={'stop_strings': 1}"),
-        ("qqq", "take it out"),
-    ],
-)
-def test_a_setting_that_does_not_exist_is_named_with_the_most_similar(name: str, hint: str) -> None:
-    with pytest.raises(TypeError, match=f"GRPOConfig has no setting '{name}'") as caught:
-        GRPOConfig("out", **{name: 1})
-    assert hint in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("settings", "text"),
     [
         ({"warmup_steps": 5, "max_steps": 5}, "warmup_steps=5 of max_steps=5: the run ends before"),

@@ -171,6 +171,7 @@ def test_logging_dir_is_where_tensorboard_looks(monkeypatch, tmp_path):
         ({"wandb_log_unique_prompts": True, "log_completions": True}, "log_unique_prompts", True),
         ({"vllm_guided_decoding_regex": "a+"}, "vllm_structured_outputs_regex", "a+"),
         ({"vllm_importance_sampling_cap": 2.0}, "vllm_importance_sampling_clip_max", 2.0),
+        ({"vllm_max_model_len": 512}, "vllm_max_model_length", 512),
     ],
 )
 def test_renamed_fields_warn_and_work(settings, field, value):

@@ -267,6 +267,11 @@ LATER: dict[str, Any] = {
     "vllm_importance_sampling_clip_min": None,
     "log_multimodal": True,
     "log_completions_hub_repo": None,
+    # before that signature
+    "vllm_max_model_len": None,
+    "vllm_device": None,
+    "vllm_dtype": None,
+    "vllm_enable_prefix_caching": True,
     # groupgrad's own
     "rollout_engine": "auto",
     "vllm_lora_updates": "auto",
@@ -374,7 +379,9 @@ AUDIT: dict[str, Changes | Warns] = {
     "logging_steps": Changes("tests/trainer/test_options.py::test_logging_steps"),
     "gradient_checkpointing": Changes("tests/trainer/test_exactness.py::test_gradient_checkpointing_changes_nothing"),
     "bf16": Changes("tests/config/test_resolved.py::test_bf16_is_the_default_where_an_accelerator_has_it"),
-    "remove_unused_columns": Changes("tests/trainer/test_options.py::test_remove_unused_columns_hides_the_others"),
+    "remove_unused_columns": Changes(
+        "tests/trainer/test_options.py::test_remove_unused_columns_hides_what_no_signature_names"
+    ),
     "hub_token": Changes("tests/contract/test_hub.py::test_pushes_while_training"),
     # model and reference
     "model_init_kwargs": Changes("tests/trainer/test_models.py::test_model_init_kwargs"),
@@ -525,6 +532,7 @@ AUDIT: dict[str, Changes | Warns] = {
     "wandb_log_unique_prompts": RENAMED,
     "vllm_guided_decoding_regex": RENAMED,
     "vllm_importance_sampling_cap": RENAMED,
+    "vllm_max_model_len": RENAMED,
     "use_transformers_paged": Changes("tests/trainer/test_engines.py::test_paged_generation_samples_a_run"),
     # fields of earlier releases without effect
     "overwrite_output_dir": Warns(True, INERT),
@@ -546,6 +554,9 @@ AUDIT: dict[str, Changes | Warns] = {
     "ray_scope": Warns("all", INERT),
     "include_tokens_per_second": Warns(True, INERT),
     "max_prompt_length": Warns(512, INERT),
+    "vllm_device": Warns("cuda:0", INERT),
+    "vllm_dtype": Warns("auto", INERT),
+    "vllm_enable_prefix_caching": Warns(False, INERT),
 }
 
 ROWS = {effect: [(name, row) for name, row in AUDIT.items() if isinstance(row, effect)] for effect in (Changes, Warns)}

@@ -154,6 +154,15 @@ BAD: dict[str, tuple[Any, type[Exception], str, str]] = {
         "train_dataset has no rows",
         "at least one row",
     ),
+    "missing prompt column among columns that nothing uses": (
+        {
+            "args": GRPOConfig("out", use_cpu=True, remove_unused_columns=True, report_to="none"),
+            "train_dataset": Dataset.from_list([{"question": "1+1?", "answer": "2"}] * 4),
+        },
+        ValueError,
+        "'answer', 'question'",
+        "'question' looks like one: dataset.rename_column",
+    ),
     "missing prompt column": (
         {"train_dataset": Dataset.from_list([{"question": "1+1?"}] * 4)},
         ValueError,
@@ -369,6 +378,38 @@ def test_bad_arguments(case: str, make_trainer: MakeTrainer, tokenizer: Any, mod
     with pytest.raises(error_type) as error:
         make_trainer(**(arguments(tokenizer, model) if callable(arguments) else arguments))
     assert_refused(error, seen, remedy)
+
+
+MISPLACED: dict[str, tuple[Any, str]] = {
+    "config": (GRPOConfig, "it is 'args' here"),
+    "ref_model": (None, "the reference is the policy from before training, kept where args=GRPOConfig(beta=...)"),
+    "beta": (0.04, "set args=GRPOConfig(beta=...)"),
+    "kl_coef": (0.04, "it is args=GRPOConfig(beta=...) here"),
+    "max_new_tokens": (64, "it is args=GRPOConfig(max_completion_length=...) here"),
+    "max_prompt_length": (64, "it has no effect (prompts are never cut"),
+    "load_in_4bit": (True, "pass GRPOTrainer(quantization_config=BitsAndBytesConfig(load_in_4bit=...))"),
+    "dataset": (None, "it is 'train_dataset' here"),
+    "reward_fucns": (None, "did you mean 'reward_funcs'?"),
+    "fnord": (None, "take it out"),
+}
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, type("Subclass", (GRPOTrainer,), {})])
+def test_all_misplaced_arguments_are_named_at_once(trainer_class: type[GRPOTrainer], unsampled: None) -> None:
+    """Before arguments that are missing, such as the model."""
+    with pytest.raises(TypeError) as caught:
+        trainer_class(reward_funcs=len, **{name: value for name, (value, _) in MISPLACED.items()})
+    for name, (_, place) in MISPLACED.items():
+        assert f"no argument {name!r}: {place}" in str(caught.value)
+
+
+def test_a_subclass_that_passes_its_arguments_on_gets_the_same_error(unsampled: None) -> None:
+    class Passing(GRPOTrainer):
+        def __init__(self, *args: Any, own: int = 0, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+
+    with pytest.raises(TypeError, match="no argument 'beta': set args=GRPOConfig"):
+        Passing(own=1, beta=0.1)
 
 
 @pytest.mark.parametrize("case", BAD_WITH_CONFIG)

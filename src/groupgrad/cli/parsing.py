@@ -27,7 +27,7 @@ from groupgrad.cli.launch import add_flags
 from groupgrad.cli.yaml_numbers import NumberLoader, settings_from, value_from
 from groupgrad.config import GRPOConfig, legacy
 from groupgrad.config.hidden_secrets import without_secrets
-from groupgrad.spelling import nearest
+from groupgrad.config.unknown_names import advice
 
 SECTIONS: dict[str, str] = {
     "dataset_name": "Data",
@@ -110,6 +110,8 @@ class FieldParser(ChoiceParser, HfArgumentParser):
         hint, num_actions = field.type, len(self._actions)
         if typing.get_args(hint)[:2] == (list[str], str):  # a flag takes one value or several
             field.type = list[str] | None
+        if set(typing.get_args(hint)) == {str, bool}:  # a name, or a switch for one of the names
+            field.type = str
         self._parse_dataclass_field(group, field)
         flag, *others = self._actions[num_actions:]
         for other in others:  # --no_x_y
@@ -414,5 +416,5 @@ class _Optional:
 
 
 def _did_you_mean(name: str, known: Any, prefix: str = "") -> str:
-    similar = nearest(name, known)
-    return f"; did you mean {prefix}{similar}?" if similar else ""
+    text = advice(name, known, spelled=lambda similar: prefix + similar)
+    return text and f"; {text}"

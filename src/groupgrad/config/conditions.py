@@ -98,16 +98,23 @@ def owned_keys(c: GRPOSettings) -> str:
     return ", ".join(f"{key}={kwargs[key]!r} ({OWNED_KEYS[key]})" for key in owned)
 
 
+VLLM_KEYS = {
+    "stop": "stop_strings",
+    "stop_token_ids": "eos_token_id",
+    "min_tokens": "min_new_tokens",
+    "bad_words": "bad_words_ids",
+}
+"""Sampling options of vLLM by their name in `generation_kwargs` where the model samples itself."""
+
 _VLLM_NAMES = {
-    "stop": "here it is 'stop_strings'",
+    **{name: f"here it is {key!r}" for name, key in VLLM_KEYS.items()},
     "stop_token_ids": "here it is 'eos_token_id', with all tokens that end a completion",
-    "min_tokens": "here it is 'min_new_tokens'",
-    "max_tokens": "set max_completion_length",
     "bad_words": "here it is 'bad_words_ids', with lists of token ids",
+    "max_tokens": "set max_completion_length",
     "seed": "set GRPOConfig(seed=...)",
     "n": "set num_generations",
 }
-"""Sampling options of vLLM that have another name where the model samples itself."""
+"""What to do about sampling options of vLLM where the model samples itself."""
 
 
 def unknown_sampling_options(c: GRPOSettings) -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from groupgrad import compat
@@ -20,9 +19,10 @@ from groupgrad.config.field_rules import DICTS, ENUMERATIONS, RANGES, wrong_kind
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.text_values import parse_texts
+from groupgrad.config.unknown_names import advice
+from groupgrad.data.values import cut_repr
 from groupgrad.errors import ConfigError
 from groupgrad.modeling.systems.extension_lock import bound_waits
-from groupgrad.spelling import did_you_mean
 
 
 class _FieldsAsSignature:
@@ -47,14 +47,16 @@ class GRPOConfig(GRPOSettings):
     __signature__ = _FieldsAsSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
-        """TypeError for a setting that does not exist, with the most similar one or the place where it belongs."""
+        """TypeError for settings that do not exist, each with the one that was meant or the place where it belongs."""
         known = inspect.signature(cls.__init__).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        for name in () if takes_all else kwargs.keys() - known:
-            hint = did_you_mean(name, known, otherwise="take it out")
-            if hasattr(GenerationConfig(), name):
-                hint = f"it is an option of sampling, set generation_kwargs={{{name!r}: {kwargs[name]!r}}}"
-            raise TypeError(f"{cls.__name__} has no setting {name!r} ({name}={kwargs[name]!r}): {hint}")
+        unknown = [] if takes_all else [name for name in kwargs if name not in known]
+        texts = []
+        for name in unknown:
+            hint = advice(name, known, kwargs[name], use_vllm=bool(kwargs.get("use_vllm"))) or "take it out"
+            texts.append(f"no setting {name!r} ({name}={cut_repr(kwargs[name])}): {hint}")
+        if texts:
+            raise TypeError(f"{cls.__name__} has {'; '.join(texts)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -124,8 +126,11 @@ class GRPOConfig(GRPOSettings):
 
     def _normalise(self) -> None:
         """Replaces alternative spellings of values by the usual ones, and fills in `bf16`."""
-        if isinstance(self.scale_rewards, bool) or str(self.scale_rewards).lower() in ("true", "false"):
-            self.scale_rewards = "group" if str(self.scale_rewards).lower() == "true" else "none"
+        switches = {"scale_rewards": ("group", "none"), "include_num_input_tokens_seen": ("all", "no")}
+        for name, (on, off) in switches.items():
+            text = str(getattr(self, name)).lower()
+            if text in ("true", "false"):
+                setattr(self, name, on if text == "true" else off)
         if isinstance(self.pad_to_multiple_of, str):
             text = self.pad_to_multiple_of.strip().lower()
             self.pad_to_multiple_of = None if text in ("none", "null") else int(text) if text.isdigit() else text

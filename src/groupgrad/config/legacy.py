@@ -112,6 +112,10 @@ LEGACY: dict[str, Legacy] = {
     "vllm_guided_decoding_regex": Legacy(_str, None, into="vllm_structured_outputs_regex", renamed=True),
     "vllm_importance_sampling_cap": Legacy(float | None, 3.0, into="vllm_importance_sampling_clip_max", renamed=True),
     "use_transformers_paged": Legacy(bool, False, into="use_transformers_continuous_batching", renamed=True),
+    "vllm_max_model_len": Legacy(_int, None, into="vllm_max_model_length", renamed=True),
+    "vllm_device": Legacy(_str, None, "in colocate mode vLLM uses the trainer's devices, in server mode the server's"),
+    "vllm_dtype": Legacy(_str, None, "vLLM computes in the type that training computes in"),
+    "vllm_enable_prefix_caching": Legacy(bool, True, "it is on wherever the model allows it"),
     "max_prompt_length": Legacy(
         _int, None, "prompts are never cut; filter the data set before training, by the length you want"
     ),

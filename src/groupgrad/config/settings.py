@@ -57,7 +57,7 @@ class GRPOSettings(LegacyArguments):
         "in it.",
     )
     remove_unused_columns: bool | None = _option(
-        False, "Keep only the prompt, image and environment columns; reward functions then see no others."
+        False, "Keep only the columns that prompts are made of, and those that reward functions or `reset` name."
     )
     # to_dict, repr and comparison leave the token out, so that no copy or log reveals it.
     hub_token: str | None = _option(

@@ -21,7 +21,8 @@ class UnusedSettings:
 
     fields: tuple[str, ...]
     why: str
-    when: Callable[[GRPOSettings], bool] = lambda c: True
+    when: Callable[[GRPOSettings], bool] | None = None
+    """None: always."""
 
 
 def _fields(prefix: str) -> tuple[str, ...]:
@@ -183,9 +184,14 @@ def unused_settings(config: GRPOSettings) -> list[str]:
     texts = []
     for row in UNUSED:
         names = changed(config, row.fields)
-        if names and row.when(config):
+        if names and (row.when is None or row.when(config)):
             texts.append(f"{', '.join(f'{name}={getattr(config, name)!r}' for name in names)} ({row.why})")
     return texts
+
+
+def always_unused(name: str) -> str | None:
+    """Why a setting has no effect whatever the others are; None if it has one."""
+    return next((row.why for row in UNUSED if row.when is None and name in row.fields), None)
 
 
 def unused_reward_settings(config: GRPOSettings, *, models: bool, by_name: bool) -> str | None:

@@ -37,7 +37,10 @@ def real_number(value: Any) -> float | None:
 
 def short_repr(value: Any) -> str:
     """Returns the value's repr, cut to 200 characters, and its type, for an error message."""
+    return f"{cut_repr(value)} ({type(value).__name__})"
+
+
+def cut_repr(value: Any) -> str:
+    """Returns the value's repr, cut to 200 characters."""
     text = repr(value)
-    if len(text) > MAX_SHOWN_CHARS:
-        text = text[:MAX_SHOWN_CHARS] + "..."
-    return f"{text} ({type(value).__name__})"
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."

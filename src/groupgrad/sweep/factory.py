@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from groupgrad.config import GRPOConfig
-from groupgrad.spelling import did_you_mean
+from groupgrad.config.unknown_names import advice
 from groupgrad.sweep.sharing import RewardCache, cached_functions
 from groupgrad.trainer import GRPOTrainer
 
@@ -53,8 +53,8 @@ class ScriptArms:
         fields, objects = self._split(settings)
         unknown = next((name for name in fields if name not in GRPOConfig.__dataclass_fields__), None)
         if unknown is not None:
-            hint = did_you_mean(unknown, GRPOConfig.__dataclass_fields__, before="; ")
-            raise ValueError(f"unknown field {unknown!r}{hint}")
+            hint = advice(unknown, GRPOConfig.__dataclass_fields__, fields[unknown])
+            raise ValueError(f"unknown field {unknown!r}{hint and f'; {hint}'}")
         for name, label in objects.items():
             if name in self._labelled and label not in (None, *self._labelled[name]) and name != "model":
                 raise ValueError(f"{name}={label!r} is not one of {', '.join(self._labelled[name])}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec
 
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from transformers import Trainer, TrainerCallback
@@ -13,11 +16,68 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from groupgrad import compat
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp
+from groupgrad.config.unknown_names import advice, no_effect
 from groupgrad.modeling.liger import check_liger
 from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.systems.stochastic_adamw import check_parameters
+from groupgrad.spelling import nearest
 
 logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+
+_OTHER_NAMES: dict[str, str] = {
+    **dict.fromkeys(("config", "training_args", "grpo_config", "grpo_args"), "args"),
+    **dict.fromkeys(("policy", "model_name", "model_name_or_path", "model_id"), "model"),
+    **dict.fromkeys(("dataset", "train_data", "data"), "train_dataset"),
+    **dict.fromkeys(("eval_data", "test_dataset", "validation_dataset"), "eval_dataset"),
+    **dict.fromkeys(("reward_function", "reward_functions", "rewards", "reward"), "reward_funcs"),
+    **dict.fromkeys(("lora_config", "adapter_config"), "peft_config"),
+    **dict.fromkeys(("env", "environment", "environments", "env_factory"), "environment_factory"),
+    "processor": "processing_class",
+}
+"""Names that other libraries give to an argument."""
+
+_NO_ARGUMENTS: dict[str, str] = {
+    "ref_model": "the reference is the policy from before training, kept where args=GRPOConfig(beta=...) is above 0. "
+    "Take it out",
+    "model_init": "pass model; hyperparameter_search begins each trial with its weights",
+    "data_collator": "rows become prompts in the trainer. Take it out",
+    "compute_metrics": "call log_metric, which every reward function gets. Take it out",
+    "preprocess_logits_for_metrics": "evaluation samples and keeps no logits. Take it out",
+    "compute_loss_func": "define batch_loss(model, batch) in a subclass",
+    "optimizer_cls_and_kwargs": "set args=GRPOConfig(optim=..., optim_args=...), or pass optimizers=(optimizer, None)",
+}
+"""Arguments of other trainers that this one does not have, and what to do instead."""
+
+
+def known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorates a trainer's `__init__`: TypeError that names all arguments that do not exist, and where they belong."""
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        texts = [f"no argument {name!r}: {_instead(name, known)}" for name in kwargs if name not in known]
+        if texts:
+            raise TypeError(f"GRPOTrainer has {'; '.join(texts)}")
+        init(*args, **kwargs)
+
+    return checked
+
+
+def _instead(name: str, known: list[str]) -> str:
+    """What to do in place of passing an argument that does not exist."""
+    if name in _OTHER_NAMES:
+        return f"it is {_OTHER_NAMES[name]!r} here"
+    if name in _NO_ARGUMENTS:
+        return _NO_ARGUMENTS[name]
+    if name in GRPOConfig.__dataclass_fields__:
+        reason = no_effect(name)
+        return f"it has no effect ({reason}). Take it out" if reason else f"set args=GRPOConfig({name}=...)"
+    similar = nearest(name, known)
+    if similar is not None:
+        return f"did you mean {similar!r}?"
+    return advice(name, GRPOConfig.__dataclass_fields__, spelled="args=GRPOConfig({}=...)".format) or "take it out"
 
 
 def resolve_reward_funcs(reward_funcs: Any, reward_fn: Any, reward_model: Any, environment_factory: Any = None) -> Any:
