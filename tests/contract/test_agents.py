@@ -474,6 +474,22 @@ def test_the_environment_column_is_kept(tokenizer: Any, make_model: Any) -> None
     assert trainer.train_dataset.column_names == ["prompt", "environment"]
 
 
+def test_columns_that_reset_names_are_kept(tokenizer: Any, make_model: Any) -> None:
+    """Also where it takes others by `**kwargs`, and where rows have no prompt."""
+
+    class Levelled(Counter):
+        def reset(self, level: int, **row: Any) -> None:
+            super().reset()
+            assert (level, row.keys()) == (1, {"prompt"})
+
+    rows = Dataset.from_list([{**row, "level": 1, "note": "x"} for row in CHAT])
+    config = {"remove_unused_columns": True}
+    make(tokenizer, make_model, config, environment_factory=Levelled, train_dataset=rows).train()
+    only = rows.remove_columns(["prompt"])
+    trainer = make(tokenizer, make_model, config, environment_factory=Levelled, train_dataset=only)
+    assert trainer.train_dataset.column_names == ["level"]
+
+
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_environments_are_closed_if_the_trainer_cannot_be_made(template: Any, tokenizer: Any, make_model: Any) -> None:
     """Both if the template is missing, an early error, and for text prompts, a late one."""

@@ -363,19 +363,6 @@ def test_remove_unused_columns(make_trainer: MakeTrainer) -> None:
     assert "answer" not in seen
 
 
-def test_a_column_that_remove_unused_columns_removes(make_trainer: MakeTrainer) -> None:
-    """The error of a function that requires it names the setting, since the column is in the user's data set."""
-
-    def right(completions: list[str], answer: list[int]) -> list[float]:
-        return [0.0 for _ in completions]
-
-    message = (
-        r"requires the argument 'answer'.*which remove_unused_columns=True has left.*set remove_unused_columns=False"
-    )
-    with pytest.raises(ValueError, match=message):
-        make_trainer({"remove_unused_columns": True}, train_dataset=rows(answer=1), reward_funcs=right)
-
-
 def test_dict_of_evaluation_sets(make_trainer: MakeTrainer) -> None:
     sets = DatasetDict({"easy": rows(2), "hard": rows(4)})
     trainer = make_trainer(

@@ -192,7 +192,7 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     "dataloader_multiprocessing_context": LOADER,
     "dataloader_in_order": Warns(False),
     "dataloader_pin_memory": Listed("batches are in pageable memory whatever its value; it is False on every CPU"),
-    "remove_unused_columns": Changes(f"{OPTIONS}::test_remove_unused_columns_hides_the_others"),
+    "remove_unused_columns": Changes(f"{OPTIONS}::test_remove_unused_columns_hides_what_no_signature_names"),
     "label_names": Warns(["labels"]),
     "train_sampling_strategy": Raises("group_by_length"),
     "length_column_name": Warns("size"),

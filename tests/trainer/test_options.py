@@ -310,16 +310,39 @@ def test_how_often_generation_batches_are_sampled(make_trainer, tools):
     assert cadence["both"] == [(0, 16)]
 
 
-def test_remove_unused_columns_hides_the_others(make_trainer):
-    for removed in (False, True):
-        names: set[str] = set()
+def test_remove_unused_columns_hides_what_no_signature_names(make_trainer, caplog):
+    """In training and evaluation, also of a dict of sets and of streams; one warning names all that is dropped."""
+    rows = {"prompt": list("abcd"), "row": list(range(4)), "answer": list("wxyz"), "level": list("aabb")}
+    data = Dataset.from_dict(rows)
+    evaluation = {"plain": data, "stream": data.to_iterable_dataset()}
+    for removed, train in ((False, data), (True, data), (True, data.to_iterable_dataset())):
+        seen: dict[str, set] = {"kwargs": set(), "answer": set()}
 
-        def reward(completion_ids, names=names, **kwargs):
-            names.update(kwargs)
+        def reward(completion_ids, ground_truths, row=None, seen=seen, **kwargs):
+            seen["kwargs"] |= kwargs.keys()
+            seen["answer"] |= {*ground_truths}
+            assert None not in row
             return [0.0] * len(completion_ids)
 
-        make_trainer(reward_funcs=reward, remove_unused_columns=removed, max_steps=1).train()
-        assert ("row" in names) is not removed
+        caplog.clear()
+        trainer = make_trainer(
+            reward_funcs=reward,
+            train_dataset=train,
+            trainer={"eval_dataset": evaluation},
+            remove_unused_columns=removed,
+            max_steps=1,
+            per_device_train_batch_size=16,
+        )
+        trainer.train()
+        trainer.evaluate()
+        assert ("level" in seen["kwargs"]) is not removed
+        assert seen["answer"] == {*"wxyz"}
+        said = [r.getMessage() for r in caplog.records if "remove_unused_columns" in r.getMessage()]
+        assert len(said) == removed
+        if removed:
+            places = ("train_dataset", "eval_dataset['plain']", "eval_dataset['stream']")
+            assert all(f"'level' of {place}" in said[0] for place in places)
+            assert "'row'" not in said[0]
 
 
 def test_epochs_show_every_prompt_once_each(make_trainer):

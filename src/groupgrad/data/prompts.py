@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from groupgrad.data.columns import first_row, prompt_rows
 from groupgrad.data.images import ImageSource, column_images, image_blocks, is_plain_text
 from groupgrad.data.outside_text import OutsideText, has_marks
+from groupgrad.spelling import nearest
 from groupgrad.types import Media, Messages, Prompt
 
 # Tokens that a chat template may add before the length of a prompt is measured exactly.
@@ -23,6 +24,13 @@ RENDERED_FIRST = 1024
 
 DECODED_FIRST = 256
 """Images of a data set that are decoded before training; of the others only the file header is read."""
+
+
+_LIKE_PROMPTS = (
+    *("prompts", "question", "query", "problem", "instruction", "messages", "conversation", "conversations"),
+    *("questions", "problems", "task", "input", "inputs", "user", "text"),
+)
+"""Names of columns of prompts in public data sets, the clearest first."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -216,6 +224,13 @@ def as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(str(block.get("text", f"[{block.get('type')}]")) for block in content)}
 
 
+def like_prompts(columns: Collection[str]) -> str | None:
+    """The column whose name says most clearly that it holds prompts; None if none does."""
+    by_lower_case = {name.lower(): name for name in columns}
+    found = next((by_lower_case[name] for name in _LIKE_PROMPTS if name in by_lower_case), None)
+    return found or nearest("prompt", columns)
+
+
 def check_dataset(
     dataset: Any, argument: str, prompt_maker: PromptMaker, *, may_lack_prompts: bool = False, renders: bool = True
 ) -> None:
@@ -247,9 +262,11 @@ def check_dataset(
     if "prompt" not in first and may_lack_prompts:
         return
     if "prompt" not in first:
+        similar = like_prompts(first)
+        which = "rename the column that holds the prompts" if similar is None else f"{similar!r} looks like one"
         raise ValueError(
-            f"{argument} has the columns {sorted(first)}, but no 'prompt' column; rename the column that holds the "
-            "prompts: dataset.rename_column('...', 'prompt')"
+            f"{argument} has the columns {sorted(first)}, but no 'prompt' column; {which}: "
+            f"dataset.rename_column({similar or '...'!r}, 'prompt')"
         )
     # Every evaluation calls this again with the same data set.
     key = (str(getattr(dataset, "_fingerprint", "")), prompt_maker.max_context)

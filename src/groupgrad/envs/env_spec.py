@@ -33,8 +33,10 @@ class EnvSpec:
     env_class: type
     tools: list[Tool]
     """Public methods that the model may call."""
-    reset_columns: frozenset[str] | None
-    """Columns of the data set that `reset` takes; None for all."""
+    reset_names: frozenset[str]
+    """Columns of the data set that the signature of `reset` names."""
+    reset_takes_all: bool
+    """True if `reset` takes all columns: it has `**kwargs`, or no signature."""
     has_reward: bool
     has_close: bool
     """True if instances can release what they hold, so that each may serve a single rollout."""
@@ -50,7 +52,7 @@ class EnvSpec:
         return {
             name: copy_containers(value)
             for name, value in row.items()
-            if (self.reset_columns is None or name in self.reset_columns)
+            if (self.reset_takes_all or name in self.reset_names)
             and not (self.is_chosen_by_column and name == ENV_COLUMN)
         }
 
@@ -99,12 +101,14 @@ def inspect_factory(instance: Any, factory: Callable[[], Any], name: str | None)
             "rollout with the row's columns: write 'def reset(self, **kwargs)', which returns None or a first "
             "observation"
         )
+    names, takes_all = _columns(reset)
     return EnvSpec(
         name=name or env_class.__name__,
         factory=factory,
         env_class=env_class,
         tools=[_make_method_tool(instance, method) for method in public_methods(env_class)],
-        reset_columns=_columns(reset),
+        reset_names=names,
+        reset_takes_all=takes_all,
         has_reward=callable(getattr(instance, "get_reward", None)),
         has_close=callable(getattr(instance, "close", None)),
         is_chosen_by_column=name is not None,
@@ -139,12 +143,11 @@ def _make_method_tool(instance: Any, name: str) -> Tool:
         ) from error
 
 
-def _columns(reset: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of the arguments of `reset`; None if it takes any, or has no signature."""
+def _columns(reset: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """Names of the arguments of `reset`, and whether it takes any others too."""
     try:
         parameters = inspect.signature(reset).parameters.values()
     except (TypeError, ValueError):
-        return None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        return frozenset(), True
+    names = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return names, any(p.kind is p.VAR_KEYWORD for p in parameters)

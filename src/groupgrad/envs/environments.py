@@ -103,6 +103,11 @@ class Environments:
         """Schemas of a rollout's tools, by the name of its environment's factory."""
         return {name: [tool.schema for tool in (*self._tools, *spec.tools)] for name, spec in self._specs.items()}
 
+    @property
+    def columns_named(self) -> set[str]:
+        """Data-set columns that a `reset` names; `**kwargs` names none."""
+        return {name for spec in self._specs.values() for name in spec.reset_names}
+
     def spec_of(self, row: Mapping[str, Any]) -> EnvSpec:
         """The environment that a row chooses. ValueError if its column `environment` names none."""
         if not self._chosen_by_column:

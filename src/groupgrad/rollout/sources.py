@@ -40,6 +40,11 @@ class RolloutComponents:
         """Classes of environments that compute rewards of their own."""
         return [] if self.environments is None else self.environments.reward_names
 
+    @property
+    def columns_named(self) -> set[str]:
+        """Data-set columns that rollouts are made of: those that `reset` names, and the one that names environments."""
+        return set() if self.environments is None else {ENV_COLUMN, *self.environments.columns_named}
+
     def close(self) -> None:
         """Closes the environments. May be called any number of times."""
         if self.environments is not None:

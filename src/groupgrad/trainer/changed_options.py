@@ -27,7 +27,7 @@ _OF_CONSTRUCTION = (
     *("vllm_lora_updates", "reward_timeout_s", "reward_workers", "reward_worker_memory_gb", "reward_retries"),
     *("reward_transient_errors", "on_reward_failure", "reward_model_init_kwargs", "reward_model_device"),
     *("reward_model_batch_tokens", "reward_model_offload", "log_completions_hub_repo", "num_completions_to_print"),
-    *("log_unique_prompts", "log_multimodal", "report_to"),
+    *("log_unique_prompts", "log_multimodal", "report_to", "remove_unused_columns"),
 )
 """Options that are read once, when the trainer is made."""
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
 
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.config import GRPOConfig
 from groupgrad.data.columns import is_transformed
+from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.envs.environments import ENV_COLUMN
 from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, STANDARD_ARGUMENTS
+from groupgrad.rewards.functions import inspect_function
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.trainer import component_options
 
-_COLUMNS_KEPT = ("prompt", "image", "images", ENV_COLUMN)
+logger = logging.getLogger(__name__)
+
+_PROMPT_COLUMNS = ("prompt", *IMAGE_COLUMNS)
 
 
 def check_datasets(
@@ -127,9 +133,7 @@ def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_compo
     rollout_components.check_dataset(dataset, name, prompt_maker.max_context)
 
 
-def check_rewards(
-    rewards: RewardRunner, train: Any, evaluation: Any, rollout_components: RolloutComponents, config: GRPOConfig
-) -> None:
+def check_rewards(rewards: RewardRunner, train: Any, evaluation: Any, rollout_components: RolloutComponents) -> None:
     """ValueError if reward functions or reward models cannot read the rows of the data sets."""
     # Rows without prompts are for environments, which begin with a conversation.
     if not isinstance(next(iter(train), {}).get("prompt"), str):
@@ -137,21 +141,17 @@ def check_rewards(
             model.check_conversations()
     # Rollout functions and environments may bring further arguments.
     if rollout_components.function is None and rollout_components.environments is None:
-        _check_reward_arguments(rewards, train, evaluation, config)
+        _check_reward_arguments(rewards, train, evaluation)
 
 
-def _check_reward_arguments(rewards: RewardRunner, train: Any, evaluation: Any, config: GRPOConfig) -> None:
+def _check_reward_arguments(rewards: RewardRunner, train: Any, evaluation: Any) -> None:
     """ValueError if a reward function requires an argument that a data set has no column for."""
     for name, dataset in {"train_dataset": train, **named_datasets(evaluation)}.items():
         columns = column_names(dataset)
         for function, missing in rewards.missing_arguments(columns).items():
-            left, remedy = ", ".join(columns), "add the column"
-            if config.remove_unused_columns:
-                left += ", which remove_unused_columns=True has left"
-                remedy = "set remove_unused_columns=False"
             raise ValueError(
                 f"the reward function {function!r} requires the argument {missing[0]!r}, and {name} has no such column "
-                f"(it has {left}); {remedy}, or give the argument a default"
+                f"(it has {', '.join(columns)}); add the column, or give the argument a default"
             )
 
 
@@ -173,19 +173,44 @@ def named_datasets(evaluation: Any) -> dict[str, Any]:
     return {"eval_dataset": evaluation}
 
 
-def keep_columns(config: GRPOConfig, train: Any, evaluation: Any) -> tuple[Any, Any]:
-    """Both data sets with the columns that the configuration keeps: all of them unless `remove_unused_columns`."""
+def keep_columns(
+    config: GRPOConfig, train: Any, evaluation: Any, reward_funcs: Any, rollout_components: RolloutComponents
+) -> tuple[Any, Any]:
+    """Both data sets with the columns that the configuration keeps: all of them unless `remove_unused_columns`.
+
+    Otherwise those that prompts are made of, and those that the signature of a reward function or of an environment's
+    `reset` names. One warning names what is dropped. `**kwargs` names nothing.
+    """
     if not config.remove_unused_columns:
         return train, evaluation
-    return keep_prompt_columns(train), keep_prompt_columns(evaluation)
+    items = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    functions = [inspect_function(f) for f in items if callable(f) and not isinstance(f, (type, nn.Module))]
+    dropped: dict[str, list[str]] = {}
 
+    def kept(dataset: Any, name: str) -> Any:
+        columns = column_names(dataset)
+        named = {column for function in functions for column in function.columns_named(columns)}
+        named |= {*_PROMPT_COLUMNS, *rollout_components.columns_named}
+        # A user's function may read all columns; a data set without prompts is refused with all of its columns.
+        is_left = isinstance(dataset, Dataset) and is_transformed(dataset)
+        if is_left or named.isdisjoint(columns) or not ("prompt" in columns or rollout_components.environments):
+            return dataset
+        if unused := [column for column in columns if column not in named]:
+            dropped[name] = unused
+            return dataset.remove_columns(unused)
+        return dataset
 
-def keep_prompt_columns(dataset: Any) -> Any:
-    """With `remove_unused_columns`: the data set with its prompts (images, names of environments) alone."""
-    if isinstance(dataset, (DatasetDict, IterableDatasetDict)) or type(dataset) is dict:
-        return {name: keep_prompt_columns(part) for name, part in dataset.items()}
-    if not isinstance(dataset, (Dataset, IterableDataset)):
-        return dataset
-    if isinstance(dataset, Dataset) and is_transformed(dataset):  # its function may read all of them
-        return dataset
-    return dataset.remove_columns([name for name in column_names(dataset) if name not in _COLUMNS_KEPT])
+    train = kept(train, "train_dataset")
+    if isinstance(evaluation, Mapping):
+        parts = {key: kept(part, f"eval_dataset[{key!r}]") for key, part in evaluation.items()}
+        evaluation = type(evaluation)(parts) if isinstance(evaluation, (DatasetDict, IterableDatasetDict)) else parts
+    else:
+        evaluation = kept(evaluation, "eval_dataset")
+    if dropped:
+        columns = "; ".join(f"{', '.join(map(repr, unused))} of {name}" for name, unused in dropped.items())
+        logger.warning(
+            "remove_unused_columns=True drops %s: no reward function or reset names them, and **kwargs does not hold "
+            "them. Name a column in a signature, or set remove_unused_columns=False, to have it",
+            columns,
+        )
+    return train, evaluation

@@ -56,6 +56,7 @@ from groupgrad.trainer.checked_entry import follow_options, one_thread
 from groupgrad.trainer.constructor_arguments import (
     check_kinds,
     check_optimizer,
+    known_arguments,
     resolve_config,
     resolve_processing_class,
     resolve_reward_funcs,
@@ -125,6 +126,7 @@ class GRPOTrainer(TrainingRun):
             set.
     """
 
+    @known_arguments
     def __init__(
         self,
         model: Any,
@@ -157,7 +159,6 @@ class GRPOTrainer(TrainingRun):
         policy = build.build_policy(model, config, processing_class, quantization_config, peft_config)
         use_one_device(config, policy.model)
         check_optimizer(config, optimizers, policy.model)
-        train_dataset, eval_dataset = dataset_checks.keep_columns(config, train_dataset, eval_dataset)
         self.plan = component_options.generation_plan(config)
         if train_dataset is None:
             train_dataset = dataset_checks.rows_for_environment(environment_factory, self.plan, config)
@@ -168,9 +169,11 @@ class GRPOTrainer(TrainingRun):
         )
         with one_thread("GRPOTrainer()"), ExitStack() as on_error:
             on_error.callback(rollouts.close)
-            dataset_checks.check_datasets(train_dataset, eval_dataset, self.plan, self.prompt_maker, rollouts, config)
+            datasets = dataset_checks.keep_columns(config, train_dataset, eval_dataset, reward_funcs, rollouts)
+            train_dataset, eval_dataset = datasets
+            dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, rollouts, config)
             self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, rollouts)
-            dataset_checks.check_rewards(self.rewards, train_dataset, eval_dataset, rollouts, config)
+            dataset_checks.check_rewards(self.rewards, *datasets, rollouts)
             is_open = bool(callbacks) or rollout_func is not None or type(self) is not GRPOTrainer
             check_best_metric(config, eval_dataset, self.rewards, rollouts, is_open=is_open)
             super().__init__(
