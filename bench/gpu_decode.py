@@ -24,7 +24,7 @@ from workloads import ModelShape
 from groupgrad.engines.native.attention_plans import DecodeBatch, ProbePlan
 from groupgrad.engines.native.cuda_graphs import cuda_recorder
 from groupgrad.engines.native.decode_kernels import SWITCH
-from groupgrad.engines.native.direct_step import direct_model
+from groupgrad.engines.native.direct_step import DirectModel, direct_model
 from groupgrad.engines.native.kv_cache import KVCache, Need
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.engines.native.runner import DecodeRunner
@@ -51,7 +51,8 @@ def measure(shape: ModelShape, device: torch.device, rows: int, tokens: int, pro
     last_logits(model, token, token, probe, token)
     for kind in KINDS if on_gpu else ["matrix products"]:
         os.environ[SWITCH] = KINDS[kind]
-        direct = direct_model(model, probe.calls) if kind == "Triton" else None
+        form = direct_model(model, probe.calls)
+        direct = form if kind == "Triton" and isinstance(form, DirectModel) else None
         cache = KVCache(probe.layers, 2**40, is_recorded=on_gpu)
         num_groups = max(batch.groups) + 1
         need = Need(rows, tokens + steps, num_groups, prompt, max_suffix_length=2 * tokens + steps)

@@ -460,6 +460,7 @@ def _patch_torch(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
         "default_generators": (Generator.default,),
         "current_stream": lambda device=None: Stream.current,
         "device": lambda device: nullcontext(),
+        "device_of": lambda tensor: nullcontext(),
     }
     for name, replacement in replacements.items():
         monkeypatch.setattr(torch.cuda, name, replacement)

@@ -30,6 +30,16 @@ def pretrained(model: nn.Module) -> PreTrainedModel | None:
     return next((part for part in unwrapped_parts(model) if isinstance(part, PreTrainedModel)), None)
 
 
+def is_prepared(module: nn.Module) -> bool:
+    """True if the module's forward method is that of its class inside accelerate's mixed precision, and nothing more.
+
+    accelerate sets a method that enters autocast, calls the one of the class, and returns its numbers in float32.
+    """
+    outermost = getattr(module.__dict__.get("forward"), "__wrapped__", None)
+    innermost = getattr(module.__dict__.get("_original_forward"), "__func__", None)
+    return type(outermost).__name__ == "ConvertOutputsToFp32" and innermost is type(module).forward
+
+
 def unwrapped_parts(model: nn.Module) -> Iterator[nn.Module]:
     """The model and the modules under its wrappers (data parallelism, compilation, adapters), outermost first."""
     part: Any = model

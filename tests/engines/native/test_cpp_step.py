@@ -23,7 +23,7 @@ from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, runner
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.cpp_step import CompiledModel
-from groupgrad.engines.native.direct_step import DirectModel, direct_model
+from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.kernels import compile as build
 from groupgrad.kernels import library, status
@@ -108,7 +108,7 @@ def make(family: str, changes: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def direct_form(model: Any) -> CompiledModel | DirectModel | None:
+def direct_form(model: Any) -> CompiledModel | DirectModel | NoDirectForm:
     plan, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
     with torch.no_grad():
         last_logits(model, token, token, plan, token)

@@ -12,7 +12,7 @@ from known_decoders import CHANGES, make
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, engine, runner
 from groupgrad.engines.native.attention_plans import ProbePlan
-from groupgrad.engines.native.direct_step import DirectModel, direct_model
+from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.modeling.families import CAUSAL_LMS
 
@@ -80,23 +80,29 @@ def test_a_direct_step_that_differs_is_given_up(monkeypatch, caplog):
         return direct(tokens, positions + 1, plan)
 
     direct = direct_model(model, calls(model))
-    assert direct is not None
+    assert isinstance(direct, DirectModel)
     monkeypatch.setattr(engine, "direct_model", lambda model, calls: wrong)
     with caplog.at_level(logging.WARNING):
         assert NativeEngine(model).sample(requests(), OPTIONS) == expected
     assert "the model's own is used" in caplog.text
 
 
+def reason(model: Any) -> str:
+    form = direct_model(model, calls(model))
+    assert isinstance(form, NoDirectForm)
+    return form.reason
+
+
 def test_models_that_it_does_not_fit(build):
     model = make("Llama")
-    assert direct_model(model, calls(model)) is not None
+    assert isinstance(direct_model(model, calls(model)), DirectModel)
     handle = model.model.layers[0].mlp.register_forward_hook(lambda *arguments: None)
-    assert direct_model(model, calls(model)) is None
+    assert reason(model) == "LlamaMLP has a forward hook"
     handle.remove()
-    assert direct_model(model, {0: calls(model)[0]}) is None
+    assert isinstance(direct_model(model, {0: calls(model)[0]}), NoDirectForm)
     with torch.autocast("cpu", torch.bfloat16):
-        assert direct_model(model, calls(model)) is None
-    assert direct_model(model.to(torch.bfloat16), calls(model)) is None
+        assert "mixed precision" in reason(model)
+    assert "weights are bfloat16 on cpu" in reason(model.to(torch.bfloat16))
     for name in ("gemma2 (soft caps)", "gpt2", "qwen3-moe"):
         other = build(name)
-        assert direct_model(other, calls(other)) is None
+        assert "no family" in reason(other)

@@ -14,7 +14,7 @@ from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import engine as native
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.cpp_step import CompiledModel, CompiledStep
-from groupgrad.engines.native.direct_step import direct_model
+from groupgrad.engines.native.direct_step import NoDirectForm, direct_model
 from groupgrad.engines.native.engine import NativeEngine
 from groupgrad.engines.native.logits import last_logits
 
@@ -222,24 +222,24 @@ def test_models_that_it_does_not_fit() -> None:
     assert isinstance(direct_form(make()), CompiledModel)
     model = make()
     model.model.layers[0].linear_attn.conv1d.register_forward_hook(lambda *_: None)
-    assert direct_form(model) is None
+    assert isinstance(direct_form(model), NoDirectForm)
     model = make()
     model.model.layers[2].linear_attn.norm.variance_epsilon = 1e-3
-    assert direct_form(model) is None
+    assert isinstance(direct_form(model), NoDirectForm)
     model = make()
     model.model.layers[2].linear_attn.activation = "gelu"
-    assert direct_form(model) is None
+    assert isinstance(direct_form(model), NoDirectForm)
     model = make()
     model.model.layers[3].linear_attn.out_proj = nn.Sequential(model.model.layers[3].linear_attn.out_proj)
-    assert direct_form(model) is None
-    assert direct_form(make().double()) is None
-    assert direct_form(make(layer_types=["linear_attention"] * 4)) is None
+    assert isinstance(direct_form(model), NoDirectForm)
+    assert isinstance(direct_form(make().double()), NoDirectForm)
+    assert isinstance(direct_form(make(layer_types=["linear_attention"] * 4)), NoDirectForm)
     model = make_other("nemotron_h")
     model.model.layers[1].mixer.act_fn = nn.ReLU()
-    assert direct_form(model) is None
+    assert isinstance(direct_form(model), NoDirectForm)
     model = make_other("nemotron_h")
     model.model.layers[3].mixer.activation = "gelu"
-    assert direct_form(model) is None
+    assert isinstance(direct_form(model), NoDirectForm)
 
 
 def test_time_steps_are_bounded_as_in_the_model(by_modules: Any) -> None:

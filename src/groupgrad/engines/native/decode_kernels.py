@@ -56,6 +56,13 @@ def has_layer_kernels(parameters: Sequence[torch.Tensor]) -> bool:
     return len({p.device for p in parameters}) == 1 and _is_on_gpu(parameters[0].data) and _has_triton()
 
 
+def obstacle_to_kernels() -> str:
+    """The reason why a model on a GPU has no Triton kernels here; empty if nothing speaks against them."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 turns Triton's kernels off"
+    return "" if _has_triton() else "Triton is not installed"
+
+
 def _is_on_gpu(query: torch.Tensor) -> bool:
     return query.is_cuda and type(query) is torch.Tensor and os.environ.get(SWITCH) != "0"
 

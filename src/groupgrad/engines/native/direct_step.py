@@ -10,7 +10,8 @@ compared (`runner.DecodeRunner.check`); so does the first step after the model's
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from groupgrad.engines.native.cpp_step import CompiledModel, compiled_model
-from groupgrad.engines.native.decode_kernels import has_layer_kernels
+from groupgrad.engines.native.decode_kernels import has_layer_kernels, obstacle_to_kernels
 from groupgrad.engines.native.decoder_layers import NORMS, Decoder, read_decoder
 from groupgrad.kernels import layers as kernel_layers
 from groupgrad.kernels import library
@@ -32,7 +33,11 @@ from groupgrad.modeling.families import (
 )
 from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
 from groupgrad.modeling.scoring.fused_modules import is_replaced, is_silu
-from groupgrad.modeling.unwrapping import is_multimodal
+from groupgrad.modeling.unwrapping import is_multimodal, is_prepared
+
+_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+"""Names of the hooks by which transformers and peft let embeddings require gradients, for gradient checkpointing. They
+change no number."""
 
 _Angles = tuple[torch.Tensor, torch.Tensor]
 """(n, R) cosines of the angles by which the first R numbers of a head are turned, and sines, the first half of them
@@ -163,28 +168,55 @@ class _GPUOperations:
         return triton_layers.gate(gates, values) if is_silu(activation) else activation(gates) * values
 
 
-def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledModel | DirectModel | None:
-    """The direct form of `model`, adapters included; None if it has none. `calls` are its attention calls by layer."""
+@dataclass(slots=True, frozen=True)
+class NoDirectForm:
+    """A model that has no direct form here."""
+
+    reason: str
+    is_known: bool
+    """True if the model's family has a direct form."""
+
+
+def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledModel | DirectModel | NoDirectForm:
+    """The direct form of `model`, adapters included, or why there is none. `calls` are its attention calls by layer."""
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     known = _known_parts(inner)
-    if known is None or torch.is_autocast_enabled("cpu"):
-        return None
+    if known is None:
+        return NoDirectForm(f"{type(inner).__name__} is of no family that has a direct form", is_known=False)
     parts, backbone, head = known
     parameters = [parameter for part in parts for parameter in part.parameters()]
     on_gpu = has_layer_kernels(parameters)
-    if not on_gpu and any(p.dtype != torch.float32 or p.device.type != "cpu" for p in parameters):
-        return None
-    # Hooks and replaced forward methods work only if the module is called.
-    if any(_must_be_called(module) for part in parts for module in part.modules()):
-        return None
+    reason = None if on_gpu else _obstacle_on_cpu(parameters)
+    if reason is None:
+        reason = next((text for part in parts for module in part.modules() if (text := _must_be_called(module))), None)
+    if reason is not None:
+        return NoDirectForm(reason, is_known=True)
     decoder = read_decoder(backbone, head, calls)
     if decoder is None:
-        return None
+        return NoDirectForm("a layer of the decoder is of another kind than its family's", is_known=True)
     has_recurrence = any(layer.call is None for layer in decoder.layers)
-    if on_gpu:
-        return None if has_recurrence or not _has_plain_norms(decoder) else DirectModel(decoder, on_gpu=True)
-    compiled = compiled_model(decoder)
-    return compiled if compiled is not None or has_recurrence else DirectModel(decoder)
+    if not on_gpu:
+        compiled = compiled_model(decoder)
+        if compiled is None and has_recurrence:
+            return NoDirectForm(
+                "it needs compiled kernels, which a layer or this machine does not allow", is_known=True
+            )
+        return compiled or DirectModel(decoder)
+    if has_recurrence:
+        return NoDirectForm("Triton's kernels compute no recurrent layers", is_known=False)
+    if not _has_plain_norms(decoder):
+        return NoDirectForm("Triton's kernels compute other norms or gates than its layers have", is_known=False)
+    return DirectModel(decoder, on_gpu=True)
+
+
+def _obstacle_on_cpu(parameters: Sequence[torch.Tensor]) -> str | None:
+    """The reason why the form of CPUs cannot compute with these parameters, or None."""
+    if all(p.device.type == "cuda" for p in parameters):
+        return obstacle_to_kernels() or "weights are on several devices"
+    other = next((p for p in parameters if p.dtype != torch.float32 or p.device.type != "cpu"), None)
+    if other is not None:
+        return f"weights are {str(other.dtype).removeprefix('torch.')} on {other.device.type}, not float32 on the CPU"
+    return "mixed precision is on, which it does not compute in" if torch.is_autocast_enabled("cpu") else None
 
 
 def _has_plain_norms(decoder: Decoder) -> bool:
@@ -209,12 +241,14 @@ def _known_parts(inner: Any) -> tuple[list[Any], Any, Any] | None:
     return ([decoder, head], decoder, head) if is_known and type(head) is nn.Linear else None
 
 
-def _must_be_called(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or ("forward" in module.__dict__ and type(module) is not nn.Linear and not is_replaced(module))
-    )
+def _must_be_called(module: nn.Module) -> str:
+    """Names what works only if the module is called: a hook or a replaced forward method; empty if nothing does."""
+    name = type(module).__name__
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if any(getattr(hook, "__name__", "") not in _GRADIENT_HOOKS for hook in hooks):
+        return f"{name} has a forward hook"
+    is_own = "forward" not in module.__dict__ or type(module) is nn.Linear or is_replaced(module) or is_prepared(module)
+    return "" if is_own else f"the forward method of {name} was replaced"
 
 
 def _function(module: Any) -> Any:

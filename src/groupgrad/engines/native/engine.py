@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,8 +15,9 @@ from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.cpp_step import CompiledModel
 from groupgrad.engines.native.cuda_graphs import cuda_recorder
-from groupgrad.engines.native.direct_step import direct_model
+from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, StateShape
 from groupgrad.engines.native.logits import cast_bytes, last_logits, weights_cast_once
 from groupgrad.engines.native.packed_linear import fast_linears
@@ -29,6 +31,8 @@ from groupgrad.modeling.scoring.forward import evaluation_mode
 from groupgrad.modeling.scoring.fused_modules import compiled_parts, own_parts
 from groupgrad.modeling.systems.free_memory import free_bytes
 from groupgrad.modeling.unwrapping import unwrap
+
+logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.5
 """Share of the free memory that keys and values may take without an explicit bound."""
@@ -69,6 +73,7 @@ class NativeEngine:
         self._pack_weights = pack_weights
         self._probe = ProbePlan()
         self._fingerprint: tuple[Any, ...] = ()
+        self._said: set[str] = set()
         self.statistics = Statistics()
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
@@ -107,7 +112,7 @@ class NativeEngine:
         device, probe = input_device(model), self._probe_of(model)
         devices = {part.device for part in (*probe.layers.values(), *probe.states)}
         record = self._recorder(devices) if probe.can_record else None
-        cache, direct = self._make_cache(probe, record is not None), direct_model(model, probe.calls)
+        cache, direct = self._make_cache(probe, record is not None), self._direct_form(model, probe)
         return NativeSession(
             model,
             Sampler(params, device),
@@ -118,6 +123,17 @@ class NativeEngine:
             # Only an explicit bound refuses a sequence.
             may_exceed_bound=self._kv_memory is None,
         )
+
+    def _direct_form(self, model: nn.Module, probe: ProbePlan) -> CompiledModel | DirectModel | None:
+        """The direct form of the model; None if it has none, which is said once where its family has one."""
+        form = direct_model(model, probe.calls)
+        if not isinstance(form, NoDirectForm):
+            return form
+        on_gpu = any(layer.device.type == "cuda" for layer in probe.layers.values())
+        if form.is_known and on_gpu and form.reason not in self._said:
+            logger.warning("decode steps run through the model's modules, which is slower: %s", form.reason)
+        self._said.add(form.reason)
+        return None
 
     def _probe_of(self, model: nn.Module) -> ProbePlan:
         """The probe of `model`, kept as long as that consists of the same modules and parameters; values may differ."""

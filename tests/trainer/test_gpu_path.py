@@ -1,0 +1,133 @@
+"""Runs on a simulated CUDA device sample by the fast path, say so, and leave nothing behind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from datasets import Dataset
+from peft import LoraConfig
+from simulated_cuda import to_cuda, trainers_on_simulated_cuda
+from torch import nn
+from triton_twins import triton_twins
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.engines.native import decode_kernels, runner
+from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
+from groupgrad.modeling.unwrapping import is_prepared
+
+
+def lengths(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(completion) % 5) for completion in completions]
+
+
+def make_trainer(model: nn.Module, tokenizer: Any, folder: Any, **fields: Any) -> GRPOTrainer:
+    adapter = fields.pop("peft_config", None)
+    settings: dict[str, Any] = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 12,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
+    return GRPOTrainer(
+        model=to_cuda(model),
+        reward_funcs=lengths,
+        args=GRPOConfig(output_dir=str(folder), **{**settings, **fields}),
+        train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(30)]),
+        processing_class=tokenizer,
+        peft_config=adapter,
+    )
+
+
+def said_by_engines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad.engines")]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counts the computations of decode steps by each form; a recorded step is computed at its recording alone."""
+    counts = {"direct": 0, "modules": 0}
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(DirectModel, "__call__", counted("direct", DirectModel.__call__))
+    monkeypatch.setattr(runner, "step_logits", counted("modules", runner.step_logits))
+    return counts
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"gradient_checkpointing": True, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])}],
+    ids=["default", "adapter, checkpointing"],
+)
+def test_training_samples_by_the_direct_form(fields, steps, make_model, make_tokenizer, tmp_path, caplog):
+    """Also under accelerate's mixed precision, which sets a forward method and returns float32 logits."""
+    with trainers_on_simulated_cuda(), triton_twins():
+        trainer = make_trainer(make_model(), make_tokenizer(), tmp_path, **fields)
+        assert trainer.args.bf16
+        # The start-up's trial came before accelerate's forward method; let the run compare the forms anew.
+        trainer.engine._fingerprint = ()
+        steps.update(direct=0, modules=0)
+        trainer.train()
+    assert not said_by_engines(caplog)
+    assert steps["direct"] >= 3 and steps["modules"] == 1
+
+
+def test_a_known_family_without_its_direct_form_says_so_once(steps, make_model, make_tokenizer, tmp_path, caplog):
+    model = make_model()
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    with trainers_on_simulated_cuda(), triton_twins():
+        make_trainer(model, make_tokenizer(), tmp_path).train()
+    assert said_by_engines(caplog) == [
+        "decode steps run through the model's modules, which is slower: Qwen3MLP has a forward hook"
+    ]
+    assert steps["direct"] == 0
+
+
+def test_a_forward_method_of_the_user_is_called(make_model):
+    """Before accelerate sets its own, and after."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+
+    def replaced(model: nn.Module) -> nn.Module:
+        forward = model.forward
+
+        @functools.wraps(forward)
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        model.forward = calling
+        return model
+
+    assert is_prepared(accelerator.prepare_model(make_model()))
+    for model in (accelerator.prepare_model(replaced(make_model())), replaced(accelerator.prepare_model(make_model()))):
+        assert not is_prepared(model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode_kernels, "_is_on_gpu", lambda _: True)
+            patch.setattr(decode_kernels, "_has_triton", lambda: True)
+            form = direct_model(model, {})
+        assert form == NoDirectForm("the forward method of Qwen3ForCausalLM was replaced", is_known=True)
+
+
+@pytest.mark.parametrize("shift", [0.02, 0.2])
+def test_logits_are_compared_by_the_type_that_computes_them(shift: float, steps, make_model, make_tokenizer, tmp_path):
+    """Largest logits are below 1: bfloat16 explains 0.02 of it, float32 would not, and nothing explains 0.2."""
+    with trainers_on_simulated_cuda(), triton_twins(), pytest.MonkeyPatch.context() as patch:
+        trainer = make_trainer(make_model(), make_tokenizer(), tmp_path)
+        compute = DirectModel.__call__
+        patch.setattr(DirectModel, "__call__", lambda *arguments: compute(*arguments) + shift)
+        trainer.engine._fingerprint = ()
+        steps.update(modules=0)
+        trainer.train()
+    assert (steps["modules"] == 1) == (shift == 0.02)
