@@ -73,8 +73,31 @@ def test_texts_score_as_one_row_at_a_time(make_rollouts, batch_tokens):
     expected = [by_hand(model, [WORDS.index(word) for word in ("the sky " + text).split()]) for text in TEXTS]
     assert table.rewards.flatten().tolist() == pytest.approx(expected, abs=1e-6)
     assert max(expected) - min(expected) > 1e-3
-    assert tokenizer.pad_token is None  # the tokenizer is not changed
-    assert model.config.pad_token_id == WORDS.index("<eos>")
+    assert (tokenizer.pad_token, model.config.pad_token_id) == (None, None), "neither is changed"
+
+
+@pytest.mark.parametrize("special", [{"eos_token": "<eos>"}, {"eos_token": "<eos>", "pad_token": "<eos>"}])
+@pytest.mark.parametrize("own_pad", [None, WORDS.index("<eos>")])
+@pytest.mark.parametrize("batch_tokens", [1, 1000])
+def test_a_row_that_ends_with_the_padding_token_is_scored_at_its_end(make_rollouts, special, own_pad, batch_tokens):
+    """The template ends each turn with the end-of-sequence token, which pads too, in the tokenizer or the model."""
+    model, tokenizer = make_model(pad_token_id=own_pad), make_tokenizer(**special)
+    completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
+    rollouts = make_rollouts(completions, [{"prompt": [{"role": "user", "content": "the sky"}]}] * len(TEXTS))
+    runner = RewardRunner(model, tokenizer, models=RewardModelOptions(batch_tokens=batch_tokens))
+    ids = [tokenizer(f"user the sky <eos> assistant {text} <eos>")["input_ids"] for text in TEXTS]
+    expected = [by_hand(model, row) for row in ids]
+    assert runner.score(rollouts).rewards.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+    early = [by_hand(model, row[:-1]) for row in ids]
+    assert min(abs(one - other) for one, other in zip(expected, early)) > 1e-3
+    assert model.config.pad_token_id == own_pad
+
+
+def test_with_all_ids_in_use_rows_are_padded_with_one_that_ends_none():
+    model, tokenizer = make_model(), make_tokenizer(eos_token="<eos>", pad_token="<eos>")
+    rows = [[*range(3, len(WORDS)), 2, 0, 1], [WORDS.index("sky"), 1]]
+    scorer = RewardModel(model, tokenizer, RewardModelOptions())
+    assert scorer._forward(rows) == pytest.approx([by_hand(model, row) for row in rows], abs=1e-6)
 
 
 def test_conversations_go_through_the_template(make_rollouts):
@@ -88,7 +111,6 @@ def test_conversations_go_through_the_template(make_rollouts):
     words = ["user", "the", "sky", "<eos>", "assistant", "is", "blue", "<eos>", "very"]
     assert ids[0] == [WORDS.index(word) for word in words]
     assert table.rewards.flatten().tolist() == pytest.approx([by_hand(model, row) for row in ids], abs=1e-6)
-    assert model.config.pad_token_id == WORDS.index("<pad>")
 
 
 @pytest.mark.parametrize("is_conversation", [True, False])
@@ -397,12 +419,17 @@ def test_a_placed_model_cannot_be_offloaded():
         RewardRunner(model, make_tokenizer(), models=RewardModelOptions(offload=True))
 
 
-def test_the_models_padding_token_precedes_the_end_of_sequence(make_rollouts):
-    model = make_model(pad_token_id=WORDS.index("or"))
-    RewardRunner(model, make_tokenizer())
-    assert model.config.pad_token_id == WORDS.index("or")
-    RewardRunner(model, make_tokenizer(eos_token="<eos>", pad_token="<pad>"))
-    assert model.config.pad_token_id == WORDS.index("<pad>")
+def test_the_models_padding_token_precedes_the_end_of_sequence():
+    model, seen = make_model(pad_token_id=WORDS.index("or")), []
+    model.register_forward_pre_hook(
+        lambda module, _, given: seen.append((given["input_ids"][0, -1].item(), module.config.pad_token_id)),
+        with_kwargs=True,
+    )
+    rows = [[WORDS.index("is")], [WORDS.index("the"), WORDS.index("sky")]]
+    for tokenizer, pad in ((make_tokenizer(), "or"), (make_tokenizer(eos_token="<eos>", pad_token="<pad>"), "<pad>")):
+        RewardModel(model, tokenizer, RewardModelOptions())._forward(rows)
+        assert seen[-1] == (WORDS.index(pad), WORDS.index(pad))
+        assert model.config.pad_token_id == WORDS.index("or"), "as the user has set it"
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu"])

@@ -112,12 +112,8 @@ def load_tokenizer(source: str, name: str, options: RewardModelOptions) -> Any:
     return AutoTokenizer.from_pretrained(source, trust_remote_code=options.trusts, **kwargs)
 
 
-def set_padding(tokenizer: Any, model: nn.Module, name: str) -> int:
-    """Returns the tokenizer's padding token, else the model's, else the end-of-sequence token; else ValueError.
-
-    The model's configuration gets it, since the model scores the last token that is not padding. The tokenizer is not
-    changed, since other code may use it: the caller pads with the returned id.
-    """
+def padding_id(tokenizer: Any, model: nn.Module, name: str) -> int:
+    """Returns the tokenizer's padding token, else the model's, else the end-of-sequence token; else ValueError."""
     config = _text_config(model)
     candidates = (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), tokenizer.eos_token_id)
     pad_id = next((token_id for token_id in candidates if isinstance(token_id, int) and token_id >= 0), None)
@@ -126,9 +122,21 @@ def set_padding(tokenizer: Any, model: nn.Module, name: str) -> int:
             f"the tokenizer of reward model '{name}' has neither a padding nor an end-of-sequence token, so that rows "
             "of different length cannot be scored together; set tokenizer.pad_token"
         )
-    if config is not None:
-        model.config.pad_token_id = config.pad_token_id = pad_id  # pyright: ignore
     return pad_id
+
+
+@contextmanager
+def padding_with(model: nn.Module, pad_id: int) -> Iterator[None]:
+    """Context in which a model takes `pad_id` for padding: it scores the last token that is another one."""
+    configs = {id(config): config for config in (getattr(model, "config", None), _text_config(model)) if config}
+    before = [(config, getattr(config, "pad_token_id", None)) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config.pad_token_id = pad_id
+        yield
+    finally:
+        for config, value in before:
+            config.pad_token_id = value
 
 
 def max_input_tokens(model: nn.Module) -> int | None:

@@ -26,7 +26,8 @@ from groupgrad.rewards.model_loading import (
     load_tokenizer,
     max_input_tokens,
     model_name,
-    set_padding,
+    padding_id,
+    padding_with,
     weights_on_device,
 )
 
@@ -38,10 +39,11 @@ class RewardModel:
 
     A name or folder is loaded with one label. A module is used as it is, in evaluation mode, and moved to the device
     unless it is quantized or placed by a device map. Without a processing class, the tokenizer is loaded from the
-    model's source. The padding token is the tokenizer's, else the model's, else the end-of-sequence token, and is
-    written to the model's configuration. Conversations are formatted by the chat template; plain texts are prompt and
-    completion end to end, with the tokenizer's default special tokens. Special tokens that a message or a completion
-    spells out are read as ordinary text, so that no policy can end its turn for the reward model.
+    model's source. Texts are padded with the tokenizer's padding token, else the model's, else the end-of-sequence
+    token; where a text has that token itself, with one that none of them has. Conversations are formatted by the chat
+    template; plain texts are prompt and completion end to end, with the tokenizer's default special tokens. Special
+    tokens that a message or a completion spells out are read as ordinary text, so that no policy can end its turn for
+    the reward model.
 
     The constructor scores one short text, so a model that cannot work is a ValueError there.
     """
@@ -59,7 +61,7 @@ class RewardModel:
         has_template = getattr(processing_class, "chat_template", None)
         self._formatter = processing_class if has_template else self._tokenizer
         self._outside_text = OutsideText(self._tokenizer, options.chat_template_kwargs)
-        self._pad_id = set_padding(self._tokenizer, self.model, self.name)
+        self._pad_id = padding_id(self._tokenizer, self.model, self.name)
         self._max_length = max_input_tokens(self.model)
         self._warned_truncated = False
         self._score_test_text()
@@ -198,15 +200,29 @@ class RewardModel:
     @torch.no_grad()
     def _forward(self, rows: list[list[int]]) -> list[float]:
         width = max(map(len, rows))
-        ids = torch.tensor([row + [self._pad_id] * (width - len(row)) for row in rows])
+        pad_id = self._unused_id(rows)
+        ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         weight = next(self.model.parameters(), None)
         # A meta weight is loaded by a hook during the forward pass, so its device is unknown here.
         device = self._options.device if weight is None or weight.device.type == "meta" else weight.device
-        logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        with padding_with(self.model, pad_id):
+            logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
         if logits.ndim != 2 or tuple(logits.shape) != (len(rows), 1):
             raise ValueError(
                 f"its logits have shape {tuple(logits.shape)} for {len(rows)} rows; a reward model gives one number a "
                 "text: use a sequence-classification model with num_labels=1"
             )
         return logits[:, 0].float().tolist()
+
+    def _unused_id(self, rows: Sequence[Sequence[int]]) -> int:
+        """The padding token, or another id that is in no row: a model takes the padding id at a row's end for padding.
+
+        With all ids in use, one that ends no row.
+        """
+        ids = (self._pad_id, *range(len(self._tokenizer)))
+        for taken in ({token for row in rows for token in row}, {row[-1] for row in rows}):
+            unused = next((token for token in ids if token not in taken), None)
+            if unused is not None:
+                return unused
+        return self._pad_id
