@@ -74,7 +74,7 @@ def test_then_runs_on_the_thread_of_the_call(workers: Workers, function: Any):
 
     value, thread = workers.call(function, {"x": 4}, timeout_s=5, then=then).result(5).value
     assert value == 8
-    assert thread == ("tool-worker" if function is double else "tool-loop")
+    assert thread == ("tool-worker" if function is double else "async-functions")
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])

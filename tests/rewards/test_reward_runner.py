@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import gc
 import logging
 import math
 import threading
@@ -29,7 +28,7 @@ def run(make_rollouts):
 
     yield score
     for runner in runners:
-        runner.close()
+        runner.close_workers()
 
 
 def length(completions, **kwargs):
@@ -229,28 +228,20 @@ def test_asynchronous_functions_overlap_each_other_and_the_synchronous(run):
     assert table.rewards.tolist() == [[1.0, 2.0, 1.0, 1.0]] * 2
 
 
-def test_all_asynchronous_calls_share_one_daemon_loop(make_rollouts):
+def test_all_asynchronous_calls_share_the_loop_of_the_process(make_rollouts):
     seen = []
 
     async def reward(completions, **kwargs):
         seen.append((asyncio.get_running_loop(), threading.current_thread()))
         return [0.0] * len(completions)
 
-    runner = RewardRunner([reward, reward])
-    runner.score(make_rollouts(["a"]))
-    runner.score(make_rollouts(["a"]))
-    assert len(set(seen)) == 1
+    for runner in (RewardRunner([reward, reward]), RewardRunner(reward)):
+        runner.score(make_rollouts(["a"]))
+        runner.score(make_rollouts(["a"]))
+        runner.close_workers()
+    assert len(seen) == 6 and len(set(seen)) == 1
     thread = seen[0][1]
     assert thread.daemon and thread is not threading.current_thread()
-    runner.close()
-    runner.close()
-    assert not thread.is_alive()
-    runner.score(make_rollouts(["a"]))  # a new loop after close
-    last = seen[-1][1]
-    assert last is not thread
-    del runner
-    gc.collect()
-    assert not last.is_alive()
 
 
 def test_a_failing_row_is_found(run):

@@ -203,7 +203,7 @@ def test_what_cannot_be_supervised_is_refused_at_construction(make_trainer):
     with pytest.warns(UserWarning, match="reward_workers=3 starts 1: each function runs in one process"):
         trainer = make_trainer(reward_funcs=acting(0, None), reward_workers=3)
     assert len(workers_left()) == 1
-    trainer.rewards.close()
+    trainer.rewards.close_workers()
     assert workers_left() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from decimal import Decimal
@@ -129,3 +130,47 @@ def test_a_logged_column_whose_name_is_taken_is_named(make_trainer, caplog):
     (file,) = Path(trainer.args.output_dir, "completions").glob("*.parquet")
     table = Dataset.from_parquet(str(file))
     assert set(table["reward/advantage"]) == {1} and set(table["note"]) == {2}  # pyright: ignore
+
+
+class Client:
+    """A client as libraries have them: it belongs to the event loop of its first request."""
+
+    def __init__(self) -> None:
+        self.loops: list[Any] = []
+
+    async def ask(self, who: str) -> float:
+        self.loops.append(asyncio.get_running_loop())
+        if self.loops[0] is not self.loops[-1]:
+            raise RuntimeError(f"{who} is bound to a different event loop")
+        await asyncio.sleep(0)
+        return float(len(self.loops) % 3)
+
+
+def test_rewards_tools_and_environments_of_all_trainers_share_an_event_loop(make_trainer):
+    client, asked = Client(), set()
+
+    class Office:
+        async def reset(self, **columns: Any) -> str:
+            asked.add("reset")
+            await client.ask("reset")
+            return "hello"
+
+        async def get_reward(self) -> float:
+            asked.add("get_reward")
+            return await client.ask("get_reward")
+
+    async def polite(completions: list[Any], **kwargs: Any) -> list[float]:
+        asked.add("reward")
+        return [await client.ask("reward") for _ in completions]
+
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 2)
+    for _ in range(2):
+        trainer = make_trainer(
+            reward_funcs=[polite, lambda completions, **_: polite(completions)],
+            train_dataset=rows,
+            max_steps=1,
+            trainer={"environment_factory": Office},
+        )
+        trainer.train()
+    assert asked == {"reset", "get_reward", "reward"}
+    assert len(client.loops) == 2 * 8 * 4 and len(set(client.loops)) == 1

@@ -1,13 +1,15 @@
-"""An asyncio event loop on a daemon thread, for async reward functions, tools and environments."""
+"""Asyncio event loops on daemon threads, and the one on which all async functions of the user run."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import weakref
-from collections.abc import Collection, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from groupgrad.concurrency.daemon_threads import DaemonThreads
 
 T = TypeVar("T")
 
@@ -15,22 +17,29 @@ T = TypeVar("T")
 class LoopThread:
     """Runs coroutines on an event loop whose daemon thread starts with the first coroutine. Thread-safe.
 
-    The loop stays open between calls, so that a reward function can keep a client session. It ends with `close`, with
-    this object, or with the interpreter; a later `submit` starts a new one.
+    It ends with `close`, with this object, or with the interpreter; a later `submit` starts a new one.
     """
 
-    def __init__(self, name: str = "reward-loop") -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
         self._running: list[tuple[asyncio.AbstractEventLoop, threading.Thread]] = []
         """One loop at most. A list, because the finalizer must share it without referring to this object."""
         weakref.finalize(self, _stop, self._running)
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop of the last coroutine; None if it has ended or was given up."""
+        with self._lock:
+            return self._running[0][0] if self._running else None
+
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the loop. Wait for the future on another thread only."""
         with self._lock:
             if not self._running or not self._running[0][1].is_alive():
                 loop = asyncio.new_event_loop()
+                # The executor of asyncio delays the end of the interpreter until `asyncio.to_thread` has finished.
+                loop.set_default_executor(DaemonThreads(f"{self._name}-thread"))
                 thread = threading.Thread(target=_run, args=(loop,), name=self._name, daemon=True)
                 thread.start()
                 self._running[:] = [(loop, thread)]
@@ -39,18 +48,22 @@ class LoopThread:
     def close(self) -> None:
         """Cancels the coroutines that still run and ends the thread. May be called any number of times."""
         # Outside the lock: a callback of a cancelled future may submit again, on the thread that this waits for.
-        _stop(self._take())
-
-    def abandon(self, tasks: Collection[asyncio.Task[Any]] = ()) -> None:
-        """Ends a loop that seems blocked, without waiting for it; the loop first waits for its `tasks`."""
-        for loop, thread in self._take():
-            if thread.is_alive():
-                asyncio.run_coroutine_threadsafe(_stop_after(tasks), loop)
-
-    def _take(self) -> list[tuple[asyncio.AbstractEventLoop, threading.Thread]]:
         with self._lock:
             running, self._running[:] = list(self._running), []
-            return running
+        _stop(running)
+
+    def give_up(self, loop: asyncio.AbstractEventLoop | None) -> bool:
+        """Leaves a loop that seems blocked, so that the next coroutine starts a new one; True if it was the present.
+
+        It goes on with what it has begun, and then ends.
+        """
+        with self._lock:
+            if not self._running or self._running[0][0] is not loop:
+                return False
+            _, thread = self._running.pop()
+        if thread.is_alive():
+            asyncio.run_coroutine_threadsafe(_stop_when_idle(), loop)
+        return True
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -65,9 +78,9 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _stop_after(tasks: Collection[asyncio.Task[Any]]) -> None:
-    if tasks:
-        await asyncio.wait(tasks)
+async def _stop_when_idle() -> None:
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
     asyncio.get_running_loop().stop()
 
 
@@ -78,3 +91,8 @@ def _stop(running: list[tuple[asyncio.AbstractEventLoop, threading.Thread]]) -> 
             loop.call_soon_threadsafe(loop.stop)
             if thread is not threading.current_thread():
                 thread.join(timeout=5.0)
+
+
+USER_LOOP = LoopThread("async-functions")
+"""Runs all async reward functions, tools and environments of the process, so that they can share a client. It stays
+open between calls and trainers, since a client belongs to the loop of its first request."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from groupgrad.concurrency.callables import function_name, is_async
 from groupgrad.concurrency.daemon_threads import DaemonThreads, OwnThread
-from groupgrad.concurrency.event_loop import LoopThread
+from groupgrad.concurrency.event_loop import USER_LOOP, LoopThread
 from groupgrad.concurrency.running_time import SLICE_S, slices
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class _Call:
     """The awaitable that a plain function returned."""
     on_loop: Future[Outcome] = field(default_factory=Future[Outcome])
     """Its run on the event loop that it was submitted to last."""
-    task: asyncio.Task[Any] | None = None
-    """The task of that run once it has started. It outlives `on_loop` while it cleans up after its cancellation."""
+    loop: asyncio.AbstractEventLoop | None = None
+    """That event loop."""
     _claimed: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -94,7 +94,7 @@ class _Call:
         """The outcome of an async function, or of the awaitable that a plain one returned."""
         if not self.claim():
             return Outcome(error=RuntimeError("it was interrupted on another event loop"))
-        self.task, self.started = asyncio.current_task(), self.started or time.monotonic()
+        self.started = self.started or time.monotonic()
         try:
             value = await (self.function() if self.awaitable is None else self.awaitable)
             return Outcome(value if self.then is None else self.then(value), seconds=self.seconds)
@@ -105,8 +105,8 @@ class _Call:
 class Workers:
     """Runs plain and async functions so that every call is answered by its deadline, whatever the function does.
 
-    Plain functions run on at most `num_threads` daemon threads, async ones on one event loop. Each call has a
-    supervisor, a coroutine on a second event loop that runs no user code and therefore cannot be blocked:
+    Plain functions run on at most `num_threads` daemon threads, async ones on the event loop of the process. Each call
+    has a supervisor, a coroutine on another event loop that runs no user code and therefore cannot be blocked:
 
     - time in which the process is suspended counts for no deadline;
     - a plain function past its deadline is answered as timed out and its thread is no longer counted, so that the pool
@@ -126,8 +126,8 @@ class Workers:
         self._supervisors = LoopThread("tool-supervisor")
         # The fields below are used on the supervisors' loop only.
         self._free_threads = asyncio.Semaphore(num_threads)
-        self._loop: LoopThread | None = None
         self._on_loop: set[_Call] = set()
+        self._used_loop = False
         self._warned: set[str] = set()
 
     def call(
@@ -170,10 +170,10 @@ class Workers:
         """Answers every open call with an error and ends the threads. May be called any number of times."""
         self._supervisors.close()
         self._free_threads = asyncio.Semaphore(self._num_threads)  # a semaphore belongs to one loop
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            is_blocked = wait([loop.submit(asyncio.sleep(0))], timeout=self._blocked_s).not_done
-            loop.abandon() if is_blocked else loop.close()
+        if (loop := USER_LOOP.loop) is not None and self._used_loop:
+            self._used_loop = False
+            if wait([USER_LOOP.submit(asyncio.sleep(0))], timeout=self._blocked_s).not_done:
+                USER_LOOP.give_up(loop)
 
     # ---------------------------------------------------------------------- supervisors, on a loop of their own
 
@@ -226,29 +226,25 @@ class Workers:
                 _discard(call.awaitable)
 
     def _start_on_loop(self, call: _Call) -> None:
-        if self._loop is None:
-            self._loop = LoopThread("tool-loop")
-            self._loop.submit(_use_daemon_threads())
-        call.on_loop = call.context.run(self._loop.submit, call.run_async())
+        self._used_loop = True
+        call.on_loop = call.context.run(USER_LOOP.submit, call.run_async())
+        call.loop = USER_LOOP.loop
 
     def _check_loop(self) -> None:
         """Replaces the event loop unless it runs a coroutine within `blocked_s` seconds."""
-        if self._loop is not None:
-            heartbeat = self._loop.submit(asyncio.sleep(0))
-            asyncio.get_running_loop().call_later(self._blocked_s, self._replace_blocked_loop, self._loop, heartbeat)
+        heartbeat = USER_LOOP.submit(asyncio.sleep(0))
+        asyncio.get_running_loop().call_later(self._blocked_s, self._replace_blocked_loop, USER_LOOP.loop, heartbeat)
 
-    def _replace_blocked_loop(self, loop: LoopThread, heartbeat: Future[None]) -> None:
-        if heartbeat.done() or self._loop is not loop:
-            return
-        self._loop = None
+    def _replace_blocked_loop(self, loop: asyncio.AbstractEventLoop | None, heartbeat: Future[None]) -> None:
+        if not heartbeat.done() and USER_LOOP.give_up(loop):
+            logger.warning(
+                "an async reward function, tool or environment method blocks its event loop; the loop was given up and "
+                "replaced. Await what takes time, or make the function a plain one: plain tools run on threads of "
+                "their own"
+            )
         # Calls that have started stay on the old loop, each with its deadline.
-        loop.abandon([call.task for call in self._on_loop if call.task is not None])
-        logger.warning(
-            "an async tool or environment method blocks its event loop; the loop was given up and replaced. Await what "
-            "takes time, or make the function a plain one: plain functions run on threads of their own"
-        )
         for call in self._on_loop:
-            if not call.is_claimed:
+            if call.loop is not USER_LOOP.loop and not call.is_claimed:
                 call.on_loop.cancel()
                 self._start_on_loop(call)
 
@@ -262,11 +258,6 @@ class Workers:
                 call.timeout_s,
             )
         return late(call.timeout_s, call.seconds)
-
-
-async def _use_daemon_threads() -> None:
-    """Makes `asyncio.to_thread` use daemon threads; asyncio's own executor delays the interpreter's end."""
-    asyncio.get_running_loop().set_default_executor(DaemonThreads("tool-loop-thread"))
 
 
 def _discard(value: Any) -> None:

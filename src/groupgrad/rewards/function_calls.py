@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -19,7 +20,7 @@ from transformers import TrainerState
 from groupgrad import dist
 from groupgrad.concurrency.callables import innermost
 from groupgrad.concurrency.deadline import DeadlinePassed, call_within
-from groupgrad.concurrency.event_loop import LoopThread
+from groupgrad.concurrency.event_loop import USER_LOOP
 from groupgrad.concurrency.running_time import slices
 from groupgrad.concurrency.worker_process import WorkerProcess
 from groupgrad.concurrency.workers import NoAnswer, Outcome, late
@@ -47,13 +48,13 @@ class BegunCall:
 class FunctionCalls:
     """Begins calls of reward functions and waits for them. TypeError for functions that no worker process can run.
 
-    Async functions run on one event loop. Plain ones run in `options.num_workers` processes, each function always in
-    the same, so that what it keeps between calls stays together; without workers on the thread that waits.
+    Async functions run on the event loop of the process. Plain ones run in `options.num_workers` processes, each
+    function always in the same, so that what it keeps between calls stays together; without workers on the thread that
+    waits.
     """
 
     def __init__(self, functions: Sequence[RewardFunction], options: SupervisionOptions):
         self._options = options
-        self._loop = LoopThread()
         remote = [function for function in functions if _runs_in_workers(function)] if options.num_workers else []
         num_workers = min(options.num_workers, len(remote))
         self._place: dict[int, tuple[WorkerProcess, int]] = {}
@@ -97,11 +98,6 @@ class FunctionCalls:
         """Ends the worker processes; the next call starts them again."""
         for worker in self._workers:
             worker.close()
-
-    def close(self) -> None:
-        """Ends the processes and the event loop. May be called any number of times."""
-        self.close_workers()
-        self._loop.close()
 
     def _start(self, functions: Sequence[RewardFunction]) -> None:
         """Starts all workers at once. TypeError if one cannot load its functions."""
@@ -147,17 +143,17 @@ class FunctionCalls:
 
     def _on_loop(self, call: Callable[[], Any]) -> BegunCall:
         timeout_s = self._options.timeout_s
-        future = self._loop.submit(_attempt(call, timeout_s))
+        attempt = _LoopAttempt(call, timeout_s)
         longest_s = None if timeout_s is None else timeout_s + BLOCKED_S
 
         def finish() -> Outcome:
-            try:
-                return _result(future, longest_s)
-            except futures.TimeoutError:  # the function does not let its loop move
-                self._loop.abandon()
-                return late(timeout_s, (timeout_s or 0.0) + BLOCKED_S)
+            for seconds in slices(longest_s):
+                if (outcome := attempt.wait(seconds)) is not None:
+                    return outcome
+            USER_LOOP.give_up(attempt.loop)  # the function does not let its loop move
+            return late(timeout_s, (timeout_s or 0.0) + BLOCKED_S)
 
-        return BegunCall(finish, future.cancel)
+        return BegunCall(finish, attempt.cancel)
 
     def _here(self, function: RewardFunction, arguments: dict[str, Any], inputs: CallInputs) -> Outcome:
         timeout_s, began = self._options.timeout_s, time.monotonic()
@@ -197,9 +193,39 @@ async def _attempt(call: Callable[[], Any], timeout_s: float | None) -> Outcome:
         task.cancel()
 
 
-def _result(future: futures.Future[Outcome], longest_s: float | None = None) -> Outcome:
-    """Waits for an outcome; TimeoutError after `longest_s`."""
-    for seconds in slices(longest_s):  # in slices also since a signal that comes just before a wait is noticed after it
+class _LoopAttempt:
+    """A call on the event loop of the process. It moves to a new one if its own is given up before the call began."""
+
+    def __init__(self, call: Callable[[], Any], timeout_s: float | None):
+        self._call, self._timeout_s = call, timeout_s
+        self._submit()
+
+    def _submit(self) -> None:
+        self._claimed = claimed = threading.Lock()
+
+        async def begin() -> Outcome:
+            if not claimed.acquire(blocking=False):
+                return Outcome(error=RuntimeError("it was begun on another event loop"))
+            return await _attempt(self._call, self._timeout_s)
+
+        self.future, self.loop = USER_LOOP.submit(begin()), USER_LOOP.loop
+
+    def cancel(self) -> None:
+        """Cancels the call, wherever it is."""
+        self.future.cancel()
+
+    def wait(self, seconds: float) -> Outcome | None:
+        """The outcome; None if it is not there after this time."""
+        if futures.wait([self.future], seconds).done:
+            return self.future.result()
+        if self.loop is not USER_LOOP.loop and self._claimed.acquire(blocking=False):
+            self._submit()
+        return None
+
+
+def _result(future: futures.Future[Outcome]) -> Outcome:
+    """Waits for an outcome."""
+    for seconds in slices(None):  # a signal that comes just before a wait is noticed after it
         if futures.wait([future], seconds).done:
             break
     return future.result(0)

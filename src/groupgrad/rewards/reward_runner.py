@@ -183,10 +183,6 @@ class RewardRunner:
         """Ends the worker processes of reward functions; the next call starts them again."""
         self._calls.close_workers()
 
-    def close(self) -> None:
-        """Ends the thread of the async functions, and worker processes. May be called any number of times."""
-        self._calls.close()
-
     def _call_all(self, inputs: CallInputs, logs: list[CallLog], seconds: dict[str, float]) -> list[list[float]]:
         """Returns the rewards of all functions and models, in order, and notes the seconds of each.
 
