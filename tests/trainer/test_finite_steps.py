@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,67 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_written_down(make_pois
     assert all(isinstance(row["prompt"], str) and isinstance(row["advantage"], float) for row in rows)
     assert str(path) in caplog.text
     assert "step was skipped" in caplog.text
+
+
+class Displaced(GRPOTrainer):
+    """A trainer with one log-prob of a batch, of the old policy or of the reference, far from the policy's."""
+
+    field: str
+    rises: bool
+    """The advantage of the displaced token's row is positive."""
+    step: int | None = None
+    """The only step that is displaced; None for all."""
+    displaced: tuple[int, int] = (-1, -1)
+
+    def batch_loss(self, model: Any, batch: Any, **kwargs: Any) -> Any:
+        rows = [row for row in range(batch.num_rows) if (batch.advantages[row] > 0) == self.rises]
+        if rows and self.step in (None, self.state.global_step):
+            place = int(batch.offsets[rows[0]]) + 1
+            values = torch.where(torch.arange(batch.num_tokens) == place, self.far, batch.sampling_logprobs)
+            batch = dataclasses.replace(batch, **{self.field: values})
+            self.displaced = int(batch.row_index[rows[0]]), int(batch.completion_ids[place])
+        return super().batch_loss(model, batch, **kwargs)
+
+
+def displaced(trainer: Any, field: str, far: float, *, rises: bool, step: int | None = None) -> Any:
+    trainer.__class__ = Displaced
+    trainer.field, trainer.far, trainer.rises, trainer.step = field, far, rises, step
+    return trainer
+
+
+def test_a_clipped_token_with_an_infinite_ratio_does_not_lose_the_step(make_trainer):
+    """e^200, with a positive advantage: the loss is that of the clip, and its gradient 0."""
+    trainer = displaced(make_trainer(max_steps=1), "old_logprobs", -200.0, rises=True)
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert trainer.displaced[0] >= 0
+    assert "nonfinite_steps" not in entry
+    assert entry["clip_ratio/high_mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "far", "term", "sentence", "remedy"),
+    [
+        ("ref_logprobs", 200.0, "kl", "the KL to the reference is inf", "set beta=0"),
+        ("old_logprobs", -200.0, "ratio", "the ratio to the policy that sampled is inf", "bound it by delta"),
+    ],
+)
+def test_a_term_that_is_infinite_is_named_with_its_token(
+    make_trainer, caplog, capsys, field, far, term, sentence, remedy
+):
+    trainer = make_trainer(max_steps=3, beta=0.1, disable_tqdm=True)
+    displaced(trainer, field, far, rises=False, step=1).train()
+    row, token = trainer.displaced
+    text = trainer.processing_class.decode([token])
+    assert f"step 2: the loss is not finite, since {sentence} at token 1 ({text!r}) of row {row} (" in caplog.text
+    (path,) = (Path(trainer.args.output_dir) / "nonfinite_steps").iterdir()
+    lines = {line["row"]: line for line in map(json.loads, path.read_text().splitlines())}
+    assert lines[row]["nonfinite"] | {"term": term, "token": 1, "text": text, term: "inf"} == lines[row]["nonfinite"]
+    assert [number for number, line in lines.items() if line["nonfinite"]] == [row]
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 2")]
+    assert len(shown) == 1 and "loss     nan" in shown[0]
+    with pytest.raises(NonFiniteError, match=remedy):
+        displaced(make_trainer(max_steps=3, beta=0.1), field, far, rises=False).train()
 
 
 def test_rows_without_a_gradient_whose_loss_is_nan_skip_the_step_too(make_trainer, monkeypatch):

@@ -6,6 +6,7 @@ from groupgrad.batch import Batch, StepTotals, TokenScores, offsets_of, rows_of
 from groupgrad.objectives.advantages import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
 from groupgrad.objectives.entropy import applied_entropy_coef, entropy_threshold, next_entropy_coef
 from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, logp_mismatch, mismatch_metrics
+from groupgrad.objectives.nonfinite import NonFiniteToken, TokenTerms, nonfinite_tokens
 from groupgrad.objectives.options import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
 from groupgrad.objectives.policy import LOSSES, PolicyLoss, policy_loss
 from groupgrad.objectives.required_passes import (
@@ -33,6 +34,7 @@ __all__ = [
     "LossType",
     "MismatchMode",
     "MismatchOptions",
+    "NonFiniteToken",
     "OnPolicyInfo",
     "PolicyLoss",
     "PolicyOptions",
@@ -40,6 +42,7 @@ __all__ = [
     "ScaleRewards",
     "StepTotals",
     "TokenScores",
+    "TokenTerms",
     "applied_entropy_coef",
     "compute_advantages",
     "entropy_threshold",
@@ -50,6 +53,7 @@ __all__ = [
     "logp_mismatch",
     "mismatch_metrics",
     "next_entropy_coef",
+    "nonfinite_tokens",
     "offsets_of",
     "policy_loss",
     "required_passes",

@@ -12,6 +12,7 @@ from groupgrad.metrics import Metric, mean_of
 from groupgrad.objectives import surrogates
 from groupgrad.objectives.measure import CLIP_METRICS, ceiling_metrics, clip_metrics, mean_where
 from groupgrad.objectives.mismatch import mismatch_ratio
+from groupgrad.objectives.nonfinite import TokenTerms
 from groupgrad.objectives.options import PolicyOptions
 from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_sum, where_trained
 from groupgrad.objectives.reduce import REDUCTIONS, Reduction, even_share, token_mean_share
@@ -35,6 +36,8 @@ class PolicyLoss:
     """() this micro-batch's share of the step's loss, with gradient."""
     metrics: dict[str, Metric]
     """Detached measurements of this micro-batch."""
+    token_terms: tuple[TokenTerms, ...] = ()
+    """What the loss is made of, to name what is not finite in it; detached."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -180,6 +183,7 @@ def policy_loss(
         correction = broadcast_to_tokens(terms.correction, batch)
         per_token = per_token * torch.where(counts, correction, torch.zeros_like(correction))
     metrics = {"entropy": mean_where(scores.entropy, batch.trained), **policy.metrics}
+    kl = None
     if terms.gap is not None:
         kl = kl_to_reference(terms.gap)
         if options.use_bias_correction_kl:
@@ -196,20 +200,45 @@ def policy_loss(
         metrics["aux_loss"] = mean_of(scores.aux_loss * part, part)
         if aux_loss_coef != 0:
             loss = loss + aux_loss_coef * even_share(scores.aux_loss, batch.totals)
-    return PolicyLoss(loss, metrics)
+    entropy = None if entropy_coef == 0 else scores.entropy
+    return PolicyLoss(loss, metrics, (_token_terms(scores.logprobs, terms, kl, per_token, entropy),))
+
+
+def _token_terms(
+    logprobs: torch.Tensor,
+    terms: PolicyTerms,
+    kl: torch.Tensor | None,
+    per_token: torch.Tensor,
+    entropy: torch.Tensor | None,
+) -> TokenTerms:
+    """The terms of the loss, in the order in which they follow from each other."""
+    batch, correction = terms.batch, terms.correction
+    values = {
+        "advantage": terms.token_advantages,
+        "logprob": logprobs,
+        "old_logprob": batch.old_logprobs,
+        "ref_logprob": None if kl is None else batch.ref_logprobs,
+        "ratio": terms.token_ratio,
+        "importance_sampling_ratio": None if correction is None else broadcast_to_tokens(correction, batch),
+        "kl": kl,
+        "loss": per_token,
+        "entropy": entropy,
+    }
+    known = {name: value.detach() for name, value in values.items() if value is not None}
+    return TokenTerms(batch.row_index, batch.offsets, batch.trained, known)
 
 
 def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyTerms:
-    recipe = LOSSES[options.loss_type]
     log_ratio = policy_log_ratio(scores.logprobs, batch.old_logprobs, batch)
     correction = None
     if options.mismatch is not None and batch.sampling_logprobs is not None:
         old = scores.logprobs if batch.old_logprobs is None else batch.old_logprobs
         correction = mismatch_ratio(old, batch.sampling_logprobs, batch, options.mismatch)
     kept = _high_entropy(scores.entropy, batch)
-    if options.off_policy_mask_threshold is not None:
-        kept = kept & _small_drift(scores.logprobs, batch, options.off_policy_mask_threshold)
-    if correction is not None and not recipe.folds_mismatch:
+    threshold = options.off_policy_mask_threshold
+    if threshold is not None:
+        kept = kept & _small_drift(scores.logprobs, batch, threshold)
+    if correction is not None and not LOSSES[options.loss_type].folds_mismatch:
         kept = kept & (broadcast_to_tokens(correction, batch) != 0)
     gap = None if options.beta == 0 else _reference_gap(scores, batch, options)
     log_level_ratio = at_level(log_ratio, batch, options.importance_sampling_level)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 from groupgrad import dist
+from groupgrad.batch import Batch
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.errors import NonFiniteError
 from groupgrad.metrics import Metric, latest
 from groupgrad.modeling.systems.fsdp import local_part
+from groupgrad.objectives import NonFiniteToken, PolicyLoss, nonfinite_tokens
 from groupgrad.trainer.callbacks import SameOnRanks
 
 logger = logging.getLogger(__name__)
@@ -25,6 +28,8 @@ MAX_IN_ROW = 3
 
 FOLDER = "nonfinite_steps"
 """Folder in `output_dir` for the rows of skipped steps."""
+
+_WEIGHTS = "lower learning_rate or max_grad_norm, or compute in a wider type (bf16 or float32 in place of fp16)"
 
 
 class FiniteSteps(SameOnRanks):
@@ -41,6 +46,7 @@ class FiniteSteps(SameOnRanks):
         self.num_skipped = 0
         """Skipped steps of the run."""
         self._num_in_row = 0
+        self._num_in_window = self._num_lost = 0
 
     def mark(self, loss: torch.Tensor, holders: Iterable[nn.Parameter]) -> None:
         """Makes a number of the first of the holders' gradients NaN if the loss is not finite.
@@ -53,26 +59,39 @@ class FiniteSteps(SameOnRanks):
             first = gradient[(0,) * gradient.ndim]
             first.copy_(torch.where(torch.isfinite(loss.detach()).to(first.device), first, torch.nan))
 
-    def check(self, norm: Any, step: int, rows: Sequence[MicroBatch]) -> bool:
+    def check(self, norm: Any, step: int, rows: Sequence[MicroBatch], losses: Sequence[PolicyLoss]) -> bool:
         """False if the step has to be skipped, since the norm of its averaged gradient is not finite.
 
-        `step` is the number that the step would get, `rows` what this rank trained in it. NonFiniteError for the third
-        such step in a row, and for one that the optimizer has applied already.
+        `step` is the number that the step would get, `rows` what this rank trained in it, `losses` those of its parts.
+        NonFiniteError for the third such step in a row, and for one that the optimizer has applied already.
         """
+        self._num_in_window += 1
         if bool(torch.isfinite(torch.as_tensor(norm)).all()):
             self._num_in_row = 0
             return True
-        self._skip(norm, step, rows)
+        self._skip(norm, step, rows, losses)
         return False
 
-    def _skip(self, norm: Any, step: int, rows: Sequence[MicroBatch]) -> None:
+    def end_window(self) -> dict[str, float]:
+        """NaN as `loss` if none of the steps since the last call had a finite one on this rank, else nothing.
+
+        `logging_nan_inf_filter` of transformers would log 0.
+        """
+        is_lost = 0 < self._num_in_window == self._num_lost
+        self._num_in_window = self._num_lost = 0
+        return {"loss": math.nan} if is_lost else {}
+
+    def _skip(self, norm: Any, step: int, rows: Sequence[MicroBatch], losses: Sequence[PolicyLoss]) -> None:
         """Counts a step that is not finite, writes its rows, and warns or raises."""
         self.num_skipped += 1
         self._num_in_row += 1
         path = self._folder / f"step_{step:06d}_rank_{dist.rank()}.jsonl"
-        seen = f"step {step}: the loss or the gradient is not finite (gradient norm {float(norm)})"
+        has_loss = all(bool(torch.isfinite(part.loss)) for part in losses)
+        self._num_lost += not has_loss
+        found = nonfinite_tokens([terms for part in losses for terms in part.token_terms])
+        seen = f"step {step}: {_what(found, rows, self._tokenizer, has_loss)} (gradient norm {float(norm)})"
         try:
-            _write_rows(path, rows, self._tokenizer)
+            _write_rows(path, rows, self._tokenizer, found)
             seen += f"; its rows are in {path}"
         except OSError as error:
             seen += f"; its rows cannot be written to {path}: {error}"
@@ -83,9 +102,8 @@ class FiniteSteps(SameOnRanks):
             )
         if self._num_in_row >= MAX_IN_ROW:
             raise NonFiniteError(
-                f"{seen}, and so were the {MAX_IN_ROW - 1} steps before it. The weights are those before them; look at "
-                "the rows' rewards and advantages, lower learning_rate or max_grad_norm, or compute in a wider type "
-                "(bf16 or float32 in place of fp16)"
+                f"{seen}, and so were the {MAX_IN_ROW - 1} steps before it. The weights are those before them; "
+                + _remedy(found)
             )
         logger.warning("%s, so the step was skipped: weights and optimizer stay as they were", seen)
 
@@ -95,34 +113,99 @@ class FiniteSteps(SameOnRanks):
 
     def state_dict(self) -> dict[str, Any]:
         """The counts so far."""
-        return {"num_skipped": self.num_skipped, "num_in_row": self._num_in_row}
+        window = {"num_in_window": self._num_in_window, "num_lost": self._num_lost}
+        return {"num_skipped": self.num_skipped, "num_in_row": self._num_in_row, **window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counts of `state_dict`."""
         self.num_skipped, self._num_in_row = state["num_skipped"], state["num_in_row"]
+        self._num_in_window, self._num_lost = state.get("num_in_window", 0), state.get("num_lost", 0)
 
 
-def _write_rows(path: Path, micro_batches: Sequence[MicroBatch], tokenizer: Any) -> None:
-    """Writes a line of JSON for each row: texts, advantage, and log-probs that are not finite."""
+_TERMS = {
+    "advantage": ("the advantage", "look at the rows' rewards"),
+    "logprob": ("the policy's log-prob", _WEIGHTS),
+    "old_logprob": ("the log-prob at sampling time", _WEIGHTS),
+    "ref_logprob": ("the reference's log-prob", "look at the reference model: its logits are not finite"),
+    "ratio": ("the ratio to the policy that sampled", "lower learning_rate or num_iterations, or bound it by delta"),
+    "importance_sampling_ratio": (
+        "the ratio of trainer and sampling engine",
+        "bound it by vllm_importance_sampling_clip_max",
+    ),
+    "kl": (
+        "the KL to the reference",
+        "the policy has lost tokens that the reference finds likely: lower learning_rate, or set beta=0",
+    ),
+    "loss": ("the loss", "look at the rows' rewards and advantages"),
+    "entropy": ("the entropy", _WEIGHTS),
+}
+"""Term -> how a sentence calls it, and what to do about one that is not finite."""
+
+
+def _what(found: Mapping[int, NonFiniteToken], rows: Sequence[MicroBatch], tokenizer: Any, has_loss: bool) -> str:
+    """What is not finite, with the term and the token if this rank's loss has one."""
+    for batch, row, number in _numbered(rows):
+        if (bad := found.get(number)) is not None:
+            text = tokenizer.decode(batch.completion_ids[int(batch.offsets[row]) + bad.token :][:1])
+            others = ", ".join(
+                f"{name} {value:.6g}" for name, value in bad.numbers.items() if name not in (bad.term, "loss")
+            )
+            more = f", and {len(found) - 1} more rows have such tokens" if len(found) > 1 else ""
+            value = bad.numbers[bad.term]
+            return (
+                f"the loss is not finite, since {_TERMS[bad.term][0]} is {value} at token {bad.token} ({text!r}) of "
+                f"row {number} ({others}){more}"
+            )
+    if not has_loss:
+        return "the loss is not finite"
+    return "the gradient is not finite" + (", the loss of this rank is" if dist.is_active() else ", the loss is")
+
+
+def _remedy(found: Mapping[int, NonFiniteToken]) -> str:
+    """What to do, by the terms that are not finite."""
+    terms = dict.fromkeys(bad.term for bad in found.values())
+    if terms:
+        return "; ".join(_TERMS[term][1] for term in terms)
+    return (
+        "look at the rows' rewards and advantages, lower learning_rate or max_grad_norm, or compute in a wider type "
+        "(bf16 or float32 in place of fp16)"
+    )
+
+
+def _numbered(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Batch, int, int]]:
+    """Batch, place in it, and number of each row of a step."""
+    first = 0
+    for micro_batch in micro_batches:
+        batch = micro_batch.batch
+        for row in range(batch.num_rows):
+            yield batch, row, first + row if batch.row_index is None else int(batch.row_index[row])
+        first += batch.num_rows
+
+
+def _write_rows(
+    path: Path, micro_batches: Sequence[MicroBatch], tokenizer: Any, found: Mapping[int, NonFiniteToken]
+) -> None:
+    """Writes a line of JSON for each row: texts, advantage, and the first token with a term that is not finite."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    places = {id(micro_batch.batch): number for number, micro_batch in enumerate(micro_batches)}
     with path.open("w", encoding="utf-8") as file:
-        for number, micro_batch in enumerate(micro_batches):
-            batch = micro_batch.batch
+        for batch, row, number in _numbered(micro_batches):
             ends, starts = batch.offsets.tolist(), batch.prompt_offsets.tolist()
-            for row in range(batch.num_rows):
-                tokens, prompt = slice(ends[row], ends[row + 1]), int(batch.prompt_of_row[row])
-                prompt_ids = batch.prompt_ids[starts[prompt] : starts[prompt + 1]]
-                bad = {
-                    name: int((~torch.isfinite(values[tokens])).sum())
-                    for name in ("old_logprobs", "ref_logprobs")
-                    if (values := getattr(batch, name)) is not None
-                }
-                line = {
-                    "micro_batch": number,
-                    "row": None if batch.row_index is None else int(batch.row_index[row]),
-                    "advantage": float(batch.advantages[row]),
-                    "nonfinite": {name: count for name, count in bad.items() if count},
-                    "prompt": tokenizer.decode(prompt_ids),
-                    "completion": tokenizer.decode(batch.completion_ids[tokens]),
-                }
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            tokens, prompt = slice(ends[row], ends[row + 1]), int(batch.prompt_of_row[row])
+            ids, bad = batch.completion_ids[tokens], found.get(number)
+            line = {
+                "micro_batch": places[id(batch)],
+                "row": None if batch.row_index is None else number,
+                "advantage": float(batch.advantages[row]),
+                "nonfinite": None
+                if bad is None
+                else {
+                    "term": bad.term,
+                    "token": bad.token,
+                    "text": tokenizer.decode(ids[bad.token : bad.token + 1]),
+                    **{name: value if math.isfinite(value) else str(value) for name, value in bad.numbers.items()},
+                },
+                "prompt": tokenizer.decode(batch.prompt_ids[starts[prompt] : starts[prompt + 1]]),
+                "completion": tokenizer.decode(ids),
+            }
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")

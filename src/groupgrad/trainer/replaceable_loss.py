@@ -54,4 +54,5 @@ class ReplaceableLoss:
             del self.batch_loss
             if replaced is not None:
                 self.batch_loss = replaced
-        return PolicyLoss(loss, merge_all(part.metrics for part in losses))
+        terms = tuple(one for part in losses for one in part.token_terms)
+        return PolicyLoss(loss, merge_all(part.metrics for part in losses), terms)

@@ -334,7 +334,8 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         scales = self.is_deepspeed_enabled and self.args.fp16 if scaler is None else scaler.get_scale() > 1
         if norm is None or scales:
             return norm  # a step that overflows in float16 is skipped with a lower scale
-        if not self.finite_steps.check(norm, self.state.global_step + 1, self._micro_batches) and scaler is None:
+        step, losses = self.state.global_step + 1, self._step_log.losses
+        if not self.finite_steps.check(norm, step, self._micro_batches, losses) and scaler is None:
             for parameter in model.parameters():
                 parameter.grad = None
         return norm
@@ -398,6 +399,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         """Collective on training logs: the window's metrics of all ranks join the loop's own."""
         if "loss" in logs or ("train_runtime" in logs and len(self.metric_store)):
             logs = {**logs, **self.metric_store.flush()}
+            logs |= self.finite_steps.end_window() if "loss" in logs else {}
             self._flush_completions("train")
             for text in self.changed_options.without_effect(self.args):
                 logger.warning(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from groupgrad import dist
@@ -85,4 +86,4 @@ class JointMemoryGuard(MemoryGuard):
 def _pass(part: MicroBatch, forward: Forward, backward: Backward) -> PolicyLoss:
     result = forward(part)
     backward(result.loss, False)  # gradients are reduced within each pass, so no pass is the last one
-    return PolicyLoss(result.loss.detach(), result.metrics)
+    return replace(result, loss=result.loss.detach())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class MemoryGuard:
                     if self._returns_memory:
                         return_free_memory()
                     backward(result.loss, is_last)
-            return PolicyLoss(result.loss.detach(), result.metrics), True
+            return replace(result, loss=result.loss.detach()), True
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
