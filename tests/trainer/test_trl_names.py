@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.objectives import PolicyLoss
@@ -114,14 +114,53 @@ def test_appended_metrics_are_logged(make_trainer):
 @pytest.mark.parametrize("name", NEVER_CALLED)
 def test_a_method_that_is_never_called_is_refused(name):
     subclass = type("Mine", (GRPOTrainer,), {name: lambda self, *args, **kwargs: None})
-    with pytest.raises(TypeError, match=f"Mine defines {name}, which groupgrad never calls"):
+    with pytest.raises(TypeError, match=rf"Mine has methods that groupgrad never calls.*: {name} \(test_trl_names"):
         subclass(model="no model is loaded", reward_funcs=twice, args=GRPOConfig(use_cpu=True, bf16=False))
+
+
+def test_all_methods_that_are_never_called_are_refused_at_once(monkeypatch):
+    class Base(GRPOTrainer):
+        def _compute_advantages(self, rewards):
+            return rewards
+
+    class Mine(Base):
+        def _generate(self, prompts):
+            return prompts
+
+        def compute_advantages(self, rewards, num_generations):
+            return super().compute_advantages(rewards, num_generations)
+
+    arguments = {"model": "none is loaded", "reward_funcs": twice, "args": GRPOConfig(use_cpu=True, bf16=False)}
+    first = Base._compute_advantages.__code__.co_firstlineno
+    with pytest.raises(TypeError) as error:
+        Mine(**arguments)
+    assert str(error.value).splitlines() == [
+        "Mine and Base have methods that groupgrad never calls, so they would change nothing (docs/from-trl.md):",
+        f"  1. _generate (test_trl_names.py:{first + 4}): {NEVER_CALLED['_generate']}",
+        f"  2. _compute_advantages (test_trl_names.py:{first}): {NEVER_CALLED['_compute_advantages']}",
+    ]
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", twice, raising=False)  # as some libraries patch the class
+    with pytest.raises(TypeError, match=r"GRPOTrainer has methods .*: _calculate_rewards \(test_trl_names\.py:"):
+        GRPOTrainer(**arguments)
+
+
+def test_calling_or_replacing_a_method_that_is_never_called_says_the_same(make_trainer):
+    trainer = make_trainer()
+    for name, remedy in NEVER_CALLED.items():
+        with pytest.raises(AttributeError, match=rf"{name} cannot be replaced.*; {re.escape(remedy)}"):
+            setattr(trainer, name, twice)
+        if hasattr(Trainer, name):  # which transformers and its extensions may call
+            assert callable(getattr(trainer, name))
+            continue
+        for call in (lambda name=name: getattr(trainer, name), lambda name=name: getattr(GRPOTrainer, name)):
+            with pytest.raises(AttributeError, match=f"no {name}: {re.escape(remedy)}"):
+                call()
 
 
 def test_the_methods_are_never_called(make_trainer, monkeypatch):
     trainer = make_trainer(max_steps=2, eval_strategy="steps", eval_steps=1, trainer={"eval_dataset": prompts(4)})
     for name in NEVER_CALLED:
-        monkeypatch.setattr(trainer, name, lambda *args, name=name, **kwargs: pytest.fail(name), raising=False)
+        monkeypatch.setattr(type(trainer), name, lambda *args, name=name, **kwargs: pytest.fail(name), raising=False)
     trainer.train()
     trainer.predict(trainer.train_dataset)
 
@@ -202,6 +241,22 @@ def test_a_loss_that_reads_the_peers_dict_is_told_of_the_batch(
     trainer = Weighted(make_policy(), twice, args, prompts(4), processing_class=tokenizer)
     with pytest.raises(TypeError, match=rf"{key}.*{remedy}.*docs/from-trl\.md"):
         trainer.train()
+
+
+def test_the_curriculum_of_the_page_follows_rewards(make_trainer):
+    """The block of docs/from-trl.md: each generation batch has rows of the level that the last step has set."""
+    names = {"make_problem": lambda level: f"{level}+{level}="}
+    exec(re.search(r"```python\n(from datasets import IterableDataset.*?)```", PAGE.read_text(), re.DOTALL)[1], names)  # pyright: ignore
+    levels = []
+
+    def reward(completions, level, **kwargs):
+        levels.append(level)
+        return [1.0 if len(levels) != 2 else 0.0 for _ in completions]
+
+    curriculum = names["curriculum"]
+    settings = {"max_steps": 4, "shuffle_dataset": False, "trainer": {"callbacks": [curriculum]}}
+    make_trainer(reward_funcs=reward, train_dataset=names["train_dataset"], **settings).train()
+    assert levels == [[level] * 8 for level in (1, 2, 2, 3)]
 
 
 def test_the_page_lists_the_same_names():

@@ -6,6 +6,8 @@ of a run are those of `trainer.args`. A method that this trainer never calls is 
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +28,8 @@ NEVER_CALLED: Mapping[str, str] = {
     "get_high_entropy_mask": "set top_entropy_quantile, or define batch_loss(model, batch)",
     "get_off_policy_mask": "set off_policy_mask_threshold, or define batch_loss(model, batch)",
     "get_gamma_weights": "set the vespo_... fields, or define batch_loss(model, batch)",
+    "_compute_advantages": "define compute_advantages(rewards, num_generations), which returns Advantages",
+    "_get_per_token_logps": "define batch_loss(model, batch), which scores the tokens of a batch",
     "_calculate_rewards": "define score_rollouts(rollouts, trainer_state, step), which returns a RewardTable",
     "_generate_and_score_completions": "pass rollout_func, or define score_rollouts and compute_advantages",
     "_generate": "pass rollout_func, which makes whole rollouts",
@@ -34,7 +38,8 @@ NEVER_CALLED: Mapping[str, str] = {
     "_get_tool_suffix_ids": "pass response_parser, or change the tokenizer's chat template",
     "_tokenize_prompts": "write the prompts into the data set as you want them, or set chat_template_kwargs",
     "_prepare_inputs": "define batch_loss(model, batch), or pass rollout_func",
-    "_get_train_sampler": "order the data set's rows and set shuffle_dataset=False",
+    "_get_train_sampler": "order the data set's rows and set shuffle_dataset=False; for an order that follows rewards, "
+    "let an IterableDataset read what a callback has learned",
     "_get_eval_sampler": "order the rows of eval_dataset; evaluation reads each row once, in that order",
     "_set_signature_columns_if_needed": "set remove_unused_columns",
     "_remove_unused_columns": "set remove_unused_columns",
@@ -75,14 +80,47 @@ REPLACED: Mapping[str, str] = {
 
 
 def check_overrides(trainer: Any, base: type) -> None:
-    """TypeError if a subclass of `base` defines a method that is never called."""
-    for owner in type(trainer).__mro__[: type(trainer).__mro__.index(base)]:
-        for name, remedy in NEVER_CALLED.items():
-            if name in vars(owner):
-                raise TypeError(
-                    f"{owner.__name__} defines {name}, which groupgrad never calls, so it would change nothing; "
-                    f"{remedy} (docs/from-trl.md)"
-                )
+    """TypeError that lists all methods that `base` or a subclass of it was given and that are never called."""
+    owners = type(trainer).__mro__[: type(trainer).__mro__.index(base) + 1]
+    found = [(owner, name) for owner in owners for name in NEVER_CALLED if name in vars(owner)]
+    lines = [f"{name} ({_place(vars(owner)[name])}): {NEVER_CALLED[name]}" for owner, name in found]
+    if lines:
+        names = dict.fromkeys(owner.__name__ for owner, _ in found)
+        who = f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
+        listed = " " + lines[0] if len(lines) == 1 else "".join(f"\n  {i}. {line}" for i, line in enumerate(lines, 1))
+        raise TypeError(
+            f"{who} methods that groupgrad never calls, so they would change nothing (docs/from-trl.md):{listed}"
+        )
+
+
+def _place(function: Any) -> str:
+    """Where a function is written: file and line."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return "made elsewhere" if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
+class NeverCalled:
+    """A method of TRL's trainer that no step calls; calling or assigning it is an error that says what to do.
+
+    Where `transformers.Trainer` has the method, it may be called.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type) -> Any:
+        of_transformers = getattr(super(TRLNames, owner if trainer is None else trainer), self._name, None)
+        if of_transformers is None:
+            raise AttributeError(
+                f"groupgrad's trainer has no {self._name}: {NEVER_CALLED[self._name]} (docs/from-trl.md)"
+            )
+        return of_transformers
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        raise AttributeError(
+            f"trainer.{self._name} cannot be replaced, since groupgrad never calls it; {NEVER_CALLED[self._name]} "
+            "(docs/from-trl.md)"
+        )
 
 
 class ReadOnly:
@@ -211,8 +249,8 @@ class TRLNames:
         self.metric_store.add({name: average(float(value))})
 
     def __getattr__(self, name: str) -> Any:
-        if name in REPLACED:
-            raise AttributeError(f"groupgrad's trainer has no {name}: {REPLACED[name]} (docs/from-trl.md)")
+        if remedy := REPLACED.get(name) or NEVER_CALLED.get(name):
+            raise AttributeError(f"groupgrad's trainer has no {name}: {remedy} (docs/from-trl.md)")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
@@ -220,3 +258,5 @@ for _name in SETTINGS:
     _attribute = setting(_name)
     _attribute.__set_name__(TRLNames, _name)
     setattr(TRLNames, _name, _attribute)
+for _name in NEVER_CALLED:
+    setattr(TRLNames, _name, NeverCalled(_name))
