@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,17 @@ def test_a_broken_call_is_a_call_with_a_problem(
     assert [call.arguments for call in turn.calls] == [{}]
     assert problem in (turn.calls[0].problem or "")
     assert "tool_calls" not in turn.message
+
+
+def test_white_space_takes_no_more_than_its_length_in_time(families: Any, byte_tokenizer: Any) -> None:
+    """40,000 spaces at any place of a call. Its square would be seconds at each."""
+    for name, text, _ in [*BROKEN, ("python", "<|tool_call_start|>[f(n=1)] x", "")]:
+        syntax = chat_of(families, byte_tokenizer, name)._syntax
+        for place in sorted({match.end() for match in re.finditer(r"\w+|\W", text)}):
+            spaced = text[:place] + 40_000 * " " + text[place:]
+            began = time.process_time()
+            syntax.read(spaced, {})
+            assert time.process_time() - began < 0.5, (name, spaced.replace(40_000 * " ", "<spaces>"))
 
 
 def test_good_calls_beside_broken_ones_are_kept_in_order(families: Any, byte_tokenizer: Any) -> None:

@@ -329,6 +329,12 @@ def test_the_last_block_of_python_is_the_code(text, code):
     assert code_reward_module.last_code_block(text) == code
 
 
+def test_white_space_behind_a_fence_takes_no_more_than_its_length_in_time() -> None:
+    began = time.process_time()
+    assert code_reward_module.last_code_block(f"```python{40_000 * ' '}x\n1\n```{40_000 * ' '}\n") == "1"
+    assert time.process_time() - began < 0.5
+
+
 @pytest.mark.fault(
     "a call of `code_reward` is cancelled, or its process is killed, while code runs",
     "every process of its sandboxes ends with it",

@@ -66,6 +66,7 @@ class TaggedCalls(ABC):
         self.tags = tags
         self.name = name
         self._opening = re.compile(literal_pattern(tags.opening) + r"\s*")
+        # A search for white space before a tag would take its square in time, so this one is only matched.
         self._closing = re.compile(r"\s*" + literal_pattern(tags.closing))
         self._outer_opening = re.compile(literal_pattern(tags.outer_opening) + r"\s*\Z")
         self._outer_closing = re.compile(r"\s*" + literal_pattern(tags.outer_closing))
@@ -79,12 +80,12 @@ class TaggedCalls(ABC):
         spans: list[CallSpan] = []
         at = 0
         while opening := self._opening.search(text, at):
-            span = self._span(text, opening, parameters)
+            span = self._span(text, at, opening, parameters)
             spans.append(span)
             at = max(span.end, opening.end())
         return spans
 
-    def _span(self, text: str, opening: re.Match[str], parameters: Parameters) -> CallSpan:
+    def _span(self, text: str, at: int, opening: re.Match[str], parameters: Parameters) -> CallSpan:
         start, tags = opening.start(), self.tags
         try:
             calls, end = self._parse(text, opening.end(), parameters)
@@ -96,7 +97,7 @@ class TaggedCalls(ABC):
             else:
                 for call in calls:
                     call.arguments, call.problem = {}, call.problem or self._unclosed(call.name)
-        if tags.outer_opening and (outer := self._outer_opening.search(text[:start])):
+        if tags.outer_opening and (outer := self._outer_opening.search(text, at, start)):
             start = outer.start()
         if tags.outer_closing and (outer := self._outer_closing.match(text, end)):
             end = outer.end()
@@ -208,7 +209,8 @@ class KeyedArguments(TaggedCalls):
         # value.
         gap = key_end[len(key_end.rstrip()) :]
         self._key = re.compile(
-            rf"\s*{literal_pattern(key_opening)}\s*(?P<key>[^\n<>]+?)\s*{literal_pattern(key_end)}(?:{re.escape(gap)})?"
+            rf"\s*{literal_pattern(key_opening)}\s*(?P<key>[^\s<>](?:[^\n<>]*?[^\s<>])??)"
+            rf"\s*{literal_pattern(key_end)}(?:{re.escape(gap)})?"
         )
         gap = value_end[: len(value_end) - len(value_end.lstrip())]
         self._value = re.compile(
@@ -240,9 +242,10 @@ class PythonCalls(TaggedCalls):
 
     def __init__(self, tags: Tags):
         super().__init__(tags, f"a list of Python calls in {tags.opening} tags")
+        self._closing_tag = re.compile(literal_pattern(tags.closing))
 
     def _parse(self, text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
-        closing = self._closing.search(text, at)
+        closing = self._closing_tag.search(text, at)
         if closing is None:
             raise MalformedCall(len(text), self._unclosed())
         return _parse_calls(text[at : closing.start()].strip()), closing.start()

@@ -22,7 +22,7 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Row = tuple[str | None, tuple[Any, ...]]
 """Code, None where a completion has none, and tests."""
 _PYTHON_TAG = re.compile(r"py(thon)?[\d.]*")
-_FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})\s*(.*?)\s*")
+_FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
 """A CommonMark code fence: indentation, three or more backticks or tildes, and the info string."""
 _LINE_END = re.compile(r"\r\n|\r|\n")
 """The ends of lines in Python; `str.splitlines` also cuts at characters that strings in the code may contain."""
@@ -36,9 +36,9 @@ def last_code_block(text: str) -> str | None:
     for line in _LINE_END.split(text):
         match = _FENCE.fullmatch(line)
         if not fence and match is not None:
-            indent, fence, info = match.groups()
+            indent, fence, info = match[1], match[2], match[3].strip()
             tag, block = re.split(r"[\s:,{]", info.lower().lstrip("{."))[0].rstrip("}"), []
-        elif fence and match is not None and match[2].startswith(fence) and not match[3]:
+        elif fence and match is not None and match[2].startswith(fence) and not match[3].strip():
             if _PYTHON_TAG.fullmatch(tag):
                 marked = "\n".join(block)
             elif tag == "":

@@ -36,7 +36,7 @@ def last_number(reply: str) -> float | None:
 
     In "8/10" and "8 out of 10" it is 8.
     """
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", re.sub(r"\s*(?:/|out of)\s*10\b", "", reply))
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", re.sub(r"(?:/|out of)\s*10\b", "", reply))
     rating = float(numbers[-1]) if numbers else -1.0
     return rating / 10 if 0 <= rating <= 10 else None
 
