@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCallback
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
 
@@ -127,7 +128,8 @@ def test_metrics_are_exact_over_uneven_batches(make_trainer, tools, recorder):
     assert [len(batch) for batch in batches] == [8, 8, 8, 4]
     assert metrics["eval_reward"] == pytest.approx(sum(rewards) / 28)
     assert metrics["eval_rewards/Recorder/mean"] == pytest.approx(sum(rewards) / 28)
-    assert metrics["eval_reward_std"] == pytest.approx(statistics.mean(statistics.stdev(b) for b in batches))
+    assert metrics["eval_reward_std"] == pytest.approx(statistics.stdev(rewards), rel=1e-12)
+    assert metrics["eval_rewards/Recorder/std"] == pytest.approx(statistics.stdev(rewards), rel=1e-12)
     assert metrics["eval_frac_reward_zero_std"] == sum(len(set(group)) == 1 for group in groups) / 7
     assert metrics["eval_completions/mean_length"] == pytest.approx(sum(lengths) / 28)
     assert metrics["eval_completions/min_length"] == min(lengths)
@@ -140,6 +142,90 @@ def test_metrics_are_exact_over_uneven_batches(make_trainer, tools, recorder):
     # The policy term's denominator is the tokens of its batch, and batches weigh as many tokens as they have.
     assert metrics["eval_loss"] == pytest.approx(policy_term / sum(lengths) + 0.1 * metrics["eval_kl"], abs=1e-6)
     assert metrics["eval_kl"] > 0
+
+
+def test_no_number_of_an_evaluation_depends_on_the_size_of_its_batches(make_trainer, tools):
+    """The spread of rewards is over all rows of the set. Losses are not compared: their denominators are a batch's."""
+
+    def partly(completion_ids, **_):
+        return [float(len(ids)) if len(ids) % 2 else None for ids in completion_ids]
+
+    found = []
+    for size in (4, 8, 12, 64):
+        trainer = make_trainer(
+            reward_funcs=[tools.letters_reward, partly],
+            trainer={"eval_dataset": tools.prompts(5)},
+            per_device_eval_batch_size=size,
+            top_k=1,  # random streams are a batch's
+            beta=0.1,
+        )
+        metrics = trainer.evaluate()
+        found.append({name: v for name, v in metrics.items() if not any(t in name for t in ("runtime", "per_second"))})
+    assert {"eval_reward_std", "eval_rewards/letters_reward/std", "eval_rewards/partly/std"} <= found[0].keys()
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-6)
+        for name in (name for name in other if name.endswith("std")):
+            assert other[name] == found[0][name]
+
+
+ALL_MASKED = {"mask_truncated_completions": True, "max_completion_length": 1}
+BEST = {**EVERY_STEP, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True, "max_steps": 2}
+
+
+class AddsMetrics(TrainerCallback):
+    """Adds a metric to those of the second evaluation."""
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        if state.global_step == 2:
+            metrics["eval_share"] = 0.5
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_an_evaluation_without_a_measurement_is_not_better(make_trainer, make_policy, tools, caplog, loss_type):
+    """All rows are cut off and masked: a loss that divides by tokens has nothing to divide by."""
+    policy = make_policy()
+    policy.generation_config.eos_token_id = 1
+    trainer = make_trainer(
+        model=policy, loss_type=loss_type, trainer={"eval_dataset": tools.prompts(3)}, **BEST, **ALL_MASKED
+    )
+    trainer.train()
+    has_loss = ["eval_loss" in entry for entry in eval_entries(trainer)]
+    assert has_loss == [loss_type == "grpo"] * 2
+    told = [r.getMessage() for r in caplog.records if "measured nothing" in r.getMessage()]
+    assert len(told) == (loss_type == "dapo")
+    assert all("metric_for_best_model='loss'" in text for text in told)
+    assert (trainer.state.best_global_step is None) == (loss_type == "dapo")
+
+
+def test_a_schedule_that_follows_a_metric_stays_without_one(make_trainer, make_policy, tools, caplog):
+    policy = make_policy()
+    policy.generation_config.eos_token_id = 1
+    settings = {**EVERY_STEP, **ALL_MASKED, "lr_scheduler_type": "reduce_lr_on_plateau", "max_steps": 2}
+    trainer = make_trainer(
+        model=policy, metric_for_best_model="loss", trainer={"eval_dataset": tools.prompts(3)}, **settings
+    )
+    assert trainer.train().global_step == 2
+    assert caplog.text.count("measured nothing") == 1
+
+
+def test_a_metric_that_a_callback_adds_chooses_the_best_model(make_trainer, tools, caplog):
+    extra = {"eval_dataset": tools.prompts(3), "callbacks": [AddsMetrics()]}
+    with pytest.warns(UserWarning, match="An evaluation without it is no better than another"):
+        trainer = make_trainer(trainer=extra, metric_for_best_model="share", greater_is_better=True, **BEST)
+    trainer.train()
+    assert (trainer.state.best_global_step, trainer.state.best_metric) == (2, 0.5)
+    assert caplog.text.count("measured nothing for metric_for_best_model='share'") == 1
+
+
+def test_a_misspelled_metric_beside_callbacks_that_add_none_is_refused(make_trainer, tools):
+    extra = {"eval_dataset": tools.prompts(3), "callbacks": [EarlyStoppingCallback(2), DefaultFlowCallback()]}
+    with pytest.raises(ValueError, match=r"metric_for_best_model='rewrad' is no metric.*did you mean 'reward'"):
+        make_trainer(trainer=extra, metric_for_best_model="rewrad", reward_funcs=lengths, **BEST)
+
+
+def lengths(completion_ids, prompts, completions) -> list[float]:
+    """A reward function that cannot log."""
+    return [float(len(ids)) for ids in completion_ids]
 
 
 def test_options_of_the_loss_hold_in_evaluation(make_trainer, tools):

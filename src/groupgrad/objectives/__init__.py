@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from groupgrad.batch import Batch, StepTotals, TokenScores, offsets_of, rows_of
-from groupgrad.objectives.advantages import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
+from groupgrad.objectives.advantages import (
+    Advantages,
+    Aggregation,
+    ScaleRewards,
+    compute_advantages,
+    reward_metrics,
+    reward_spread,
+)
 from groupgrad.objectives.entropy import applied_entropy_coef, entropy_threshold, next_entropy_coef
 from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, logp_mismatch, mismatch_metrics
 from groupgrad.objectives.nonfinite import NonFiniteToken, TokenTerms, nonfinite_tokens
@@ -58,5 +65,6 @@ __all__ = [
     "policy_loss",
     "required_passes",
     "reward_metrics",
+    "reward_spread",
     "rows_of",
 ]

@@ -105,16 +105,24 @@ def reward_metrics(rewards: torch.Tensor, names: Sequence[str], result: Advantag
     deviations (ddof 1) over them, averaged over generation batches ("nothing measured" with fewer than two);
     `frac_reward_zero_std` is the share of rows whose group gives no signal.
     """
+    spread = reward_spread(rewards, names, result.combined)
     metrics = {
         "reward": _mean(result.combined),
-        "reward_std": _mean(_about_mean(result.combined.view(1, -1)).std),
+        "reward_std": spread["reward_std"],
         "frac_reward_zero_std": mean_of(result.zero_std.sum(), result.zero_std.numel()),
     }
     for index, name in enumerate(names):
         column = rewards[:, index].detach().double()
         metrics[f"rewards/{name}/mean"] = _mean(column)
-        metrics[f"rewards/{name}/std"] = _mean(_about_mean(column.view(1, -1)).std)
+        metrics[f"rewards/{name}/std"] = spread[f"rewards/{name}/std"]
     return metrics
+
+
+def reward_spread(rewards: torch.Tensor, names: Sequence[str], combined: torch.Tensor) -> dict[str, Metric]:
+    """`reward_std` and `rewards/<name>/std` over all rows given: (N, R) rewards, and (N,) their weighted sums."""
+    columns = {f"rewards/{name}/std": rewards[:, index] for index, name in enumerate(names)}
+    lines = {name: column.detach().double().view(1, -1) for name, column in {"reward_std": combined, **columns}.items()}
+    return {name: _mean(_about_mean(line).std) for name, line in lines.items()}
 
 
 def _weighted_sum(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

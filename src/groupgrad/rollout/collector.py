@@ -14,7 +14,14 @@ from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.metrics import Metric
-from groupgrad.objectives import Advantages, Aggregation, ScaleRewards, compute_advantages, reward_metrics
+from groupgrad.objectives import (
+    Advantages,
+    Aggregation,
+    ScaleRewards,
+    compute_advantages,
+    reward_metrics,
+    reward_spread,
+)
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.dynamic_sampling import DynamicSampling, ScoredRollouts
 from groupgrad.rollout.prefetch import RolloutPrefetcher
@@ -181,6 +188,22 @@ class ExperienceCollector:
         parts = dist.all_gather_objects({rollout.index: record for rollout, record in zip(rollouts, records)})
         by_row = {row: record for part in parts for row, record in part.items()}
         return [by_row[row] for row in sorted(by_row)] if dist.is_main() else []
+
+
+def spread_over_batches(batches: Sequence[tuple[RewardTable, Sequence[float]]]) -> dict[str, float]:
+    """Collective. Standard deviations of the rewards over all rows of several generation batches and all ranks.
+
+    `batches` has this rank's rewards and their weighted sums. A deviation over fewer than two rows is left out.
+    """
+    names = batches[0][0].names if batches else ()
+    by_rank = dist.all_gather_objects([(table.rewards.double(), combined) for table, combined in batches])
+    parts = [part for batch in zip(*by_rank) for part in batch]  # in row order, so that no sum depends on the cut
+    if not parts:
+        return {}
+    combined = torch.tensor([value for _, values in parts for value in values], dtype=torch.float64)
+    spread = reward_spread(torch.cat([rewards for rewards, _ in parts]), names, combined)
+    numbers = {name: metric.read() for name, metric in spread.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _gather_rewards(

@@ -1,10 +1,12 @@
-"""Checks that evaluations will have the metric by which the best model is chosen."""
+"""The metric by which the best model is chosen: checks that evaluations will have it, and looks it up."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
+
+from transformers import TrainerCallback
 
 from groupgrad.config import GRPOConfig
 from groupgrad.objectives import LOSSES
@@ -60,9 +62,22 @@ def check_best_metric(
             f"'loss' or 'rewards/{rewards.names[0]}/mean', or log it in a reward function by log_metric"
         )
     warnings.warn(
-        f"metric_for_best_model={wanted!r} is no metric that the trainer measures: {hint}A run without it ends after "
-        "its first evaluation; log it in a reward function by log_metric, or set it to 'reward'"
+        f"metric_for_best_model={wanted!r} is no metric that the trainer measures: {hint}An evaluation "
+        "without it is no better than another; log it in a reward function by log_metric, or set it to 'reward'"
     )
+
+
+def may_add_metrics(callbacks: Sequence[Any] | None) -> bool:
+    """True if one of a script's callbacks gets the metrics of an evaluation, which it may add to."""
+    kinds = [callback if isinstance(callback, type) else type(callback) for callback in callbacks or ()]
+    own = [kind for kind in kinds if not kind.__module__.startswith("transformers.")]
+    return any(getattr(kind, "on_evaluate", None) is not TrainerCallback.on_evaluate for kind in own)
+
+
+def value_of_best_metric(config: GRPOConfig, metrics: Mapping[str, float]) -> float | None:
+    """The value in an evaluation's `metrics` by which the best model is chosen; None if they lack it."""
+    wanted = str(config.metric_for_best_model)
+    return metrics.get(wanted if wanted.startswith("eval_") else f"eval_{wanted}")
 
 
 def _of_objective(config: GRPOConfig) -> list[str]:

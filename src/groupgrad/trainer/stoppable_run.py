@@ -27,6 +27,7 @@ from groupgrad.config.launcher import holds_parts
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import Paused, Stopped, StopRequested
 from groupgrad.telemetry.completions import CompletionLog
+from groupgrad.trainer.best_metric import value_of_best_metric
 from groupgrad.trainer.callbacks import SameOnRanks
 from groupgrad.trainer.checkpointed_run import CheckpointedRun
 from groupgrad.trainer.kept_state import KeptState, random_states, set_random_states
@@ -127,6 +128,7 @@ class StoppableRun(CheckpointedRun):
     To pause, `train` saves a checkpoint and raises `stopping.Paused`; the run can be resumed from there later. A sweep
     sets it for its arms.
     """
+    _told_of_best_metric = False
     _receives_signals = False
     _stop_at_step_end: StopAtStepEnd | None = None
     _last_step: LastStep | None = None
@@ -199,6 +201,38 @@ class StoppableRun(CheckpointedRun):
         stop = self._stop_at_step_end
         if stop is not None and stop.name is not None and self.state.global_step < self.state.max_steps:
             raise StopRequested(stop.name)
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """`Trainer._evaluate`; a schedule that follows a metric stays where it is if nothing was measured for it."""
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        if not skip_scheduler and type(self.lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR"):
+            value, scheduler = self._value_of_best_metric(metrics), self.lr_scheduler
+            if value is not None and scheduler is not None:
+                scheduler.step(value)  # pyright: ignore[reportArgumentType]
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """`Trainer._determine_best_metric`; an evaluation that measured nothing for the metric is not better."""
+        if self.args.metric_for_best_model is not None and self._value_of_best_metric(metrics) is None:
+            return False
+        return super()._determine_best_metric(metrics, trial)
+
+    def _value_of_best_metric(self, metrics: Mapping[str, float]) -> float | None:
+        """The metric that chooses the best model; None, with one warning a run, if nothing was measured for it."""
+        value = value_of_best_metric(self.args, metrics)
+        if value is None and not self._told_of_best_metric:
+            self._told_of_best_metric = True
+            if dist.is_main():
+                logger.warning(
+                    "step %d: the evaluation measured nothing for metric_for_best_model=%r, as where no row gives a "
+                    "loss or a function did not log it; it counts as not better than others. It has %s",
+                    self.state.global_step,
+                    self.args.metric_for_best_model,
+                    ", ".join(sorted(metrics)),
+                )
+        return value
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with stopping.finishing(), doing("saving"):

@@ -44,13 +44,14 @@ from groupgrad.objectives import (
     known_scores,
     policy_loss,
 )
+from groupgrad.rollout.collector import spread_over_batches
 from groupgrad.rollout.requests import GenerationRequest, training_request
 from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
 from groupgrad.telemetry.progress import ProgressCallback
 from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import build, component_options, dataset_checks
-from groupgrad.trainer.best_metric import check_best_metric
+from groupgrad.trainer.best_metric import check_best_metric, may_add_metrics
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
 from groupgrad.trainer.checked_entry import follow_options, one_thread
 from groupgrad.trainer.constructor_arguments import (
@@ -174,7 +175,7 @@ class GRPOTrainer(TrainingRun):
             dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, rollouts, config)
             self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, rollouts)
             dataset_checks.check_rewards(self.rewards, *datasets, rollouts)
-            is_open = bool(callbacks) or rollout_func is not None or type(self) is not GRPOTrainer
+            is_open = may_add_metrics(callbacks) or rollout_func is not None or type(self) is not GRPOTrainer
             check_best_metric(config, eval_dataset, self.rewards, rollouts, is_open=is_open)
             super().__init__(
                 model=policy.model,
@@ -480,7 +481,7 @@ class GRPOTrainer(TrainingRun):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Collective. Samples, scores and measures a data set; training state and random streams are not touched."""
-        store, num_samples = self.eval_metric_store, 0
+        store, num_samples, rewarded = self.eval_metric_store, 0, []
         self.callback_handler.eval_dataloader = dataloader
         self._prepare_for_evaluation()
         self._follow_generate()
@@ -490,11 +491,13 @@ class GRPOTrainer(TrainingRun):
                     batch, phase=metric_key_prefix, step=self.state.global_step, trainer_state=self.state
                 )
                 store.add(metrics)
+                rewarded.append((experience.table, experience.combined_rewards))
                 self.recorder.add_evaluation(experience, metric_key_prefix, num_samples)
                 self.completion_log.add(experience.records, phase=metric_key_prefix, reward_names=self.rewards.names)
                 num_samples += len(batch.rows) * self.args.num_generations_eval_resolved
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        numbers = {**store.flush(), "num_tokens": float(self.state.num_input_tokens_seen)}
+        spread = spread_over_batches(rewarded)
+        numbers = {**store.flush(), **spread, "num_tokens": float(self.state.num_input_tokens_seen)}
         self._flush_completions(metric_key_prefix)
         metrics = {f"{metric_key_prefix}_{key}": value for key, value in numbers.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)  # pyright: ignore
