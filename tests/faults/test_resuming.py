@@ -150,7 +150,7 @@ def test_changed_options_are_listed(second, straight, new_trainer, caplog, appli
 
 
 def test_equal_options_give_no_table(second, new_trainer, caplog):
-    new_trainer(second.parent, save_strategy="no", logging_steps=2, resume_learning_rate=True).train(str(second))
+    new_trainer(second.parent, save_strategy="no", save_steps=2, resume_learning_rate=True).train(str(second))
     assert "options differ" not in caplog.text
 
 

@@ -67,10 +67,15 @@ def make_trainer(
     peft: Any = None,
     **settings: Any,
 ) -> GRPOTrainer:
-    """A trainer of a few fast steps that saves every fourth, equal for equal settings."""
+    """A trainer of a few fast steps that saves every fourth, equal for equal settings.
+
+    Beside fields of the configuration `settings` may have `model`, `optimizers` and `eval_dataset`.
+    """
     torch.set_num_threads(1)
-    model = BASE.make_model(model_seed, initializer_range=0.15, attention_dropout=settings.pop("dropout", 0.0))
-    model.generation_config.eos_token_id = [1, *range(4, 24)]
+    model, dropout = settings.pop("model", None), settings.pop("dropout", 0.0)
+    if model is None:
+        model = BASE.make_model(model_seed, initializer_range=0.15, attention_dropout=dropout)
+        model.generation_config.eos_token_id = [1, *range(4, 24)]
     config: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -90,6 +95,7 @@ def make_trainer(
         **settings,
     }
     stream, tokenizer, extra = config.pop("stream", False), BASE.make_tokenizer(), {"peft_config": peft}
+    extra |= {name: config.pop(name) for name in ("optimizers", "eval_dataset") if name in config}
     dataset = Dataset.from_dict({"prompt": [f"{letter}!" for letter in "abcdefghijklmnopqrstuvwxyz"[:rows]]})
     if config.pop("tools", False):
         tokenizer = with_tools(tokenizer)

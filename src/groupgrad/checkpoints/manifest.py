@@ -47,6 +47,13 @@ class Manifest:
     """Class of the optimizer whose state is saved; None without one."""
     prompts_used: int | None = None
     """Prompts of the data that the run has used; None if the run did not say."""
+    trained: Mapping[str, str] | None = None
+    """Dtype and shape of each trained parameter by name, such as `float32 64x32`, in the order in which the optimizer
+    numbers them; None if the run did not say."""
+    adapter: Mapping[str, Any] | None = None
+    """Settings of the adapter; None without one."""
+    reference: Mapping[str, str] | None = None
+    """`name` and `digest` of the model that the KL divergence is measured from; None without a fixed one."""
 
     def write(self, folder: Path) -> None:
         """Writes the manifest, with a digest of itself, and syncs it to the disk."""

@@ -54,10 +54,13 @@ def load_model(checkpoint: str | Path, model: nn.Module, *, trained_only: bool) 
     set_model_state_dict(model, state, options=StateDictOptions(strict=not trained_only))
 
 
-def load_optimizer(checkpoint: str | Path, model: nn.Module, optimizer: Any) -> None:
-    """Restores what `save_optimizer` wrote, on any number of processes. Collective."""
+def load_optimizer(checkpoint: str | Path, model: nn.Module, optimizer: Any, *, partial: bool = False) -> None:
+    """Restores what `save_optimizer` wrote, on any number of processes. Collective.
+
+    With `partial` parameters that it lacks begin with a new state.
+    """
     state = get_optimizer_state_dict(model, _inner(optimizer))
-    _load(Path(checkpoint) / FOLDER / _OPTIMIZER, state)
+    _load(Path(checkpoint) / FOLDER / _OPTIMIZER, state, partial=partial)
     set_optimizer_state_dict(model, _inner(optimizer), state)
 
 
@@ -77,9 +80,10 @@ def _save(folder: Path, state: dict[str, Any]) -> None:
         dcp.save(state, checkpoint_id=folder, no_dist=not torch_dist.is_initialized())
 
 
-def _load(folder: Path, state: dict[str, Any]) -> None:
+def _load(folder: Path, state: dict[str, Any], *, partial: bool = False) -> None:
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=partial)
     with _own_errors():
-        dcp.load(state, checkpoint_id=folder, no_dist=not torch_dist.is_initialized())
+        dcp.load(state, checkpoint_id=folder, planner=planner, no_dist=not torch_dist.is_initialized())
 
 
 @contextmanager

@@ -39,7 +39,11 @@ def adapter_settings(model: Any) -> dict[str, Any] | None:
 
 def leaves_base_unchanged(peft_config: Any) -> bool:
     """True if an adapter of this configuration begins without a change of the base model's weights."""
-    init = getattr(peft_config, "init_lora_weights", True)
+    return leaves_base_unchanged_by(getattr(peft_config, "init_lora_weights", True))
+
+
+def leaves_base_unchanged_by(init: Any) -> bool:
+    """The same for a value of `init_lora_weights`."""
     return not isinstance(init, str) or init.lower() in _INITS_OVER_UNCHANGED_BASE
 
 

@@ -163,8 +163,8 @@ def load_renamed_checkpoint(model: Any, folder: str | Path) -> bool:
     """
     if not isinstance(model, PreTrainedModel) or getattr(model, "is_quantized", False):
         return False
-    saved = _saved_names(Path(folder))
-    if saved <= set(model.state_dict()):
+    saved = saved_shapes(Path(folder))
+    if saved.keys() <= set(model.state_dict()):
         return False
     # Initialising a model draws random numbers, which must not change a seeded run.
     with torch.random.fork_rng():
@@ -173,14 +173,21 @@ def load_renamed_checkpoint(model: Any, folder: str | Path) -> bool:
     return True
 
 
-def _saved_names(folder: Path) -> set[str]:
-    """Names of the weights in a checkpoint; empty without a safetensors file."""
-    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        return set(json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"])
-    if not (folder / SAFE_WEIGHTS_NAME).is_file():
-        return set()
-    with safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt") as file:
-        return set(file.keys())
+def saved_shapes(folder: Path, name: str = SAFE_WEIGHTS_NAME) -> dict[str, tuple[int, ...]]:
+    """Shapes by name of the weights in a checkpoint's safetensors files, of whose headers they are read.
+
+    `name` is the file, or the only one beside an index. Empty without such a file.
+    """
+    names = [name]
+    if name == SAFE_WEIGHTS_NAME and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
+        names = sorted(set(index["weight_map"].values()))
+    found: dict[str, tuple[int, ...]] = {}
+    for path in (folder / name for name in names):
+        if path.is_file():
+            with safe_open(path, framework="pt") as file:
+                found |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    return found
 
 
 def load_tokenizer(model: nn.Module, model_id: str, *, revision: str | None, trust_remote_code: bool) -> Any:

@@ -8,14 +8,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import nn
 
+from groupgrad import dist
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling.adapters import active_adapters, is_adapted, leaves_base_unchanged
-from groupgrad.modeling.systems.sharding import ShardSnapshot, is_sharded
+from groupgrad.modeling.systems.sharding import ShardSnapshot, is_sharded, local_part
+from groupgrad.modeling.weights import plain_name
+from groupgrad.modeling.weights_digest import weights_digest
 
 
 class Reference:
@@ -34,6 +38,7 @@ class Reference:
         """The frozen copy of a full model, which may be moved or wrapped; None for the other forms."""
         self._parameters: dict[str, nn.Parameter] = {}
         self._shards: ShardSnapshot | None = None
+        self._digest: str | None = None
         if not is_adapted(policy) and is_sharded(policy):
             self._shards = ShardSnapshot(policy)
         elif not is_adapted(policy):
@@ -49,6 +54,37 @@ class Reference:
     def keeps_parameters(self) -> bool:
         """True if it has copies of the trained parameters."""
         return bool(self._parameters)
+
+    def digest(self) -> str:
+        """The weights that it computes with, as the number of parts that they are in and a digest. Collective.
+
+        Computed once, so the first call has to come before the weights change. LoRA matrices that are multiplied by 0,
+        as those of an adapter before training, are left out.
+        """
+        if self._digest is None:
+            is_cut = is_sharded(self._policy)
+            own = weights_digest((plain_name(name), weight) for name, weight in self._weights())
+            parts = dist.all_gather_objects(own) if is_cut else [own]
+            self._digest = (
+                f"{len(parts)}:{own if len(parts) == 1 else blake2b(repr(parts).encode(), digest_size=8).hexdigest()}"
+            )
+        return self._digest
+
+    def _weights(self) -> Iterator[tuple[str, Any]]:
+        """Names and values of the reference's weights on this rank."""
+        if self.module is not None:
+            yield from self.module.named_parameters()
+            return
+        if self._shards is not None:
+            yield from self._shards.parts()
+            return
+        for name, weight in self._policy.named_parameters():
+            if not weight.requires_grad:
+                yield name, local_part(weight)
+        idle = {name for name, weight in self._parameters.items() if "lora_" in name and not bool(weight.any())}
+        for name, weight in self._parameters.items():
+            if name.replace("_A.", "_B.") not in idle:
+                yield name, weight
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:

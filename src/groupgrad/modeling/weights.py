@@ -127,7 +127,7 @@ def _sources(inner: Any, base: Any) -> Iterator[_Source]:
     seen: set[int] = set()
     adapted_tensors: set[int] = set()
     for key, tensor in base.state_dict(keep_vars=True).items():
-        source = _source(_plain(key), tensor, adapted)
+        source = _source(plain_name(key), tensor, adapted)
         if source is None:
             continue
         if id(tensor) in seen:
@@ -175,11 +175,11 @@ def _adapted_modules(inner: Any, base: Any) -> dict[str, tuple[str, Any]]:
     adapted: dict[str, tuple[str, Any]] = {}
     for key, module in base.named_modules():
         if isinstance(module, BaseTunerLayer):
-            adapted[_plain(key + ".")] = ("base_layer.", module)
+            adapted[plain_name(key + ".")] = ("base_layer.", module)
         elif isinstance(module, ModulesToSaveWrapper):
             name = _active_adapter(inner)
             is_saved = name in module.modules_to_save
-            adapted[_plain(key + ".")] = (f"modules_to_save.{name}." if is_saved else "original_module.", None)
+            adapted[plain_name(key + ".")] = (f"modules_to_save.{name}." if is_saved else "original_module.", None)
     return adapted
 
 
@@ -217,7 +217,8 @@ def _layer_name(name: str) -> str:
     return match.group(1) if match else name
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """The name of a parameter without those that wrappers insert into it."""
     for wrapper in _WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name

@@ -168,18 +168,33 @@ class EntropyController(SameOnRanks):
 
 
 class TrainerActions(TrainerCallback):
-    """Calls the trainer when training begins, and after each optimizer step, before anything is logged or saved."""
+    """Calls the trainer when training begins, and after each optimizer step, before anything is logged or saved.
+
+    The intervals of logs, evaluations and checkpoints are those of the configuration: a checkpoint's state does not
+    replace them, and other callbacks may change them there.
+    """
 
     def __init__(self, begin_training: Callable[[], None], end_step: Callable[[int], None]):
         self._begin_training, self._end_step = begin_training, end_step
+        self._intervals: tuple[Any, ...] | None = None
+        """The intervals that the state was given last."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The model is placed, and perhaps sharded over ranks."""
+        self._intervals = None
+        self._follow_intervals(args, state)
         self._begin_training()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """`state` counts the step just made."""
+        self._follow_intervals(args, state)
         self._end_step(state.global_step)
+
+    def _follow_intervals(self, args: Any, state: Any) -> None:
+        intervals = args.save_steps, args.eval_steps, args.logging_steps
+        if intervals != self._intervals:
+            state.compute_steps(args, state.max_steps)
+            self._intervals = intervals
 
 
 def put_first(callbacks: list[TrainerCallback], actions: TrainerActions) -> None:

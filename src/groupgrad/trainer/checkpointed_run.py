@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -24,16 +25,18 @@ from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.checkpoints import saving, sharded_files
 from groupgrad.checkpoints.choosing import ResumePoint, choose
 from groupgrad.checkpoints.manifest import Manifest, file_names
-from groupgrad.checkpoints.plausible import OPTIMIZER, SCHEDULER, TRAINER_STATE
+from groupgrad.checkpoints.plausible import SCHEDULER, TRAINER_STATE
 from groupgrad.config import GRPOConfig
-from groupgrad.errors import CheckpointError, CheckpointNotSaved, NonFiniteError
-from groupgrad.modeling.adapters import is_adapted
+from groupgrad.errors import CheckpointNotSaved, NonFiniteError
+from groupgrad.modeling.adapters import adapter_settings, is_adapted
 from groupgrad.modeling.load import load_renamed_checkpoint
+from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.policy_checks import nonfinite_weights
+from groupgrad.modeling.reference import Reference
 from groupgrad.modeling.systems.free_memory import free_bytes
 from groupgrad.modeling.systems.fsdp import is_fully_sharded, whole_parameters
 from groupgrad.modeling.unwrapping import unwrap
-from groupgrad.trainer import resumed_options
+from groupgrad.trainer import resumed_optimizer, resumed_options, resumed_parameters
 from groupgrad.trainer.callbacks import RunState
 from groupgrad.trainer.kept_state import KeptState, set_random_states
 
@@ -66,6 +69,7 @@ class CheckpointedRun(Trainer):
     optimizer: Any
     callback_handler: Any
     plan: GenerationPlan
+    reference: Reference | None
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
     trial: Any = None
@@ -303,10 +307,19 @@ class CheckpointedRun(Trainer):
         return {
             "versions": resumed_options.installed_versions(),
             "options": resumed_options.deciding_options(self.args),
-            "optimizer": _class_name(self.optimizer) if has_optimizer else None,
+            "optimizer": resumed_optimizer.class_name(self.optimizer) if has_optimizer else None,
             "prompts_used": self._data_offset
             + self._prompts_used(self.state.global_step, is_shifted=self._data_offset != 0),
+            "trained": resumed_parameters.trained_parameters(self.model, self.optimizer),
+            "adapter": json.loads(json.dumps(adapter_settings(unwrap(self.model)), default=str)),
+            "reference": self._reference_identity(),
         }
+
+    def _reference_identity(self) -> dict[str, str] | None:
+        """Collective. Name and digest of the model that the KL divergence is measured from, if it stays the same."""
+        if self.reference is None or self.args.sync_ref_model:
+            return None
+        return {"name": model_source(self.model), "digest": self.reference.digest()}
 
     def _prompts_used(self, step: int, *, is_shifted: bool) -> int:
         """Prompts that a run of these sizes has used after `step` optimizer steps, without its offset."""
@@ -336,6 +349,7 @@ class CheckpointedRun(Trainer):
             if self.args.should_save and os.access(run_folder, os.W_OK):
                 saving.sweep(run_folder)
         self._not_saved, self._saved_step, self._data_offset = None, None, 0
+        reference = self._reference_identity()  # now, since DeepSpeed may change the weights' dtype later
         kept = self._kept_state
         if kept is not None and kept.fits(self, request):
             kept.take_schedule(self)
@@ -347,6 +361,8 @@ class CheckpointedRun(Trainer):
         self._resumed_from = choose(run_folder, request, allow_partial=allow_partial)
         if self._resumed_from is None:
             return None
+        with dist.errors_on_all_ranks():
+            resumed_parameters.check(self, self._resumed_from, reference)
         if self._resumed_from.damage and dist.is_main():
             logger.warning(
                 "allow_partial_resume: %s starts without %s",
@@ -377,6 +393,13 @@ class CheckpointedRun(Trainer):
             if not load_renamed_checkpoint(inner, resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """`Trainer`'s, without the second names of tied weights, which no checkpoint has."""
+        tensors = unwrap(self.model).state_dict(keep_vars=True)
+        loaded = {id(tensor) for name, tensor in tensors.items() if name not in load_result.missing_keys}
+        missing = [name for name in load_result.missing_keys if id(tensors.get(name)) not in loaded]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _load_best_model(self) -> None:
         folder, inner = self.state.best_model_checkpoint, unwrap(self.model)
         if folder is not None:
@@ -398,8 +421,11 @@ class CheckpointedRun(Trainer):
             kept.restore(self)
             return
         then = {} if point.manifest is None else point.manifest.options
+        intervals = resumed_options.changed_intervals(self.state, self.args)
         configured = resumed_options.optimizer_options(self.optimizer)
-        restored = self._restore_optimizer(checkpoint, point)
+        if self.is_deepspeed_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        restored = self.is_deepspeed_enabled or resumed_optimizer.restore(self, point)
         old = resumed_options.optimizer_options(self.optimizer) if restored else {}
         if self.is_deepspeed_enabled:  # which has restored its optimizer already
             old = {name: then[name] for name in old if name in then}
@@ -411,60 +437,14 @@ class CheckpointedRun(Trainer):
             configured,
             new_learning_rate=self.args.resume_learning_rate,
         )
-        resumed_options.report(rows, checkpoint)
+        dropout = resumed_parameters.changed_dropout(point.folder, point.manifest, self.model)
+        further = [resumed_options.ChangedOption(name, *values) for name, values in dropout.items()]
+        resumed_options.report([*rows, *intervals, *further], checkpoint)
         if restored and self.args.resume_learning_rate:
             resumed_options.apply_learning_rate(self.optimizer, self.lr_scheduler, configured, old)
         if restored and rows:
             resumed_options.apply_schedule(self.optimizer, self.lr_scheduler)
         self.run_state.load(checkpoint, world_size=point.world_size, without=point.damage)
-
-    def _restore_optimizer(self, checkpoint: str, point: ResumePoint) -> bool:
-        """True if the optimizer has the checkpoint's state."""
-        saved, present = point.manifest and point.manifest.optimizer, _class_name(self.optimizer)
-        if saved is not None and saved != present and not self.is_deepspeed_enabled:
-            if not self.args.allow_partial_resume:
-                raise CheckpointError(
-                    f"the optimizer of {checkpoint} is {saved} and this run's is {present} (optim="
-                    f"{self.args.optimizer_name!r}), which cannot continue its state; set optim as it was, or "
-                    "allow_partial_resume=True to begin with a new optimizer"
-                )
-            _say("the optimizer of %s is %s, this run's %s starts anew", checkpoint, saved, present)
-            self._forward_scheduler()
-            return False
-        if not self.is_deepspeed_enabled and not any((point.folder / n).is_file() for n in (OPTIMIZER, SCHEDULER)):
-            _say("%s holds no optimizer: a new one starts, at the step of the schedule", checkpoint)
-            self._forward_scheduler()
-            return False
-        lacks = [name for name in (OPTIMIZER, SCHEDULER) if name in point.damage]
-        in_shards = sharded_files.is_present(point.folder)
-        if is_fully_sharded(self.model) and not in_shards:
-            raise CheckpointError(
-                f"the optimizer of {checkpoint} was saved without FSDP, and this run shards its own; resume without "
-                "fsdp, or start a new run from its weights (model=the checkpoint's folder)"
-            )
-        if in_shards:
-            sharded_files.load_optimizer(point.folder, self.model, self.optimizer)
-        elif not lacks:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return True
-        elif OPTIMIZER not in lacks:
-            state = torch.load(point.folder / OPTIMIZER, map_location="cpu", weights_only=True)
-            self.optimizer.load_state_dict(state)
-        if not lacks:
-            scheduler: Any = self.lr_scheduler
-            scheduler.load_state_dict(torch.load(point.folder / SCHEDULER, map_location="cpu", weights_only=True))
-            return True
-        _say("%s of %s: %s anew", " and ".join(lacks), checkpoint, "start" if len(lacks) > 1 else "starts")
-        self._forward_scheduler()
-        return OPTIMIZER not in lacks
-
-    def _forward_scheduler(self) -> None:
-        """Moves a new scheduler to the step of the run."""
-        scheduler: Any = self.lr_scheduler
-        if hasattr(scheduler, "last_epoch"):
-            scheduler.last_epoch = self.state.global_step - 1
-            scheduler._step_count = self.state.global_step
-            scheduler.step()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._kept(checkpoint) is None and (checkpoint is None or self._is_intact("scaler.pt")):
@@ -486,11 +466,6 @@ class CheckpointedRun(Trainer):
 
     def _is_intact(self, name: str) -> bool:
         return self._resumed_from is None or name not in self._resumed_from.damage
-
-
-def _class_name(optimizer: Any) -> str:
-    """Class of an optimizer, without accelerate's wrapper."""
-    return type(getattr(optimizer, "optimizer", None) or optimizer).__name__
 
 
 def _say(text: str, *values: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerState
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from groupgrad import compat, dist
 from groupgrad.config import GRPOConfig
@@ -114,6 +117,19 @@ def differences(
                 winner = "now" if new_learning_rate else "then; resume_learning_rate=True applies the new one"
             found.append(ChangedOption(name, value, other, winner))
     return found
+
+
+def changed_intervals(state: TrainerState, config: GRPOConfig) -> list[ChangedOption]:
+    """The intervals of a checkpoint's `state` that the configuration changes, in steps, as far as they are in use."""
+    new = copy.copy(state)
+    new.compute_steps(config, state.max_steps)
+    in_use = {
+        "save_steps": config.save_strategy == SaveStrategy.STEPS,
+        "eval_steps": config.eval_strategy == IntervalStrategy.STEPS,
+        "logging_steps": config.logging_strategy == IntervalStrategy.STEPS,
+    }
+    pairs = {name: (getattr(state, name), getattr(new, name)) for name, is_used in in_use.items() if is_used}
+    return [ChangedOption(name, then, now) for name, (then, now) in pairs.items() if then != now]
 
 
 def table(rows: list[ChangedOption]) -> str:

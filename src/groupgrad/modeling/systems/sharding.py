@@ -23,6 +23,13 @@ def is_sharded(model: nn.Module) -> bool:
     return any(zero3.is_shard(parameter) or fsdp.is_shard(parameter) for parameter in model.parameters())
 
 
+def local_part(parameter: Any) -> torch.Tensor:
+    """This rank's shard of a parameter, gathered or not; the numbers of one that is not sharded."""
+    if zero3.is_shard(parameter):
+        return parameter.ds_tensor.detach()
+    return fsdp.local_part(parameter).detach()
+
+
 def num_parameters(model: nn.Module) -> int:
     """Number of parameters of `model`, shards of other ranks included."""
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
@@ -81,6 +88,10 @@ class ShardSnapshot:
         self._model = model
         self._shards = {name: shard.clone() for name, shard in self._current()}
 
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and values of the copied shards."""
+        yield from self._shards.items()
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model computes with the copied weights; afterwards its own are restored bitwise."""
@@ -102,10 +113,8 @@ class ShardSnapshot:
         zero3.release(self._model.parameters())
         parameters: Any = self._model.named_parameters()
         for name, parameter in parameters:
-            if zero3.is_shard(parameter):
-                yield name, parameter.ds_tensor.detach()
-            elif fsdp.is_shard(parameter):
-                yield name, fsdp.local_part(parameter)
+            if zero3.is_shard(parameter) or fsdp.is_shard(parameter):
+                yield name, local_part(parameter)
 
 
 @contextmanager

@@ -1,0 +1,345 @@
+"""A run resumes only with the parameters that its checkpoint has trained, each with its own optimizer state."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import repeatable_runs
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
+
+from groupgrad import GRPOTrainer
+from groupgrad.errors import CheckpointError
+
+EOS = [1, *range(4, 24)]
+
+
+def model_of(**config: Any) -> PreTrainedModel:
+    """A small model; equal for equal settings."""
+    model = repeatable_runs.BASE.make_model(0, initializer_range=0.15, **config)
+    model.generation_config.eos_token_id = EOS
+    return model
+
+
+def training_only(*parts: str, **config: Any) -> PreTrainedModel:
+    """A small model of which the parameters train whose names contain one of `parts`."""
+    model = model_of(**config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in parts))
+    return model
+
+
+def adapted(**settings: Any) -> PreTrainedModel:
+    """A small model with a LoRA adapter."""
+    torch.manual_seed(3)
+    return get_peft_model(model_of(), LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **settings}))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`saved(kind)`: the checkpoint of the second step of a run of one of the `KINDS`."""
+    folders: dict[str, Path] = {}
+
+    def checkpoint(kind: str) -> Path:
+        if kind not in folders:
+            folder = tmp_path_factory.mktemp(kind)
+            make(folder, KINDS[kind](), max_steps=3).train()
+            folders[kind] = folder / "checkpoint-2"
+        return folders[kind]
+
+    return checkpoint
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "full": model_of,
+    "gates": lambda: training_only("gate_proj"),
+    "layer_0": lambda: training_only("layers.0."),
+    "tied": lambda: model_of(tie_word_embeddings=True),
+    "adapter": adapted,
+}
+
+
+def make(folder: Path, model: Any, **settings: Any) -> GRPOTrainer:
+    return repeatable_runs.make_trainer(
+        folder, model=model, **{"max_steps": 2, "save_steps": 2, "learning_rate": 1e-3, **settings}
+    )
+
+
+def from_elsewhere(checkpoint: Path, folder: Path) -> Path:
+    """A copy as transformers and TRL write checkpoints, and groupgrad did before it named trained parameters."""
+    copy = Path(shutil.copytree(checkpoint, folder / checkpoint.name))
+    for path in (copy / "manifest.json", *copy.glob("groupgrad_state_*")):
+        path.unlink()
+    return copy
+
+
+CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "same number and shapes": (
+        "gates",
+        lambda: training_only("up_proj"),
+        r"not trained then: model\.layers\.0\.mlp\.up_proj\.weight \(float32 48x32\), model\.layers\.1\.mlp\.up_proj.*"
+        r"trained then and not now: model\.layers\.0\.mlp\.gate_proj\.weight.*freeze and train what "
+        r"the checkpoint's run.*allow_partial_resume=True",
+    ),
+    "another layer": (
+        "layer_0",
+        lambda: training_only("layers.1."),
+        r"not trained then: model\.layers\.1\..*and 7 more",
+    ),
+    "same number, other shapes": ("gates", lambda: training_only("down_proj"), r"down_proj\.weight \(float32 32x48\)"),
+    "another number": ("gates", model_of, r"not trained then: model\.embed_tokens\.weight.*allow_partial_resume=True"),
+    "another dtype": (
+        "full",
+        lambda: model_of().bfloat16(),
+        r"changed: model\.embed_tokens\.weight is float32 92x32 there and bfloat16 92x32 here.*allow_partial_resume",
+    ),
+    "other target_modules": (
+        "adapter",
+        lambda: adapted(target_modules=["k_proj", "v_proj"]),
+        r"target_modules was \['q_proj', 'v_proj'\].*\['k_proj', 'v_proj'\] now.*k_proj\.lora_A\.default\.weight.*"
+        r"give the adapter the settings that it had",
+    ),
+    "another alpha": ("adapter", lambda: adapted(lora_alpha=32), r"lora_alpha was 8 and is 32 now"),
+    "another rank": (
+        "adapter",
+        lambda: adapted(r=8),
+        r"r was 4 and is 8 now.*q_proj\.lora_A\.default\.weight is float32 4x",
+    ),
+    "adapter, now none": ("adapter", model_of, r"holds a LORA adapter.*pass the peft_config that it was made with"),
+    "none, now an adapter": ("full", adapted, r"holds a whole model and this run trains an adapter"),
+    "tied, now not": ("tied", model_of, r"only here: lm_head\.weight \(92x32\).*load the model that it began with"),
+    "not tied, now tied": ("full", lambda: model_of(tie_word_embeddings=True), r"only there: lm_head\.weight"),
+    "deeper": (
+        "full",
+        lambda: model_of(num_hidden_layers=3),
+        r"only here: model\.layers\.2\.self_attn\.q_proj\.weight \(32x32\)",
+    ),
+    "wider": ("full", lambda: model_of(intermediate_size=64), r"mlp\.gate_proj\.weight is 48x32 there and 64x32 here"),
+}
+"""What differs → kind of the checkpoint, the model of the run that resumes, the error."""
+
+FOUND_BY_SHAPE = set(CASES) - {"same number and shapes", "another layer", "another dtype"}
+"""The cases that a checkpoint without names shows too."""
+
+
+@pytest.mark.fault(
+    "a run is resumed with another set of trained parameters, adapter, or model than the checkpoint's",
+    "an error before anything is loaded: what was added, removed and changed, and what to set",
+    "nothing",
+)
+@pytest.mark.parametrize("case", CASES)
+def test_another_set_of_parameters_is_refused_by_name(case, saved, tmp_path, caplog):
+    kind, model, text = CASES[case]
+    trainer = make(tmp_path, model(), max_steps=3)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    with pytest.raises(CheckpointError, match=f"(?s){text}"):
+        trainer.train(str(saved(kind)))
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert "missing keys" not in caplog.text
+
+
+@pytest.mark.parametrize("case", sorted(FOUND_BY_SHAPE))
+def test_a_checkpoint_without_names_is_checked_by_shapes(case, saved, tmp_path):
+    kind, model, _ = CASES[case]
+    with pytest.raises(CheckpointError, match=r"To go on|allow_partial_resume=True"):
+        make(tmp_path, model(), max_steps=3).train(str(from_elsewhere(saved(kind), tmp_path)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_set_resumes_bit_for_bit_without_a_remark(kind, saved, tmp_path, caplog):
+    straight = make(tmp_path / "straight", KINDS[kind](), max_steps=3)
+    straight.train()
+    expected = {name: p.detach() for name, p in straight.model.named_parameters()}
+    for checkpoint in (saved(kind), from_elsewhere(saved(kind), tmp_path)):
+        caplog.clear()
+        resumed = make(tmp_path / "resumed", KINDS[kind](), max_steps=3)
+        with caplog.at_level("WARNING"):
+            resumed.train(str(checkpoint))
+        assert all(torch.equal(p, expected[name]) for name, p in resumed.model.named_parameters())
+        assert "missing keys" not in caplog.text and "options differ" not in caplog.text
+
+
+@pytest.mark.fault(
+    "a run is resumed with its parameters in another order or in other groups of the optimizer",
+    "each gets its own state by name",
+    "nothing",
+)
+def test_a_reordering_resumes(saved, tmp_path):
+    def optimizer(model: Any, reverse: bool) -> torch.optim.Optimizer:
+        named = list(model.named_parameters())
+        norms = [p for name, p in named if "norm" in name]
+        others = [p for name, p in named if "norm" not in name]
+        groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+        if reverse:
+            groups = [{**group, "params": group["params"][::-1]} for group in groups[::-1]]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    def run(folder: str, *, reverse: bool, steps: int) -> GRPOTrainer:
+        model = model_of()
+        settings: dict[str, Any] = {"max_steps": steps, "save_steps": 2}
+        return make(tmp_path / folder, model, optimizers=(optimizer(model, reverse), None), **settings)
+
+    straight = run("straight", reverse=False, steps=4)
+    straight.train()
+    resumed = run("resumed", reverse=True, steps=4)
+    resumed.train(str(tmp_path / "straight" / "checkpoint-2"))
+    for (name, p), expected in zip(resumed.model.named_parameters(), straight.model.parameters()):
+        assert torch.equal(p, expected), name
+        assert torch.equal(resumed.optimizer.state[p]["exp_avg_sq"], straight.optimizer.state[expected]["exp_avg_sq"])
+
+
+@pytest.mark.fault(
+    "a run is resumed with more or fewer trained parameters of the same model, and allow_partial_resume=True",
+    "those that both train keep their optimizer state, the others begin anew, and a line names them",
+    "the optimizer state of the others",
+)
+def test_partly_the_same_parameters_keep_their_state(saved, tmp_path, caplog):
+    saved_state = torch.load(saved("gates") / "optimizer.pt", weights_only=True)["state"]
+    trainer = make(tmp_path, training_only("gate_proj", "norm"), allow_partial_resume=True, max_steps=3)
+    trainer.train(str(saved("gates")))
+    assert "allow_partial_resume" in caplog.text and "input_layernorm.weight (float32 32)" in caplog.text
+    steps = {
+        name: int(trainer.optimizer.state[p]["step"]) for name, p in trainer.model.named_parameters() if p.requires_grad
+    }
+    assert {name: steps[name] for name in steps if "gate" in name} == {
+        "model.layers.0.mlp.gate_proj.weight": 3,
+        "model.layers.1.mlp.gate_proj.weight": 3,
+    }
+    assert {step for name, step in steps.items() if "gate" not in name} == {1}
+    assert len(saved_state) == 2
+
+
+def test_partly_the_same_parameters_without_names_begin_anew(saved, tmp_path, caplog):
+    checkpoint = from_elsewhere(saved("gates"), tmp_path)
+    trainer = make(tmp_path, training_only("gate_proj", "norm"), allow_partial_resume=True, max_steps=3)
+    trainer.train(str(checkpoint))
+    assert "optimizer" in caplog.text and "starts anew" in caplog.text
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {1}
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "sgd", "rmsprop", "lion_32bit"])
+def test_other_optimizers_are_matched_by_name_too(optim, tmp_path):
+    if optim == "lion_32bit":
+        pytest.importorskip("bitsandbytes")
+    settings = {"optim": optim, "max_steps": 3}
+    try:
+        make(tmp_path / "straight", training_only("gate_proj", "norm"), **settings).train()
+    except (ImportError, RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"{optim} does not run here: {error}")
+    with pytest.raises(CheckpointError, match="not trained then"):
+        make(tmp_path, training_only("up_proj", "norm"), **settings).train(str(tmp_path / "straight" / "checkpoint-2"))
+    checkpoint = from_elsewhere(tmp_path / "straight" / "checkpoint-2", tmp_path)
+    make(tmp_path / "same", training_only("gate_proj", "norm"), **settings).train(str(checkpoint))
+
+
+def test_the_manifest_names_what_is_trained_in_the_optimizers_order(saved):
+    manifest = json.loads((saved("adapter") / "manifest.json").read_text())
+    (first, text), *_ = manifest["trained"].items()
+    assert first == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert text == "float32 4x32"
+    assert len(manifest["trained"]) == 8
+    assert manifest["adapter"]["lora_alpha"] == 8 and manifest["adapter"]["target_modules"] == ["q_proj", "v_proj"]
+    full = json.loads((saved("full") / "manifest.json").read_text())
+    assert full["adapter"] is None
+    # Weights first, which decay, then the norms.
+    names = list(full["trained"])
+    assert (names[0], names[-1]) == ("model.embed_tokens.weight", "model.norm.weight")
+
+
+class SaveEvery(repeatable_runs.TrainerCallback):
+    """Changes how often a run saves when it begins."""
+
+    def __init__(self, steps: int):
+        self._steps = steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        args.save_steps = self._steps
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+
+
+@pytest.mark.fault(
+    "a run is resumed with other save_steps, eval_steps or logging_steps",
+    "the new ones are in force, and the table of changed options names them",
+    "nothing",
+)
+def test_new_intervals_are_in_force_on_resume(saved, tmp_path, caplog):
+    eval_set = repeatable_runs.Dataset.from_dict({"prompt": ["a", "b"]})
+    trainer = make(
+        tmp_path,
+        model_of(),
+        max_steps=8,
+        save_steps=3,
+        logging_steps=4,
+        eval_strategy="steps",
+        eval_steps=0.25,
+        eval_dataset=eval_set,
+    )
+    with caplog.at_level("WARNING", logger="groupgrad"):
+        trainer.train(str(saved("full")))
+    assert checkpoints(tmp_path) == [3, 6, 8]
+    logged = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == [1, 2, 4, 8]
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == [4, 6, 8]
+    (message,) = [r.getMessage() for r in caplog.records if "options differ" in r.getMessage()]
+    lines = {line.split()[0]: line.split(maxsplit=3)[1:] for line in message.splitlines()[1:]}
+    assert lines["save_steps"] == ["2", "3", "now"]
+    assert lines["logging_steps"] == ["1", "4", "now"]
+    assert lines["eval_steps"] == ["500", "2", "now"]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_callback_may_change_an_interval_when_training_begins(resumed, saved, tmp_path):
+    trainer = make(tmp_path, model_of(), max_steps=7, callbacks=[SaveEvery(3)])
+    trainer.train(str(saved("full")) if resumed else None)
+    assert checkpoints(tmp_path) == [3, 6, 7]
+
+
+@pytest.mark.fault(
+    "a run with a KL term is resumed with its checkpoint, or another model, given as the model",
+    "an error that names the model that the KL was measured from; allow_partial_resume=True takes the new reference",
+    "nothing",
+)
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
+def test_another_reference_is_refused(adapter, tmp_path, caplog):
+    start = tmp_path / "start"
+    model_of().save_pretrained(start)
+    repeatable_runs.BASE.make_tokenizer().save_pretrained(start)
+    settings: dict[str, Any] = {"beta": 0.1, "learning_rate": 1e-2, "max_steps": 3, "save_steps": 1}
+    peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if adapter else None
+    straight = make(tmp_path / "run", str(start), peft=peft, **settings)
+    straight.train()
+    kl = {e["step"]: e["kl"] for e in straight.state.log_history if "kl" in e}
+    assert kl[3] > 0
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    other = make(tmp_path / "other", str(checkpoint), **settings)
+    with pytest.raises(CheckpointError, match=rf"KL.*{start.name}.*model='.*start'.*allow_partial_resume=True"):
+        other.train(str(checkpoint))
+    same = make(tmp_path / "same", str(start), peft=peft, **settings)
+    same.train(str(checkpoint))
+    assert {e["step"]: e["kl"] for e in same.state.log_history if "kl" in e}[3] == kl[3]
+    anew = make(tmp_path / "anew", str(checkpoint), allow_partial_resume=True, **settings)
+    anew.train(str(checkpoint))
+    assert "from which it is measured from now on" in caplog.text
+
+
+def test_an_adapter_that_a_script_makes_at_random_has_the_same_reference(tmp_path):
+    """Before training its second matrices are 0, so that the first ones, drawn without a seed, change nothing."""
+    settings: dict[str, Any] = {"beta": 0.1, "max_steps": 3, "save_steps": 1}
+    make(tmp_path / "run", adapted(), **settings).train()
+    torch.manual_seed(99)
+    model = get_peft_model(model_of(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    torch.manual_seed(99)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.normal_()
+    make(tmp_path / "again", model, **settings).train(str(tmp_path / "run" / "checkpoint-2"))
