@@ -166,6 +166,22 @@ class ExperienceCollector:
             rewards, weights, num_generations, self.options.scale_rewards, self.options.aggregation
         )
 
+    @staticmethod
+    def spread(batches: Sequence[tuple[RewardTable, Sequence[float]]]) -> dict[str, float]:
+        """Collective. Standard deviations of the rewards over all rows of several generation batches and all ranks.
+
+        `batches` has this rank's rewards and their weighted sums. A deviation over fewer than two rows is left out.
+        """
+        names = batches[0][0].names if batches else ()
+        by_rank = dist.all_gather_objects([(table.rewards.double(), combined) for table, combined in batches])
+        parts = [part for batch in zip(*by_rank) for part in batch]  # in row order, so that no sum depends on the cut
+        if not parts:
+            return {}
+        combined = torch.tensor([value for _, values in parts for value in values], dtype=torch.float64)
+        spread = reward_spread(torch.cat([rewards for rewards, _ in parts]), names, combined)
+        numbers = {name: metric.read() for name, metric in spread.items()}
+        return {name: number for name, number in numbers.items() if number is not None}
+
     def close(self) -> None:
         """Releases the engine, tools, environments and reward workers. May be called any number of times."""
         self.rewards.close_workers()
@@ -188,22 +204,6 @@ class ExperienceCollector:
         parts = dist.all_gather_objects({rollout.index: record for rollout, record in zip(rollouts, records)})
         by_row = {row: record for part in parts for row, record in part.items()}
         return [by_row[row] for row in sorted(by_row)] if dist.is_main() else []
-
-
-def spread_over_batches(batches: Sequence[tuple[RewardTable, Sequence[float]]]) -> dict[str, float]:
-    """Collective. Standard deviations of the rewards over all rows of several generation batches and all ranks.
-
-    `batches` has this rank's rewards and their weighted sums. A deviation over fewer than two rows is left out.
-    """
-    names = batches[0][0].names if batches else ()
-    by_rank = dist.all_gather_objects([(table.rewards.double(), combined) for table, combined in batches])
-    parts = [part for batch in zip(*by_rank) for part in batch]  # in row order, so that no sum depends on the cut
-    if not parts:
-        return {}
-    combined = torch.tensor([value for _, values in parts for value in values], dtype=torch.float64)
-    spread = reward_spread(torch.cat([rewards for rewards, _ in parts]), names, combined)
-    numbers = {name: metric.read() for name, metric in spread.items()}
-    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _gather_rewards(

@@ -44,7 +44,6 @@ from groupgrad.objectives import (
     known_scores,
     policy_loss,
 )
-from groupgrad.rollout.collector import spread_over_batches
 from groupgrad.rollout.requests import GenerationRequest, training_request
 from groupgrad.rollout.sources import build_rollout_components
 from groupgrad.telemetry.metric_store import MetricStore
@@ -369,8 +368,7 @@ class GRPOTrainer(TrainingRun):
 
     def _connect(self, policy: build.PolicyBundle) -> None:
         """Makes everything that lives as long as the trainer, and hooks it into the training loop."""
-        config = self.args
-        self._policy, self.reference = policy, policy.reference
+        config, self._policy, self.reference = self.args, policy, policy.reference
         if policy.reference is not None and policy.reference.module is not None:
             policy.reference.module = self.accelerator.prepare_model(policy.reference.module, evaluation_mode=True)
         self.progress = ProgressCallback()
@@ -385,8 +383,7 @@ class GRPOTrainer(TrainingRun):
         if config.use_vllm:
             self.vllm_policy = self._serve(policy)
         self.execution = build.plan_execution(config, self.model, policy, self.accelerator.autocast, self.vllm_policy)
-        self.engine = self.execution.engine_choice.engine
-        self._micro_batches: list[MicroBatch] = []
+        self.engine, self._micro_batches = self.execution.engine_choice.engine, []
         self._start_anew()
 
     def _build_components(self) -> None:
@@ -496,8 +493,8 @@ class GRPOTrainer(TrainingRun):
                 self.completion_log.add(experience.records, phase=metric_key_prefix, reward_names=self.rewards.names)
                 num_samples += len(batch.rows) * self.args.num_generations_eval_resolved
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        spread = spread_over_batches(rewarded)
-        numbers = {**store.flush(), **spread, "num_tokens": float(self.state.num_input_tokens_seen)}
+        numbers = {**store.flush(), **self.components.collector.spread(rewarded)}
+        numbers["num_tokens"] = float(self.state.num_input_tokens_seen)
         self._flush_completions(metric_key_prefix)
         metrics = {f"{metric_key_prefix}_{key}": value for key, value in numbers.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)  # pyright: ignore
