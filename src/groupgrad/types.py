@@ -99,7 +99,7 @@ class Rollout:
     finish_reason: FinishReason
     """Why it ended. Anything but `eos` counts as truncated."""
     completion: str | Messages
-    """The completion as reward functions get it: text for a text prompt, messages for a conversational one."""
+    """Text for a text prompt, messages for a conversational one. Tools' results are as the model read them."""
     text: str
     """The completion decoded without special tokens."""
     sampled: list[bool] | None = None
@@ -115,6 +115,9 @@ class Rollout:
     did not sample has the step of the token before it."""
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further values for the reward functions, by argument name."""
+    tool_results: dict[int, Any] = field(default_factory=dict[int, Any])
+    """Results of tools as reward functions get them, by their places in `completion`, where the model read another
+    form."""
     own_rewards: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     """Rewards that the rollout brings with it, by the name of their column (its environment's)."""
     trace: Trace | None = None
@@ -122,6 +125,16 @@ class Rollout:
     media: Media | None = None
     """All images of prompt and completion if tools put some into the completion, else None. Its token tensors reach
     from the prompt's first token to the last image or beyond."""
+
+    @property
+    def scored_completion(self) -> str | Messages:
+        """The completion as reward functions get it."""
+        if not self.tool_results or isinstance(self.completion, str):
+            return self.completion
+        messages = list(self.completion)
+        for place, result in self.tool_results.items():
+            messages[place] = {**messages[place], "content": result}
+        return messages
 
     @property
     def is_scorable(self) -> bool:

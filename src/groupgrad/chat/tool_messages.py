@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from groupgrad.data.values import copy_containers
+
 Content = str | list[dict[str, Any]]
 
 _IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
@@ -39,6 +41,18 @@ def render(value: Any, max_chars: int) -> Content:
     if isinstance(value, list) and value and all(map(_is_block, value)):
         return _render_blocks(value, max_chars)
     return cut(_text(value), max_chars)
+
+
+def returned(value: Any, content: Content, max_chars: int) -> Any:
+    """A tool's result as reward functions get it: a list as it is, else a text, by `str` as in TRL.
+
+    `content` is what the model gets of it, which is kept where it has images.
+    """
+    if isinstance(content, list):
+        return content
+    if isinstance(value, list):
+        return copy_containers(value)  # later calls may change it
+    return content if isinstance(value, str) else cut(str(value), max_chars)
 
 
 def cut(text: str, max_chars: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from groupgrad.chat import ToolCall
-from groupgrad.chat.tool_messages import Content, NotJson, cut, render
+from groupgrad.chat.tool_messages import Content, NotJson, cut, render, returned
 from groupgrad.concurrency.callables import function_name
 from groupgrad.concurrency.daemon_threads import OwnThread
 from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers
@@ -58,6 +58,8 @@ class ToolReply:
     """As the model wrote it."""
     content: Content
     """Text for the model, or content blocks if there is an image among them."""
+    result: Any = None
+    """What reward functions get in the content's place; the content itself if the call failed."""
     failed: bool = False
     timed_out: bool = False
     seconds: float = 0.0
@@ -213,7 +215,7 @@ def _start(
             reply.set_result(ToolReply(tool.name, f"Error: {problem}", failed=True))
             return
         function = tool.function if owner is None else owner.method(tool.name)
-        render_result = functools.partial(render, max_chars=options.max_result_chars)
+        render_result = functools.partial(_rendered, max_chars=options.max_result_chars)
         thread = None if owner is None else owner.thread
         running = workers.call(
             function, arguments, timeout_s=options.timeout_s, then=render_result, name=tool.name, thread=thread
@@ -229,7 +231,7 @@ def _reply_here(tool: Tool, arguments: dict[str, Any], owner: MethodOwner | None
     if owner is not None and (problem := owner.problem()) is not None:
         return ToolReply(tool.name, f"Error: {problem}", failed=True)
     function = tool.function if owner is None else owner.method(tool.name)
-    render_result = functools.partial(render, max_chars=options.max_result_chars)
+    render_result = functools.partial(_rendered, max_chars=options.max_result_chars)
     return _reply(
         tool,
         call_here(function, arguments, timeout_s=options.timeout_s, then=render_result, name=tool.name),
@@ -240,13 +242,20 @@ def _reply_here(tool: Tool, arguments: dict[str, Any], owner: MethodOwner | None
 def _reply(tool: Tool, outcome: Outcome, options: ToolOptions) -> ToolReply:
     """The result of a call for the model, or its error."""
     if outcome.error is None:
-        return ToolReply(tool.name, outcome.value, seconds=outcome.seconds)
+        content, result = outcome.value
+        return ToolReply(tool.name, content, result, seconds=outcome.seconds)
     text = error_text(outcome.error)
     if isinstance(outcome.error, NotJson):
         text = str(outcome.error)
         _warn_not_json(tool, outcome.error)
     text = cut(f"Error: {text}", options.max_result_chars)
     return ToolReply(tool.name, text, failed=True, timed_out=outcome.timed_out, seconds=outcome.seconds)
+
+
+def _rendered(value: Any, max_chars: int) -> tuple[Content, Any]:
+    """A result as the model and as reward functions get it."""
+    content = render(value, max_chars)
+    return content, returned(value, content, max_chars)
 
 
 def _warn_not_json(tool: Tool, error: NotJson) -> None:

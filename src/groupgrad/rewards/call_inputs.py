@@ -91,7 +91,7 @@ class CallInputs:
         if name == "prompts":
             return [copy_containers(rollout.prompt.row["prompt"]) for rollout in self.rollouts]
         if name == "completions":
-            return [copy_containers(rollout.completion) for rollout in self.rollouts]
+            return [copy_containers(rollout.scored_completion) for rollout in self.rollouts]
         if name == "completion_ids":
             return [list(rollout.completion_ids) for rollout in self.rollouts]
         if name == "trainer_state":

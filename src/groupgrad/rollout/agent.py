@@ -34,6 +34,14 @@ logger = logging.getLogger(__name__)
 
 NAN = float("nan")
 
+_DIFFERENCES = {
+    "failed": "a call of the tool '%s' failed, and model and reward functions get the text %r as its result, where TRL "
+    "gives {'error': ...}; said once (docs/from-trl.md)",
+    "malformed": "a call of the tool '%s' is malformed, and the model is told so (%r) and goes on, where TRL ends the "
+    "rollout; said once (docs/from-trl.md)",
+}
+"""What is said at the first call of each kind."""
+
 
 @dataclass(slots=True, frozen=True)
 class AgentOptions:
@@ -75,6 +83,7 @@ class AgentRollouts(RolloutSource):
         self._handles: dict[tuple[str, int], list[EnvHandle]] = {}
         """Acquired environments by phase and number of their generation batch."""
         self._warned_unreadable = False
+        self._told: set[str] = set()
 
     @property
     def is_exact(self) -> bool:
@@ -112,6 +121,14 @@ class AgentRollouts(RolloutSource):
         if self.environments is not None:
             self.environments.close()
         self.workers.close()
+
+    def tell_differences(self, calls: Sequence[ToolCall], replies: Sequence[ToolReply]) -> None:
+        """Says at the first failed and at the first malformed call what reward functions get, which TRL has otherwise."""
+        for call, reply in zip(calls, replies):
+            kind = "failed" if call.problem is None else "malformed"
+            if reply.failed and kind not in self._told:
+                self._told.add(kind)
+                logger.warning(_DIFFERENCES[kind], call.name, reply.content)
 
     def warn_unreadable(self, problem: str) -> None:
         """Warns once that a turn could not be parsed; it may happen in every turn."""
@@ -183,6 +200,7 @@ class _Agent:
         self._entropies: list[float] = []
         self._versions: list[int] = []
         self._messages: list[dict[str, Any]] = []
+        self._results: dict[int, Any] = {}
         self._media: Media | None = None
         self._num_turns = 0
         self._tool_uses: list[ToolUse] = []
@@ -213,6 +231,7 @@ class _Agent:
             sampling_entropy=self._entropies,
             **versions_of(self._versions, self._step),
             extra={} if self._handle is None else {"environments": self._handle.instance},
+            tool_results=self._results,
             own_rewards=own_rewards,
             trace=Trace(self._num_turns, self._tool_uses, self._wait_s, self._hidden_s, self._problem),
             media=None if self._media is prompt.media else self._media,
@@ -289,6 +308,7 @@ class _Agent:
         answered: list[ToolReply] = await self._wait_for(calls)
         repeat = self._toolbox.repeat_here
         replies = [repeat(call, reply, self._tool_options) for call, reply in zip(turn.calls, answered)]
+        self._rollouts.tell_differences(turn.calls, replies)
         self._tool_uses += [ToolUse(reply.name, reply.failed, reply.timed_out, reply.seconds) for reply in replies]
         messages = [_message(reply, call) for reply, call in zip(replies, turn.calls)]
         if maker.conversation_images(messages):
@@ -298,7 +318,10 @@ class _Agent:
             reply_ids = self._chat.reply_ids(turn_ids, maker.template_messages(messages), encoder)
         if len(reply_ids) >= budget - len(self._ids):
             return False
-        self._messages += messages
+        for reply, message in zip(replies, messages):
+            if isinstance(message["content"], str) and not reply.failed and reply.result != message["content"]:
+                self._results[len(self._messages)] = reply.result
+            self._messages.append(message)
         num_before = len(prompt.ids) + len(self._ids)
         self._media = encoder.media_with_reply(self._media or prompt.media, num_before, len(reply_ids))
         self._append(reply_ids)

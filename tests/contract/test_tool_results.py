@@ -1,0 +1,119 @@
+"""Tools' results reach reward functions in the form that TRL gives them, and the model as text."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from scripted_agents import SEED, PlayingEngine, call, with_tools
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.engines.selection import EngineChoice
+from groupgrad.trainer import build as trainer_build
+
+STATE: list[tuple[str, int]] = [("a", 1), ("b", 2)]
+RESULTS: dict[str, Any] = {
+    "rows": STATE,
+    "nested": [[1, None], {"x": True}],
+    "blocks": [{"type": "text", "text": "one"}],
+    "empty": [],
+    "text": "plain",
+    "number": 30,
+    "switch": True,
+    "nothing": None,
+    "record": {"t": 21.5, "ok": True},
+    "pair": (1, 2),
+    "long": "x" * 400,
+}
+READ = {  # by the model
+    "rows": '[["a", 1], ["b", 2]]',
+    "nested": '[[1, null], {"x": true}]',
+    "blocks": "one",
+    "empty": "[]",
+    "text": "plain",
+    "number": "30",
+    "switch": "true",
+    "nothing": "null",
+    "record": '{"t": 21.5, "ok": true}',
+    "pair": "[1, 2]",
+    "long": "x" * 300 + "\n[cut: 300 characters of 400 shown]",
+}
+
+
+def look_up(key: str) -> Any:
+    """Looks a value up.
+
+    Args:
+        key: Its name.
+    """
+    if key == "after":
+        STATE.append(("c", 3))
+    return RESULTS[key]
+
+
+def test_results_reach_reward_functions_as_in_trl(
+    tmp_path: Path, make_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """A list is a list, and anything else `str` of it. The model reads JSON, which is in the logs too."""
+    with_tools(tokenizer)
+    keys = [*RESULTS, "after", "unknown"]
+    turns = [call("look_up", key=key) for key in keys]
+    malformed = '<tool_call>{"name": "look_up", "arguments": </tool_call>'
+    script = {row: [*turns, malformed, "done"] for row in range(2)}
+    engine = PlayingEngine(tokenizer, script)
+    monkeypatch.setattr(trainer_build, "choose_engine", lambda *a, **k: EngineChoice(engine, "playing", "a test"))
+    seen: list[list[Any]] = []
+
+    def reward(completions: Any, **kwargs: Any) -> list[float]:
+        for messages in completions:
+            seen.append([message["content"] for message in messages if message["role"] == "tool"])
+            seen[-1][0].append("changed by the function")
+        return [0.0, 1.0]
+
+    expected = [
+        value if isinstance(value, list) else str(value)
+        for value in (list(v) if v is STATE else v for v in RESULTS.values())
+    ]
+    args = GRPOConfig(
+        str(tmp_path / "run"),
+        use_cpu=True,
+        seed=SEED,
+        report_to="none",
+        save_strategy="no",
+        max_steps=1,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=4000,
+        tool_max_result_chars=300,
+        log_completions=True,
+        num_completions_to_print=0,
+    )
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "go"}]}])
+    model = make_model(max_position_embeddings=8192)
+    trainer = GRPOTrainer(model, [reward, reward], args, rows, processing_class=tokenizer, tools=[look_up])
+    experiences: list[Any] = []
+    trainer.on_experience = experiences.append
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert len(seen) == 4
+    expected[list(RESULTS).index("long")] = READ["long"]
+    for contents in seen:
+        assert contents[0].pop() == "changed by the function"
+        assert contents[: len(expected)] == expected
+        assert isinstance(contents[0][0], tuple)
+        assert contents[len(expected) : -1] == ["Error: KeyError: 'after'", "Error: KeyError: 'unknown'"]
+    read = tokenizer.decode(engine.asked[-1].prompt_ids)
+    assert [f"<tool>{text}<" in read for text in READ.values()] == [True] * len(READ)
+    assert (
+        caplog.text.count("the text \"Error: KeyError: 'after'\"")
+        == 1
+        == caplog.text.count("where TRL gives {'error': ...}")
+    )
+    assert caplog.text.count("is malformed") == 1 == caplog.text.count("where TRL ends the rollout")
+    (table,) = (tmp_path / "run" / "completions").glob("*.parquet")
+    logged = json.loads(Dataset.from_parquet(str(table))[0]["completion"])
+    assert [m["content"] for m in logged if m["role"] == "tool"][: len(READ)] == [*READ.values()]
