@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -115,5 +114,5 @@ def test_results_reach_reward_functions_as_in_trl(
     )
     assert caplog.text.count("is malformed") == 1 == caplog.text.count("where TRL ends the rollout")
     (table,) = (tmp_path / "run" / "completions").glob("*.parquet")
-    logged = json.loads(Dataset.from_parquet(str(table))[0]["completion"])
+    logged = Dataset.from_parquet(str(table))[0]["completion"]
     assert [m["content"] for m in logged if m["role"] == "tool"][: len(READ)] == [*READ.values()]
