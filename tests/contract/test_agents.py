@@ -433,6 +433,7 @@ class NoReset:
         return ""
 
 
+WRONG_TOOL = {**CHAT[0], "tools": ["search"]}
 TEXTS = Dataset.from_list([{"prompt": "1+1="}] * 8)
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no hint": ({"tools": [no_hint]}, ValueError, "no_hint.*step"),
@@ -447,7 +448,29 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             "train_dataset": Dataset.from_list([{**CHAT[0], "environment": "b"}] * 8),
         },
         ValueError,
-        "column 'environment' is 'b', which environment_factory does not have; it has 'a'",
+        "row 0 of train_dataset: its column 'environment' is 'b', which environment_factory does not have; it has 'a'",
+    ),
+    "unknown environment of an evaluation set": (
+        {
+            "environment_factory": {"a": Counter},
+            "train_dataset": Dataset.from_list([{**row, "environment": "a"} for row in CHAT]),
+            "eval_dataset": {"hard": Dataset.from_list([{**CHAT[0], "environment": name} for name in "aab"])},
+        },
+        ValueError,
+        r"row 2 of eval_dataset\['hard'\]: its column 'environment' is 'b'",
+    ),
+    "unknown tool of a row": (
+        {
+            "tools": [increment],
+            "train_dataset": Dataset.from_list([{**row, "tools": ["increment"]} for row in CHAT] + [WRONG_TOOL]),
+        },
+        ValueError,
+        "row 8 of train_dataset: its column 'tools' has 'search' .*was given; it has 'increment'",
+    ),
+    "schemas in place of names": (
+        {"tools": [increment], "train_dataset": Dataset.from_list([{**CHAT[0], "tools": [{"name": "increment"}]}] * 8)},
+        ValueError,
+        "row 0 of train_dataset: its column 'tools' has .*, which is no name of a tool",
     ),
     "both": ({"rollout_func": longer, "tools": [increment]}, ValueError, "rollout_func and tools are given"),
     "async function": (
@@ -488,6 +511,99 @@ def test_columns_that_reset_names_are_kept(tokenizer: Any, make_model: Any) -> N
     only = rows.remove_columns(["prompt"])
     trainer = make(tokenizer, make_model, config, environment_factory=Levelled, train_dataset=only)
     assert trainer.train_dataset.column_names == ["level"]
+
+
+@pytest.mark.parametrize("with_environment", [False, True])
+def test_a_column_chooses_the_tools_of_each_row(
+    with_environment: bool, calling: Any, tokenizer: Any, make_model: Any
+) -> None:
+    """The template shows them alone, and a call of another is answered with an error; None stands for all of them."""
+
+    def double(step: int) -> int:
+        """Doubles.
+
+        Args:
+            step: A number.
+        """
+        return 2 * step
+
+    engine = calling(lambda number: call("increment", step=number))
+    rows = [{**row, "tools": names} for row, names in zip(CHAT, [["increment"], ["double"], None, []] * 2)]
+    seen: dict[str, list[Any]] = {}
+
+    def reward(completions: list[Any], tools: list[Any], **kwargs: Any) -> list[float]:
+        for completion, names in zip(completions, tools):
+            seen.setdefault(str(names), []).append(completion)
+        return [0.0] * len(completions)
+
+    trainer = make(
+        tokenizer,
+        make_model,
+        {"per_device_train_batch_size": 16, "shuffle_dataset": False, "remove_unused_columns": True},
+        reward_funcs=reward,
+        tools=[increment, double],
+        train_dataset=Dataset.from_list(rows),
+        **({"environment_factory": Counter} if with_environment else {}),
+    )
+    trainer.train()
+    shown = {
+        tuple(name for name in ("increment", "double", "add") if f'"name": "{name}"' in text) for text in first(engine)
+    }
+    methods = ("add",) if with_environment else ()
+    assert shown == {("increment", *methods), ("double", *methods), ("increment", "double", *methods), methods}
+    contents = {key: {m["content"] for c in found for m in c if m["role"] == "tool"} for key, found in seen.items()}
+    assert all(text.isdigit() for key in ("['increment']", "None") for text in contents[key])
+    assert all("there is no tool 'increment'" in text for text in contents["['double']"])
+    assert all("there is no tool" in text for text in contents["[]"])
+    assert bool(contents["[]"]) is with_environment
+
+
+def test_agents_continue_a_turn(calling: Any, tokenizer: Any, make_model: Any) -> None:
+    """What the model adds to an open turn may have calls, and the replies stand behind them."""
+    engine = calling(lambda number: call("increment", step=number))
+    opened = [{"prompt": [*row["prompt"], {"role": "assistant", "content": "I call: "}]} for row in CHAT]
+    seen: list[Any] = []
+
+    def reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+        seen.extend(zip(prompts, completions))
+        return [0.0] * len(completions)
+
+    trainer = make(
+        tokenizer,
+        make_model,
+        {"chat_template_kwargs": {"continue_final_message": True}},
+        reward_funcs=reward,
+        tools=[increment],
+        train_dataset=Dataset.from_list(opened),
+    )
+    trainer.train()
+    texts = [engine._tokenizer.decode(request.prompt_ids) for request in engine.asked]
+    assert sum(text.endswith("<assistant>I call: ") for text in texts) == 8
+    assert sum("<assistant>I call: <tool_call>" in text and text.endswith("<assistant>") for text in texts) == 8
+    for prompt, completion in seen:
+        assert prompt[-1] == {"role": "assistant", "content": "I call: "}
+        assert [message["role"] for message in completion] == ["assistant", "tool", "assistant"]
+
+
+def first(engine: Any) -> list[str]:
+    """The prompts of first turns."""
+    texts = [engine._tokenizer.decode(request.prompt_ids) for request in engine.asked]
+    return [text for text in texts if text.endswith("<assistant>") and text.count("<assistant>") == 1]
+
+
+def test_a_wrong_row_of_a_stream_is_named_by_its_prompt(tokenizer: Any, make_model: Any) -> None:
+    stream = Dataset.from_list([{**row, "tools": ["increment"]} for row in CHAT] + [WRONG_TOOL]).to_iterable_dataset()
+    trainer = make(
+        tokenizer, make_model, {"max_steps": 9}, tools=[increment], reward_funcs=longer, train_dataset=stream
+    )
+    with pytest.raises(ValueError, match=r"the row with the prompt .*Increment by 1.*has 'search'"):
+        trainer.train()
+
+
+def test_a_column_of_tools_without_tools_is_said(tokenizer: Any, make_model: Any, caplog: Any) -> None:
+    rows = Dataset.from_list([{**row, "tools": ["increment"]} for row in CHAT])
+    make(tokenizer, make_model, reward_funcs=longer, train_dataset=rows)
+    assert "train_dataset has the column 'tools', and the trainer was given no tools" in caplog.text
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])

@@ -388,6 +388,8 @@ MISPLACED: dict[str, tuple[Any, str]] = {
     "max_new_tokens": (64, "it is args=GRPOConfig(max_completion_length=...) here"),
     "max_prompt_length": (64, "it has no effect (prompts are never cut"),
     "load_in_4bit": (True, "pass GRPOTrainer(quantization_config=BitsAndBytesConfig(load_in_4bit=...))"),
+    "stop": ("#", "it is an option of sampling, set generation_kwargs={'stop_strings': ...}"),
+    "learning_rat": (1e-6, "did you mean args=GRPOConfig(learning_rate=...)?"),
     "dataset": (None, "it is 'train_dataset' here"),
     "reward_fucns": (None, "did you mean 'reward_funcs'?"),
     "fnord": (None, "take it out"),

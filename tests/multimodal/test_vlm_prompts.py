@@ -187,7 +187,7 @@ def test_the_processors_template_is_used_on_a_copy_of_the_tokenizer(qwen):
 
 
 def test_a_text_gets_one_beginning_of_sequence_token():
-    """The tokenizer adds the token unless the template or the prompt has it."""
+    """The tokenizer adds the token unless the template or the prompt has it, and none at the end."""
     from tokenizers.processors import TemplateProcessing
 
     processor = tiny_vlms.build("llava_next").processor
@@ -195,6 +195,16 @@ def test_a_text_gets_one_beginning_of_sequence_token():
     processor.tokenizer._tokenizer.post_processor = begin
     rows = [query(), query(image=RED)]
     assert [maker(processor)(row, 0).ids[:2].count(2) for row in rows] == [1, 1]
+    ends = TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
+    begun = [maker(processor)(row, 0) for row in rows]
+    processor.tokenizer._tokenizer.post_processor = ends
+    for prompt, row in zip(begun, rows):  # what it appends is left out
+        other = maker(processor)(row, 0)
+        assert other.ids == prompt.ids
+        if prompt.media is not None:
+            lengths = {len(values) for values in other.media.token_tensors.values()}
+            assert lengths <= {len(prompt.ids)}
+    processor.tokenizer._tokenizer.post_processor = begin
     processor.chat_template = "{{ bos_token }}" + processor.chat_template
     assert [maker(processor)(row, 0).ids[:2].count(2) for row in rows] == [1, 1]
 
@@ -281,7 +291,12 @@ def test_good_rows_pass(processor, tmp_path: Path):
             VisionError,
             "row 1 of train_dataset: a row has 0 images in .*, but its messages have 1 places",
         ),
-        ([{"prompt": "a", "image": RED}], VisionError, "row 0 of train_dataset: .*images need conversations"),
+        ([{"prompt": "a", "image": RED}], VisionError, "row 0 of train_dataset: .*images need conversations; make the"),
+        (
+            [{"prompt": "<user>a\n<assistant>b<eos>\n", "image": RED}],
+            VisionError,
+            "row 0 of train_dataset: .*images need conversations; a chat template was applied to it before",
+        ),
         ([query(), query("see <|image_pad|>")], VisionError, "row 1 of train_dataset: its prompt has the text"),
     ],
 )

@@ -38,8 +38,9 @@ class ChatFormat:
     no calls and a `problem`.
 
     `prepare_messages` brings messages into the form that the template takes (text or content blocks); None only drops
-    empty fields. ValueError if the template has no calls, writes them in an unknown syntax, or cannot render replies;
-    the message shows the renderings.
+    empty fields. `ending` gives the template's options for the end of a prompt; None: a generation prompt. ValueError
+    if the template has no calls, writes them in an unknown syntax, or cannot render replies; the message shows the
+    renderings.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class ChatFormat:
         chat_template_kwargs: dict[str, Any] | None = None,
         response_parser: ResponseParser | None = None,
         prepare_messages: Callable[[Messages], Messages] | None = None,
+        ending: Callable[[Messages], dict[str, bool]] | None = None,
     ):
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
                 "the tokenizer has no chat template, so conversations with tools cannot be rendered; set "
                 "tokenizer.chat_template or use an instruction-tuned model's tokenizer"
             )
-        self._tokenizer, self._response_parser = tokenizer, response_parser
+        self._tokenizer, self._response_parser, self._ending = tokenizer, response_parser, ending
         self._template = template = ChatTemplate(tokenizer, chat_template_kwargs, prepare_messages)
         self._probes = probes = render_probes(template)
         message = call_message([probes.call], arguments_as_text=probes.arguments_as_text)
@@ -99,7 +101,8 @@ class ChatFormat:
 
     def prompt_text(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str:
         """Text of a conversation with these tools, generation prompt included."""
-        return self._template.render(messages, schemas, prompt=True)
+        ending = None if self._ending is None else self._ending(messages)
+        return self._template.render(messages, schemas, prompt=True, ending=ending)
 
     def reply_ids(
         self, turn_ids: list[int], replies: list[dict[str, Any]], encode: Callable[[str], list[int]] | None = None

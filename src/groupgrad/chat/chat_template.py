@@ -46,14 +46,22 @@ class ChatTemplate:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
 
     def render(
-        self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]] | None = None, *, prompt: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        schemas: list[dict[str, Any]] | None = None,
+        *,
+        prompt: bool = False,
+        ending: dict[str, bool] | None = None,
     ) -> str:
-        """Text of a conversation; `prompt` adds the generation prompt. Raises whatever the template raises."""
+        """Text of a conversation; `prompt` adds the generation prompt, or `ending` has the options of its end.
+
+        Raises whatever the template raises.
+        """
         render = partial(
             self.tokenizer.apply_chat_template,
             tools=schemas or None,
             tokenize=False,
-            add_generation_prompt=prompt,
+            **(ending or {"add_generation_prompt": prompt}),
             **self._kwargs,
         )
         prepared = self._prepare_messages(messages)

@@ -124,7 +124,8 @@ def unknown_sampling_options(c: GRPOSettings) -> str:
     known = {*vars(GenerationConfig()), "stop_strings", *OWNED_KEYS, *MOVED} - INTERNAL
     unknown = [key for key in mapping(c.generation_kwargs) if key not in known]
     of_vllm = [f"{key!r} (which is vLLM's; {_VLLM_NAMES[key]})" for key in unknown if key in _VLLM_NAMES]
-    return ", ".join(filter(None, [*of_vllm, with_nearest([key for key in unknown if key not in _VLLM_NAMES], known)]))
+    others = [key for key in unknown if key not in _VLLM_NAMES]
+    return ", ".join(filter(None, [*of_vllm, with_nearest(others, known - {*OWNED_KEYS, *MOVED})]))
 
 
 def chosen_by_loss(c: GRPOSettings) -> str:
@@ -177,7 +178,7 @@ def continuous_batching_problem(c: GRPOSettings) -> str | None:
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 TEMPLATE_KEYS = (
     *("conversation", "messages", "tokenize", "add_generation_prompt", "return_dict", "tools", "chat_template"),
-    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs"),
+    *("padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs"),
     "return_assistant_tokens_mask",
 )
 _CHECKPOINTING_KEYS = (

@@ -128,7 +128,7 @@ def switch_problem(c: GRPOSettings) -> str | None:
 def template_text(c: GRPOSettings) -> str | None:
     """Finds a text in `chat_template_kwargs` that was meant to be True or False, since a template counts it as True."""
     for key, value in mapping(c.chat_template_kwargs).items():
-        if isinstance(value, str) and value.lower() in ("true", "false"):
+        if isinstance(value, str) and (value.lower() in ("true", "false") or key == "continue_final_message"):
             return f"{key}={value!r}"
     return None
 

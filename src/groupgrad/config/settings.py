@@ -180,7 +180,9 @@ class GRPOSettings(LegacyArguments):
         "lacks is an error with rollout_engine='native'; 'auto' samples with transformers instead and warns.",
     )
     chat_template_kwargs: dict | str | None = _option(
-        None, "Arguments for every rendering of the chat template; dict or JSON text."
+        None,
+        "Arguments for every rendering of the chat template; dict or JSON text. 'continue_final_message': true has "
+        "completions continue the assistant's message at the end of a prompt.",
     )
     hang_timeout_s: float | None = _option(
         3600.0,

@@ -65,10 +65,8 @@ def advice(
     `known` are the names that exist where it was given; one that has no effect is never advised. `spelled` writes one
     of them in the form of that place.
     """
-    if (other := _OTHER_NAMES.get(name)) in known:
-        return f"it is {spelled(other)} here"
-    if instead := _elsewhere(name, value, use_vllm=use_vllm):
-        return instead
+    if place := place_of(name, known, value, use_vllm=use_vllm, spelled=spelled):
+        return place
     similar = nearest(name, known)
     if similar is None:
         return ""
@@ -76,6 +74,20 @@ def advice(
         return f"it resembles {spelled(similar)}, which has no effect ({reason}); take it out"
     into = LEGACY[similar].into if similar in LEGACY else None
     return f"did you mean {spelled(into or similar)}?"
+
+
+def place_of(
+    name: str,
+    known: Collection[str],
+    value: Any = ...,
+    *,
+    use_vllm: bool = False,
+    spelled: Callable[[str], str] = repr,
+) -> str:
+    """`advice` for a name that other libraries use, or that belongs elsewhere; empty for any other."""
+    if (other := _OTHER_NAMES.get(name)) in known:
+        return f"it is {spelled(other)} here"
+    return _elsewhere(name, value, use_vllm=use_vllm)
 
 
 def no_effect(setting: str) -> str | None:

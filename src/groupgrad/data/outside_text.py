@@ -49,6 +49,7 @@ class OutsideText:
         self._numbers = {text: number for number, text in enumerate(texts)}
         """The numbers of the marks, by the text that each stands for."""
         self._ordinary_ids: dict[str, list[int]] = {}
+        self._written = re.compile("|".join(map(re.escape, sorted(written))) or r"(?!)")
 
     def mark(self, value: Any, *, with_added: bool) -> Any:
         """The text, or the copied message or list, with a mark for each control token in its texts."""
@@ -118,11 +119,59 @@ class OutsideText:
         counts = [sum(1 for _ in self._control.finditer(text)) for text in (first + second, first, second)]
         return counts[0] > counts[1] + counts[2]
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, with the ordinary tokens of what its marks stand for."""
+    def encode(self, text: str, *, add_special_tokens: bool, is_continued: bool = False) -> list[int]:
+        """Token ids of a text, with the ordinary tokens of what its marks stand for.
+
+        `add_special_tokens` adds those of the tokenizer: before the text once, although it may begin with their text,
+        and behind it unless the text `is_continued`.
+        """
         if _MARKS.search(text) is None:
-            return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
-        return self._encode_marked(text, add_special_tokens=add_special_tokens)
+            ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        else:
+            ids = self._encode_marked(text, add_special_tokens=add_special_tokens)
+        if not add_special_tokens:
+            return ids
+        repeated, appended = self.superfluous(ids)
+        return ids[repeated : len(ids) - appended if is_continued else None]
+
+    def superfluous(self, ids: list[int]) -> tuple[int, int]:
+        """Number of tokens at the start and the end of `ids` that the tokenizer added, and that a prompt must not have.
+
+        Those at the start are there already if the text begins with their text. Those at the end would end the text
+        before it is continued.
+        """
+        before, behind = self._added
+        repeated = len(before) if before and ids[: 2 * len(before)] == 2 * before else 0
+        appended = len(behind) if behind and ids[len(ids) - len(behind) :] == behind else 0
+        return repeated, appended
+
+    def left_out(self, text: str) -> list[str]:
+        """Sentences about the tokens that the tokenizer adds to a text and that a prompt of it goes without."""
+        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        repeated, appended = self.superfluous(ids)
+        first, last = (
+            " ".join(self.tokenizer.convert_ids_to_tokens(part))
+            for part in (ids[:repeated], ids[len(ids) - appended :])
+        )
+        sentences = []
+        if repeated:
+            sentences.append(f"texts begin with {first}, which the tokenizer adds too: prompts have it once")
+        if appended:
+            sentences.append(f"the tokenizer appends {last} to texts, which would end them: prompts go without")
+        return sentences
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """Token ids that the tokenizer adds before and behind a text."""
+        plain, full = (list(self.tokenizer("a", add_special_tokens=adds)["input_ids"]) for adds in (False, True))
+        for start in range(len(full) - len(plain) + 1 if plain else 0):
+            if full[start : start + len(plain)] == plain:
+                return full[:start], full[start + len(plain) :]
+        return [], []
+
+    def is_rendered(self, text: str) -> bool:
+        """True if a text has control tokens that the chat template writes, as if it had been rendered already."""
+        return self._written.search(text) is not None
 
     def _encode_marked(self, text: str, *, add_special_tokens: bool) -> list[int]:
         text = _LONE.sub(self._mark_of, text)

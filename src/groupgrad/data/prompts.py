@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from groupgrad.data.images import ImageSource, column_images, image_blocks, is_p
 from groupgrad.data.outside_text import OutsideText, has_marks
 from groupgrad.spelling import nearest
 from groupgrad.types import Media, Messages, Prompt
+
+logger = logging.getLogger(__name__)
 
 # Tokens that a chat template may add before the length of a prompt is measured exactly.
 TEMPLATE_ALLOWANCE = 1024
@@ -70,6 +73,10 @@ class PromptMaker:
         self.image_root = image_root or ""
         """Folder of the images that are given by paths, which may not lead out of it; empty: any path."""
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.continues_turns = bool(self.chat_template_kwargs.pop("continue_final_message", False))
+        """A conversation that ends with an assistant's message is rendered up to its text, which the model continues;
+        otherwise the template closes that turn, and the model begins another."""
+        self._said_ending = False
         self.max_context = max_context
         """Maximum length of prompt and completion together; None without a limit."""
         self.num_embeddings: int | None = None
@@ -103,7 +110,7 @@ class PromptMaker:
         """Token ids of a text or a conversation."""
         if isinstance(prompt, str):
             text = self._mark(prompt) if self._special_tokens == "split" else prompt
-            return self.outside_text.encode(text, add_special_tokens=True)
+            return self.outside_text.encode(text, add_special_tokens=True, is_continued=True)
         return self._conversation_ids(prompt)
 
     def _conversation_ids(self, prompt: Messages) -> list[int]:
@@ -112,7 +119,7 @@ class PromptMaker:
             return self.encode(self.render(prompt)).ids
         rendered = self.tokenizer.apply_chat_template(
             messages,
-            add_generation_prompt=True,
+            **self.ending(messages),
             tokenize=True,
             return_dict=True,
             **self.chat_template_kwargs,
@@ -168,11 +175,29 @@ class PromptMaker:
     def _mark(self, value: Any) -> Any:
         return self.outside_text.mark(value, with_added=False)
 
+    def ending(self, messages: Messages) -> dict[str, bool]:
+        """Options of the chat template for the end of a prompt: a generation prompt, or the last turn left open.
+
+        The first turn of an assistant at the end of a prompt that is not continued is said in a warning.
+        """
+        if not messages or messages[-1].get("role") != "assistant":
+            return {"add_generation_prompt": True}
+        if self.continues_turns:
+            return {"continue_final_message": True}
+        if not self._said_ending:
+            self._said_ending = True
+            logger.warning(
+                "a prompt ends with an assistant's message (%s), which the chat template closes, and completions are "
+                "further turns behind it; set chat_template_kwargs={'continue_final_message': True} to have them "
+                "continue it",
+                excerpt(messages[-1].get("content")),
+            )
+        return {"add_generation_prompt": True}
+
     def render(self, messages: Messages) -> str:
         """Renders a conversation with generation prompt, and one placeholder for each image."""
-        render = partial(
-            self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
-        )
+        options = {**self.ending(messages), **self.chat_template_kwargs}
+        render = partial(self.tokenizer.apply_chat_template, tokenize=False, **options)
         return self.outside_text.render(render, self.template_messages(messages))
 
     def encode(self, text: str, images: Sequence[Any] = (), *, is_start: bool = True) -> Encoded:
@@ -192,7 +217,7 @@ class PromptMaker:
     def _unknown_token_message(self, prompt: Any, token: int) -> str:
         return (
             f"a prompt has the token {token}, but the model's embeddings have {self.num_embeddings} rows: "
-            f"{_excerpt(prompt)}; remove that token from the data set, or enlarge the embeddings with "
+            f"{excerpt(prompt)}; remove that token from the data set, or enlarge the embeddings with "
             "model.resize_token_embeddings(...)"
         )
 
@@ -200,9 +225,19 @@ class PromptMaker:
         """Error message for a prompt that does not fit the model's context."""
         return (
             f"a prompt has {num_tokens} tokens, but the model has {self.max_context} positions for prompt and "
-            f"completion together: {_excerpt(prompt)}; filter such rows out of the data set or use a model with a "
+            f"completion together: {excerpt(prompt)}; filter such rows out of the data set or use a model with a "
             "longer context"
         )
+
+
+def messages_remedy(is_rendered: bool) -> str:
+    """What to do about a text where a conversation is needed; `is_rendered` if a chat template wrote the text."""
+    if is_rendered:
+        return (
+            "a chat template was applied to it before, as its control tokens show; leave that out and give the "
+            "messages, since the trainer applies the template itself"
+        )
+    return 'make the prompt a list of messages: [{"role": "user", "content": ...}]'
 
 
 def _block_text(block: Any) -> str | None:
@@ -214,6 +249,18 @@ def _block_text(block: Any) -> str | None:
 def drop_empty_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages without the None values that Arrow adds for missing fields."""
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def join_continued(messages: Messages, number: int) -> Messages:
+    """Messages with the one at `number` joined to the one before it, if both are an assistant's: one turn in two parts.
+
+    Their contents are texts.
+    """
+    if not 0 < number < len(messages) or {m.get("role") for m in messages[number - 1 : number + 1]} != {"assistant"}:
+        return messages
+    first, second = messages[number - 1 : number + 1]
+    joined = {**second, "content": (first.get("content") or "") + (second.get("content") or "")}
+    return [*messages[: number - 1], joined, *messages[number + 1 :]]
 
 
 def as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -281,6 +328,8 @@ def _check_prompts(
 ) -> None:
     too_long: list[tuple[int, Any]] = []
     is_encoded, num_decoded = False, 0
+    begin, encoded_texts = getattr(prompt_maker.tokenizer, "bos_token", None), set[bool]()
+    notes: dict[str, None] = {}
     for number, row in enumerate(prompt_rows(dataset)):
         prompt = row["prompt"]
         problem = _malformed(prompt, prompt_maker)
@@ -292,6 +341,10 @@ def _check_prompts(
         num_decoded += len(sizes)
         if number < num_rendered and not isinstance(prompt, str) and not sizes:
             _check_rendering(prompt, number, argument, prompt_maker)
+        begins = isinstance(prompt, str) and bool(begin) and prompt.startswith(begin)
+        if number < num_rendered and isinstance(prompt, str) and begins not in encoded_texts:
+            encoded_texts.add(begins)
+            notes |= dict.fromkeys(prompt_maker.outside_text.left_out(prompt))
         limit = prompt_maker.max_context
         if limit is not None and _may_exceed(prompt, limit - prompt_maker.num_image_tokens(sizes)):
             with _named(number, argument):
@@ -304,6 +357,8 @@ def _check_prompts(
             with _named(number, argument):
                 prompt_maker(row, 0)
             is_encoded = True
+    for note in notes:
+        logger.warning("%s: %s", argument, note)
     if too_long:
         num_tokens, prompt = max(too_long, key=lambda item: item[0])
         raise ValueError(
@@ -318,7 +373,7 @@ def _check_rendering(prompt: Messages, number: int, argument: str, prompt_maker:
         prompt_maker.render(prompt)
     except Exception as error:  # templates raise anything
         raise ValueError(
-            f"row {number} of {argument}: the chat template cannot render {_excerpt(prompt)}: {type(error).__name__}: "
+            f"row {number} of {argument}: the chat template cannot render {excerpt(prompt)}: {type(error).__name__}: "
             f"{error}; change the row's messages, chat_template_kwargs or processing_class.chat_template"
         ) from error
 
@@ -365,6 +420,7 @@ def _may_exceed(prompt: Any, max_context: int) -> bool:
     return size + TEMPLATE_ALLOWANCE >= max_context
 
 
-def _excerpt(prompt: Any, width: int = 200) -> str:
+def excerpt(prompt: Any, width: int = 200) -> str:
+    """The beginning and the end of a prompt, for a message."""
     text = prompt if isinstance(prompt, str) else repr(prompt)
     return repr(text if len(text) <= width else text[: width // 2] + " ... " + text[-width // 2 :])

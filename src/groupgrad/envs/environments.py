@@ -26,7 +26,7 @@ from groupgrad.envs.env_spec import (
     first_instance,
     inspect_factory,
 )
-from groupgrad.envs.tools import Tool, ToolBox, check_names, error_text
+from groupgrad.envs.tools import Tool, ToolBox, check_names, chosen_tools, error_text
 from groupgrad.telemetry.completions import distinct_names
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,11 @@ class Environments:
         return {name: [tool.schema for tool in (*self._tools, *spec.tools)] for name, spec in self._specs.items()}
 
     @property
+    def method_schemas(self) -> list[list[dict[str, Any]]]:
+        """Schemas of each environment's methods."""
+        return [[tool.schema for tool in spec.tools] for spec in self._specs.values()]
+
+    @property
     def columns_named(self) -> set[str]:
         """Data-set columns that a `reset` names; `**kwargs` names none."""
         return {name for spec in self._specs.values() for name in spec.reset_names}
@@ -120,18 +125,18 @@ class Environments:
             )
         if not isinstance(chosen, str) or chosen not in self._specs:
             raise ValueError(
-                f"a row's column '{ENV_COLUMN}' is {chosen!r}, which environment_factory does not have; it has {names}"
+                f"its column '{ENV_COLUMN}' is {chosen!r}, which environment_factory does not have; it has {names}"
             )
         return self._specs[chosen]
 
     def acquire(self, row: Mapping[str, Any]) -> EnvHandle:
         """An environment for one rollout of a row, to be released. `EnvHandle.reset` makes an instance if the pool is
-        empty. ValueError if the row's column `environment` names none."""
-        spec = self.spec_of(row)
+        empty. ValueError if the row's column `environment` or `tools` names none."""
+        spec, tools = self.spec_of(row), chosen_tools(self._tools, row)
         with self._lock:
             instance = spec.pool.pop() if spec.pool else None
             thread = OwnThread("environment") if instance is None else self._threads[id(instance)]
-        return EnvHandle(self, spec, instance, self._tools, thread)
+        return EnvHandle(self, spec, instance, tools, thread)
 
     def release(self, handle: EnvHandle) -> None:
         """Returns an instance to the pool. Closes it if it is not reused, failed, or a call may still be inside it."""

@@ -6,7 +6,7 @@ import functools
 import inspect
 import keyword
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,10 +16,15 @@ from groupgrad.chat.tool_messages import Content, NotJson, cut, render, returned
 from groupgrad.concurrency.callables import function_name
 from groupgrad.concurrency.daemon_threads import OwnThread
 from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers
+from groupgrad.data.values import short_repr
 from groupgrad.envs.main_thread import MainThreadNeed, call_here
 from groupgrad.envs.schemas import argument_problem, describe
 
 logger = logging.getLogger(__name__)
+
+
+TOOLS_COLUMN = "tools"
+"""Column of the data set that names the tools of a row, among those of the trainer."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,6 +90,23 @@ def make_tool(function: Callable[..., Any], name: str, where: str) -> Tool:
     names = schema["function"]["parameters"].get("properties", {})
     defaults = {key: parameters[key].default for key in names if parameters[key].default is not inspect.Parameter.empty}
     return Tool(name, schema, function, defaults)
+
+
+def chosen_tools(tools: Sequence[Tool], row: Mapping[str, Any]) -> list[Tool]:
+    """The tools that a row's column `tools` names; all of them for a row without. ValueError for what is no name."""
+    names = row.get(TOOLS_COLUMN) if tools else None
+    if names is None:
+        return list(tools)
+    known = ", ".join(repr(tool.name) for tool in tools)
+    if not isinstance(names, (list, tuple)):
+        raise ValueError(f"its column '{TOOLS_COLUMN}' is {short_repr(names)}; give a list of names among {known}")
+    for name in names:
+        if name not in [tool.name for tool in tools]:
+            raise ValueError(
+                f"its column '{TOOLS_COLUMN}' has {short_repr(name)}, which is no name of a tool that the trainer was "
+                f"given; it has {known}"
+            )
+    return [tool for tool in tools if tool.name in names]
 
 
 def check_names(tools: Sequence[Tool], of_environment: str = "") -> None:

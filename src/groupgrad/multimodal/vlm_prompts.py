@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from groupgrad.data.images import (
     size_of,
 )
 from groupgrad.data.outside_text import has_marks
-from groupgrad.data.prompts import Encoded, PromptMaker, as_text, drop_empty_fields
+from groupgrad.data.prompts import Encoded, PromptMaker, as_text, drop_empty_fields, messages_remedy
 from groupgrad.types import Media, Messages, Prompt
 
 SIZES_TRIED = 64
@@ -85,7 +85,7 @@ class VisionPromptMaker(PromptMaker):
 
         ImageError or VisionError for images that are unreadable or do not fit the prompt.
         """
-        messages = messages_with_images(row, self._source)
+        messages = self._messages(row, self._source)
         if messages is None:
             if check:
                 self.check_images(row)
@@ -102,7 +102,7 @@ class VisionPromptMaker(PromptMaker):
         """
         source = replace(source or self._source, root=self.image_root)
         try:
-            messages = messages_with_images(row, source, opened=False)
+            messages = self._messages(row, source, opened=False)
         except VisionError as error:
             raise VisionError(f"{_row_name(source)}{error}") from error
         if messages is None:
@@ -153,9 +153,12 @@ class VisionPromptMaker(PromptMaker):
         """Messages in the form that the chat template renders: texts or content blocks, image blocks without image."""
         return [self._mark_message(self._template_message(message)) for message in drop_empty_fields(messages)]
 
+    def _messages(self, row: Mapping[str, Any], source: ImageSource, *, opened: bool = True) -> Messages | None:
+        return messages_with_images(row, source, opened=opened, is_rendered=self.outside_text.is_rendered)
+
     def prompt_with_images(self, row: dict[str, Any], *, opened: bool) -> str | Messages:
         """The row's prompt with its images in the messages, opened or as the row has them."""
-        messages = messages_with_images(row, self._source, opened=opened)
+        messages = self._messages(row, self._source, opened=opened)
         return row["prompt"] if messages is None else messages
 
     def conversation_images(self, messages: Messages) -> list[Any]:
@@ -172,7 +175,8 @@ class VisionPromptMaker(PromptMaker):
         begin = self.tokenizer.bos_token
         adds_specials = is_start and not (begin and text.startswith(begin))  # the chat template may have written it
         if not images:
-            return Encoded(self.outside_text.encode(text, add_special_tokens=adds_specials), None)
+            ids = self.outside_text.encode(text, add_special_tokens=adds_specials, is_continued=True)
+            return Encoded(ids, None)
         processor, is_marked = self.processor, has_marks(text)
         if is_marked:
             processor = copy.copy(processor)
@@ -191,7 +195,16 @@ class VisionPromptMaker(PromptMaker):
                 f"{type(error).__name__}: {error}"
             ) from error
         result = _encoded(encoded, images, getattr(self.processor, "image_token_id", None))
-        return self._expanded(result, text) if is_marked else result
+        result = self._expanded(result, text) if is_marked else result
+        return self._without_superfluous(result) if adds_specials else result
+
+    def _without_superfluous(self, encoded: Encoded) -> Encoded:
+        """The inputs without tokens that the tokenizer added and that a prompt must not have."""
+        assert encoded.media is not None
+        start, num_behind = self.outside_text.superfluous(encoded.ids)
+        kept = slice(start, len(encoded.ids) - num_behind)
+        types = {name: values[kept] for name, values in encoded.media.token_tensors.items()}
+        return Encoded(encoded.ids[kept], replace(encoded.media, token_tensors=types))
 
     def _expanded(self, encoded: Encoded, text: str) -> Encoded:
         """The inputs with each mark of the text replaced by the ordinary tokens that it stands for."""
@@ -260,11 +273,16 @@ class VisionPromptMaker(PromptMaker):
 
 
 def messages_with_images(
-    row: Mapping[str, Any], source: ImageSource | None = None, *, opened: bool = True
+    row: Mapping[str, Any],
+    source: ImageSource | None = None,
+    *,
+    opened: bool = True,
+    is_rendered: Callable[[str], bool] = lambda text: False,
 ) -> Messages | None:
     """The row's conversation with every image in its content block; None for a row without images.
 
-    Images are opened, or stay as the row has them. `source` names the row in messages. ImageError for an unreadable
+    Images are opened, or stay as the row has them. `source` names the row in messages, and `is_rendered` finds texts
+    that a chat template has written. ImageError for an unreadable
     image; VisionError for a text prompt, and for a number of images that differs from the number of their blocks.
     """
     prompt = row.get("prompt")
@@ -273,7 +291,7 @@ def messages_with_images(
         if images:
             raise VisionError(
                 f"a row has images in '{column}' and the text prompt {str(prompt)[:80]!r}, but images need "
-                'conversations; make the prompt a list of messages: [{"role": "user", "content": ...}]'
+                f"conversations; {messages_remedy(is_rendered(str(prompt)))}"
             )
         return None
     blocks = list(image_blocks(prompt))

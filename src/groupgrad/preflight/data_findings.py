@@ -59,7 +59,8 @@ def _template(trainer: Any) -> Finding:
     """A finding about the chat template and the tokens that end a completion."""
     tokenizer = inner_tokenizer(trainer.prompt_maker.tokenizer)
     text, first = run_summary.ending_in_words(trainer), run_summary.first_prompt(trainer.train_dataset)
-    if isinstance(first, str) and getattr(tokenizer, "chat_template", None):
+    is_rendered = isinstance(first, str) and trainer.prompt_maker.outside_text.is_rendered(first)
+    if isinstance(first, str) and getattr(tokenizer, "chat_template", None) and not is_rendered:
         return Finding(
             "template",
             f"{text}. The tokenizer has a chat template, which texts do not go through, so a model tuned for chats "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from groupgrad.data.outside_text import OutsideText
-from groupgrad.data.prompts import as_text, drop_empty_fields
+from groupgrad.data.prompts import as_text, drop_empty_fields, join_continued
 from groupgrad.errors import RewardError
 from groupgrad.metrics import mean_of
 from groupgrad.modeling.model_names import model_source
@@ -160,8 +160,10 @@ class RewardModel:
                 reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
                 # The model reads text only; `as_text` replaces images by their names.
                 messages = [as_text(message) for message in drop_empty_fields([*prompt, *reply])]
+                kwargs = dict(self._options.chat_template_kwargs or {})
+                if kwargs.pop("continue_final_message", False):
+                    messages = join_continued(messages, len(prompt))
                 messages = self._outside_text.mark(messages, with_added=False)
-                kwargs = self._options.chat_template_kwargs or {}
                 render = functools.partial(self._formatter.apply_chat_template, tokenize=False, **kwargs)
                 text = self._outside_text.render(render, messages)
             else:

@@ -18,10 +18,10 @@ from typing import Any
 
 from groupgrad.chat import ChatFormat, PlainFormat, ToolCall, Turn
 from groupgrad.concurrency.workers import Workers
-from groupgrad.data.prompts import PromptMaker
+from groupgrad.data.prompts import PromptMaker, excerpt
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
 from groupgrad.envs.environments import EnvHandle, Environments, add_observation
-from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply
+from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply, chosen_tools
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.tool_images import ToolReplyEncoder, open_reply_images
 from groupgrad.rollout.driver import Driver, sample_turn, wait_for
@@ -139,7 +139,9 @@ class AgentRollouts(RolloutSource):
     def _acquire(self, request: GenerationRequest, row: int) -> EnvHandle | None:
         if self.environments is None:
             return None
-        handle = self.environments.acquire(request.rows_by_group[row // request.num_generations])
+        data = request.rows_by_group[row // request.num_generations]
+        with _row_named(data):
+            handle = self.environments.acquire(data)
         self._handles.setdefault((request.phase, request.number), []).append(handle)
         return handle
 
@@ -159,6 +161,15 @@ class AgentRollouts(RolloutSource):
         assert self.environments is not None
         for handle in reversed(self._handles.pop(batch)):
             self.environments.release(handle)
+
+
+@contextmanager
+def _row_named(row: Mapping[str, Any]) -> Iterator[None]:
+    """Names a row by its prompt in a ValueError: rows of a stream have no number, and are read while training."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the row with the prompt {excerpt(row.get('prompt'))}: {error}") from error
 
 
 class _RolloutFailed(Exception):
@@ -191,7 +202,11 @@ class _Agent:
         self._seed = request.seed_of(row, rollouts.seed)
         self._data = request.rows_by_group[self._group]
         self._handle = handle
-        self._toolbox = ToolBox(rollouts.tools) if handle is None else handle.toolbox
+        if handle is None:
+            with _row_named(self._data):
+                self._toolbox = ToolBox(chosen_tools(rollouts.tools, self._data))
+        else:
+            self._toolbox = handle.toolbox
         self._shared_prompts = shared_prompts
         """The generation batch's prompts by group, text and images, each with the messages that it was made from."""
         self._ids: list[int] = []
@@ -281,7 +296,7 @@ class _Agent:
             self._messages.append(turn.message)
             if sample.finish_reason == "length":
                 return reason_if_full
-            if not turn.calls:
+            if not turn.calls or not schemas:
                 return "eos"
             if is_last:
                 return "tool_limit"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,15 +14,17 @@ from datasets import Dataset, IterableDataset
 
 from groupgrad.chat import ChatFormat, PlainFormat
 from groupgrad.concurrency.callables import is_async
-from groupgrad.data.columns import prompt_rows
-from groupgrad.data.prompts import PromptMaker, drop_empty_fields
+from groupgrad.data.columns import is_transformed, prompt_rows
+from groupgrad.data.prompts import PromptMaker, drop_empty_fields, messages_remedy
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.envs.environments import ENV_COLUMN, Environments
-from groupgrad.envs.tools import Tool, make_tools
+from groupgrad.envs.tools import TOOLS_COLUMN, Tool, chosen_tools, make_tools
 from groupgrad.rollout.agent import AgentOptions, AgentRollouts
 from groupgrad.rollout.custom import CustomRollouts
 from groupgrad.rollout.requests import RolloutSource
 from groupgrad.rollout.single_turn import SingleTurnRollouts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,8 +45,9 @@ class RolloutComponents:
 
     @property
     def columns_named(self) -> set[str]:
-        """Data-set columns that rollouts are made of: those that `reset` names, and the one that names environments."""
-        return set() if self.environments is None else {ENV_COLUMN, *self.environments.columns_named}
+        """Data-set columns that rollouts are made of: those that name environments or tools, or that `reset` names."""
+        of_tools = {TOOLS_COLUMN} if self.tools else set()
+        return of_tools | (set() if self.environments is None else {ENV_COLUMN, *self.environments.columns_named})
 
     def close(self) -> None:
         """Closes the environments. May be called any number of times."""
@@ -77,39 +81,48 @@ class RolloutComponents:
             seed=seed,
         )
 
-    def check_dataset(self, dataset: Dataset | IterableDataset, argument: str, max_context: int | None) -> None:
+    def check_dataset(self, dataset: Dataset | IterableDataset, argument: str, prompt_maker: PromptMaker) -> None:
         """Rejects a data set with rows that agents cannot be trained on.
 
         ValueError for prompts that are not conversations, for rows that name an unknown environment, and if the longest
         prompt with the descriptions of the tools leaves no room for a completion. Only the first row of a stream is
         checked.
         """
+        first: dict[str, Any] = next(iter(dataset))
+        if TOOLS_COLUMN in first and not self.tools and self.function is None and self.environments is None:
+            logger.warning(
+                "%s has the column '%s', and the trainer was given no tools, so the model sees none of them: pass the "
+                "functions as tools=[...], of which the column names those of a row",
+                argument,
+                TOOLS_COLUMN,
+            )
         if self.chat is None:
             return
-        first: dict[str, Any] = next(iter(dataset))
         prompt = first.get("prompt")
         if isinstance(prompt, str):
             raise ValueError(
-                f"{argument} has text prompts ({prompt[:80]!r}), but tools and environments need conversations; make "
-                'each prompt a list of messages: [{"role": "user", "content": ...}]'
+                f"{argument} has text prompts ({prompt[:80]!r}), but tools and environments need conversations; "
+                f"{messages_remedy(prompt_maker.outside_text.is_rendered(prompt))}"
             )
         if self.environments is not None:
-            rows = [first]
-            if isinstance(dataset, Dataset) and ENV_COLUMN in first:
-                rows = [{ENV_COLUMN: name} for name in dataset.unique(ENV_COLUMN)]
-            for row in rows:
-                self.environments.spec_of(row)
+            _check_each(dataset, argument, ENV_COLUMN, first, self.environments.spec_of)
+        _check_each(dataset, argument, TOOLS_COLUMN, first, lambda row: chosen_tools(self.tools, row))
+        max_context = prompt_maker.max_context
         if prompt is not None and max_context is not None:
             prompts = [row["prompt"] for row in prompt_rows(dataset)]
-            longest = max(prompts, key=lambda messages: sum(len(str(message)) for message in messages))
-            self._check_length(longest, argument, max_context)
+            sizes = [sum(len(str(message)) for message in messages) for messages in prompts]
+            longest = sizes.index(max(sizes))
+            row = {TOOLS_COLUMN: dataset[TOOLS_COLUMN][longest]} if _has_column(dataset, TOOLS_COLUMN) else first
+            self._check_length(prompts[longest], chosen_tools(self.tools, row), argument, max_context)
 
-    def _check_length(self, prompt: list[dict[str, Any]], argument: str, max_context: int) -> None:
-        """ValueError if a prompt with the tools (of the most verbose environment) fills the model's context."""
+    def _check_length(
+        self, prompt: list[dict[str, Any]], tools: Sequence[Tool], argument: str, max_context: int
+    ) -> None:
+        """ValueError if a prompt with its tools (and the most verbose environment's) fills the model's context."""
         assert self.chat is not None
-        schemas = [tool.schema for tool in self.tools]
+        schemas = [tool.schema for tool in tools]
         if self.environments is not None:
-            schemas = max(self.environments.schemas.values(), key=lambda of_environment: len(str(of_environment)))
+            schemas += max(self.environments.method_schemas, key=lambda of_environment: len(str(of_environment)))
         without, total = (len(self.chat.prompt_ids(drop_empty_fields(prompt), tools)) for tools in ([], schemas))
         if total >= max_context:
             raise ValueError(
@@ -117,6 +130,32 @@ class RolloutComponents:
                 f"{len(schemas)} tools, but the model has {max_context} positions for prompt and completion together; "
                 "describe the tools in fewer words, leave long rows out or use a model with a longer context"
             )
+
+
+def _has_column(dataset: Dataset | IterableDataset, column: str) -> bool:
+    """True if all values of a column can be read without its rows."""
+    return isinstance(dataset, Dataset) and not is_transformed(dataset) and column in dataset.column_names
+
+
+def _check_each(
+    dataset: Dataset | IterableDataset,
+    argument: str,
+    column: str,
+    first: dict[str, Any],
+    check: Callable[[dict[str, Any]], object],
+) -> None:
+    """Calls `check` with the `column` of each row. Its ValueError gets the names of row and data set.
+
+    Of a stream, and of a column that a user's transform makes, only the first row is checked.
+    """
+    rows: Iterable[dict[str, Any]] = [first]
+    if _has_column(dataset, column):
+        rows = ({column: value} for value in dataset[column])
+    for number, row in enumerate(rows):
+        try:
+            check(row)
+        except ValueError as error:
+            raise ValueError(f"row {number} of {argument}: {error}") from error
 
 
 @dataclass(slots=True, frozen=True)
@@ -175,6 +214,7 @@ def build_rollout_components(
             chat_template_kwargs=prompt_maker.chat_template_kwargs,
             response_parser=response_parser,
             prepare_messages=prompt_maker.template_messages,
+            ending=prompt_maker.ending,
         )
         on_error.pop_all()
     return RolloutComponents(tools=shared_tools, environments=environments, chat=chat)

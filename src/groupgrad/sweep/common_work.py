@@ -91,7 +91,7 @@ class CommonWork:
         if type(maker) is not PromptMaker or backend is None:
             return
         tokenise, template = maker.token_ids, getattr(maker.tokenizer, "chat_template", None)
-        same = _digest([backend.to_str(), template, maker.chat_template_kwargs, special_tokens])
+        same = _digest([backend.to_str(), template, maker.chat_template_kwargs, maker.continues_turns, special_tokens])
 
         def token_ids(prompt: Any) -> list[int]:
             return self.result((same, prompt), lambda: tokenise(prompt), lambda ids: _BYTES_OF_ID * len(ids))

@@ -287,7 +287,8 @@ def _warn_of_unread_kwargs(config: GRPOConfig, policy: PolicyBundle) -> None:
     text = str(getattr(policy.tokenizer, "chat_template", None) or "")
     words = set(re.findall(r"\w+", text))
     for key, value in mapping(config.chat_template_kwargs).items():
-        if text and key not in words and not is_processor(policy.processing_class):
+        is_read = key in words or key == "continue_final_message"
+        if text and not is_read and not is_processor(policy.processing_class):
             hint = did_you_mean(key, words, before="; ")
             warnings.warn(f"chat_template_kwargs has {key}={value!r}, which the chat template does not read{hint}")
 

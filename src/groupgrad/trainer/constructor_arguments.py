@@ -16,7 +16,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from groupgrad import compat
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp
-from groupgrad.config.unknown_names import advice, no_effect
+from groupgrad.config.unknown_names import advice, no_effect, place_of
 from groupgrad.modeling.liger import check_liger
 from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.systems.stochastic_adamw import check_parameters
@@ -74,10 +74,12 @@ def _instead(name: str, known: list[str]) -> str:
     if name in GRPOConfig.__dataclass_fields__:
         reason = no_effect(name)
         return f"it has no effect ({reason}). Take it out" if reason else f"set args=GRPOConfig({name}=...)"
-    similar = nearest(name, known)
-    if similar is not None:
+    fields, spelled = GRPOConfig.__dataclass_fields__, "args=GRPOConfig({}=...)".format
+    if place := place_of(name, fields, spelled=spelled):
+        return place
+    if similar := nearest(name, known):
         return f"did you mean {similar!r}?"
-    return advice(name, GRPOConfig.__dataclass_fields__, spelled="args=GRPOConfig({}=...)".format) or "take it out"
+    return advice(name, fields, spelled=spelled) or "take it out"
 
 
 def resolve_reward_funcs(reward_funcs: Any, reward_fn: Any, reward_model: Any, environment_factory: Any = None) -> Any:

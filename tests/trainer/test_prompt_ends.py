@@ -1,0 +1,135 @@
+"""The first and last tokens of prompts: one BOS, no EOS of the tokenizer's, an assistant's turn that is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
+
+BEGIN_AND_END = TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
+USER = {"role": "user", "content": "hi"}
+OPEN = {"role": "assistant", "content": "Well, "}
+
+
+@pytest.fixture
+def prompt_ids() -> Callable[..., list[list[int]]]:
+    """The ids that a training step samples from."""
+
+    def of(trainer: Any) -> list[list[int]]:
+        seen: list[list[int]] = []
+        trainer.on_experience = lambda experience: seen.extend(
+            experience.batch.prompt_ids[a:b].tolist()
+            for a, b in zip(experience.batch.prompt_offsets[:-1], experience.batch.prompt_offsets[1:])
+        )
+        trainer.train()
+        return seen
+
+    return of
+
+
+@pytest.mark.parametrize("special_tokens", ["auto", "split"])
+def test_texts_begin_with_one_bos_and_do_not_end(make_trainer, tokenizer, prompt_ids, caplog, special_tokens):
+    """A text that has the BOS gets no second one, and the EOS that the tokenizer appends is left out; both are said."""
+    tokenizer._tokenizer.post_processor = BEGIN_AND_END
+    a = tokenizer.convert_tokens_to_ids("a")
+    data = Dataset.from_list([{"prompt": "a"}, {"prompt": "<bos>aa"}] * 4)
+    trainer = make_trainer(
+        train_dataset=data,
+        max_steps=1,
+        per_device_train_batch_size=16,
+        special_tokens_in_prompts=special_tokens,
+        trainer={"eval_dataset": Dataset.from_dict({"prompt": ["aaa"]})},
+    )
+    said = [r.getMessage() for r in caplog.records if "texts" in r.getMessage()]
+    assert [text.partition(":")[0] for text in said] == ["train_dataset"] * 2 + ["eval_dataset"]
+    assert "appends <eos> to texts" in said[0]
+    assert "texts begin with <bos>" in said[1]
+    found = {tuple(ids) for ids in prompt_ids(trainer)}
+    if special_tokens == "auto":
+        assert found == {(2, a), (2, a, a)}
+    else:  # there the text's own BOS is ordinary text, behind the tokenizer's
+        assert {ids[0] for ids in found} == {2} and all(1 not in ids and ids.count(2) == 1 for ids in found)
+
+
+def test_an_eos_that_the_text_has_stays(make_trainer, tokenizer, prompt_ids):
+    """Only what the tokenizer adds is left out."""
+    a = tokenizer.convert_tokens_to_ids("a")
+    tokenizer._tokenizer.post_processor = BEGIN_AND_END
+    trainer = make_trainer(train_dataset=Dataset.from_dict({"prompt": ["a<eos>a", "<bos>"] * 4}), max_steps=1)
+    assert {tuple(ids) for ids in prompt_ids(trainer)} <= {(2, a, 1, a), (2,)}
+
+
+@pytest.mark.parametrize("engine", ["native", "transformers", "paged"])
+def test_an_assistants_turn_is_continued(make_trainer, tokenizer, prompt_ids, caplog, engine):
+    """The turn stays open and its text is the prompt's; other prompts get a generation prompt as ever."""
+    seen: list[tuple[Any, Any]] = []
+
+    def reward(prompts, completions, **kwargs):
+        seen.extend(zip(prompts, completions))
+        return [float(len(c[0]["content"])) for c in completions]
+
+    settings: dict[str, Any] = {"rollout_engine": engine}
+    if engine == "paged":
+        settings = {"use_transformers_continuous_batching": True}
+    trainer = make_trainer(
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list([{"prompt": [USER, OPEN]}, {"prompt": [USER]}] * 4),
+        chat_template_kwargs={"continue_final_message": True},
+        max_steps=1,
+        per_device_train_batch_size=16,
+        shuffle_dataset=False,
+        **settings,
+    )
+    found = {tokenizer.decode(ids) for ids in prompt_ids(trainer)}
+    assert found == {"<user>hi\n<assistant>Well, ", "<user>hi\n<assistant>"}
+    assert {len(prompt) for prompt, _ in seen} == {1, 2}
+    for prompt, completion in seen:
+        assert prompt in ([USER, OPEN], [USER])
+        assert [message["role"] for message in completion] == ["assistant"]
+        assert not completion[0]["content"].startswith("Well")
+    assert "ends with an assistant's message" not in caplog.text
+
+
+def test_without_it_another_turn_begins_and_that_is_said(make_trainer, tokenizer, prompt_ids, caplog):
+    trainer = make_trainer(train_dataset=Dataset.from_list([{"prompt": [USER, OPEN]}] * 8), max_steps=1)
+    assert caplog.text.count("ends with an assistant's message ('Well, ')") == 1
+    assert {tokenizer.decode(ids) for ids in prompt_ids(trainer)} == {"<user>hi\n<assistant>Well, \n<assistant>"}
+
+
+def test_a_reward_model_reads_both_parts_as_one_turn(make_trainer, tokenizer):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    scorer = LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_labels=1,
+            pad_token_id=0,
+        )
+    )
+    texts: list[str] = []
+
+    def keep(prompts, completions, **kwargs):
+        texts.extend(f"<user>hi\n<assistant>Well, {c[0]['content']}\n" for c in completions)
+        return [0.0] * len(completions)
+
+    trainer = make_trainer(
+        reward_funcs=[scorer, keep],
+        train_dataset=Dataset.from_list([{"prompt": [USER, OPEN]}] * 8),
+        chat_template_kwargs={"continue_final_message": True},
+        max_steps=1,
+        trainer={"reward_processing_classes": [tokenizer, None]},
+    )
+    trainer.train()
+    with torch.no_grad():
+        scores = [scorer(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() for text in texts]
+    mean = trainer.state.log_history[0]["rewards/LlamaForSequenceClassification/mean"]
+    assert mean == pytest.approx(sum(scores) / len(scores), abs=1e-5)
