@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
@@ -193,6 +194,18 @@ def test_numbers_that_call_for_a_change_are_put_in_words():
     assert advice([{"loss": 0.0, "frac_reward_zero_std": 0.73}])[0]["text"].startswith(
         "73 % of groups have no variance"
     )
+
+
+def test_advice_on_a_short_run_is_about_its_last_steps():
+    """Of ten steps all count as the last twenty; the mean of the run says nothing of where it is."""
+    for count in (10, 20, 40):
+        falling = [
+            {"loss": 0.0, "completions/clipped_ratio": share} for share in torch.linspace(1.0, 0.1, count).tolist()
+        ]
+        steady = [{"loss": 0.0, "completions/clipped_ratio": 0.1}] * 5
+        assert advice([*falling, *steady]) == []
+    (found,) = advice([*steady, {"loss": 0.0, "completions/clipped_ratio": 0.9}])
+    assert found["text"].startswith("37 % of completions are truncated")
 
 
 ADVISED = (

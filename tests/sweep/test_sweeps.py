@@ -46,7 +46,8 @@ def test_turns_are_few_and_of_about_equal_length(make_sweep, tmp_path):
     assert sweeper.turns.turn_end(store.arms()[0], 100) == 40  # alone, it takes turns that are five times as long
 
 
-def test_an_arm_between_its_turns_is_paused_for_who_looks_at_it(make_sweep, tools, tmp_path):
+def test_an_arm_between_its_turns_is_paused_for_who_looks_at_it(make_sweep, tools, tmp_path, capsys):
+    """And the line of each step begins with the arm's name."""
     states: list[dict[str, str]] = []
     in_turn: list[set[str]] = []
 
@@ -57,6 +58,9 @@ def test_an_arm_between_its_turns_is_paused_for_who_looks_at_it(make_sweep, tool
 
     results = make_sweep({"learning_rate": [1e-2, 3e-2]}, turn_steps=1, reward_funcs=[reward]).run()
     arms = [result.name for result in results]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  reward  " in line]
+    steps = [f"{arm}  step {step}" for arm in arms for step in range(1, 7)]
+    assert sorted(line.split("  reward")[0] for line in lines) == sorted(steps)
     assert {"paused", "running"} in [set(now.values()) for now in states]
     assert all(set(now.values()) <= {"paused", "running", "ended"} for now in states)
     assert in_turn == [{arm for arm, state in now.items() if state == "running"} for now in states]

@@ -34,6 +34,17 @@ def test_kl_is_shown_when_logged_and_lines_are_aligned():
         assert lines[0].index(word) == lines[1].index(word)
 
 
+def test_small_numbers_keep_significant_digits():
+    logs = {"reward": 0.5, "reward_std": 0.0042, "loss": -3.2e-5, "kl": 7.1e-6, "entropy": 0.0042, "grad_norm": 0.0042}
+    line = format_log(logs, step=1)
+    assert line == "step 1  reward  0.500 ± 0.0042  loss -3.2e-05  kl 7.1e-06  entropy 0.0042  grad 0.0042"
+    zero = dict.fromkeys(logs, 0.0) | {"loss": 2e-9, "grad_norm": 0.1, "kl": float("inf")}
+    assert format_log(zero, step=1).split()[2:] == (
+        ["reward", "0.000", "±", "0.000", "loss", "0.0000", "kl", "inf", "entropy", "0.000", "grad", "0.10"]
+    )
+    assert format_log({"train_runtime": 2.0, "train_loss": 2e-5}, step=3).endswith("mean loss 2e-05")
+
+
 def test_a_narrow_terminal_drops_the_least_important_numbers_first():
     lines = {width: format_log(TRAIN, step=5, max_steps=9, width=width) for width in (200, 100, 80, 20)}
     assert "lr" in lines[200]

@@ -109,6 +109,7 @@ class ArmTurns:
             )
         self._weights.share(trainer.model)
         self._work.join(trainer)
+        trainer.progress.name = arm.name
         run = self._runs[arm.id] = ArmRun(trainer, folder)
         return run
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 WINDOW = 20
-"""Last log events of training that an advice is about."""
+"""Last log events of training that an advice is about; a quarter of them, but at least 3, in a shorter run."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,8 +36,8 @@ class Numbers:
 
     def recent(self, key: str) -> float | None:
         """The mean of the last values; None without any."""
-        values = self.values(key)[-WINDOW:]
-        return _mean(values) if values else None
+        values = self.values(key)
+        return _mean(values[-min(WINDOW, max(3, len(values) // 4)) :]) if values else None
 
     def early(self, key: str) -> float | None:
         """The mean of the first values; None before there are others."""

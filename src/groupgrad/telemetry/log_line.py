@@ -21,6 +21,9 @@ class _Field:
     unit: str = ""
 
 
+ROUNDING = 1e-7
+"""Numbers below it are those of float32's rounding, such as the loss of a policy that has not moved."""
+
 _FIELDS = (
     _Field("reward", "reward", ".3f", 6, 0),
     _Field("±", "reward_std", ".3f", 5, 2),
@@ -75,7 +78,7 @@ def _parts(logs: Mapping[str, Any], prefix: str) -> list[tuple[int, str]]:
         if value is None:
             continue
         scaled = value * field.scale if isinstance(value, (int, float)) else value
-        parts.append((field.priority, f"{field.label} {_number(scaled, field.spec):>{field.width}}{field.unit}"))
+        parts.append((field.priority, f"{field.label} {_significant(scaled, field.spec):>{field.width}}{field.unit}"))
     return parts
 
 
@@ -112,8 +115,16 @@ def _end_line(logs: Mapping[str, Any], step: int) -> str:
         duration = f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
     line = f"done: {step} steps in {duration}"
     if logs.get("train_loss") is not None:
-        line += f", mean loss {_number(logs['train_loss'], '.4f')}"
+        line += f", mean loss {_significant(logs['train_loss'], '.4f')}"
     return line
+
+
+def _significant(value: Any, spec: str) -> str:
+    """A number by its format, or with two significant digits where that has two decimals or more and shows fewer."""
+    decimals = int(spec[1]) if spec.endswith("f") else 0
+    if decimals > 1 and isinstance(value, (int, float)) and ROUNDING < abs(value) < 10 ** (1 - decimals):
+        return _number(value, ".2g")
+    return _number(value, spec)
 
 
 def _number(value: Any, spec: str) -> str:

@@ -43,6 +43,8 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         self._clock = clock
         self._bar: Any = None
         self._evaluation_bar: Any = None
+        self.name = ""
+        """Name of the run at the beginning of its lines, where a process trains several."""
         self.phase = "idle"
         """Current phase of the trainer."""
         self._numbers: dict[str, float] = {}
@@ -126,8 +128,9 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
         """Writes the log event as one line above the bar."""
         if not state.is_world_process_zero or not logs:
             return
-        columns = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
-        line = format_log(
+        name = f"{self.name}  " if self.name else ""
+        columns = shutil.get_terminal_size().columns - len(name) if _is_terminal(sys.stdout) else None
+        line = name + format_log(
             logs,
             step=state.global_step,
             max_steps=state.max_steps,
