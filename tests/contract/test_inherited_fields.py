@@ -127,7 +127,7 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     "torch_compile_mode": COMPILES,
     "use_liger_kernel": Trainer("trainer", f"{RUNS}::test_kernels_are_put_into_the_model"),
     "liger_kernel_config": Trainer("trainer", f"{RUNS}::test_kernels_are_put_into_the_model"),
-    "use_cache": Trainer("trainer", f"{RUNS}::test_the_cache_of_the_saved_model"),
+    "use_cache": Warns(True),
     "neftune_noise_alpha": Trainer("trainer", f"{RUNS}::test_noise_on_embeddings"),
     "torch_empty_cache_steps": Trainer("trainer", f"{RUNS}::test_the_cache_of_the_device_is_emptied"),
     # logs and trackers

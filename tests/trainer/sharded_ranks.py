@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -35,6 +36,16 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {**PLAIN, "max_grad_norm": 0.05, "offload": True},
     "hopeless": {**PLAIN, "short": ("middle", (1,), 4)},
 }
+
+
+class _Recomputes(TrainerCallback):
+    """Sees at the end of each step whether layers were computed again in the backward pass."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.at_step_end = trainer, False
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.at_step_end = self.trainer.checkpointing is not None and self.trainer.checkpointing.is_on
 
 
 def build(ranks: Any, name: str, out: Path, kind: str | None) -> Any:
@@ -70,6 +81,7 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
     where, on, most = CASES[name].get("short", ("forward", (0, 1), 10**6))
     oom = oom_ranks.SimulatedOom(where, on, most=most)
     oom.put_into(trainer.model)
+    trainer.add_callback(recomputes := _Recomputes(trainer))
     try:
         trainer.train()
     except Exception as error:
@@ -87,7 +99,7 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
         "passes": oom.passes,
         "failures": oom.failures,
         "limit": trainer.memory.state_dict()["limit"],
-        "recomputes": trainer.checkpointing is not None and trainer.checkpointing.is_on,
+        "recomputes": recomputes.at_step_end,
     }
 
 

@@ -373,8 +373,10 @@ def test_activation_checkpointing(make_trainer, make_policy, monkeypatch, name):
     monkeypatch.setattr(policy, "activation_checkpointing_enable", lambda **kw: (given.append(kw), enable(**kw)))
     options = {"use_reentrant": False, "determinism_check": "none"}
     on = {"activation_checkpointing": True, "gradient_checkpointing": True}
-    make_trainer(model=policy, max_steps=1, **on, **{name: options}).train()
-    assert recomputes(policy)
+    seen: list[bool] = []
+    watch = Watch("on_step_end", lambda *_: seen.append(recomputes(policy)))
+    make_trainer(model=policy, max_steps=1, trainer={"callbacks": [watch]}, **on, **{name: options}).train()
+    assert seen == [True] and not recomputes(policy)
     assert given[0]["activation_checkpointing_kwargs"] == options
 
 
@@ -421,14 +423,6 @@ def test_kernels_are_put_into_the_model(make_trainer, calls, monkeypatch):
     trainer.train()
     assert then == [((trainer.model, expected), {})]
     assert trainer.args.liger_kernel_config == {"rope": False}
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_the_cache_of_the_saved_model(make_trainer, value):
-    """Sampling and scoring do not use the setting."""
-    trainer = make_trainer(use_cache=value, max_steps=1)
-    trainer.train()
-    assert trainer.model.config.use_cache is value
 
 
 def test_overflow_is_looked_for(make_trainer, monkeypatch):

@@ -142,6 +142,7 @@ UNUSED: tuple[UnusedSettings, ...] = (
         "evaluation samples and scores completions; there are no predictions to collect",
     ),
     UnusedSettings(("label_names",), "GRPO has no labels"),
+    UnusedSettings(("use_cache",), "sampling keeps a cache and scoring needs none; the model's configuration stays"),
     UnusedSettings(("length_column_name",), "nothing is grouped by length"),
     UnusedSettings(("average_tokens_across_devices",), "the loss always counts over all processes"),
     UnusedSettings(("dataloader_in_order",), "generation batches are always read in order"),

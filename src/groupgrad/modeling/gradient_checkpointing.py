@@ -132,21 +132,25 @@ class CheckpointingByNeed:
         free = FREE_SHARE * free_bytes(device)
         is_needed = needed > free
         is_on = any(dist.all_gather_objects(is_needed)) if self._is_joint else is_needed
-        if is_on != self.is_on:
-            if is_needed:
-                _warn(f"{num_tokens} tokens{' and their images' if num_values else ''}", needed, free)
-            self._switch(is_on)
+        if is_needed and not self.is_on:
+            _warn(f"{num_tokens} tokens{' and their images' if num_values else ''}", needed, free)
+        self.switch(is_on)
 
-    def _switch(self, is_on: bool) -> None:
+    def switch(self, is_on: bool) -> None:
+        """Switches gradient checkpointing, whatever memory there is; nothing if it `is_on` already, or off."""
+        if is_on == self.is_on:
+            return
         self.is_on = is_on
         if is_on:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._checkpointing_options)
+            # Reentrant checkpointing passes no gradient to an adapter unless the layer's input requires one. Releases
+            # of transformers differ in whether they see to it.
+            is_reentrant = self._checkpointing_options.get("use_reentrant") and hasattr(self._model, "peft_config")
+            if is_reentrant and not getattr(self._model, "_require_grads_hooks", None):
+                self._model.enable_input_require_grads()
         else:
             self._model.gradient_checkpointing_disable()
-        # Reentrant checkpointing passes no gradient to an adapter unless the layer's input requires one.
-        if self._checkpointing_options.get("use_reentrant") and hasattr(self._model, "peft_config"):
-            name = "enable_input_require_grads" if is_on else "disable_input_require_grads"
-            getattr(self._model, name)()
+            self._model.disable_input_require_grads()  # which transformers leaves on the embeddings
 
 
 def _warn(what: str, needed: float, free: float) -> None:

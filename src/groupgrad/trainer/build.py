@@ -68,6 +68,7 @@ from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import component_options
 from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.trainer.context_group import context_group
+from groupgrad.trainer.given_model import GivenModel
 from groupgrad.trainer.signal_watch import SignalWatch
 from groupgrad.types import Prompt
 
@@ -84,6 +85,7 @@ class PolicyBundle:
     eos_ids: list[int]
     max_context: int | None
     reference: Reference | None
+    given: GivenModel
     aux_loss_coef: float
     """Weight of the load-balancing loss of a mixture of experts; 0 for other models."""
 
@@ -106,6 +108,7 @@ def build_policy(
         model = add_adapter(model, peft_config, keep_dtype=config.stochastic_rounding)
         separate_trained(model)
     check_adapter(model)
+    given = GivenModel(model)
     if config.use_liger_kernel:
         apply_kernels(model, config.liger_kernel_config)
     load.check_trainable(model)
@@ -143,6 +146,7 @@ def build_policy(
         eos_ids=eos_ids,
         max_context=load.max_context(model),
         reference=reference,
+        given=given,
         aux_loss_coef=configured_aux_loss_weight(model, config.router_aux_loss_coef),
     )
 

@@ -48,13 +48,19 @@ def entry(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S,
     @wraps(method)
     def checked(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with one_thread(f"{method.__name__}()"):
-            if not self.is_in_train:
-                _check_model(self)
-                if follow_options(self):
-                    self._build_components()
-                if method.__name__ == "train":
-                    check_ranks_agree(self)
-            return method(self, *args, **kwargs)
+            if self.is_in_train:
+                return method(self, *args, **kwargs)
+            _check_model(self)
+            if follow_options(self):
+                self._build_components()
+            if method.__name__ == "train":
+                check_ranks_agree(self)
+            with self._policy.given.in_use():
+                try:
+                    return method(self, *args, **kwargs)
+                finally:
+                    if self.checkpointing is not None:
+                        self.checkpointing.switch(False)
 
     return checked
 
