@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from groupgrad.engines.base import Request, Sample
+from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
+from groupgrad.rollout import driver
 from groupgrad.rollout.driver import Driver, sample_turn, wait_for
 
 
@@ -147,6 +149,60 @@ def test_an_error_closes_the_other_rollouts():
     with pytest.raises(RuntimeError, match="out of luck"):
         Driver(ScriptedSession(), [waits(0), fails(), waits(2)]).run()
     assert closed == [0, 2]
+
+
+class SlowEngine(BatchEngine):
+    """Takes `call_s` a call, whatever its rows; `calls` has the first ids of the rows of each."""
+
+    def __init__(self, call_s: float):
+        self.call_s, self.calls = call_s, []
+
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        time.sleep(self.call_s)
+        self.calls.append([request.prompt_ids[0] for request in requests])
+        return [Sample([1], "eos") for _ in requests]
+
+
+@pytest.mark.parametrize(
+    ("call_s", "least_s", "tools_s", "expected"),
+    [
+        (0.0, 1.5, [0.0, 0.1, 0.0, 0.2], [[0, 1, 2, 3], [0, 1, 2, 3]]),  # threads take a moment to answer
+        (1.5, 0.1, [0.0, 0.4, 0.0, 0.2], [[0, 1, 2, 3], [0, 1, 2, 3]]),  # a call takes longer than waiting
+        (0.0, 0.5, [0.0, 1.5, 0.0, 0.0], [[0, 1, 2, 3], [0, 2, 3], [1]]),  # a slow tool keeps nobody
+    ],
+)
+def test_a_whole_batch_waits_for_tools_that_take_less_than_a_call(
+    monkeypatch: Any, call_s: float, least_s: float, tools_s: list[float], expected: list[list[int]]
+) -> None:
+    monkeypatch.setattr(driver, "LEAST_PATIENCE_S", least_s)
+
+    async def rollout(number: int) -> None:
+        await sample_turn(Request([number], seed=0, max_new_tokens=1))
+        await wait_for([later(None, tools_s[number])])
+        await sample_turn(Request([number], seed=0, max_new_tokens=1))
+        await wait_for([later(None, 0.3)], samples_next=False)
+
+    engine = SlowEngine(call_s)
+    with engine.session(SamplingOptions(1)) as session:
+        Driver(session, [rollout(number) for number in range(4)]).run()
+    assert [sorted(rows) for rows in engine.calls] == expected
+
+
+def test_a_rollout_that_ends_is_not_waited_for() -> None:
+    """Another's last wait, for a reward, takes as long as it likes."""
+
+    async def ends() -> None:
+        await wait_for([later(None, 0.9)], samples_next=False)
+
+    async def samples() -> float:
+        await sample_turn(Request([1], seed=0, max_new_tokens=1))
+        return time.perf_counter() - started
+
+    engine = SlowEngine(0.5)
+    with engine.session(SamplingOptions(1)) as session:
+        started = time.perf_counter()
+        _, first, second = Driver(session, [ends(), samples(), samples()]).run()
+    assert engine.calls == [[1, 1]] and max(first, second) < 0.9
 
 
 def test_no_rollouts_are_no_work():

@@ -357,14 +357,14 @@ class _Agent:
         if self._handle is None or not self._handle.spec.has_reward:
             return {}
         reward = self._handle.get_reward(self._workers, self._tool_options.timeout_s)
-        (outcome,) = await self._wait_for([reward])
+        (outcome,) = await self._wait_for([reward], samples_next=False)
         if outcome.problem:
             self._problem = outcome.problem
             logger.warning("row %d gets no reward of its environment: %s", self._row, outcome.problem)
         return {self._handle.spec.reward_name: outcome.value}
 
-    async def _wait_for(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        wait = await wait_for(futures)
+    async def _wait_for(self, futures: Sequence[Future[Any]], *, samples_next: bool = True) -> list[Any]:
+        wait = await wait_for(futures, samples_next=samples_next)
         self._wait_s += wait.seconds
         self._hidden_s += wait.hidden_s
         return wait.results

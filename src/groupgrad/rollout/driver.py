@@ -3,6 +3,9 @@
 A rollout is a coroutine that awaits two things: `sample_turn` for a turn of the model, and `wait_for` for futures of
 tools. The driver runs on the calling thread, where the engine computes; tools run on other threads. It is not an
 asyncio loop, because in a notebook the calling thread is running one already.
+
+An engine that samples whole batches takes about as long for one row as for many, so its rows come in waves: a call
+waits for rollouts whose tools answer within the time of a call.
 """
 
 from __future__ import annotations
@@ -12,12 +15,16 @@ import time
 import types
 from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from groupgrad.engines.base import Request, Sample, Session
+from groupgrad.engines.base import BatchSession, Request, Sample, Session
 
 T = TypeVar("T")
+
+LEAST_PATIENCE_S = 0.1
+"""A wave waits as long for a rollout even if calls of the engine take less, since threads of tools take a moment."""
 
 
 @types.coroutine
@@ -37,10 +44,26 @@ class ToolWait:
     """The part of `seconds` during which the engine worked for other rollouts."""
 
 
+@dataclass(slots=True, frozen=True)
+class _Wait:
+    """What a rollout waits for."""
+
+    futures: Sequence[Future[Any]]
+    samples_next: bool
+    began: float
+    engine_s: float
+    """Seconds that the engine had worked when the wait began."""
+
+
 @types.coroutine
-def wait_for(futures: Sequence[Future[Any]]) -> Generator[Sequence[Future[Any]], ToolWait, ToolWait]:
-    """Waits until all `futures` are done; none of them may raise."""
-    return (yield futures)
+def wait_for(
+    futures: Sequence[Future[Any]], *, samples_next: bool = True
+) -> Generator[tuple[Sequence[Future[Any]], bool], ToolWait, ToolWait]:
+    """Waits until all `futures` are done; none of them may raise.
+
+    Without `samples_next` the rollout samples no further turn, so no wave of rows waits for it.
+    """
+    return (yield futures, samples_next)
 
 
 @dataclass(slots=True)
@@ -57,12 +80,14 @@ class Driver(Generic[T]):
     _sampling: dict[int, int] = field(default_factory=dict)
     """Indices of the rollouts being sampled, by ticket."""
     _last_tickets: dict[int, int] = field(default_factory=dict)
-    _waiting: dict[int, tuple[Sequence[Future[Any]], float, float]] = field(default_factory=dict)
-    """Futures of each waiting rollout (by index), the time when it began to wait, and `_engine_s` at that time."""
+    _waiting: dict[int, _Wait] = field(default_factory=dict)
+    """By the rollout's index."""
     _answered: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     """The index of the waiting rollout, once for each of its futures that is done."""
     _engine_s: float = 0.0
     """Seconds that the engine has worked."""
+    _patience_s: float = field(default_factory=lambda: LEAST_PATIENCE_S)
+    """Seconds that a wave waits for a rollout at most: those of the engine's last call."""
 
     def run(self) -> list[T]:
         """Runs all coroutines; returns their values, in order. If one raises, all are closed before it is raised."""
@@ -71,7 +96,9 @@ class Driver(Generic[T]):
                 self._resume(index, None)
             while self._sampling or self._waiting:
                 for index in self._next_answered():
-                    self._resume(index, self._end_wait(*self._waiting.pop(index)))
+                    self._resume(index, self._end_wait(self._waiting.pop(index)))
+                if self._wave_waits_s() > 0:
+                    continue
                 for ticket, sample in self._advance_engine():
                     self._resume(self._sampling.pop(ticket), (ticket, sample))
         finally:
@@ -92,32 +119,54 @@ class Driver(Generic[T]):
             ticket = self.session.submit(awaited)
             self._sampling[ticket], self._last_tickets[index] = index, ticket
             return
-        self._waiting[index] = (awaited, time.perf_counter(), self._engine_s)
-        for future in awaited:
+        futures, samples_next = awaited
+        self._waiting[index] = _Wait(futures, samples_next, time.perf_counter(), self._engine_s)
+        for future in futures:
             future.add_done_callback(lambda _: self._answered.put(index))
-        if not awaited:
+        if not futures:
             self._answered.put(index)
 
     def _next_answered(self) -> list[int]:
-        """Rollouts whose futures are all done. Blocks until a future is done if the engine has nothing to do."""
-        indices = set() if self._sampling else {self._answered.get()}
+        """Rollouts whose futures are all done.
+
+        Blocks until a future is done if the engine has nothing to do, and while its next wave waits.
+        """
+        indices: set[int] = set()
+        if not self._sampling:
+            indices.add(self._answered.get())
+        elif (seconds := self._wave_waits_s()) > 0:
+            with suppress(queue.Empty):
+                indices.add(self._answered.get(timeout=seconds))
         while not self._answered.empty():
             indices.add(self._answered.get())
         return [
             index
             for index in sorted(indices & self._waiting.keys())
-            if all(future.done() for future in self._waiting[index][0])
+            if all(future.done() for future in self._waiting[index].futures)
         ]
+
+    def _wave_waits_s(self) -> float:
+        """Seconds for which the rows of a whole batch wait for others whose tools may be quick; 0 to sample now.
+
+        A tool is quick as long as it has not taken longer than a call of the engine, which waiting for it saves. So
+        waiting costs at most as much as it may save, and a slow or hanging tool keeps no wave longer than that.
+        """
+        if not isinstance(self.session, BatchSession) or not self._sampling:
+            return 0.0
+        began = [wait.began for wait in self._waiting.values() if wait.samples_next]
+        return max(0.0, max(began) + self._patience_s - time.perf_counter()) if began else 0.0
 
     def _advance_engine(self) -> list[tuple[int, Sample]]:
         if not self._sampling:
             return []
         started = time.perf_counter()
         ended = self.session.advance()
-        self._engine_s += time.perf_counter() - started
+        took = time.perf_counter() - started
+        self._engine_s += took
+        self._patience_s = max(LEAST_PATIENCE_S, took)
         return ended
 
-    def _end_wait(self, futures: Sequence[Future[Any]], began: float, engine_s_before: float) -> ToolWait:
-        seconds = time.perf_counter() - began
-        hidden_s = min(seconds, self._engine_s - engine_s_before)
-        return ToolWait([future.result() for future in futures], seconds, hidden_s)
+    def _end_wait(self, wait: _Wait) -> ToolWait:
+        seconds = time.perf_counter() - wait.began
+        hidden_s = min(seconds, self._engine_s - wait.engine_s)
+        return ToolWait([future.result() for future in wait.futures], seconds, hidden_s)
