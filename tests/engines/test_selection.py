@@ -81,10 +81,12 @@ def test_a_class_that_overrides_generate_counts_too(build):
     assert brings_own_generate(model)
 
 
-def test_an_adapter_does_not_bring_its_own(build):
+@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
+def test_an_adapter_does_not_bring_its_own(build, task_type):
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    config: Any = LoraConfig(r=2, target_modules=["q_proj"], task_type=task_type)
+    model = get_peft_model(build("llama"), config)
     assert not brings_own_generate(model)
     assert choose_engine(model, EngineOptions(), OPTIONS).name == "native"
     model.get_base_model().generate = lambda *args, **kwargs: None

@@ -8,6 +8,7 @@ that.
 
 from __future__ import annotations
 
+import functools
 from types import MethodType
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import TrainerCallback
+from transformers import GenerationMixin, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
@@ -130,13 +131,26 @@ def test_what_a_patched_model_brings_is_found_out(make_trainer: Any, make_policy
     assert modes and all(modes)
 
 
-def test_a_generate_that_is_replaced_later_samples_the_next_generation_batch(make_trainer: Any) -> None:
+@pytest.mark.parametrize("place", ["instance", "class", "library"])
+def test_a_generate_that_is_replaced_later_samples_the_next_generation_batch(
+    make_trainer: Any, monkeypatch: Any, place: str
+) -> None:
+    """Wherever it is replaced, also by a function that goes by the name of the one before."""
+
     class Replace(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             model = kwargs["model"]
             if state.global_step == 1:
-                plain = model.generate
-                model.generate = lambda *a, **k: calls.append(state.global_step) or plain(*a, **k)
+                owner = {"instance": model, "class": type(model), "library": GenerationMixin}[place]
+                plain = owner.generate
+
+                @torch.no_grad()
+                @functools.wraps(plain)
+                def generate(*a: Any, **k: Any) -> Any:
+                    calls.append(state.global_step)
+                    return plain(*a, **k)
+
+                monkeypatch.setattr(owner, "generate", generate, raising=False)
 
     calls: list[int] = []
     trainer = make_trainer(max_steps=3, trainer={"callbacks": [Replace()]})

@@ -132,12 +132,25 @@ def _continuous_batching(trial: _Trial, settings: dict[str, Any], sampling: Samp
 
 
 def brings_own_generate(model: nn.Module) -> bool:
-    """True if the model under its wrappers has a `generate` of its own, as accelerated models do."""
-    inner, base = unwrap(model), base_model(unwrap(model))
-    if "generate" in vars(inner) or "generate" in vars(base):
-        return True
-    generate = inspect.getattr_static(type(base), "generate", None)
-    return generate is not None and generate is not inspect.getattr_static(GenerationMixin, "generate")
+    """True if `generate` of the model under its wrappers is not the library's: that of accelerated models, say.
+
+    A script may replace it on the instance, on its class, or on the library's class for all models.
+    """
+    inner = unwrap(model)
+    return any("generate" in vars(part) or _is_replaced(type(part)) for part in (inner, base_model(inner)))
+
+
+def _is_replaced(model_class: type) -> bool:
+    """True if the class has a `generate` that neither transformers nor peft defines for all models."""
+    generate = inspect.getattr_static(model_class, "generate", None)
+    while _module(generate).startswith(("torch.utils.", "transformers.utils.")):  # their decorators
+        generate = generate.__wrapped__
+    return generate is not None and _module(generate) not in ("transformers.generation.utils", "peft.peft_model")
+
+
+def _module(function: Any) -> str:
+    """The module whose code a function is; decorators copy the name of another one into its `__module__`."""
+    return getattr(function, "__globals__", {}).get("__name__", "")
 
 
 def _obstacle(model: nn.Module, sampling: SamplingOptions) -> str | None:
