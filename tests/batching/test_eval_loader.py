@@ -10,7 +10,7 @@ from groupgrad.batching.eval_loader import EvalBatch, EvalLoader
 def test_every_prompt_once_in_order_with_the_rest_last():
     loader = EvalLoader([{"prompt": str(i)} for i in range(7)], 3)
     batches = list(loader)
-    assert len(loader) == 3
+    assert len(loader) == 3 and loader.num_workers == 0
     assert [batch.number for batch in batches] == [0, 1, 2]
     assert [[row["prompt"] for row in batch.rows] for batch in batches] == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 
 @dataclass(slots=True, frozen=True)
 class EvalBatch:
@@ -21,16 +23,21 @@ class EvalBatch:
         return range(rank * total // world_size, (rank + 1) * total // world_size)
 
 
-class EvalLoader:
-    """An evaluation set in its own order, `prompts_per_batch` prompts at a time, the last batch with the rest."""
+class EvalLoader(DataLoader):
+    """An evaluation set in its own order, `prompts_per_batch` prompts at a time, the last batch with the rest.
+
+    It has the attributes of a data loader, which scripts and callbacks read. Rows are read in this process
+    (`num_workers` is 0), one after the other, since sampling takes longer by far.
+    """
 
     def __init__(self, dataset: Any, prompts_per_batch: int):
-        self.dataset, self.prompts_per_batch = dataset, prompts_per_batch
+        super().__init__(dataset, prompts_per_batch, collate_fn=list)
+        self.prompts_per_batch = prompts_per_batch
 
     def __len__(self) -> int:
-        return math.ceil(len(self.dataset) / self.prompts_per_batch)
+        return math.ceil(len(self.dataset) / self.prompts_per_batch)  # pyright: ignore[reportArgumentType]
 
-    def __iter__(self) -> Iterator[EvalBatch]:
+    def __iter__(self) -> Iterator[EvalBatch]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows: list[dict[str, Any]] = []
         number = 0
         for row in self.dataset:
