@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
@@ -21,6 +22,7 @@ from groupgrad.cli.main import main
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.selection import EngineChoice
 from groupgrad.errors import RolloutError
+from groupgrad.rollout import driver
 from groupgrad.trainer import build as trainer_build
 
 
@@ -38,9 +40,11 @@ class CallingEngine(BatchEngine):
     def __init__(self, tokenizer: Any, text: Callable[[int], str], num_calls: int = 1):
         self._tokenizer, self._text, self._num_calls = tokenizer, text, num_calls
         self.asked: list[Request] = []
+        self.rows_of_calls: list[int] = []
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         self.asked += requests
+        self.rows_of_calls.append(len(requests))
         return [self._sample(request) for request in requests]
 
     def _sample(self, request: Request) -> Sample:
@@ -221,6 +225,49 @@ def test_an_environments_own_reward_needs_no_function(tokenizer: Any, make_model
     with_function.train()
     log = with_function.state.log_history[0]
     assert log["reward"] == pytest.approx(0.5 * log["rewards/longer/mean"] + log["rewards/Counter/mean"])
+
+
+class Judged(Counter):
+    def get_reward(self) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -1.0
+
+
+def test_the_rewards_of_environments_are_the_last_functions(tokenizer: Any, make_model: Any) -> None:
+    """As in TRL they can be called, score environments of their own class alone, and are async where the method is."""
+    rows = Dataset.from_list([{**row, "environment": ("a", "b")[i % 2]} for i, row in enumerate(CHAT)])
+    factories = {"a": Counter, "b": Judged}
+    rest = {"train_dataset": rows, "reward_funcs": longer}
+    trainer = make(tokenizer, make_model, environment_factory=factories, **rest)
+    environments = [Counter(), Judged(), Counter()]
+    for environment in environments:
+        environment.reset()
+    environments[0].add(3)
+    first, counted, judged = trainer.reward_funcs
+    assert first is longer and trainer.reward_func_names == ["longer", "Counter", "Judged"]
+    assert trainer.reward_processing_classes == [None, None, None] and len(trainer.reward_weights) == 3
+    assert asyncio.run(counted(completions=[], environments=environments)) == [6.0, None, 0.0]
+    assert judged(environments=environments, prompts=[]) == [None, -1.0, None]
+
+
+def test_rows_come_in_waves_to_an_engine_that_samples_whole_batches(
+    tokenizer: Any, make_model: Any, calling: Any, monkeypatch: Any
+) -> None:
+    """Two replies and an answer of 16 rows are three calls, though each tool answers at a time of its own."""
+    monkeypatch.setattr(driver, "LEAST_PATIENCE_S", 2.0)  # a busy machine's threads are slow
+    engine = calling(lambda n: call("pause", step=n), num_calls=2)
+
+    def pause(step: int) -> int:
+        """Waits.
+
+        Args:
+            step: For so long.
+        """
+        time.sleep(0.004 * step)
+        return step
+
+    config = {"per_device_train_batch_size": 16, "max_completion_length": 400}
+    make(tokenizer, make_model, config, tools=[pause], reward_funcs=longer).train()
+    assert engine.rows_of_calls == [16, 16, 16]
 
 
 def test_tool_tokens_are_not_counted(tokenizer: Any, make_model: Any, calling: Any) -> None:

@@ -99,6 +99,15 @@ class Environments:
         """Classes that compute rewards of their own, each once."""
 
     @property
+    def reward_functions(self) -> list[Callable[..., Any]]:
+        """One function for each of `reward_names`, which scripts may call with `environments=[...]`, as in TRL.
+
+        It returns the reward of each environment of its class and None for the others; async if `get_reward` is.
+        """
+        classes = {spec.reward_name: spec.env_class for spec in self._specs.values()}
+        return [_reward_function(classes[name]) for name in self.reward_names]
+
+    @property
     def schemas(self) -> dict[str, list[dict[str, Any]]]:
         """Schemas of a rollout's tools, by the name of its environment's factory."""
         return {name: [tool.schema for tool in (*self._tools, *spec.tools)] for name, spec in self._specs.items()}
@@ -366,6 +375,18 @@ class EnvHandle:
         if math.isinf(reward):
             raise EnvironmentFault(f"{name} returned {reward}; return a finite number, or None")
         return None if math.isnan(reward) else reward
+
+
+def _reward_function(env_class: type) -> Callable[..., Any]:
+    """The rewards of environments of this very class, as a reward function."""
+
+    def get_reward(environments: Sequence[Any], **_: Any) -> list[Any]:
+        return [each.get_reward() if type(each) is env_class else None for each in environments]
+
+    async def get_reward_async(environments: Sequence[Any], **_: Any) -> list[Any]:
+        return [await each.get_reward() if type(each) is env_class else None for each in environments]
+
+    return get_reward_async if is_async(env_class.get_reward) else get_reward  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def add_observation(messages: Sequence[Mapping[str, Any]], observation: Observation) -> list[dict[str, Any]]:

@@ -49,6 +49,11 @@ class RolloutComponents:
         of_tools = {TOOLS_COLUMN} if self.tools else set()
         return of_tools | (set() if self.environments is None else {ENV_COLUMN, *self.environments.columns_named})
 
+    @property
+    def reward_functions(self) -> list[Callable[..., Any]]:
+        """The rewards of environments as functions, see `Environments.reward_functions`."""
+        return [] if self.environments is None else self.environments.reward_functions
+
     def close(self) -> None:
         """Closes the environments. May be called any number of times."""
         if self.environments is not None:

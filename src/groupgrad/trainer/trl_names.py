@@ -198,6 +198,10 @@ SETTINGS = (
 """Attributes with the name and the value of a setting."""
 
 
+def _processing_classes(trainer: Any) -> list[Any]:
+    return [*trainer.rewards.processing_classes, *(None for _ in trainer.rollout_components.reward_names)]
+
+
 class TRLNames:
     """Attributes of TRL's trainer with TRL's meaning, in addition to those in `SETTINGS`."""
 
@@ -214,9 +218,12 @@ class TRLNames:
     )
     rollout_func = given("rollout_func", lambda trainer: trainer.rollout_components.function)
     tools = given("tools", lambda trainer: [tool.function for tool in trainer.rollout_components.tools])
-    reward_funcs = given("reward_funcs", lambda trainer: trainer.rewards.functions)
+    reward_funcs = given(
+        "reward_funcs", lambda trainer: [*trainer.rewards.functions, *trainer.rollout_components.reward_functions]
+    )
+    """The rewards of environments come last, as functions of `environments`."""
     reward_func_names = given("reward_funcs", lambda trainer: list(trainer.rewards.names))
-    reward_processing_classes = given("reward_processing_classes", lambda trainer: trainer.rewards.processing_classes)
+    reward_processing_classes = given("reward_processing_classes", _processing_classes)
     reward_weights = ReadOnly(
         lambda trainer: torch.tensor(trainer.components.collector.options.reward_weights),
         "set GRPOConfig(reward_weights=...)",
