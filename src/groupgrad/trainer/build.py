@@ -206,6 +206,7 @@ def plan_execution(
     The engine is `vllm_policy` if given. `precision` makes the context of training's mixed precision. ConfigError if
     the configuration asks for what the model cannot run.
     """
+    policy.given.keep_cache()
     pad_id, example = int(policy.tokenizer.pad_token_id), _example(policy)
     scoring = component_options.forward_options(config, pad_id=pad_id, aux_loss=False)
     asked = config.router_aux_loss_coef

@@ -42,6 +42,11 @@ class GivenModel:
             elif "use_cache" in vars(self._config):
                 del self._config.use_cache
 
+    @property
+    def is_prepared(self) -> bool:
+        """True if the model has training's precision now."""
+        return "_is_accelerate_prepared" in vars(self._model)
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Context of training or evaluation: the model as the trainer has prepared it."""
@@ -57,11 +62,6 @@ class GivenModel:
             vars(model).update(given)
             for module, attributes in before.items():
                 _put_back(module, attributes)
-
-
-def is_prepared(model: nn.Module) -> bool:
-    """Returns True if the model has training's precision."""
-    return "_is_accelerate_prepared" in vars(unwrap(model))
 
 
 def _take_off(model: nn.Module) -> dict[str, Any]:

@@ -369,7 +369,6 @@ class GRPOTrainer(TrainingRun):
     def _connect(self, policy: build.PolicyBundle) -> None:
         """Makes everything that lives as long as the trainer, and hooks it into the training loop."""
         config, self._policy, self.reference = self.args, policy, policy.reference
-        policy.given.keep_cache()
         if policy.reference is not None and policy.reference.module is not None:
             policy.reference.module = self.accelerator.prepare_model(policy.reference.module, evaluation_mode=True)
         self.progress = ProgressCallback()

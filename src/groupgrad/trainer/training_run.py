@@ -72,7 +72,6 @@ from groupgrad.trainer.changed_options import ChangedOptions
 from groupgrad.trainer.checked_entry import entry
 from groupgrad.trainer.exit_guard import exits_are_errors
 from groupgrad.trainer.finite_steps import FiniteSteps
-from groupgrad.trainer.given_model import is_prepared
 from groupgrad.trainer.launcher_watch import LauncherWatch
 from groupgrad.trainer.rank_watch import RankWatch
 from groupgrad.trainer.replaceable_loss import ReplaceableLoss
@@ -479,7 +478,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
 
     def _prepare_for_evaluation(self) -> None:
         """Places the model and gives it training's precision, when evaluation comes before any training."""
-        if self.model_wrapped is self.model and not is_prepared(self.model):
+        if self.model_wrapped is self.model and not self._policy.given.is_prepared:
             self._prepare_model(self.model)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
