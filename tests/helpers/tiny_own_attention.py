@@ -10,12 +10,9 @@ from tiny_hybrids import VOCABULARY
 from transformers import AutoModelForCausalLM
 
 _TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-_GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 4}
 _FALCON: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gptj": ("GPTJ", {**_GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
-    "codegen": ("CodeGen", _GPT),
     "gpt_neo": (
         "GPTNeo",
         {

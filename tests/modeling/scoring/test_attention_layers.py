@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native.engine import NativeEngine
+from groupgrad.engines.selection import EngineOptions, choose_engine
 from groupgrad.kernels import library
 from groupgrad.modeling.scoring import attention_layers
 from groupgrad.modeling.scoring.attention import plannable, unplug
@@ -21,7 +22,7 @@ from groupgrad.modeling.self_check import check_layout
 
 OPTIONS = ForwardOptions(layout="shared")
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]]
-FEW = ["gptj", "bloom", "mpt", "falcon, alibi"]
+FEW = ["gpt_neo", "bloom", "mpt", "falcon, alibi"]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -124,11 +125,29 @@ def test_what_cannot_be_routed_says_why() -> None:
     assert (report.layout, report.reason) == ("dense", reason)
 
 
+@pytest.mark.parametrize("name", ["codegen", "gpt-j (head bias)"])
+def test_a_family_that_has_moved_to_the_interface_runs_all_fast_paths(name: str, build: Any) -> None:
+    """Releases of transformers in which GPT-J and CodeGen compute attention in a method of their own run them dense."""
+    model = build(name)
+    assert attention_layers.routed_classes(model) == []
+    has_moved = not hasattr(type(model.transformer.h[0].attn), "_attn")
+    assert (plannable(model) is None) == has_moved
+    report, engine = check_layout(model, ForwardOptions()), choose_engine(model, EngineOptions(), SamplingOptions(5))
+    assert (report.layout, engine.name) == (("shared", "native") if has_moved else ("dense", "transformers"))
+
+
+def test_a_route_whose_method_is_gone_is_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_own_attention("gpt_neo")
+    monkeypatch.delattr(type(model.transformer.h[0].attn.attention), "_attn")
+    assert attention_layers.routed_classes(model) == []
+    assert plannable(model) == "its attention does not go through transformers' attention interface"
+
+
 def test_dropout_of_attention_weights_is_known() -> None:
     """The shared layout does not draw it, so a model that trains with it goes dense."""
     from groupgrad.modeling.scoring.attention import attention_dropout
 
-    for family, where in (("gptj", "attn_dropout"), ("gpt_neo", "attn_dropout"), ("bloom", "attention_dropout")):
+    for family, where in (("gpt_neo", "attn_dropout"), ("bloom", "attention_dropout")):
         model = make_own_attention(family)
         assert attention_dropout(model) == 0.0
         next(module for name, module in model.named_modules() if name.endswith(where)).p = 0.2

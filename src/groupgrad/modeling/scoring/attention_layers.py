@@ -1,7 +1,7 @@
 """Routes attention that a model file of transformers computes itself to an attention plan.
 
-Some older families do not call transformers' attention interface: a method of their layer (GPT-J, CodeGen, GPT-Neo) or
-its whole `forward` (BLOOM, MPT, Falcon) computes scores and weights. That method is wrapped once, on its class: the
+Some older families do not call transformers' attention interface: a method of their layer (GPT-Neo) or its whole
+`forward` (BLOOM, MPT, Falcon) computes scores and weights. That method is wrapped once, on its class: the
 wrapper calls its counterpart here where the layer is given a plan in place of its mask, and the original otherwise. The
 layer's own modules still make queries, keys, values and the output. No model file is copied.
 """
@@ -101,15 +101,13 @@ class PlanMask:
         return self.attend_heads(query, key, F.pad(value, (0, more)), call)[..., :width]
 
 
-def _scores_method(
+def _gpt_neo(
     module: Any, plan: PlanMask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, None]:
-    """Attention of GPT-J, CodeGen and GPT-Neo, whose scores are divided by `scale_attn` if the layer has one."""
-    is_local = getattr(module, "attention_type", "global") == "local"
     call = AttentionCall(
         layer=_layer(module),
-        scale=1 / float(getattr(module, "scale_attn", 1.0)),
-        window=module.config.window_size if is_local else None,
+        scale=1.0,
+        window=module.config.window_size if module.attention_type == "local" else None,
         dropout=_dropout(module, module.attn_dropout.p),
     )
     return plan.attend_heads(query, key, value, call).transpose(1, 2), None
@@ -160,9 +158,7 @@ def _falcon(
 
 
 _ROUTES: dict[str, tuple[str, Callable[..., tuple[torch.Tensor, None]]]] = {
-    "GPTJAttention": ("_attn", _scores_method),
-    "CodeGenAttention": ("_attn", _scores_method),
-    "GPTNeoSelfAttention": ("_attn", _scores_method),
+    "GPTNeoSelfAttention": ("_attn", _gpt_neo),
     "BloomAttention": ("forward", _bloom),
     "MptAttention": ("forward", _mpt),
     "FalconAttention": ("forward", _falcon),
@@ -195,8 +191,11 @@ def route_attention(model: nn.Module) -> None:
 def routed_classes(model: nn.Module) -> list[type[nn.Module]]:
     """The classes of attention layers in `model` that compute attention themselves and can be routed."""
     if model not in _classes:
-        found = {type(module) for module in model.modules()}
-        _classes[model] = [cls for cls in found if cls.__name__ in _ROUTES and is_transformers_class(cls)]
+        found = {type(module) for module in model.modules() if type(module).__name__ in _ROUTES}
+        # A release in which a class has lost the method computes attention elsewhere.
+        _classes[model] = [
+            cls for cls in found if is_transformers_class(cls) and hasattr(cls, _ROUTES[cls.__name__][0])
+        ]
     return _classes[model]
 
 
