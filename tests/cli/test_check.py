@@ -14,6 +14,7 @@ from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.cli import check
 from groupgrad.cli.main import main
+from groupgrad.modeling.rounding import Rounding
 from groupgrad.preflight.round_findings import round_findings
 from groupgrad.preflight.round_memory import Usage, fullest
 from groupgrad.preflight.small_round import Round
@@ -52,12 +53,15 @@ def judged(context: int | None = None, ranks: int = 1, **metrics: Any) -> dict[s
     numbers = {key: value for key, value in {**METRICS, **metrics}.items() if value is not None}
     done = Round(numbers, rows=8, micro_batch_rows=8, sample="", memory=memory, num_places=num_places)
     trainer = SimpleNamespace(
-        args=SimpleNamespace(max_completion_length=256, mask_truncated_completions=False, use_vllm=False),
+        args=SimpleNamespace(
+            max_completion_length=256, mask_truncated_completions=False, use_vllm=False, temperature=1.0
+        ),
         rewards=SimpleNamespace(names=["one"]),
         model=torch.nn.Linear(1, 1),
         prompt_maker=SimpleNamespace(max_context=context),
         rollout_components=RolloutComponents(),
         accelerator=SimpleNamespace(mixed_precision="no", device="cpu"),
+        rounding=Rounding(2**-23),
     )
     return {finding.topic: finding for finding in round_findings(trainer, done, PLAN, num_steps=1800)}
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 from groupgrad.engines import selection
@@ -107,11 +110,39 @@ def test_other_numbers_than_a_plain_pass_fall_back_in_one_line(build, monkeypatc
         chosen = choose_engine(model, EngineOptions(), OPTIONS)
     assert chosen.name == "transformers"
     texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == 2
+    assert len(texts) == 3
     assert texts[0].startswith("LlamaForCausalLM is sampled by generate: its log-probs differ by ")
-    # A step with cached keys has no neighbouring hidden state, so `generate` differs too.
-    assert texts[1].startswith("generate does not sample LlamaForCausalLM as it is trained: its log-probs differ by ")
+    assert texts[1].startswith("LlamaForCausalLM is given prompts of one length at a time")
+    # A step with cached keys has no neighbouring hidden state.
+    assert texts[2].startswith("generate computes every token of LlamaForCausalLM from the whole text, which is slower")
     assert not any("\n" in text for text in texts)
+    assert chosen.gap is not None
+    assert chosen.gap < 1e-5
+
+
+@pytest.mark.parametrize("gap", [0.5, 2.0])
+def test_a_gap_of_whole_nats_that_stays_is_an_error(build, gap, monkeypatch, caplog):
+    from peft import LoraConfig, get_peft_model
+
+    plain = TransformersEngine.sample
+
+    def sample(self, requests, options):
+        samples = plain(self, requests, options)
+        return [replace(found, logprobs=[value - gap for value in found.logprobs]) for found in samples]
+
+    monkeypatch.setattr(TransformersEngine, "sample", sample)
+    model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    asked = EngineOptions(engine="transformers")
+    if gap > 1:
+        libraries = rf"\(transformers {transformers.__version__}, peft {peft.__version__}\)"
+        with pytest.raises(ConfigError, match=rf"differ by 2 nats .* kept or not {libraries}, so it would learn from"):
+            choose_engine(model, asked, OPTIONS)
+        return
+    with caplog.at_level(logging.WARNING):
+        assert choose_engine(model, asked, OPTIONS).gap == pytest.approx(0.5, abs=1e-4)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("generate does not sample LlamaForCausalLM as it is trained: its log-probs differ by 0.5 ")
+    assert text.endswith("sampling/logp_mismatch in the log is by how much")
 
 
 @pytest.mark.parametrize("engine", ["auto", "transformers"])

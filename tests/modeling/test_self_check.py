@@ -11,10 +11,11 @@ from transformers import BertConfig, BertLMHeadModel
 
 from groupgrad.errors import UnavailableError
 from groupgrad.modeling import self_check as startup
+from groupgrad.modeling.rounding import TOLERANCE_FLOAT32, TOLERANCE_HALF, Rounding
 from groupgrad.modeling.scoring import flex_attention as flex
 from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.modeling.scoring.layout import flat_layout
-from groupgrad.modeling.self_check import check_causal, check_layout, logprob_difference, random_batch, tolerance
+from groupgrad.modeling.self_check import check_causal, check_layout, random_batch
 
 
 def test_every_architecture_gets_its_fastest_layout(any_model):
@@ -46,11 +47,55 @@ def test_a_model_with_unknown_attention_is_run_dense(build, monkeypatch):
     assert report.options(ForwardOptions()).layout == "dense"
 
 
-def test_a_model_that_changes_its_logits_keeps_its_own_head(build):
-    model = build("llama")
-    model.register_forward_hook(lambda module, inputs, output: output.__setitem__("logits", output.logits * 1.5))
+def _scaled(logits):
+    return logits * 1.5
+
+
+def _one_forbidden(logits):
+    return torch.cat([torch.full_like(logits[..., :1], float("-inf")), logits[..., 1:]], dim=-1)
+
+
+def change_logits(model, where, change):
+    """Makes the model return changed logits, in one of the ways in which users do."""
+    if where == "hook on the head":
+        model.lm_head.register_forward_hook(lambda module, inputs, output: change(output))
+    elif where == "hook on the model":
+        model.register_forward_hook(
+            lambda module, inputs, output: output.__setitem__("logits", change(output.logits)) or output
+        )
+    elif where == "replaced forward":
+        plain = model.forward
+
+        def forward(*args, **kwargs):
+            output = plain(*args, **kwargs)
+            output.logits = change(output.logits)
+            return output
+
+        model.forward = forward
+    else:
+
+        class Changed(type(model)):
+            def forward(self, *args, **kwargs):
+                output = super().forward(*args, **kwargs)
+                output.logits = change(output.logits)
+                return output
+
+        model.__class__ = Changed
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", [_scaled, _one_forbidden])
+@pytest.mark.parametrize("where", ["hook on the head", "hook on the model", "replaced forward", "subclass"])
+def test_a_model_that_changes_its_logits_keeps_its_own_head(build, where, change, dtype):
+    """One forbidden token of many changes the log-probs of the others by less than a tolerance."""
+    model = change_logits(build("llama").to(dtype), where, change)
     report = check_layout(model, ForwardOptions())
     assert (report.layout, report.tiled_head) == ("shared", False)
+    assert (
+        report.reason
+        == "its logits are not what its configuration makes of the output head: code of its own changes them"
+    )
 
 
 def test_a_failing_flat_pass_falls_back_to_dense(build, monkeypatch):
@@ -83,25 +128,46 @@ def test_the_check_changes_no_state(build):
 def test_differences_are_measured_by_precision(build):
     model = build("qwen3")
     actual, expected = torch.tensor([0.0, 0.5]), torch.tensor([0.0, 0.25])
-    assert logprob_difference(actual, expected, model) == 0.25
-    assert tolerance(model) == startup.TOLERANCE_FLOAT32
-    model.to(torch.bfloat16)
-    assert logprob_difference(actual, expected, model) == 0.125
-    assert tolerance(model) == startup.TOLERANCE_HALF
-    assert logprob_difference(torch.tensor([float("nan"), 0.0]), expected, model) == float("inf")
+    rounding = Rounding.of(model)
+    assert (rounding.gap(actual, expected), rounding.tolerance) == (0.25, TOLERANCE_FLOAT32)
+    rounding = Rounding.of(model.to(torch.bfloat16))
+    assert (rounding.gap(actual, expected), rounding.tolerance) == (0.125, TOLERANCE_HALF)
+    assert rounding.gap(torch.tensor([float("nan"), 0.0]), expected) == float("inf")
 
 
-def test_mixed_precision_has_the_tolerance_of_half_precision(build):
+@pytest.mark.parametrize(("dtype", "name", "eps"), [(torch.bfloat16, "bf16", 2**-7), (torch.float16, "fp16", 2**-10)])
+def test_mixed_precision_has_the_tolerance_of_half_precision(build, dtype, name, eps):
+    """The rounding is that of the contexts in which a check computes, wherever it is asked for."""
     model = build("qwen3")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert tolerance(model) == startup.TOLERANCE_HALF
-    assert tolerance(model) == startup.TOLERANCE_FLOAT32
+    mixed = Rounding.of(model, lambda: torch.autocast("cpu", dtype=dtype))
+    assert (mixed.eps, mixed.tolerance) == (eps, TOLERANCE_HALF)
+    assert Rounding.of(model, mixed_precision=name) == mixed
+    assert Rounding.of(model).tolerance == TOLERANCE_FLOAT32
+
+
+def test_integer_parameters_do_not_round():
+    model = torch.nn.Linear(2, 2)
+    model.register_parameter("codes", torch.nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False))
+    assert Rounding.of(model).eps == 2**-23
 
 
 def test_tf32_has_the_tolerance_of_half_precision_on_a_gpu(build, tf32):
     model = build("qwen3")
-    assert tolerance(model) == startup.TOLERANCE_FLOAT32
-    assert tolerance(to_cuda(model)) == startup.TOLERANCE_HALF
+    assert Rounding.of(model).tolerance == TOLERANCE_FLOAT32
+    assert Rounding.of(to_cuda(model)) == Rounding(2**-10)
+
+
+@pytest.mark.parametrize("temperature", [0.01, 5.0])
+def test_a_temperature_changes_no_layout(build, temperature, monkeypatch):
+    """A low one multiplies rounding by its inverse, which is no difference between layouts."""
+    model, seen = build("qwen3"), []
+    plain = startup.score_tokens
+    monkeypatch.setattr(
+        startup, "score_tokens", lambda m, b, options: seen.append(options.temperature) or plain(m, b, options)
+    )
+    report = check_layout(model, ForwardOptions(temperature=temperature))
+    assert set(seen) == {1.0}
+    assert report.options(ForwardOptions(temperature=temperature)).temperature == temperature
 
 
 def test_bfloat16_models_pass(build):

@@ -153,7 +153,10 @@ def test_virtual_tokens_are_sampled_by_generate(make_trainer, caplog):
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     trainer = make_trainer(trainer={"peft_config": config}, max_steps=1)
     assert trainer.execution.engine_choice.name == "transformers"
+    # Without cached keys and values, where peft and transformers mishandle them together.
+    assert trainer.execution.engine_choice.gap < 1e-5
     lines = [record.getMessage() for record in caplog.records if "is sampled by generate" in record.getMessage()]
     assert lines == ["Qwen3ForCausalLM is sampled by generate: its adapter puts virtual tokens in front of the prompt"]
     trainer.train()
     assert trainer.state.global_step == 1
+    assert trainer.state.log_history[0]["sampling/logp_mismatch"] < 1e-5

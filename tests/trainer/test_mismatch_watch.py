@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from groupgrad.metrics import maximum, mean_of, merge_all
+from groupgrad.modeling.rounding import Rounding
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
-from groupgrad.trainer.mismatch_watch import MISMATCH, MismatchWatch, computing_types, has_dropout, tolerance
+from groupgrad.trainer.mismatch_watch import MISMATCH, MismatchWatch, has_dropout, tolerance
 
 
 def test_it_warns_once_and_again_after_tenfold_growth(caplog):
@@ -27,23 +28,12 @@ def test_it_warns_once_and_again_after_tenfold_growth(caplog):
     assert warned == [1, 3]
 
 
-def test_half_precision_may_round_more():
-    assert tolerance({torch.float32}, "cpu") == 1e-4
-    assert tolerance({torch.float32, torch.bfloat16}, "cpu") == 0.5
-    assert tolerance({torch.float16}, "cpu") == 0.0625
-    assert tolerance(set(), "cpu") == 1e-4
-
-
-def test_tf32_rounds_like_float16_on_a_gpu_alone(tf32):
-    assert tolerance({torch.float32}, "cpu") == 1e-4
-    assert tolerance({torch.float32}, "cuda") == 0.0625
-
-
-@pytest.mark.parametrize(("mixed", "types"), [("no", {torch.float32}), ("bf16", {torch.float32, torch.bfloat16})])
-def test_mixed_precision_counts_among_the_types(mixed, types):
-    model = nn.Linear(2, 2)
-    model.register_parameter("codes", nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False))
-    assert computing_types(model, mixed) == types
+def test_half_precision_and_low_temperatures_may_round_more():
+    float32, bfloat16, float16 = (Rounding(eps) for eps in (2**-23, 2**-7, 2**-10))
+    assert [tolerance(rounding, 1.0) for rounding in (float32, bfloat16, float16)] == [1e-4, 0.5, 0.0625]
+    assert tolerance(float32, 0.01) == pytest.approx(1e-2)
+    assert tolerance(bfloat16, 0.5) == 1.0
+    assert tolerance(float32, 5.0) == 1e-4
 
 
 def test_dropout_is_found_wherever_it_is(make_model):

@@ -9,6 +9,8 @@ that.
 from __future__ import annotations
 
 import functools
+import logging
+import math
 from types import MethodType
 from typing import Any
 
@@ -29,8 +31,10 @@ def own_attention(
     position_embeddings: Any = None,
     attention_mask: Any = None,
     past_key_values: Any = None,
+    cache: Any = None,
     **_: Any,
 ) -> Any:
+    past_key_values = cache if past_key_values is None else past_key_values  # the name depends on the release
     shape = (*hidden_states.shape[:2], -1, self.head_dim)
     query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
     key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
@@ -45,8 +49,8 @@ def own_attention(
 
 
 def own_causal_forward(self: Any, input_ids: Any = None, labels: Any = None, **given: Any) -> CausalLMOutputWithPast:
-    given = {k: v for k, v in given.items() if k in ("attention_mask", "past_key_values", "use_cache", "position_ids")}
-    output = self.model(input_ids=input_ids, **given)
+    names = ("attention_mask", "past_key_values", "cache", "use_cache", "position_ids")
+    output = self.model(input_ids=input_ids, **{k: v for k, v in given.items() if k in names})
     return CausalLMOutputWithPast(
         logits=output.last_hidden_state @ self.lm_head.weight.T,  # pyright: ignore[reportArgumentType]
         past_key_values=output.past_key_values,
@@ -179,3 +183,43 @@ def test_a_generate_that_is_replaced_is_refused_where_another_engine_was_asked_f
     trainer.model.generate = lambda *args, **kwargs: None
     with pytest.raises(ConfigError, match=text):
         trainer.train()
+
+
+@pytest.mark.parametrize("where", ["head", "forward", "subclass"])
+def test_logits_that_code_changes_are_trained_and_sampled_as_they_are(where, make_trainer, make_policy, caplog):
+    """One token is forbidden and the others are sharper, of which no configuration tells."""
+    policy = make_policy()
+
+    def change(logits):
+        return torch.cat([torch.full_like(logits[..., :10], float("-inf")), 1.5 * logits[..., 10:]], dim=-1)
+
+    def forward(*args, plain=policy.forward, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = change(output.logits)
+        return output
+
+    if where == "head":
+        policy.lm_head.register_forward_hook(lambda module, inputs, output: change(output))
+    elif where == "forward":
+        policy.forward = forward
+    else:
+        policy.__class__ = type("Changed", (type(policy),), {"forward": lambda self, *a, **k: forward(*a, **k)})
+    seen = []
+
+    def reward(completion_ids, **_):
+        seen.extend(token for ids in completion_ids for token in ids)
+        return [float(sum(ids) % 3) for ids in completion_ids]
+
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(model=policy, reward_funcs=reward, max_steps=2, generation_batch_size=16)
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [
+        f"{type(policy).__name__} is scored in the shared layout: its logits are not what its configuration makes of "
+        "the output head: code of its own changes them"
+    ]
+    assert trainer.execution.engine_choice.name == "native"
+    trainer.train()
+    assert seen and min(seen) >= 10
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(math.isfinite(entry["entropy"]) and math.isfinite(entry["grad_norm"]) for entry in steps)
+    assert steps[0]["sampling/logp_mismatch"] < 1e-5

@@ -55,6 +55,40 @@ def test_the_engine_samples_in_the_type_that_training_computes_in(case, make_tra
     assert max(entry["sampling/logp_mismatch"] for entry in trainer.state.log_history[:-1]) < gap
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_clipped_where_the_policy_has_not_moved(case, make_trainer, make_policy, monkeypatch):
+    """Each batch serves four steps at a learning rate of 0; the bounds are tighter than rounding is.
+
+    Old log-probs are the engine's in float32 and a training pass's in half precision.
+    """
+    settings, held, _, _ = CASES[case]
+    trainer = make_trainer(
+        model=make_policy().to(held),
+        reward_funcs=lambda prompts, completion_ids, **_: [
+            sum(ids) % 3 * (len(prompt) % 2) for prompt, ids in zip(prompts, completion_ids)
+        ],
+        learning_rate=0.0,
+        temperature=0.3,
+        generation_batch_size=16,
+        num_iterations=2,
+        epsilon=1e-3,
+        max_steps=8,
+        **settings,
+    )
+    scorer, passes = trainer.components.scorer, []
+    plain = type(scorer).policy
+    monkeypatch.setattr(type(scorer), "policy", lambda *args, **kw: passes.append(None) or plain(*args, **kw))
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["clip_ratio/region_mean"] for entry in steps] == [0.0] * 8
+    assert len(passes) == (0 if case == "float32" else 2)
+    said = {
+        True: "those of sampling",
+        False: "those of a forward pass of training, from which those of sampling differ by",
+    }
+    assert trainer.sampler_logprobs.old_in_words(0.1).startswith(said[case == "float32"])
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_an_adapter_over_bfloat16_weights(bf16: bool, make_trainer, make_policy):
     """The adapter is float32, as peft makes it, and sampled as it is trained."""

@@ -144,6 +144,7 @@ def test_numbers_of_sampling_change_nothing(train, tools, case):
     gaps = []
     for entry, other in zip(tools.without_times(exact.state.log_history)[:-1], expected, strict=True):
         gaps.append(entry.pop("sampling/logp_mismatch", None))
+        other.pop("sampling/logp_mismatch", None)  # of an engine that is not exact too
         assert entry == pytest.approx(other, abs=1e-4, rel=1e-4)
     fresh = {"two_steps": [0, 2], "on_policy": [0, 1, 2], "num_iterations": [0, 2]}.get(case, [0])
     assert all(gaps[step] is not None and gaps[step] < 1e-5 for step in fresh)

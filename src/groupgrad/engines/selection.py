@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,20 +14,32 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 
+from groupgrad import compat
 from groupgrad.engines.base import Engine, Request, SamplingOptions
 from groupgrad.engines.continuous_batching import ContinuousBatchingEngine
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.sampling_params import unsupported
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
+from groupgrad.modeling.adapters import is_adapted
 from groupgrad.modeling.model_names import model_source
+from groupgrad.modeling.rounding import Rounding
 from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
-from groupgrad.modeling.self_check import build_batch, logprob_difference, random_ids, tolerance
+from groupgrad.modeling.self_check import build_batch, random_ids
 from groupgrad.modeling.unwrapping import base_model, is_multimodal, pretrained, unwrap
 from groupgrad.types import Media, Prompt
 
 logger = logging.getLogger(__name__)
+
+WRONG_NATS = 1.0
+"""A gap that no rounding makes: the sampled text is another model's."""
+
+_ONE_LENGTH = "%s is given prompts of one length at a time, since padding on their left changes what it says"
+_NO_CACHE = (
+    "generate computes every token of %s from the whole text, which is slower: with keys and values of earlier tokens "
+    "kept, %s do not sample it as it is trained (%s)"
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,6 +67,9 @@ class EngineChoice:
     """`native`, `transformers`, `continuous batching` or `vllm`."""
     reason: str
     """Why it was chosen, in words."""
+    gap: float | None = None
+    """Nats between its log-probs and those of a plain forward pass on random tokens, the largest of some twenty; None
+    if they were not compared."""
 
 
 def choose_engine(
@@ -72,7 +88,8 @@ def choose_engine(
     an obstacle is an error.
 
     `generate` is tried in the same way: if left padding changes a model's completions, as with some recurrent models,
-    only prompts of equal lengths share a call.
+    only prompts of equal lengths share a call; if cached keys and values do, as with some releases of peft, it runs
+    without them. A gap of a nat or more that stays is an error: such text teaches nothing.
 
     Raises ConfigError for sampling options that the requested engine lacks or a model that it cannot run.
     """
@@ -90,10 +107,12 @@ def choose_engine(
                 pack_weights=options.pack_weights,
                 precision=precision,
             )
-            reason = trial.difference(native, SamplingOptions(max_new_tokens=5))
+            found = trial.compare(native, SamplingOptions(max_new_tokens=5))
+            reason = found.problem
             if reason is None:
                 trial.check_options(native, sampling)
-                return EngineChoice(native, "native", "it samples from the modules that train, and its log-probs agree")
+                why = "it samples from the modules that train, and its log-probs agree"
+                return EngineChoice(native, "native", why, found.largest)
         if options.engine == "native":
             raise ConfigError(
                 [
@@ -106,15 +125,14 @@ def choose_engine(
         if unused:
             logger.warning("engine_%s: no effect, it is the native engine's", " and engine_".join(unused))
     settings: dict[str, Any] = {"tokenizer": tokenizer, "max_rows": options.max_rows, "precision": precision}
-    equal_lengths = _needs_equal_lengths(trial, settings, sampling.cache_implementation)
-    engine = TransformersEngine(model, **settings, equal_lengths=equal_lengths)
+    engine, found = _tried_generate(trial, settings, sampling.cache_implementation)
     trial.check_options(engine, sampling)
-    return EngineChoice(engine, "transformers", reason)
+    return EngineChoice(engine, "transformers", reason, found.largest)
 
 
 def _continuous_batching(trial: _Trial, settings: dict[str, Any], sampling: SamplingOptions) -> EngineChoice:
     """Transformers' continuous batching. ConfigError if it does not sample the model as it is trained."""
-    engine = ContinuousBatchingEngine(trial.model, settings, precision=trial.precision)
+    engine, found = ContinuousBatchingEngine(trial.model, settings, precision=trial.precision), _Comparison(None)
     if is_multimodal(trial.model):
         reason = "it takes no images; set it to False, or sample with use_vllm=True"
     elif not isinstance(pretrained(unwrap(trial.model)), GenerationMixin):
@@ -122,13 +140,15 @@ def _continuous_batching(trial: _Trial, settings: dict[str, Any], sampling: Samp
     elif brings_own_generate(trial.model):
         reason = "the model brings its own generate, which continuous batching never calls; set it to False"
     else:
-        reason = trial.difference(engine, SamplingOptions(max_new_tokens=5))
+        found = trial.compare(engine, SamplingOptions(max_new_tokens=5))
+        reason = found.problem
     if reason is not None:
         raise ConfigError(
             [f"use_transformers_continuous_batching=True does not work for {_name(trial.model)}: {reason}"]
         )
     trial.check_options(engine, sampling)
-    return EngineChoice(engine, "continuous batching", "use_transformers_continuous_batching=True asks for it")
+    why = "use_transformers_continuous_batching=True asks for it"
+    return EngineChoice(engine, "continuous batching", why, found.largest)
 
 
 def brings_own_generate(model: nn.Module) -> bool:
@@ -166,25 +186,38 @@ def _obstacle(model: nn.Module, sampling: SamplingOptions) -> str | None:
     return None
 
 
-def _needs_equal_lengths(trial: _Trial, settings: dict[str, Any], cache_implementation: str | None) -> bool:
-    """True if `generate` agrees with training only for prompts of equal lengths; warns unless it agrees for any."""
+def _tried_generate(
+    trial: _Trial, settings: dict[str, Any], cache_implementation: str | None
+) -> tuple[TransformersEngine, _Comparison]:
+    """`generate`, called in the fastest way in which it agrees with training; warns where that is not the plain one."""
     sampling = SamplingOptions(max_new_tokens=5, cache_implementation=cache_implementation)
-    difference = trial.difference(TransformersEngine(trial.model, **settings), sampling)
-    if difference is None:
-        return False
-    equal_lengths = TransformersEngine(trial.model, **settings, equal_lengths=True)
-    if trial.difference(equal_lengths, sampling) is None:
-        logger.warning(
-            "%s is given prompts of one length at a time, since padding on their left changes what it says",
-            _name(trial.model),
+    found: list[tuple[TransformersEngine, _Comparison]] = []
+    for use_cache, equal_lengths in ((True, False), (True, True), (False, False), (False, True)):
+        engine = TransformersEngine(trial.model, **settings, equal_lengths=equal_lengths, use_cache=use_cache)
+        found.append((engine, trial.compare(engine, sampling)))
+        if found[-1][1].problem is None:
+            if equal_lengths:
+                logger.warning(_ONE_LENGTH, _name(trial.model))
+            if not use_cache:
+                logger.warning(_NO_CACHE, _name(trial.model), _releases(trial.model), found[0][1].problem)
+            return found[-1]
+    engine, difference = min(found, key=lambda tried: tried[1].gap)
+    text = f"generate does not sample {_name(trial.model)} as it is trained: {difference.problem}"
+    if WRONG_NATS <= difference.gap < math.inf:
+        raise ConfigError(
+            [
+                f"{text}, with keys and values of earlier tokens kept or not ({_releases(trial.model)}), so it would "
+                "learn from another model's text. Use other releases, or train another adapter, such as LoRA"
+            ]
         )
-        return True
-    logger.warning(
-        "generate does not sample %s as it is trained: %s; 'sampling/logp_mismatch' in the log is by how much",
-        _name(trial.model),
-        difference,
-    )
-    return False
+    logger.warning("%s; sampling/logp_mismatch in the log is by how much", text)
+    return engine, difference
+
+
+def _releases(model: nn.Module) -> str:
+    """The installed releases of the libraries whose code `generate` runs."""
+    names = ["transformers", *(["peft"] if is_adapted(unwrap(model)) else [])]
+    return ", ".join(f"{name} {compat.installed_version(name)}" for name in names)
 
 
 @dataclass(slots=True, frozen=True)
@@ -212,8 +245,8 @@ class _Trial:
                 ]
             ) from error
 
-    def difference(self, engine: Engine, sampling: SamplingOptions) -> str | None:
-        """Describes how the engine's log-probs differ; None if they agree."""
+    def compare(self, engine: Engine, sampling: SamplingOptions) -> _Comparison:
+        """Compares the engine's log-probs with those of the model's own logits; no problem if they agree."""
         model, stream = self.model, torch.Generator().manual_seed(1)
         prompts, rows = [random_ids(model, length, stream).tolist() for length in (6, 11)], (0, 0, 1, 0, 1)
         media: tuple[Media | None, ...] = (None, None)
@@ -224,18 +257,31 @@ class _Trial:
         try:
             samples = engine.sample(requests, sampling)
         except Exception as error:  # a model's own code may raise anything; `generate` remains
-            return f"sampling random tokens failed: {type(error).__name__}: {error}"
+            return _Comparison(f"sampling random tokens failed: {type(error).__name__}: {error}")
         if any(len(sample.logprobs or ()) != len(sample.ids) or not sample.ids for sample in samples):
-            return None  # nothing to compare
+            return _Comparison(None)  # nothing to compare
         batch = build_batch(prompts, rows, [sample.ids for sample in samples], media if any(media) else None)
         batch = batch.to(next(model.parameters()).device)
+        # A model may change its logits behind the head, where the tiled head would not see it.
+        plain, rounding = ForwardOptions(layout="dense", tiled_head=False), Rounding.of(model, self.precision)
         with torch.no_grad(), evaluation_mode(model), self.precision():
-            expected = score_tokens(model, batch, ForwardOptions(layout="dense")).logprobs.cpu()
-            sampled = torch.tensor([value for sample in samples for value in sample.logprobs or ()])
-            difference = logprob_difference(sampled, expected, model)
-            if difference > tolerance(model):
-                return f"its log-probs differ by {difference:.2g} nats from a plain forward pass on random tokens"
-        return None
+            expected = score_tokens(model, batch, plain).logprobs.cpu()
+        sampled = torch.tensor([value for sample in samples for value in sample.logprobs or ()])
+        gap, largest = rounding.gap(sampled, expected), float((sampled - expected).abs().max())
+        problem = f"its log-probs differ by {gap:.2g} nats from a plain forward pass on random tokens"
+        return _Comparison(problem if gap > rounding.tolerance else None, gap, largest)
+
+
+@dataclass(slots=True, frozen=True)
+class _Comparison:
+    """What a trial of an engine has found."""
+
+    problem: str | None
+    """Why the engine does not sample the model as it is trained; None if it does."""
+    gap: float = math.inf
+    """Nats by which its log-probs differ (`Rounding.gap`); inf if they could not be compared."""
+    largest: float | None = None
+    """The same of the token that differs most."""
 
 
 def _name(model: nn.Module) -> str:

@@ -54,7 +54,8 @@ class TransformersEngine(BatchEngine):
     """Samples through `model.generate`, at most `max_rows` rows a call, in evaluation mode.
 
     `precision` makes training's autocast context. With `equal_lengths` only prompts of equal lengths share a call, for
-    models whose recurrent state would include left padding.
+    models whose recurrent state would include left padding. Without `use_cache` every token is computed from the whole
+    text, for models that continue wrongly from cached keys and values.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class TransformersEngine(BatchEngine):
         max_rows: int = 64,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
         equal_lengths: bool = False,
+        use_cache: bool = True,
     ):
         self._model, self._tokenizer, self._max_rows = model, tokenizer, max_rows
-        self._equal_lengths = equal_lengths
+        self._equal_lengths, self._use_cache = equal_lengths, use_cache
         # `accelerate` puts autocast around the outermost module's forward pass, which an adapter's `generate` bypasses.
         self._precision = precision
 
@@ -96,6 +98,7 @@ class TransformersEngine(BatchEngine):
         view = padded_image_inputs(model, ids, images, padding)  # the model computes positions itself
         budget = requests[0].max_new_tokens
         config = _generation_config(options, budget)
+        config.use_cache = config.use_cache and self._use_cache
         stops = StopStrings(options.extra.get("stop_strings") or (), self._tokenizer)
         kwargs: dict[str, Any] = {"attention_mask": mask, "generation_config": config, **view.inputs}
         if stops:

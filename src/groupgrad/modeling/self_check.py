@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -12,20 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad import compat
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.errors import UnavailableError
-from groupgrad.modeling.quantized import rounds_to_int8
+from groupgrad.modeling.rounding import TOLERANCE_FLOAT32, Rounding
 from groupgrad.modeling.scoring.attention import plannable
 from groupgrad.modeling.scoring.forward import ForwardOptions, InputLayout, build_batch, evaluation_mode, score_tokens
-from groupgrad.modeling.scoring.logit_transform import logit_transform
+from groupgrad.modeling.scoring.logit_transform import head_layer, logit_transform
+from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.modeling.unwrapping import base_model, is_multimodal, output_head, placeholder_ids, unwrap
 from groupgrad.types import Prompt
-
-# Two orders of the same additions differ by about 1e-5 (float32) and 0.05 (half precision, TF32) by rounding alone. A
-# wrong mask or position makes several nats on a trained model and 0.01 or more on a random one.
-TOLERANCE_FLOAT32, TOLERANCE_HALF = 1e-3, 0.25
-"""Nats that log-probs may differ by: the largest over all tokens in float32, their mean in half precision."""
 
 TOLERANCE_HALF_BALANCE = 0.02
 """Relative error allowed for the load-balancing loss in half precision, where rounding may reroute tokens."""
@@ -41,6 +36,13 @@ _LENGTHS_WITH_IMAGES = (4, 2)
 
 _NUM_CAUSAL, _NUM_APPENDED = 9, 4
 """Random tokens that `check_causal` compares, and tokens appended to them in its second pass."""
+
+
+_NUM_LOGITS = 16
+"""Tokens whose logits are compared with the output head's."""
+
+_LOGITS_FLOAT32 = 1e-4
+"""Largest difference of logits that two orders of the same additions make in float32, relative to the largest logit."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,20 +80,16 @@ def check_layout(
     A VLM is also run on the images of `example`, a prompt made by the user's processor; ValueError if it fails on them.
     Random streams, module modes and gradients stay as they are.
     """
-    obstacle = plannable(model)
+    # A low temperature multiplies rounding, and nothing else, so layouts are compared without one.
+    options, rounding, obstacle = replace(options, temperature=1.0), Rounding.of(model, precision), plannable(model)
     batch, reasons, difference = random_batch(model, example), [] if obstacle is None else [obstacle], None
     candidates: list[tuple[InputLayout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
-    head, head_calls = output_head(model), []
     with torch.no_grad(), evaluation_mode(model), precision():
-        with nullcontext() if head is None else head.register_forward_pre_hook(lambda *_: head_calls.append(None)):
+        with _HeadCall.of(model) as head_call:
             expected = _plain_scores(model, batch, options)
-        can_tile = False
-        if logit_transform(unwrap(model)) is None:
-            reasons.append("it is not known what the model makes of its output head")
-        elif not head_calls:
-            reasons.append("it multiplies with its output head's weight itself")
-        else:
-            can_tile = True
+        problem = head_call.problem(model, rounding)
+        can_tile = problem is None
+        reasons += [] if problem is None else [problem]
         for layout, tiled_head in candidates:
             if (tiled_head and not can_tile) or (layout != "dense" and obstacle is not None):
                 continue
@@ -99,15 +97,63 @@ def check_layout(
             try:
                 candidate = replace(options, layout=layout, tiled_head=tiled_head, aux_loss=False)
                 scores = score_tokens(model, batch, candidate)
-                difference = logprob_difference(scores.logprobs, expected.logprobs, model)
+                difference = rounding.gap(scores.logprobs, expected.logprobs)
             except Exception as error:  # model code may raise anything; the dense layout remains
                 reasons.append(f"the {name} failed: {type(error).__name__}: {error}")
                 continue
-            if difference <= tolerance(model):
+            if difference <= rounding.tolerance:
                 balance = layout == "shared" and options.aux_loss and _weighs_balance(model, batch, options)
                 return LayoutReport(layout, tiled_head, "; ".join(reasons) or None, difference, balance)
             reasons.append(f"log-probs of the {name} differ by {difference:.2g} nats on random tokens")
     return LayoutReport("dense", False, "; ".join(reasons), difference)
+
+
+@dataclass(slots=True)
+class _HeadCall:
+    """What the output head got in a pass, and the logits that the model returned."""
+
+    states: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+    @classmethod
+    @contextmanager
+    def of(cls, model: nn.Module) -> Iterator[_HeadCall]:
+        """The last call inside."""
+        call, head = cls(), output_head(model)
+
+        def keep_states(_module: nn.Module, inputs: tuple[Any, ...], _output: Any) -> None:
+            call.states = inputs[0]
+
+        def keep_logits(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            call.logits = getattr(output, "logits", None)
+
+        with (
+            nullcontext() if head is None else head.register_forward_hook(keep_states),
+            model.register_forward_hook(keep_logits),
+        ):
+            yield call
+
+    def problem(self, model: nn.Module, rounding: Rounding) -> str | None:
+        """Why the head cannot be computed in tiles, or None.
+
+        Hooks, a replaced `forward` and subclasses change logits where no configuration says so. Few of them may change,
+        so all logits of some tokens are compared, not only those of sampled tokens.
+        """
+        transform, layer = logit_transform(unwrap(model)), head_layer(output_head(model))
+        if transform is None or layer is None:
+            return "it is not known what the model makes of its output head"
+        if self.states is None:
+            return "it multiplies with its output head's weight itself"
+        if is_sharded(model) or self.logits is None:
+            return None  # the weight is gathered for the head's call alone
+        states, logits = (x.flatten(0, -2)[:_NUM_LOGITS] for x in (self.states, self.logits))
+        expected = layer.output_head(states).output(states).float() * transform.scale
+        if transform.softcap is not None:
+            expected = transform.softcap * torch.tanh(expected / transform.softcap)
+        apart = (logits.float() - expected).abs().max() if logits.shape == expected.shape else math.inf
+        if float(apart) <= max(_LOGITS_FLOAT32, 2 * rounding.eps) * float(expected.abs().max()):
+            return None
+        return "its logits are not what its configuration makes of the output head: code of its own changes them"
 
 
 def _plain_scores(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
@@ -138,8 +184,9 @@ def check_causal(model: nn.Module, precision: Callable[[], AbstractContextManage
             model(input_ids=part[None], use_cache=False).logits[0, -len(part) :].float().log_softmax(dim=-1)
             for part in (ids[:_NUM_CAUSAL], ids)
         )
-    difference = logprob_difference(followed[:_NUM_CAUSAL], alone, model)
-    if difference > tolerance(model):
+    rounding = Rounding.of(model, precision)
+    difference = rounding.gap(followed[:_NUM_CAUSAL], alone)
+    if difference > rounding.tolerance:
         raise UnavailableError(
             f"{type(base_model(unwrap(model))).__name__} looks to the right: more tokens behind a text change what it "
             f"says of the text, by {difference:.2g} nats a token, as in an encoder. groupgrad trains decoder-only "
@@ -211,28 +258,5 @@ def _weighs_balance(model: nn.Module, batch: Batch, options: ForwardOptions) -> 
         return False
     if packed is None or shared is None:
         return False
-    relative = TOLERANCE_HALF_BALANCE if _is_half(model) else TOLERANCE_FLOAT32
+    relative = TOLERANCE_HALF_BALANCE if Rounding.of(model).is_half else TOLERANCE_FLOAT32
     return bool((shared - packed).abs() <= relative * packed.abs())
-
-
-def logprob_difference(measured: torch.Tensor, expected: torch.Tensor, model: nn.Module) -> float:
-    """Nats between two sets of log-probs, comparable with `tolerance`; inf if a value is not finite."""
-    gaps = (measured.float() - expected.float()).abs()
-    gap = float(gaps.mean() if _is_half(model) else gaps.max())
-    return gap if math.isfinite(gap) else math.inf
-
-
-def tolerance(model: nn.Module) -> float:
-    """Nats that rounding may make in the precision of `model`."""
-    return TOLERANCE_HALF if _is_half(model) else TOLERANCE_FLOAT32
-
-
-def _is_half(model: nn.Module) -> bool:
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if rounds_to_int8(model):
-        return True
-    # Offloaded weights are on the meta device until they are used.
-    devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
-    if "cuda" in devices and torch.float32 in dtypes and compat.multiplies_in_tf32():
-        return True
-    return bool(dtypes - {torch.float32, torch.float64}) or any(map(torch.is_autocast_enabled, devices))

@@ -66,7 +66,15 @@ def arguments(model: nn.Module) -> frozenset[str]:
 
 @cache
 def _parameters(model_class: type[PreTrainedModel]) -> frozenset[str]:
-    return frozenset(inspect.signature(model_class.forward).parameters)
+    names: set[str] = set()
+    for cls in model_class.__mro__:
+        if "forward" in vars(cls):
+            parameters = inspect.signature(cls.forward).parameters
+            names |= parameters.keys()
+            # A subclass that takes `**kwargs` hands them to the class that it changes.
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                break
+    return frozenset(names)
 
 
 def is_multimodal(model: nn.Module) -> bool:

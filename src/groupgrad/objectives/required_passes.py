@@ -43,9 +43,13 @@ def known_rows(batch: Batch, on_policy: OnPolicyInfo) -> torch.Tensor:
 
 
 def known_scores(batch: Batch) -> TokenScores:
-    """The sampler's log-probs and entropies as scores, 0 where it gave none."""
+    """The sampler's log-probs and entropies as scores, 0 where it gave none.
+
+    Old log-probs come before them: they are those of the same weights, and ratios to them are 1 in any precision.
+    """
     zeros = torch.zeros(batch.num_tokens, device=batch.completion_ids.device)
-    values = (batch.sampling_logprobs, batch.sampling_entropy)
+    old = batch.sampling_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    values = (old, batch.sampling_entropy)
     return TokenScores(*(zeros if value is None else value.nan_to_num(0.0, 0.0, 0.0) for value in values))
 
 

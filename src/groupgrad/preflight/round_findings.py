@@ -11,7 +11,7 @@ from groupgrad.preflight.small_round import DIFFERENCE, Round
 from groupgrad.telemetry.advice import Advice, advice_on_step
 from groupgrad.telemetry.findings import Finding
 from groupgrad.trainer.batch_findings import NO_VARIANCE, TRUNCATED, ending, percent, variance
-from groupgrad.trainer.mismatch_watch import MISMATCH, computing_types, tolerance
+from groupgrad.trainer.mismatch_watch import MISMATCH, tolerance
 
 FULL = 0.9
 """Share of the memory from which on a round is warned of."""
@@ -80,8 +80,7 @@ def _agreement(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, A
         text = "sampler and trainer were not compared: no token that is trained on has a log-prob of the sampler."
         mend = "Let some completions end, or let the sampler report log-probs: rollout_engine='native' does."
         return Finding("agreement", text, "warning", mend)
-    types = computing_types(trainer.model, trainer.accelerator.mixed_precision)
-    most = tolerance(types, trainer.accelerator.device)
+    most = tolerance(trainer.rounding, trainer.args.temperature)
     text = f"log-probs of sampler and trainer differ by {gap:.2g} nats at most; rounding explains {most:.1g}"
     if gap <= most:
         return Finding("agreement", text)

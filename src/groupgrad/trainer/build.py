@@ -38,6 +38,7 @@ from groupgrad.modeling.liger import apply_kernels
 from groupgrad.modeling.model_names import folder_as_text, model_source
 from groupgrad.modeling.policy_checks import check_language_model, check_sampled_ids, check_vocabulary
 from groupgrad.modeling.reference import Reference, check_sharded_policy
+from groupgrad.modeling.rounding import Rounding
 from groupgrad.modeling.scoring.forward import ForwardOptions
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.self_check import LayoutReport, check_causal, check_layout
@@ -69,6 +70,7 @@ from groupgrad.trainer import component_options
 from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.trainer.context_group import context_group
 from groupgrad.trainer.given_model import GivenModel
+from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.trainer.signal_watch import SignalWatch
 from groupgrad.types import Prompt
 
@@ -414,6 +416,14 @@ def build_components(
     )
     in_training = replace(forward_options, context=execution.context)
     return TrainerComponents(policy_options, in_training, sampling, scorer, collector, evaluator)
+
+
+def sampler_logprobs(
+    components: TrainerComponents, model: nn.Module, rounding: Rounding, vllm_policy: Engine | None
+) -> SamplerLogprobs:
+    """The reader of the engine's numbers; vLLM samples from weights of its own."""
+    rollouts, correction = components.collector.rollouts, components.policy_options.mismatch
+    return SamplerLogprobs(rollouts, model, rounding, correction, samples_policy=vllm_policy is None)
 
 
 def _load_base(model: Any, config: GRPOConfig, quantization_config: Any, peft_config: Any) -> nn.Module:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-import torch
 from torch import nn
 
-from groupgrad import compat
 from groupgrad.metrics import Metric
-from groupgrad.modeling.quantized import rounds_to_int8
+from groupgrad.modeling.rounding import Rounding
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -28,11 +26,11 @@ class MismatchWatch:
     """Warns of this rank's step metrics: each kind of warning once, and again when its cause has grown.
 
     A gap above `tolerance` (nats) is warned of again for each tenfold growth. A mismatch correction that drops more
-    than a quarter of a step is warned of again when it drops more than half.
+    than a quarter of a step is warned of again when it drops more than half. `is_native` tells of the engine.
     """
 
-    def __init__(self, tolerance: float):
-        self._tolerance, self._warn_above = tolerance, tolerance
+    def __init__(self, tolerance: float, *, is_native: bool = True):
+        self._tolerance, self._warn_above, self._is_native = tolerance, tolerance, is_native
         self._warn_above_dropped = MUCH_DROPPED
 
     def end_step(self, step: int, metrics: Mapping[str, Metric]) -> None:
@@ -49,11 +47,12 @@ class MismatchWatch:
     def _warn_of_gap(self, step: int, gap: float) -> None:
         logger.warning(
             "step %d: training gives a sampled token a log-prob that is %.3g nats away from the one that sampling gave "
-            "it (sampling/logp_mismatch), where rounding explains up to about %.1g; old log-probs are those of "
-            "sampling, so ratios are off by as much. rollout_engine='transformers' samples in the other way",
+            "it (sampling/logp_mismatch), where rounding explains up to about %.1g; so the text is not quite the "
+            "policy's%s",
             step,
             gap,
             self._tolerance,
+            ". rollout_engine='transformers' samples in another way" if self._is_native else "",
         )
 
     def _warn_of_dropped(self, step: int, shares: list[float]) -> None:
@@ -72,28 +71,13 @@ class MismatchWatch:
 _DROPPED = (FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS)
 
 
-def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | str) -> float:
-    """The gap (nats) that rounding explains in a model that computes in these dtypes on this device.
+def tolerance(rounding: Rounding, temperature: float) -> float:
+    """The gap (nats) that rounding explains at this sampling temperature.
 
-    1e-4 in float32. Half precision: 64 times the distance of 1.0 to the next number (0.5 in bfloat16, 0.06 in float16),
-    which is four roundings of a logit of size 16 to 32. Matrix products in TF32 round like float16.
+    1e-4 in float32. Half precision: 64 times the distance of 1.0 to the next number (0.5 in bfloat16, 0.06 in float16
+    and TF32), which is four roundings of a logit of size 16 to 32. Temperatures below 1 multiply both.
     """
-    eps = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
-    if torch.device(device).type == "cuda" and compat.multiplies_in_tf32():
-        eps.append(torch.finfo(torch.float16).eps)
-    return max([FLOAT32_TOLERANCE, *(64 * value for value in eps)])
-
-
-def computing_types(model: nn.Module, mixed_precision: str) -> set[torch.dtype]:
-    """The floating-point dtypes of the model's parameters, and the dtype of `mixed_precision` ("bf16", "fp16").
-
-    Layers that round to 8 bits count as bfloat16, which has 8 bits of precision too.
-    """
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
-    types = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
-    if rounds_to_int8(model):
-        types.add(torch.bfloat16)
-    return types if mixed is None else types | {mixed}
+    return max(FLOAT32_TOLERANCE, 64 * rounding.eps) / min(temperature, 1.0)
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -7,7 +7,9 @@ from torch import nn
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric
+from groupgrad.modeling.rounding import Rounding
 from groupgrad.objectives import MismatchOptions, OnPolicyInfo, fresh_rows, known_rows, logp_mismatch, mismatch_metrics
+from groupgrad.rollout.custom import CustomRollouts
 from groupgrad.rollout.requests import RolloutSource
 from groupgrad.trainer.mismatch_watch import MISMATCH, has_dropout
 
@@ -15,11 +17,21 @@ from groupgrad.trainer.mismatch_watch import MISMATCH, has_dropout
 class SamplerLogprobs:
     """Reads the engine's log-probs and entropies of a batch where they equal the policy's own.
 
-    Log-probs that a user's rollout function reports never replace a forward pass, whatever the engine.
+    `rounding` is that of the policy's computation. Log-probs that a user's rollout function reports never replace a
+    forward pass, whatever the engine.
     """
 
-    def __init__(self, source: RolloutSource, model: nn.Module, correction: MismatchOptions | None = None):
-        self._source, self._model, self._correction = source, model, correction
+    def __init__(
+        self,
+        source: RolloutSource,
+        model: nn.Module,
+        rounding: Rounding,
+        correction: MismatchOptions | None = None,
+        *,
+        samples_policy: bool = True,
+    ):
+        self._source, self._model, self._rounding, self._correction = source, model, rounding, correction
+        self._samples_policy = samples_policy and not isinstance(source, CustomRollouts)
         self._is_exact = False
 
     def begin_training(self, *, is_shared: bool) -> None:
@@ -36,12 +48,23 @@ class SamplerLogprobs:
     def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
         """(L,) log-probs of the policy that sampled the batch, as the engine reported them; None if a pass is needed.
 
-        That is so if the engine is not exact, or if a loss token has no log-prob. Other tokens without one get 0.
+        That is so if the engine is not exact, or if a loss token has no log-prob. Other tokens without one get 0. It is
+        so in half precision too: a decode step there rounds tokens of a pretrained model by up to 0.5 nats otherwise
+        than training does, which moves ratios by more than the loss clips at.
         """
         known = batch.sampling_logprobs
-        if not self._is_exact or known is None or bool((batch.trained & ~known.isfinite()).any()):
+        if not self._is_exact or self._rounding.is_half:
+            return None
+        if known is None or bool((batch.trained & ~known.isfinite()).any()):
             return None
         return known.nan_to_num(0.0, 0.0, 0.0)
+
+    def old_in_words(self, gap: float | None) -> str:
+        """Where old log-probs come from. `gap` is the largest (nats) that the engine's trial has found, or None."""
+        if self._source.is_exact and not self._rounding.is_half:
+            return "those of sampling"
+        measured = "" if gap is None else f", from which those of sampling differ by up to {gap:.1g} nats"
+        return f"those of a forward pass of training{measured}"
 
     def entropy(self, batch: Batch, step: int) -> torch.Tensor | None:
         """(L,) entropies (nats) of the policy of this step in evaluation mode; None if unknown."""
@@ -49,15 +72,16 @@ class SamplerLogprobs:
             return batch.sampling_entropy
         return None
 
-    def metrics(self, scores: TokenScores, batch: Batch, on_policy: OnPolicyInfo) -> dict[str, Metric]:
+    def metrics(self, scores: TokenScores, batch: Batch, step: int) -> dict[str, Metric]:
         """The difference between sampling and training, over tokens that the training pass has scored.
 
-        For an engine with weights of its own, the metrics of the mismatch correction. For an exact one the largest gap
-        of rows that the present weights sampled; nothing with dropout, where a gap is no fault.
+        For an engine with weights of its own, the metrics of the mismatch correction. For one that samples from the
+        policy itself, the largest gap of rows that the weights of this step sampled; nothing with dropout, where a gap
+        is no fault.
         """
         if self._correction is not None:
             old = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
             return mismatch_metrics(batch, self._correction, old)
-        if not on_policy.exact:
+        if not self._samples_policy or batch.sampling_logprobs is None or has_dropout(self._model):
             return {}
-        return {MISMATCH: logp_mismatch(scores.logprobs, batch, fresh_rows(batch, on_policy))}
+        return {MISMATCH: logp_mismatch(scores.logprobs, batch, fresh_rows(batch, OnPolicyInfo(step, exact=True)))}

@@ -30,7 +30,9 @@ from groupgrad.batching.loader import MicroBatchKey, keys_of_step, make_train_lo
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.config import GRPOConfig
+from groupgrad.engines.native import NativeEngine
 from groupgrad.modeling.attention_cost import attention_cost
+from groupgrad.modeling.rounding import Rounding
 from groupgrad.modeling.scoring.forward import score_tokens
 from groupgrad.modeling.systems.fsdp import is_offloaded
 from groupgrad.modeling.systems.sharding import is_sharded, num_parameters
@@ -63,9 +65,8 @@ from groupgrad.trainer.constructor_arguments import (
     use_one_device,
 )
 from groupgrad.trainer.finite_steps import FiniteSteps
-from groupgrad.trainer.mismatch_watch import MismatchWatch, computing_types, tolerance
+from groupgrad.trainer.mismatch_watch import MismatchWatch, tolerance
 from groupgrad.trainer.precomputed_gradient import precompute_gradient
-from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.trainer.step_log import StepLog
 from groupgrad.trainer.training_run import STEPS_IN_BACKWARD, TrainingRun
 from groupgrad.trainer.trl_names import check_overrides
@@ -335,7 +336,7 @@ class GRPOTrainer(TrainingRun):
             aux_loss_coef=self._policy.aux_loss_coef,
         )
         if not known:
-            result.metrics |= self.sampler_logprobs.metrics(scores, batch, self._on_policy)
+            result.metrics |= self.sampler_logprobs.metrics(scores, batch, self._on_policy.step)
         return result
 
     def score_rollouts(self, rollouts: Sequence[Rollout], *, trainer_state: Any, step: int) -> RewardTable:
@@ -391,12 +392,11 @@ class GRPOTrainer(TrainingRun):
         parts = self.execution, self.rewards, self.timings, self.rollout_components
         self.components = build.build_components(self.args, self._policy, self.prompt_maker, *parts, trainer=self)
         self.plan = component_options.generation_plan(self.args)
-        self.sampler_logprobs = SamplerLogprobs(
-            self.components.collector.rollouts, self.model, self.components.policy_options.mismatch
-        )
+        self.sampler_logprobs = build.sampler_logprobs(self.components, self.model, self.rounding, self.vllm_policy)
 
     def _start_anew(self) -> None:
         """Makes the components, and drops the state of an earlier training."""
+        self.rounding = Rounding.of(self.model, self.accelerator.autocast, self.accelerator.mixed_precision)
         self._build_components()
         self.buffer = GenerationBuffer(self.plan, needs_reference=self.reference is not None)
         self._step_log = StepLog()
@@ -413,8 +413,8 @@ class GRPOTrainer(TrainingRun):
             self.execution.example,
         )
         self._on_policy = OnPolicyInfo(step=0, exact=False)
-        types = computing_types(self.model, self.accelerator.mixed_precision)
-        self.mismatch_watch = MismatchWatch(tolerance(types, self.accelerator.device))
+        limit, is_native = tolerance(self.rounding, self.args.temperature), isinstance(self.engine, NativeEngine)
+        self.mismatch_watch = MismatchWatch(limit, is_native=is_native)
         self.signal_watch = None
         if self._has_own_compute_loss and type(self).batch_loss is GRPOTrainer.batch_loss:
             self.signal_watch = build.signal_watch(self.args, self._policy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import NativeEngine, runner, session
 from groupgrad.engines.native import engine as engine_module
+from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.cpp_step import CompiledStep
 from groupgrad.kernels import library, status
 from groupgrad.modeling.scoring.fused_modules import compiled_parts
@@ -227,8 +228,21 @@ def test_the_first_generation_batch_is_like_all_others(model):
     assert engine.sample(requests(), OPTIONS) == engine.sample(requests(), OPTIONS)
 
 
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_a_direct_form_is_judged_by_the_precision_that_it_computes_in(model, is_mixed):
+    """Accelerate returns logits of bfloat16's precision in float32."""
+    direct = runner.DecodeRunner(
+        model, cast("Any", None), torch.device("cpu"), record=None, direct=None, probe=ProbePlan()
+    )
+    expected = torch.linspace(-30, 30, 12).view(2, 6)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+        found = direct.check(lambda: expected * (1 + 2**-7), expected, 2)
+    assert (found is not None) == is_mixed
+
+
 def test_a_direct_form_that_disagrees_is_warned_of_once(model, monkeypatch, caplog):
-    monkeypatch.setattr(runner, "DIRECT_TOLERANCE", {torch.float32: -1.0})
+    monkeypatch.setattr(runner, "DIRECT_TOLERANCE", -1.0)
+    monkeypatch.setattr(runner, "DIRECT_ROUNDINGS", -1)
     engine = NativeEngine(model)
     with caplog.at_level(logging.WARNING):
         first, second = (engine.sample(requests(), OPTIONS) for _ in range(2))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from groupgrad import compat
 from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.systems.oom import is_out_of_memory
@@ -27,7 +28,7 @@ SWITCH = "GROUPGRAD_TRITON"
 """Environment variable; 0 turns the kernels off."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-"""Largest accepted difference from the products, relative to the largest output."""
+"""Largest accepted difference from the products, relative to the largest output, by the type that they multiply in."""
 
 
 Products = Callable[[], torch.Tensor]
@@ -72,6 +73,11 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def _tolerance(dtype: torch.dtype) -> float:
+    is_tf32 = dtype == torch.float32 and compat.multiplies_in_tf32()
+    return TOLERANCE[torch.float16 if is_tf32 else dtype]
+
+
 def _attend(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
     from groupgrad.engines.native.triton_attention import decode_attention  # Triton is there on machines with a GPU
 
@@ -98,7 +104,7 @@ class _Checked:
         try:
             found = _attend(query, new, own, prompts, tables, self.call)
             apart = (found[: tables.num_rows].float() - used).abs().max().item()
-            bound = TOLERANCE[query.dtype] * max(1.0, used.abs().max().item())
+            bound = _tolerance(query.dtype) * max(1.0, used.abs().max().item())
             problem = "" if apart <= bound else f"their outputs differ by {apart:.1e}"
         except Exception as error:
             if is_out_of_memory(error):

@@ -14,13 +14,14 @@ from groupgrad.engines.native.cuda_graphs import RecordedStep, Recorder, StepRec
 from groupgrad.engines.native.direct_step import DirectModel
 from groupgrad.engines.native.kv_cache import KVCache
 from groupgrad.engines.native.logits import step_logits
+from groupgrad.modeling.rounding import Rounding
 from groupgrad.modeling.systems.oom import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
-DIRECT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest accepted difference between the logits of a model and of its direct form, relative to the largest logit, by
-the type that they are computed in."""
+DIRECT_TOLERANCE, DIRECT_ROUNDINGS = 1e-5, 8
+"""Largest accepted difference between the logits of a model and of its direct form, relative to the largest logit: the
+first in float32, so many times the distance of 1.0 to the next number in coarser types."""
 
 
 class EagerStep:
@@ -116,7 +117,9 @@ class DecodeRunner:
         try:
             logits = compute()
             apart, largest = ((x[:num_rows].float()).abs().max().item() for x in (logits - expected, expected))
-            agrees = apart <= _tolerance(self.model, logits.device) * max(1.0, largest)
+            # The logits' own type says little: accelerate returns them in float32 whatever they were computed in.
+            accepted = max(DIRECT_TOLERANCE, DIRECT_ROUNDINGS * Rounding.of(self.model).eps)
+            agrees = apart <= accepted * max(1.0, largest)
             problem = "" if agrees else f"differs by {apart:.1e} in its logits"
         except Exception as error:
             if is_out_of_memory(error):
@@ -169,14 +172,3 @@ class DecodeRunner:
                     error,
                 )
         return EagerStep(self, batch)
-
-
-def _tolerance(model: nn.Module, device: torch.device) -> float:
-    """The largest of `DIRECT_TOLERANCE` among the types that the model's products are computed in.
-
-    Logits do not tell: accelerate's mixed precision returns them in float32, and a head may be kept in float32.
-    """
-    types = {parameter.dtype for parameter in model.parameters()}
-    if torch.is_autocast_enabled(device.type):
-        types.add(torch.get_autocast_dtype(device.type))
-    return max(DIRECT_TOLERANCE.get(dtype, 0.0) for dtype in types)

@@ -176,5 +176,5 @@ class HeadHook:
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = torch.log_softmax(logits, dim=-1).clamp(min=-1e4)  # a model may forbid tokens by a logit of -inf
     return -(logprobs.exp() * logprobs).sum(-1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from groupgrad.batch import TokenScores
@@ -71,6 +72,11 @@ class OutputHead:
     def matrices(self) -> tuple[torch.Tensor, ...]:
         """The matrices that multiply states: the head's own, and the adapter's if there is one."""
         return (self.weight,) if self.low_rank is None else (self.weight, self.low_rank.weight)
+
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(L, V), all at once: z, in the dtype of the weight or of autocast."""
+        z = F.linear(hidden.to(self.weight.device, self.weight.dtype), self.weight, self.bias)
+        return z if self.low_rank is None else z + F.linear(self.low_rank.states, self.low_rank.weight).to(z)
 
 
 def tiled_scores(
