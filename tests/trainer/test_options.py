@@ -337,8 +337,11 @@ def test_remove_unused_columns_hides_what_no_signature_names(make_trainer, caplo
         trainer.evaluate()
         assert ("level" in seen["kwargs"]) is not removed
         assert seen["answer"] == {*"wxyz"}
+        seen["kwargs"].clear()
+        trainer.evaluate(data)  # of another set than the trainer's
+        assert ("level" in seen["kwargs"]) is not removed
         said = [r.getMessage() for r in caplog.records if "remove_unused_columns" in r.getMessage()]
-        assert len(said) == removed
+        assert len(said) == 2 * removed
         if removed:
             places = ("train_dataset", "eval_dataset['plain']", "eval_dataset['stream']")
             assert all(f"'level' of {place}" in said[0] for place in places)

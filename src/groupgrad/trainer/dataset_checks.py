@@ -133,6 +133,14 @@ def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_compo
     rollout_components.check_dataset(dataset, name, prompt_maker)
 
 
+def rows_to_evaluate(trainer: Any, dataset: Any) -> Any:
+    """A data set that the trainer's configuration allows to evaluate on, with the columns that it keeps."""
+    rollouts = trainer.rollout_components
+    _, dataset = keep_columns(trainer.args, None, dataset, trainer.rewards.functions, rollouts)
+    check_rows(dataset, "eval_dataset", trainer.prompt_maker, rollouts)
+    return dataset
+
+
 def check_rewards(rewards: RewardRunner, train: Any, evaluation: Any, rollout_components: RolloutComponents) -> None:
     """ValueError if reward functions or reward models cannot read the rows of the data sets."""
     # Rows without prompts are for environments, which begin with a conversation.

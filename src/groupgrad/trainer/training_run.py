@@ -468,7 +468,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
             dataset = self.eval_dataset[dataset]  # pyright: ignore
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
-        dataset_checks.check_rows(dataset, "eval_dataset", self.prompt_maker, self.rollout_components)
+        dataset = dataset_checks.rows_to_evaluate(self, dataset)
         rows = self.args.per_device_eval_batch_size * dist.world_size()
         return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
 
