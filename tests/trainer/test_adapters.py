@@ -101,6 +101,28 @@ def test_trained_saved_and_resumed(kind: str, build, tools, tmp_path: Path):
         torch.testing.assert_close(found, logprobs(straight.model), rtol=0, atol=1e-5)
 
 
+def test_a_dora_layer_computes_its_norms_once_a_round_of_sampling(build, monkeypatch):
+    """And once in each training pass, whose weights may have changed."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    counts: dict[str, int] = {"sampling": 0, "training": 0}
+    norm = DoraLinearLayer.get_weight_norm
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts[trainer.progress.phase if trainer.is_in_train else "training"] += 1
+        return norm(self, *args, **kwargs)
+
+    trainer = build("DoRA", "dora", max_steps=2, save_strategy="no", max_completion_length=12)
+    monkeypatch.setattr(DoraLinearLayer, "get_weight_norm", counted)
+    counts["training"] = 0
+    trainer.train()
+    layers = [part for part in trainer.model.modules() if isinstance(part, DoraLinearLayer)]
+    assert counts["sampling"] == 2 * len(layers)
+    assert counts["training"] >= 2 * len(layers)
+    assert not any("get_weight_norm" in vars(layer) for layer in layers)
+    assert max(entry["sampling/logp_mismatch"] for entry in trainer.state.log_history[:-1]) < 1e-5
+
+
 QUICK = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "save_strategy": "no"}
 
 

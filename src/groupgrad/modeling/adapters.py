@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from groupgrad.modeling.quantized import is_packed, is_quantized
@@ -118,6 +122,49 @@ def load_adapter(base: nn.Module, adapter_id: str, *, revision: str | None = Non
             "a new adapter (peft_config)"
         ) from cause
     return model
+
+
+@contextmanager
+def dora_scales_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, each DoRA layer computes the norms of its weight once; the weights must not change meanwhile.
+
+    peft computes them in every pass, from the product of A and B: a decode step of few tokens takes ten times as long.
+    Its own `DoraCaching` would keep that product too, which is as large as the weight.
+    """
+    dora = sys.modules.get("peft.tuners.lora.dora")
+    layers = [] if dora is None else [part for part in model.modules() if type(part) is dora.DoraLinearLayer]
+    layers = [layer for layer in layers if "get_weight_norm" not in vars(layer)]
+    for layer in layers:
+        kept = _KeptNorms(layer)
+        layer.get_lora_weight, layer.get_weight_norm = kept.lora_weight, kept.weight_norm
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.get_lora_weight, layer.get_weight_norm
+
+
+class _KeptNorms:
+    """Methods in place of those of one DoRA layer, whose results its forward pass detaches."""
+
+    def __init__(self, layer: Any):
+        self._layer = layer
+        self._arguments: dict[str, Any] = {}
+        self._norms: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def lora_weight(self, **arguments: Any) -> torch.Tensor:
+        """Any tensor: `weight_norm` alone reads it, and makes the right one where it needs that."""
+        self._arguments = arguments
+        return self._layer.weight
+
+    def weight_norm(self, *, weight: torch.Tensor, adapter_name: str, **arguments: Any) -> torch.Tensor:
+        """(outputs,) norms of the rows of the adapted weight, in its dtype."""
+        key, kind = (adapter_name, weight.dtype), type(self._layer)
+        if key not in self._norms:
+            arguments["lora_weight"] = kind.get_lora_weight(self._layer, **self._arguments).to(weight.dtype).detach()
+            norm = kind.get_weight_norm(self._layer, weight=weight, adapter_name=adapter_name, **arguments)
+            self._norms[key] = norm.detach()
+        return self._norms[key]
 
 
 def check_adapter(model: Any) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from groupgrad.batch import Batch, StepTotals, TokenScores
 from groupgrad.dist import RankGroup
+from groupgrad.modeling.adapters import dora_scales_kept
 from groupgrad.modeling.scoring.attention import attention_dropout, plannable
 from groupgrad.modeling.scoring.context_split import cut_over_ranks
 from groupgrad.modeling.scoring.cudnn_attention import without_cudnn_attention
@@ -222,11 +223,15 @@ def score_without_gradient(
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Puts every module of `model` into evaluation mode; restores each module's own mode afterwards, also on errors."""
+    """Puts every module of `model` into evaluation mode; restores each module's own mode afterwards, also on errors.
+
+    The weights must not change inside: the norms of DoRA layers are computed once.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        yield
+        with dora_scales_kept(model):
+            yield
     finally:
         for module in training:
             module.training = True
