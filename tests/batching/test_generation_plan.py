@@ -62,7 +62,6 @@ def test_rank_rows_are_its_slices_ascending_and_its_groups_cover_them(plan: Gene
         assert sorted(places) == list(range(len(rows)))
         assert [rows[place] for place in plan.places(rank, 0)] == list(plan.slice_rows(rank, 0))
         assert set(rows) == {row for s in range(plan.steps_per_generation) for row in plan.slice_rows(rank, s)}
-        assert plan.rank_groups(rank) == sorted({row // plan.num_generations for row in rows})
     assert plan.prompts_per_generation * plan.num_generations == plan.generation_batch_size
 
 
@@ -126,6 +125,21 @@ def test_groups_are_whole_on_a_rank_when_its_share_of_a_step_holds_whole_groups(
     held = [set(plan.rank_groups(rank)) for rank in range(n)]
     assert sum(len(part) for part in held) == plan.prompts_per_generation
     assert set.union(*held) == set(range(plan.prompts_per_generation))
+    assert not plan.moves_rows, "they are those that the rank trains"
+
+
+@given(plans())
+@settings(max_examples=150, deadline=None)
+def test_every_row_is_sampled_once_in_whole_groups_wherever_sizes_allow(plan: GenerationPlan):
+    sampled = [plan.sampled_rows(rank) for rank in range(plan.world_size)]
+    assert sorted(row for rows in sampled for row in rows) == list(range(plan.generation_batch_size))
+    assert {len(rows) for rows in sampled} == {plan.rows_per_rank}
+    held = [{row // plan.num_generations for row in rows} for rows in sampled]
+    assert [plan.rank_groups(rank) for rank in range(plan.world_size)] == [sorted(groups) for groups in held]
+    are_whole = sum(map(len, held)) == plan.prompts_per_generation
+    assert are_whole == plan.samples_whole_groups == (plan.rows_per_rank % plan.num_generations == 0)
+    moved = [rows != plan.rank_rows(rank) for rank, rows in enumerate(sampled)]
+    assert plan.moves_rows or not any(moved)
 
 
 def test_the_worked_example():

@@ -121,7 +121,7 @@ def test_the_first_key_of_a_generation_batch_brings_the_rows_of_batches_sampled_
 
 @pytest.mark.parametrize("make_rows", [rows, stream])
 def test_a_rank_gets_the_groups_of_its_shuffled_rows(make_rows):
-    plan = GenerationPlan(2, 2, 1, 4, 1, 4, shuffle_seed=1)  # 16 rows, 4 prompts
+    plan = GenerationPlan(2, 2, 1, 4, 1, 4, shuffle_seed=1)  # 16 rows, 4 prompts, two for each rank
     options, groups = LoaderOptions(shuffle=False, ahead=1), []
     for rank in (0, 1):
         keys = list(islice(make_train_loader(make_rows(12), plan, rank, options), 12))
@@ -129,7 +129,7 @@ def test_a_rank_gets_the_groups_of_its_shuffled_rows(make_rows):
         groups.append([list(key.rows) for key in firsts])
         assert groups[-1] == [plan.rank_groups(rank, number) for number in range(3)]
         assert [key.ahead[0] for key in firsts[:-1]] == [key.rows for key in firsts[1:]]
-    assert groups[0] != [[0, 1]] * 3
+    assert groups == [[[0, 1]] * 3, [[2, 3]] * 3]
 
 
 def test_the_rows_brought_ahead_are_those_of_the_generation_batches_that_follow():

@@ -18,9 +18,10 @@ class EvalBatch:
     rows: list[dict[str, Any]]
 
     def rank_rows(self, rank: int, world_size: int, num_generations: int) -> range:
-        """This rank's share of the batch's completions; may be empty."""
-        total = len(self.rows) * num_generations
-        return range(rank * total // world_size, (rank + 1) * total // world_size)
+        """This rank's share of the batch's completions; may be empty. Groups are whole unless ranks outnumber them."""
+        size = num_generations if len(self.rows) >= world_size else 1
+        shares = len(self.rows) * num_generations // size
+        return range(rank * shares // world_size * size, (rank + 1) * shares // world_size * size)
 
 
 class EvalLoader(DataLoader):

@@ -2,9 +2,11 @@
 
 A generation batch holds `N = b*n*S` rows (b rows a micro-batch, n ranks, S micro-batches a generation batch), numbered
 0 to N-1 in group order: row i belongs to group i // G. Optimizer steps take rows in that order, and within a step each
-rank takes a contiguous share. So the rows of a step depend on the step's size alone, not on b, n or the accumulation,
-and groups stay whole on a rank wherever the sizes allow. With a `shuffle_seed` the rows are dealt to steps at random
-instead; those of one step keep their ascending order.
+rank takes a contiguous share. So the rows of a step depend on the step's size alone, not on b, n or the accumulation.
+With a `shuffle_seed` the rows are dealt to steps at random instead; those of one step keep their ascending order.
+
+A rank samples and scores the rows that it trains if these are whole groups, else N/n consecutive ones, so that reward
+functions get whole groups wherever G divides N/n. The rows then move to the ranks that train them.
 """
 
 from __future__ import annotations
@@ -90,9 +92,32 @@ class GenerationPlan:
         return order[start:end]
 
     def rank_rows(self, rank: int, generation: int = 0) -> list[int]:
-        """All row numbers of a generation batch that `rank` samples and trains, ascending."""
+        """All row numbers of a generation batch that `rank` trains, ascending."""
         slices = (self.slice_rows(rank, index, generation) for index in range(self.steps_per_generation))
         return sorted(row for rows in slices for row in rows)
+
+    @functools.cached_property
+    def moves_rows(self) -> bool:
+        """True if ranks train other rows than they sample."""
+        share = self._window * self.micro_batch_rows
+        trains_whole_groups = self.shuffle_seed is None and share % self.num_generations == 0
+        return self.world_size > 1 and self.num_windows > 1 and not trains_whole_groups
+
+    @property
+    def samples_whole_groups(self) -> bool:
+        """True if each rank samples and scores whole groups."""
+        return self.rows_per_rank % self.num_generations == 0
+
+    @property
+    def rows_per_rank(self) -> int:
+        """N/n, rows that one rank samples."""
+        return self.micro_batch_rows * self.steps_per_generation
+
+    def sampled_rows(self, rank: int, generation: int = 0) -> list[int]:
+        """All row numbers of a generation batch that `rank` samples and scores, ascending."""
+        if not self.moves_rows:
+            return self.rank_rows(rank, generation)
+        return list(range(rank * self.rows_per_rank, (rank + 1) * self.rows_per_rank))
 
     def places(self, rank: int, position: int, generation: int = 0) -> list[int]:
         """Indices, within `rank_rows`, of the rows in the `position`-th micro-batch trained on a generation batch."""
@@ -100,8 +125,8 @@ class GenerationPlan:
         return [place_of[row] for row in self.slice_rows(rank, position % self.steps_per_generation, generation)]
 
     def rank_groups(self, rank: int, generation: int = 0) -> list[int]:
-        """Groups of a generation batch with at least one row on `rank`, ascending."""
-        return sorted({row // self.num_generations for row in self.rank_rows(rank, generation)})
+        """Groups of a generation batch of which `rank` samples at least one row, ascending."""
+        return sorted({row // self.num_generations for row in self.sampled_rows(rank, generation)})
 
     def prompts_used(self, step: int, num_rows: int | None, *, drop_last: bool, is_shifted: bool = False) -> int:
         """Prompts that `step` optimizer steps have trained on, over all ranks and epochs, rounded up.

@@ -1,7 +1,7 @@
-"""Moves rows of a step between ranks so that all ranks have about the same cost.
+"""Moves rows between ranks: to those that train them, and within a step so that all ranks have about the same cost.
 
-How long a rank trains depends on the completions that it has sampled, and the gradient exchange waits for the slowest.
-The denominators are those of the whole step, so it changes no result which rank trains a row.
+How long a rank trains depends on the completions of its rows, and the gradient exchange waits for the slowest. The
+denominators are those of the whole step, so it changes no result which rank trains a row.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 from groupgrad import dist
 from groupgrad.batch import Batch
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.packing import RowCost, row_costs, split, total_cost
 
 LEAST_GAINS = ((1.03, 0.03), (1.05, 0.01), (math.inf, 0.0))
@@ -32,12 +33,33 @@ def balance_over_ranks(
     costs = _with_common_groups([rows for rows in described if rows is not None])
     holders = [rank for rank, rows in enumerate(costs) for _ in rows]
     chosen = assign_to_ranks([cost for rows in costs for cost in rows], holders, len(costs), least_rows)
+    return _move_rows(batch, holders, chosen)
+
+
+def rows_to_trainers(batch: Batch, plan: GenerationPlan, generation: int) -> Batch:
+    """The rows of a generation batch that this rank trains, ascending, from those that it has sampled. Collective."""
+    if not plan.moves_rows:
+        return batch
+    holders, chosen = (
+        [rank for _, rank in sorted((row, rank) for rank in range(plan.world_size) for row in rows(rank, generation))]
+        for rows in (plan.sampled_rows, plan.rank_rows)
+    )
+    moved = _move_rows(batch, holders, chosen)
+    assert moved.row_index is not None
+    return moved.select(moved.row_index.argsort())
+
+
+def _move_rows(batch: Batch, holders: Sequence[int], chosen: Sequence[int]) -> Batch:
+    """This rank's rows after each row of all ranks has gone from its holder to its chosen rank. Collective.
+
+    The rows of `batch` are those of which this rank is the holder, in their order.
+    """
     rank = dist.rank()
-    first = sum(len(rows) for rows in costs[:rank])
+    targets = [new for holder, new in zip(holders, chosen) if holder == rank]
     with dist.errors_on_all_ranks():  # another rank could not leave the exchange
         outgoing = {
-            other: batch.select([place for place in range(batch.num_rows) if chosen[first + place] == other])
-            for other in sorted(set(chosen[first : first + batch.num_rows]))
+            other: batch.select([place for place, target in enumerate(targets) if target == other])
+            for other in sorted(set(targets))
         }
     kept = outgoing.pop(rank, batch.select([]))
     senders = sorted({holder for holder, new in zip(holders, chosen) if new == rank != holder})

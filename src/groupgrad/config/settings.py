@@ -118,8 +118,7 @@ class GRPOSettings(LegacyArguments):
     shuffle_rows: str = _option(
         "rows",
         "Rows that an optimizer step takes of a generation batch which serves several: 'rows' (any of the batch, dealt "
-        "by seed; with several ranks a reward function may see part of a group) or 'groups' (whole groups: each prompt "
-        "is computed in one step alone).",
+        "by seed) or 'groups' (whole groups: each prompt is computed in one step alone).",
     )
     dynamic_sampling_rounds: int = _option(
         0,

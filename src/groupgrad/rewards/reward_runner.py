@@ -136,6 +136,11 @@ class RewardRunner:
         return [scorer.processing_class if isinstance(scorer, RewardModel) else None for scorer in self._scorers]
 
     @property
+    def has_functions(self) -> bool:
+        """True if any of the rewards is a function, which may compare the rows of a call."""
+        return bool(self._functions)
+
+    @property
     def models(self) -> list[RewardModel]:
         """The reward models, in the order of `reward_funcs`."""
         return [scorer for scorer in self._scorers if isinstance(scorer, RewardModel)]

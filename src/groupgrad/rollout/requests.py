@@ -46,7 +46,7 @@ def training_request(
     """The part of a training generation batch that `rank` samples at this optimizer step."""
     return GenerationRequest(
         rows_by_group=rows_by_group,
-        rows=plan.rank_rows(rank, number),
+        rows=plan.sampled_rows(rank, number),
         num_rows=plan.generation_batch_size,
         num_generations=plan.num_generations,
         phase="train",

@@ -357,6 +357,14 @@ def build_rewards(
     component_options.scoring_options(
         config, len(rewards.names) - len(rollout_components.reward_names), len(rollout_components.reward_names)
     )
+    plan = component_options.generation_plan(config)
+    if rewards.has_functions and not plan.samples_whole_groups and dist.is_main():
+        logger.warning(
+            "reward functions see parts of groups: a process samples %d completions of a generation batch, which "
+            "num_generations=%d does not divide; where a function compares the completions of a prompt, make "
+            "per_device_train_batch_size x steps_per_generation (%d x %d) a multiple of it",
+            *(plan.rows_per_rank, plan.num_generations, plan.micro_batch_rows, plan.steps_per_generation),
+        )
     return rewards
 
 

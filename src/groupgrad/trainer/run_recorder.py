@@ -213,7 +213,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             trainer.metric_store.add(metrics)
         step, scores, self._scores = state.global_step, self._scores, []
         known = None
-        if trainer.args.balance_ranks and dist.is_active():  # rows may be trained on other ranks than sampled them
+        # Rows may be trained on other ranks than sampled them.
+        if dist.is_active() and (trainer.args.balance_ranks or trainer.plan.moves_rows):
             known = {key: row for part in dist.all_gather_objects(numbers_by_row(scores)) for key, row in part.items()}
         if state.is_world_process_zero and (digest := self._digest_now(trained_only=True)) is not None:
             self._lines.append((self._weights, {"step": step, "digest": digest}))

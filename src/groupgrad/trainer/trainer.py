@@ -28,6 +28,7 @@ from groupgrad.batching.buffer import GenerationBuffer
 from groupgrad.batching.eval_loader import EvalLoader, checked_batches
 from groupgrad.batching.loader import MicroBatchKey, keys_of_step, make_train_loader, reread_rows
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
+from groupgrad.batching.rank_balance import rows_to_trainers
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.config import GRPOConfig
 from groupgrad.engines.native import NativeEngine
@@ -247,7 +248,7 @@ class GRPOTrainer(TrainingRun):
         )
 
     def _sample(self, key: MicroBatchKey, index: int) -> Batch:
-        """Collective. Samples and scores a generation batch; this rank's rows, on the CPU.
+        """Collective. Samples and scores a generation batch; the rows that this rank trains, on the CPU.
 
         `index` is the place among the step's micro-batches of the one that needs it first.
         """
@@ -259,9 +260,9 @@ class GRPOTrainer(TrainingRun):
         self._step_log.experiences.append(experience)
         if self.on_experience is not None:
             self.on_experience(experience)
-        if self.plan.is_on_policy and self.reference is None:
-            return experience.batch
-        return self._with_logprobs(experience.batch)
+        is_complete = self.plan.is_on_policy and self.reference is None
+        batch = experience.batch if is_complete else self._with_logprobs(experience.batch)
+        return rows_to_trainers(batch, self.plan, key.generation)
 
     def _reread(self, key: MicroBatchKey) -> dict[int, dict[str, Any]]:
         """Collective. The data-set rows of a generation batch that a checkpoint should have held, by group."""
