@@ -291,6 +291,7 @@ LATER: dict[str, Any] = {
     "record_spans": False,
     "record_traces": False,
     "special_tokens_in_prompts": "auto",
+    "special_tokens_in_completions": False,
 }
 
 
@@ -430,6 +431,9 @@ AUDIT: dict[str, Changes | Warns] = {
     "generation_kwargs": Changes("tests/trainer/test_options.py::test_generation_kwargs_go_to_the_sampler"),
     "chat_template_kwargs": Changes("tests/trainer/test_options.py::test_chat_template_kwargs_and_messages"),
     "special_tokens_in_prompts": Changes("tests/trainer/test_options.py::test_special_tokens_in_prompts"),
+    "special_tokens_in_completions": Changes(
+        "tests/trainer/test_think_rewards.py::test_think_tags_that_are_special_tokens"
+    ),
     "hang_timeout_s": Changes("tests/trainer/test_watchdog.py::test_a_reward_that_hangs_ends_the_run_with_its_name"),
     "image_root": Changes("tests/trainer/test_vision.py::test_paths_stay_below_image_root"),
     "cache_implementation": Changes("tests/trainer/test_options.py::test_cache_implementation"),

@@ -45,6 +45,8 @@ CHAT = Prompt([5, 6, 7], {"prompt": [{"role": "user", "content": "x"}]}, 5)
 class FixedPrompts:
     """A prompt maker with prompts made beforehand."""
 
+    keeps_special_tokens = False
+
     def __init__(self, prompts: dict[int, Prompt], tokenizer: Any, max_context: int | None):
         self.prompts, self.tokenizer, self.max_context = prompts, tokenizer, max_context
 

@@ -38,9 +38,9 @@ class ChatFormat:
     no calls and a `problem`.
 
     `prepare_messages` brings messages into the form that the template takes (text or content blocks); None only drops
-    empty fields. `ending` gives the template's options for the end of a prompt; None: a generation prompt. ValueError
-    if the template has no calls, writes them in an unknown syntax, or cannot render replies; the message shows the
-    renderings.
+    empty fields. `ending` gives the template's options for the end of a prompt; None: a generation prompt.
+    `keeps_special_tokens` leaves the special tokens of an answer in its content. ValueError if the template has no
+    calls, writes them in an unknown syntax, or cannot render replies; the message shows the renderings.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class ChatFormat:
         response_parser: ResponseParser | None = None,
         prepare_messages: Callable[[Messages], Messages] | None = None,
         ending: Callable[[Messages], dict[str, bool]] | None = None,
+        keeps_special_tokens: bool = False,
     ):
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
@@ -89,7 +90,9 @@ class ChatFormat:
         self._cleans_spaces = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self._special_ids = set(tokenizer.all_special_ids)
         special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+        removed = [] if keeps_special_tokens else special
+        self._keeps_special = keeps_special_tokens
+        self._special_pattern = re.compile("|".join(map(re.escape, removed)) or r"(?!)")
         if schemas and not self.shows_tools:
             logger.warning("the chat template does not show tools to the model; describe them in the prompts")
         if self._replies.as_user:
@@ -120,7 +123,8 @@ class ChatFormat:
     def parse(self, turn_ids: list[int], schemas: list[dict[str, Any]]) -> Turn:
         """Parses a sampled turn into its message and calls. Never raises for text of the model.
 
-        The content of a turn without calls and reasoning block is exactly its ids decoded without special tokens.
+        The content of a turn without calls and reasoning block is exactly its ids decoded without special tokens, or
+        with those that do not end it.
         A reasoning block goes to `reasoning_content`; well-formed calls are cut out of the content, malformed ones
         stay in it.
         """
@@ -129,8 +133,9 @@ class ChatFormat:
             ids.pop()
         # Clean-up of spaces would change the texts in a call's arguments.
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        is_plain = not self._cleans_spaces and not any(number in self._special_ids for number in ids)
-        plain = text if is_plain else self._tokenizer.decode(ids, skip_special_tokens=True)
+        has_special = not self._keeps_special and any(number in self._special_ids for number in ids)
+        is_plain = not self._cleans_spaces and not has_special
+        plain = text if is_plain else self._tokenizer.decode(ids, skip_special_tokens=not self._keeps_special)
         if self._response_parser is not None:
             try:
                 return checked_turn(self._response_parser(text, list(turn_ids)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from groupgrad.chat.parse import make_turn
 from groupgrad.chat.records import Turn
+from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
 
 
@@ -15,8 +16,9 @@ class PlainFormat:
 
     end_ids: tuple[int, ...] = ()
 
-    def __init__(self, prompt_maker: PromptMaker):
+    def __init__(self, prompt_maker: PromptMaker, eos_ids: Collection[int] = ()):
         self._prompt_maker = prompt_maker
+        self._texts = CompletionTexts(prompt_maker.tokenizer, eos_ids, prompt_maker.keeps_special_tokens)
 
     def prompt_ids(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, generation prompt included."""
@@ -34,4 +36,4 @@ class PlainFormat:
 
     def parse(self, turn_ids: list[int], schemas: list[dict[str, Any]]) -> Turn:
         """Decodes the turn to a message of text."""
-        return make_turn(self._prompt_maker.tokenizer.decode(turn_ids, skip_special_tokens=True))
+        return make_turn(*self._texts([turn_ids]))

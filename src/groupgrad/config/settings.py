@@ -199,6 +199,11 @@ class GRPOSettings(LegacyArguments):
         "'keep' as the tokens; 'auto' splits them in messages and keeps them in text prompts, which may be rendered "
         "conversations. Results of tools are always split.",
     )
+    special_tokens_in_completions: bool = _option(
+        False,
+        "Reward functions get texts with the special tokens of an answer, such as a '<think>' that is one; not with "
+        "those that end it.",
+    )
     cache_implementation: str | None = _option(None, "Type of key-value cache of the transformers engine.")
     use_transformers_continuous_batching: bool = _option(
         False, "Sample with transformers' continuous batching, over a paged key-value cache; text models alone."

@@ -81,6 +81,8 @@ class PromptMaker:
         """Maximum length of prompt and completion together; None without a limit."""
         self.num_embeddings: int | None = None
         """Rows of the model's embeddings, where the tokenizer has more tokens; None otherwise."""
+        self.keeps_special_tokens = False
+        """The texts of completions have special tokens, but for those that end them."""
         self._no_images = no_images
         self.checked: set[tuple[str, int | None]] = set()
         """(fingerprint, max_context) of the data sets that passed `check_dataset`."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from groupgrad import compat
 from groupgrad.rewards.math_verifier import MathVerifier
-from groupgrad.rewards.text import completion_text
+from groupgrad.rewards.text import completion_text, turn_text
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,14 @@ def reasoning_accuracy_reward(
     reasoning_delimiters: Sequence[str] | None = None,
     log_extra: Callable[..., None] | None = None,
     log_metric: Callable[..., None] | None = None,
+    raw_completions: list[str] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
     """`accuracy_reward` of the text after the reasoning, that is, after the last occurrence of any delimiter.
 
     `reasoning_delimiters` is `["</think>"]` by default. A completion without a delimiter has not finished its reasoning
-    and gets 0.0, or None if its solution cannot be parsed. ValueError for an empty list or an empty delimiter.
+    and gets 0.0, or None if its solution cannot be parsed. In training the `raw_completions` count, where a delimiter
+    may be a special token or split from the message. ValueError for an empty list or an empty delimiter.
     """
     if isinstance(reasoning_delimiters, str):
         reasoning_delimiters = [reasoning_delimiters]
@@ -69,7 +71,8 @@ def reasoning_accuracy_reward(
         raise ValueError(
             f"reasoning_delimiters={delimiters!r}: nothing ends the reasoning; give texts such as '</think>'"
         )
-    answers = [_after_last(completion_text(completion), delimiters) for completion in completions]
+    texts = raw_completions or [turn_text(completion) for completion in completions]
+    answers = [_after_last(text, delimiters) for text in texts]
     return _reward(answers, solution, log_extra, log_metric)
 
 

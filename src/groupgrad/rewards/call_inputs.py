@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.values import MAX_SHOWN_CHARS, copy_containers, short_repr
 from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, mean_of, merge
-from groupgrad.rewards.text import completion_text, conversation_text
+from groupgrad.rewards.text import completion_text, conversation_text, turn_text
 from groupgrad.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")
 """Data-set columns that functions do not get, since `prompts`, `completions` and `completion_ids` take their place."""
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-ALIASES = ("responses", "ground_truths")
+ALIASES = ("responses", "ground_truths", "raw_completions")
 """Further arguments, for functions that name them."""
 GROUND_TRUTH_COLUMNS = ("ground_truths", "ground_truth", "answer", "solution")
 TRAINER_METRICS = frozenset(
@@ -51,9 +52,13 @@ class CallInputs:
     trainer_state: Any = None
     step: int = 0
     """Optimizer step, for messages."""
+    texts: CompletionTexts | None = None
+    """Decodes turns; None: messages are all there is."""
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout], trainer_state: Any, step: int) -> CallInputs:
+    def of(
+        cls, rollouts: Sequence[Rollout], trainer_state: Any, step: int, texts: CompletionTexts | None = None
+    ) -> CallInputs:
         """Collects the columns of all rollouts; a rollout's extra value replaces a data-set column of the same name."""
         sources = [{**rollout.prompt.row, **rollout.extra} for rollout in rollouts]
         names = dict.fromkeys(name for source in sources for name in source)
@@ -62,7 +67,7 @@ class CallInputs:
             for name in names
             if name not in HIDDEN_COLUMNS and name not in STANDARD_ARGUMENTS
         }
-        return cls(rollouts, columns, trainer_state, step)
+        return cls(rollouts, columns, trainer_state, step, texts)
 
     def only(self, row: int) -> CallInputs:
         """Returns the same call with a single row."""
@@ -81,10 +86,11 @@ class CallInputs:
     def aliases(self) -> list[str]:
         """Further arguments, for functions that name them.
 
-        `responses` are the completions as texts; `ground_truths` is the first existing column of
-        `GROUND_TRUTH_COLUMNS`. A column with the name of an alias replaces it.
+        `responses` are the completions as texts; `raw_completions` are the last turns as the model wrote them, with
+        special tokens and reasoning, behind a tag that the prompt has opened; `ground_truths` is the first existing
+        column of `GROUND_TRUTH_COLUMNS`. A column with the name of an alias replaces it.
         """
-        return ["responses", "ground_truths"] if self.ground_truth_column else ["responses"]
+        return [name for name in ALIASES if name != "ground_truths" or self.ground_truth_column]
 
     def value(self, name: str) -> Any:
         """Returns one argument; its lists and messages are copies, so the function may change them."""
@@ -98,6 +104,10 @@ class CallInputs:
             return self.trainer_state
         if name == "responses" and name not in self.columns:
             return [completion_text(rollout.completion) for rollout in self.rollouts]
+        if name == "raw_completions" and name not in self.columns:
+            if self.texts is None:
+                return [turn_text(rollout.completion) for rollout in self.rollouts]
+            return [self.texts.of_turn(rollout) for rollout in self.rollouts]
         if name == "ground_truths":
             name = self.ground_truth_column
         return [copy_containers(value) for value in self.columns[name]]

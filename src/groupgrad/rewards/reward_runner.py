@@ -14,6 +14,7 @@ import torch
 from groupgrad.activity import doing
 from groupgrad.concurrency.callables import innermost, qualified_name
 from groupgrad.concurrency.workers import NoAnswer
+from groupgrad.data.completions import CompletionTexts
 from groupgrad.metrics import merge_all
 from groupgrad.modeling.model_names import folder_as_text, model_source
 from groupgrad.rewards import REWARD_FUNCTIONS
@@ -70,6 +71,8 @@ class RewardRunner:
             scorer.name = name
         self.weights: tuple[float, ...] = (1.0,) * len(self.names)
         """The weight of each reward; what has the weight 0 is only logged, and may be any number."""
+        self.texts: CompletionTexts | None = None
+        """Decodes turns for the argument `raw_completions`."""
         self.supervision = supervision or SupervisionOptions()
         self._functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
         _check_failure_names(self.supervision, [function.name for function in self._functions])
@@ -157,7 +160,7 @@ class RewardRunner:
         rows = [row for row, rollout in enumerate(rollouts) if rollout.is_scorable]
         if not rows:
             return table
-        inputs = CallInputs.of([rollouts[row] for row in rows], trainer_state, step)
+        inputs = CallInputs.of([rollouts[row] for row in rows], trainer_state, step, self.texts)
         logs = [CallLog(scorer.name, len(rows), step) for scorer in self._scorers]
         rewards = self._call_all(inputs, logs, table.seconds)
         own = [[rollout.own_rewards.get(name) for rollout in inputs.rollouts] for name in self._own_names]

@@ -11,18 +11,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupgrad.rewards.accuracy import accuracy_reward, requires_math_verify
-from groupgrad.rewards.text import completion_text
+from groupgrad.rewards.text import turn_text
 
 RewardFunction = Callable[..., "list[float | None]"]
 
 
-def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float | None]:
+def think_format_reward(
+    completions: list[Any], raw_completions: list[str] | None = None, **kwargs: Any
+) -> list[float | None]:
     """1.0 for a completion that starts with its only `<think>` and has a `</think>`, else 0.0.
 
     `completions` are texts or message lists, of which the assistant's last message counts. Nothing, not even a space,
-    may come before `<think>`; any text may follow `</think>`.
+    may come before `<think>`; any text may follow `</think>`. In training the `raw_completions` count, in which
+    `<think>` may be a special token, part of the prompt, or split from the message.
     """
-    texts = [completion_text(completion) for completion in completions]
+    texts = raw_completions or [turn_text(completion) for completion in completions]
     return [float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text) for text in texts]
 
 

@@ -19,6 +19,16 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
     return ""
 
 
+def turn_text(completion: str | list[dict[str, Any]]) -> str:
+    """`completion_text` behind the reasoning that was split from the assistant's last message, in `<think>` tags."""
+    text = completion_text(completion)
+    if isinstance(completion, str):
+        return text
+    last = next((message for message in reversed(completion) if message.get("role", "assistant") == "assistant"), {})
+    reasoning = last.get("reasoning_content")
+    return text if reasoning is None else f"<think>{reasoning}</think>{text}"
+
+
 def content_text(content: Any) -> str:
     """Joins the texts of a message's content: a string, a list of parts (`{"type": "text", "text": ...}`) or None."""
     if content is None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from groupgrad.chat import ChatFormat, PlainFormat, ToolCall, Turn
 from groupgrad.concurrency.workers import Workers
+from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker, excerpt
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
 from groupgrad.envs.environments import EnvHandle, Environments, add_observation
@@ -76,6 +77,7 @@ class AgentRollouts(RolloutSource):
     ):
         self.prompt_maker, self.engine, self.chat = prompt_maker, engine, chat
         self.sampling, self.options, self.seed = sampling, options, seed
+        self.texts = CompletionTexts(prompt_maker.tokenizer, sampling.eos_ids, prompt_maker.keeps_special_tokens)
         self.tools, self.environments = tuple(tools), environments
         by_environment = [[tool.schema for tool in tools]] if environments is None else environments.schemas.values()
         self._tool_names = {schema["function"]["name"] for schemas in by_environment for schema in schemas}
@@ -240,7 +242,7 @@ class _Agent:
             completion_ids=self._ids,
             finish_reason=reason,
             completion=self._messages,
-            text=self._prompt_maker.tokenizer.decode(self._ids, skip_special_tokens=True),
+            text=self._rollouts.texts([self._ids])[0],
             sampled=self._sampled,
             sampling_logprobs=self._logprobs,
             sampling_entropy=self._entropies,

@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.data.values import copy_containers, short_repr
 from groupgrad.engines.base import Engine, SamplingOptions
@@ -154,7 +155,8 @@ class CustomRollouts(RolloutSource):
             prompt = replace_ids(prompt, prompt_ids)
         except VisionError as error:
             raise RolloutError(f"rollout_func returned prompt_ids for row {place} that do not fit: {error}") from error
-        text = self._prompt_maker.tokenizer.decode(ids, skip_special_tokens=True)
+        maker = self._prompt_maker
+        (text,) = CompletionTexts(maker.tokenizer, self._eos_ids, maker.keeps_special_tokens)([ids])
         return Rollout(
             prompt=prompt,
             index=index,

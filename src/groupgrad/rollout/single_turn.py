@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, versions_of
@@ -54,7 +55,9 @@ class SingleTurnRollouts(RolloutSource):
         prompts = [by_group[row // request.num_generations] for row in request.rows]
         seeds = [request.seed_of(row, self.seed) for row in request.rows]
         samples = sample_prompts(self.engine, self.prompt_maker, self.sampling, prompts, seeds)
-        texts = self.prompt_maker.tokenizer.batch_decode([s.ids for s in samples], skip_special_tokens=True)
+        maker = self.prompt_maker
+        decode = CompletionTexts(maker.tokenizer, self.sampling.eos_ids, maker.keeps_special_tokens)
+        texts = decode([sample.ids for sample in samples])
         return [
             Rollout(
                 prompt=prompt,

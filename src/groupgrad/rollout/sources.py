@@ -79,7 +79,7 @@ class RolloutComponents:
             prompt_maker,
             engine,
             replace(sampling, eos_ids=tuple(eos_ids)),
-            self.chat,
+            PlainFormat(prompt_maker, eos_ids) if isinstance(self.chat, PlainFormat) else self.chat,
             tools=self.tools,
             environments=self.environments,
             options=options,
@@ -220,6 +220,7 @@ def build_rollout_components(
             response_parser=response_parser,
             prepare_messages=prompt_maker.template_messages,
             ending=prompt_maker.ending,
+            keeps_special_tokens=prompt_maker.keeps_special_tokens,
         )
         on_error.pop_all()
     return RolloutComponents(tools=shared_tools, environments=environments, chat=chat)

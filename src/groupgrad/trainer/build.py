@@ -22,6 +22,7 @@ from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import sampling_options
 from groupgrad.config.settings import mapping
 from groupgrad.config.unused_settings import unused_reward_settings
+from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.dist import RankGroup
 from groupgrad.engines.base import Engine, SamplingOptions
@@ -285,6 +286,7 @@ def build_prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
     model: Any = unwrap(policy.model)
     num_embeddings = int(getattr(model.get_input_embeddings(), "num_embeddings", 0))
     _warn_of_unread_kwargs(config, policy)
+    maker.keeps_special_tokens = config.special_tokens_in_completions
     maker.num_embeddings = num_embeddings if 0 < num_embeddings < len(policy.tokenizer) else None
     return maker
 
@@ -400,6 +402,8 @@ def build_components(
     num_own = len(rollout_components.reward_names)
     scoring = component_options.scoring_options(config, len(rewards.names) - num_own, num_own)
     rewards.weights = scoring.reward_weights
+    end_ids = (*sampling.eos_ids, *(() if rollout_components.chat is None else rollout_components.chat.end_ids))
+    rewards.texts = CompletionTexts(policy.tokenizer, frozenset(end_ids))
     prefetcher, around = None, nullcontext
     if isinstance(engine, VLLMPolicy):
         ahead, in_flight = config.rollout_ahead, config.vllm_in_flight_updates

@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from groupgrad.data.columns import is_transformed
+from groupgrad.data.completions import THINK, opened_by
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.modeling.load import inner_tokenizer
 from groupgrad.telemetry.standard_output import write_line
@@ -144,7 +145,34 @@ def template_in_words(trainer: Any) -> str:
     first = first_prompt(trainer.train_dataset)
     if first is None:
         return "prompts are made while they are read"
-    return "prompts are texts, given as they are" if isinstance(first, str) else "prompts go through the chat template"
+    if isinstance(first, str):
+        return "prompts are texts, given as they are"
+    return f"prompts go through the chat template{thinking_in_words(trainer)}"
+
+
+def thinking_in_words(trainer: Any) -> str:
+    """Returns what the chat template opens or closes of a turn's reasoning; empty if it leaves that to the model."""
+    tokenizer = inner_tokenizer(trainer.prompt_maker.tokenizer)
+    try:
+        prompt = trainer.prompt_maker.render([{"role": "user", "content": "a"}])
+    except Exception:  # templates raise anything, such as for a conversation that they do not expect
+        prompt = ""
+    if opened_by(prompt):
+        return (
+            f", which opens {THINK!r}: completions begin behind it (think rewards count it, and a function that names "
+            "`raw_completions` gets it)"
+        )
+    text = (
+        f", which writes an empty {THINK!r} block before each completion"
+        if prompt.rstrip().endswith("</think>")
+        else ""
+    )
+    if THINK in tokenizer.all_special_tokens and not trainer.args.special_tokens_in_completions:
+        text += (
+            f"; {THINK!r} is a special token, which the texts of completions lack (think rewards count it; "
+            "special_tokens_in_completions=True keeps it)"
+        )
+    return text
 
 
 def prompt_lengths(trainer: Any, at_most: int, *, seconds: float = float("inf")) -> PromptLengths:
