@@ -17,8 +17,9 @@ so that each row has a test that breaks the run on purpose.
 ## Checkpoints
 
 A checkpoint is written to `output_dir/_groupgrad_unfinished`, synced to the disk, and gets its name by one rename. Its
-last file, `manifest.json`, lists every other file with size and SHA-256, the number of processes, versions, and the
-options that decide results. A resume verifies all of them before anything is loaded.
+last file, `manifest.json`, lists every other file with size and SHA-256, the number of processes, versions, the
+options that decide results, the trained parameters, the adapter's settings and the reference. A resume verifies all of
+them before anything is loaded.
 
 | `resume_from_checkpoint` | takes |
 |---|---|
@@ -30,9 +31,19 @@ It is an argument of `trainer.train()`, and a field of the configuration for a c
 
 | field | effect |
 |---|---|
-| `allow_partial_resume` | resume without what is damaged: optimizer, schedule, random streams, rollouts in use |
+| `allow_partial_resume` | resume without what is damaged or does not fit: optimizer, schedule, random streams, rollouts in use, reference |
 | `resume_learning_rate` | the configured learning rate replaces the checkpoint's |
 | `save_in_background` | write a checkpoint while training goes on, from a copy in host memory |
+
+A run goes on with the parameters that the checkpoint's run has trained, in the same adapter and model; what was added,
+removed or changed is an error that names it. The optimizer's state goes to each parameter by its name, so their order
+and their groups may differ. With `allow_partial_resume` more or fewer parameters of the same model may train: those
+that both runs train keep their state. Checkpoints of older releases and of TRL do not name trained parameters; their
+files of weights and the shapes of the optimizer's state are compared. A KL divergence goes on with the reference that
+the run began with: give that model as `model`, not the checkpoint, whose weights a resume loads.
+
+Changed options are listed with the value in force. `save_steps`, `eval_steps` and `logging_steps` are those of the new
+configuration, or of a callback that sets them when training begins.
 
 With `save_in_background` callbacks hear of a checkpoint (`on_save`) when it has its name. One save is under way at a
 time: the next one, the end of training, a signal and an error wait for it.

@@ -37,6 +37,13 @@ def is_present(checkpoint: str | Path) -> bool:
     return (Path(checkpoint) / FOLDER).is_dir()
 
 
+def saved_shapes(checkpoint: str | Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name of the whole weights that `save_model` wrote, without reading them."""
+    metadata = dcp.FileSystemReader(Path(checkpoint) / FOLDER / _MODEL).read_metadata()
+    sizes = {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
+    return {name: tuple(size) for name, size in sizes.items() if size is not None}
+
+
 def save_model(checkpoint: Path, model: nn.Module, *, trained_only: bool) -> None:
     """Writes this rank's part of the weights. Collective. With `trained_only` frozen parameters are left out."""
     _save(checkpoint / FOLDER / _MODEL, get_model_state_dict(model, options=_options(trained_only)))
@@ -54,13 +61,10 @@ def load_model(checkpoint: str | Path, model: nn.Module, *, trained_only: bool) 
     set_model_state_dict(model, state, options=StateDictOptions(strict=not trained_only))
 
 
-def load_optimizer(checkpoint: str | Path, model: nn.Module, optimizer: Any, *, partial: bool = False) -> None:
-    """Restores what `save_optimizer` wrote, on any number of processes. Collective.
-
-    With `partial` parameters that it lacks begin with a new state.
-    """
+def load_optimizer(checkpoint: str | Path, model: nn.Module, optimizer: Any) -> None:
+    """Restores what `save_optimizer` wrote, on any number of processes. Collective."""
     state = get_optimizer_state_dict(model, _inner(optimizer))
-    _load(Path(checkpoint) / FOLDER / _OPTIMIZER, state, partial=partial)
+    _load(Path(checkpoint) / FOLDER / _OPTIMIZER, state)
     set_optimizer_state_dict(model, _inner(optimizer), state)
 
 
@@ -80,10 +84,9 @@ def _save(folder: Path, state: dict[str, Any]) -> None:
         dcp.save(state, checkpoint_id=folder, no_dist=not torch_dist.is_initialized())
 
 
-def _load(folder: Path, state: dict[str, Any], *, partial: bool = False) -> None:
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=partial)
+def _load(folder: Path, state: dict[str, Any]) -> None:
     with _own_errors():
-        dcp.load(state, checkpoint_id=folder, planner=planner, no_dist=not torch_dist.is_initialized())
+        dcp.load(state, checkpoint_id=folder, no_dist=not torch_dist.is_initialized())
 
 
 @contextmanager

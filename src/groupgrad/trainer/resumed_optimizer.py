@@ -62,7 +62,7 @@ def restore(trainer: Any, point: ResumePoint) -> bool:
         )
     has_groups = True
     if in_shards:
-        sharded_files.load_optimizer(folder, trainer.model, optimizer, partial=partial)
+        sharded_files.load_optimizer(folder, trainer.model, optimizer)
     elif OPTIMIZER not in lacks:
         is_loaded, has_groups = _load(trainer, point)
         lacks += [] if is_loaded else [OPTIMIZER]

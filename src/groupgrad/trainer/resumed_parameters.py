@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,7 @@ _WITHOUT_EFFECT = {
     *("megatron_config", "megatron_core"),
 }
 _INITIALISATION = "init_lora_weights"
+_LORA_MATRIX = re.compile(r"\.lora_(embedding_)?[AB]\b")
 
 
 @dataclass(slots=True)
@@ -84,10 +86,10 @@ def check(trainer: Any, point: ResumePoint, reference: Mapping[str, str] | None)
     With `allow_partial_resume` a warning, where the checkpoint's weights are the model's and compute the same.
     """
     args, by_order = trainer.args, trainer.is_deepspeed_enabled
-    optimizer, in_shards = trainer.optimizer, sharded_files.is_present(point.folder)
-    found = misfit(point.folder, point.manifest, trainer.model, optimizer, in_shards=in_shards, by_order=by_order)
-    if error := found.error(point.folder, partial=not by_order):
-        if by_order or found.weights or found.adapter or not args.allow_partial_resume:
+    found = misfit(point.folder, point.manifest, trainer.model, trainer.optimizer, by_order=by_order)
+    may_be_partial = not by_order and not sharded_files.is_present(point.folder)
+    if error := found.error(point.folder, partial=may_be_partial):
+        if not may_be_partial or found.weights or found.adapter or not args.allow_partial_resume:
             raise error
         if dist.is_main():
             logger.warning(
@@ -128,13 +130,11 @@ def trained_parameters(model: nn.Module, optimizer: Any = None) -> dict[str, str
     return {named[key][0]: _described(named[key][1]) for key in dict.fromkeys([*numbered, *own])}
 
 
-def misfit(
-    folder: Path, manifest: Manifest | None, model: nn.Module, optimizer: Any, *, in_shards: bool, by_order: bool
-) -> Misfit:
+def misfit(folder: Path, manifest: Manifest | None, model: nn.Module, optimizer: Any, *, by_order: bool) -> Misfit:
     """What differs between a checkpoint's parameters and the run's.
 
-    `optimizer` may be None before it is made. `in_shards`: the weights are files of the ranks. `by_order`: the
-    optimizer's state can only be matched by the order of the parameters, and dtypes are the optimizer's affair.
+    `optimizer` may be None before it is made. `by_order`: the optimizer's state can only be matched by the order of the
+    parameters, and dtypes are the optimizer's affair.
     """
     inner: Any = unwrap(model)
     found = Misfit()
@@ -151,8 +151,8 @@ def misfit(
         elif found.trained and not _only_dtypes(names_then, trained_parameters(inner)):
             found.weights, found.trained = found.trained, []  # the checkpoint has no weights but these
         found.adapter += _other_settings(then, now, all_of_them=bool(found.weights))
-    elif not in_shards and (there := saved_shapes(folder)):
-        found.weights += _differences(*_without_aliases(there, folder, inner))
+    else:
+        found.weights += _differences(*_whole_shapes(folder, inner))
         found.trained = [] if found.weights else found.trained  # which would name them again
     return found
 
@@ -202,14 +202,23 @@ def _differences(there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[
     return [*found, f"changed: {_some(changed)}"] if changed else found
 
 
-def _without_aliases(
-    there: Mapping[str, tuple[int, ...]], folder: Path, model: nn.Module
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """The shapes of a checkpoint's weights and of the model's, each tied tensor once and by the same name."""
+def _whole_shapes(folder: Path, model: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The shapes of a checkpoint's weights and of the model's, each tied tensor once and by the same name.
+
+    Both empty where the checkpoint's files do not tell shapes.
+    """
     first: dict[int, str] = {}
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
-    names = {plain_name(name): plain_name(alias) for name, alias in names.items()}
-    here = {name: tuple(tensor.shape) for name, tensor in checkpoint_weights(model, shapes_only=True)}
+    tensors = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+    if sharded_files.is_present(folder):  # whose names are those in memory
+        there = {plain_name(name): shape for name, shape in sharded_files.saved_shapes(folder).items()}
+        here = {name: tuple(tensors[name].shape) for name in first.values()}
+    elif there := saved_shapes(folder):
+        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        saved = checkpoint_weights(model, shapes_only=True)
+        here = {name: tuple(tensor.shape) for name, tensor in saved if name not in ignored}
+    else:
+        return {}, {}
     renamed: dict[str, tuple[int, ...]] = {}
     for name, shape in there.items():
         alias = names.get(name, name)
@@ -280,9 +289,9 @@ def _adapter_shapes(folder: Path, model: Any) -> tuple[dict[str, tuple[int, ...]
     here = {
         plain_name(name).replace(f".{adapter}", ""): tuple(getattr(parameter, "ds_shape", parameter.shape))
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and "lora_" in name
+        if parameter.requires_grad and _LORA_MATRIX.search(name)
     }
-    there = {name: shape for name, shape in there.items() if "lora_" in name}
+    there = {name: shape for name, shape in there.items() if _LORA_MATRIX.search(name)}
     return (there, here) if there else ({}, {})
 
 
