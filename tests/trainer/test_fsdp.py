@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from made_once import made_once
 from transformers import AutoModelForCausalLM
 
 from groupgrad.checkpoints.choosing import choose
+from groupgrad.checkpoints.manifest import Manifest
 from groupgrad.errors import CheckpointError
 
 SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
@@ -126,6 +129,24 @@ def test_a_checkpoint_in_shards_is_resumed_on_one_process(script, ranks, two, to
     trainer = script.build(ranks, case, tmp_path, save_strategy="no")
     trainer.train(str(two / "run" / f"fsdp_{case}" / "checkpoint-2"))
     assert tools.relative(tools.weights(trainer.model), results(two, case)[0]["weights"]) < 1e-5
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["named", "older"])
+def test_a_checkpoint_in_shards_of_another_model_is_refused(script, ranks, two, tmp_path, is_older):
+    """Also one of an earlier release, which does not name what is trained."""
+    checkpoint = Path(shutil.copytree(two / "run" / "fsdp_saved" / "checkpoint-2", tmp_path / "checkpoint-2"))
+    if is_older:
+        found = Manifest.read(checkpoint)
+        assert found is not None and found.trained is not None
+        replace(found, trained=None, reference=None).write(checkpoint)
+    for changes, text in (
+        ({"num_hidden_layers": 3}, r"only here: model\.layers\.2\."),
+        *([] if is_older else [({"tie_word_embeddings": True}, r"trained then and not now: lm_head\.weight")]),
+        ({"intermediate_size": 64}, r"mlp\.gate_proj\.weight is 48x32 there and 64x32 here"),
+    ):
+        other = ranks.BASE.make_model(0, initializer_range=0.15, **changes)
+        with pytest.raises(CheckpointError, match=text):
+            script.build(ranks, "saved", tmp_path / "other", save_strategy="no", model=other).train(str(checkpoint))
 
 
 def test_a_checkpoint_lists_its_shards_and_a_damaged_one_is_named(two, tmp_path):
