@@ -31,7 +31,7 @@ It is an argument of `trainer.train()`, and a field of the configuration for a c
 
 | field | effect |
 |---|---|
-| `allow_partial_resume` | resume without what is damaged or does not fit: optimizer, schedule, random streams, rollouts in use, reference |
+| `allow_partial_resume` | resume without what is damaged or does not fit: optimizer, schedule, randomness, rollouts |
 | `resume_learning_rate` | the configured learning rate replaces the checkpoint's |
 | `save_in_background` | write a checkpoint while training goes on, from a copy in host memory |
 
