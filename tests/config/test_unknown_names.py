@@ -85,8 +85,9 @@ def test_the_trainers_arguments_are_known() -> None:
 
 @pytest.mark.parametrize("name", ["vllm_device", "vllm_dtype", "vllm_enable_prefix_caching"])
 def test_settings_of_older_scripts_for_vllm_can_go(name: str) -> None:
+    settings: dict[str, Any] = {name: False if name.endswith("caching") else "auto"}
     with pytest.warns(FutureWarning, match=rf"have no effect and can go: {name}="):
-        GRPOConfig("out", use_cpu=True, **{name: False if name.endswith("caching") else "auto"})
+        GRPOConfig("out", use_cpu=True, **settings)
     assert name in LEGACY
 
 

@@ -104,8 +104,9 @@ def test_a_reward_model_reads_both_parts_as_one_turn(make_trainer, tokenizer):
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(0)
+    config: Any = LlamaConfig
     scorer = LlamaForSequenceClassification(
-        LlamaConfig(
+        config(
             vocab_size=len(tokenizer),
             hidden_size=16,
             intermediate_size=16,
