@@ -35,7 +35,7 @@ def training_only(*parts: str, **config: Any) -> PreTrainedModel:
     return model
 
 
-def adapted(**settings: Any) -> PreTrainedModel:
+def adapted(**settings: Any) -> Any:
     """A small model with a LoRA adapter."""
     torch.manual_seed(3)
     return get_peft_model(model_of(), LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **settings}))

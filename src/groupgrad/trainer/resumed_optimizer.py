@@ -126,7 +126,8 @@ def matched_by_name(
     states: dict[int, Any] = {}
     merged: list[dict[str, Any]] = []
     for group in groups:
-        known = {place: places[now[place]] for place in group["params"] if places.get(now[place]) in options}
+        own: list[int] = group["params"]
+        known = {place: places[now[place]] for place in own if places.get(now[place]) in options}
         states |= {place: state["state"][old] for place, old in known.items() if old in state["state"]}
         first = next(iter(known.values()), None)
         merged.append({**group, **(rates if first is None else options[first]), "params": group["params"]})

@@ -208,9 +208,10 @@ class StoppableRun(CheckpointedRun):
         """`Trainer._evaluate`; a schedule that follows a metric stays where it is if nothing was measured for it."""
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         if not skip_scheduler and type(self.lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR"):
-            value, scheduler = self._value_of_best_metric(metrics), self.lr_scheduler
-            if value is not None and scheduler is not None:
-                scheduler.step(value)  # pyright: ignore[reportArgumentType]
+            scheduler: Any = self.lr_scheduler
+            value = self._value_of_best_metric(metrics)
+            if value is not None:
+                scheduler.step(value)
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
