@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -42,14 +43,18 @@ def nonfinite_tokens(parts: Sequence[TokenTerms]) -> dict[int, NonFiniteToken]:
     found: dict[int, NonFiniteToken] = {}
     first = 0
     for part in parts:
-        starts = part.offsets.tolist()
-        index = list(range(first, first + len(starts) - 1)) if part.row_index is None else part.row_index.tolist()
+        starts = _integers(part.offsets)
+        index = list(range(first, first + len(starts) - 1)) if part.row_index is None else _integers(part.row_index)
         first += len(index)
         for term, values in part.values.items():
             bad = part.trained & ~values.isfinite()
-            for place in bad.nonzero().flatten().tolist():
+            for place in _integers(bad.nonzero().flatten()):
                 row = int(torch.searchsorted(part.offsets, place, right=True)) - 1
                 if index[row] not in found:
                     numbers = {name: float(one[place]) for name, one in part.values.items()}
                     found[index[row]] = NonFiniteToken(term, place - starts[row], numbers)
     return found
+
+
+def _integers(values: torch.Tensor) -> list[int]:
+    return cast(list[int], values.tolist())  # pyright: ignore[reportUnknownMemberType]
