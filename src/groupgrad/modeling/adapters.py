@@ -132,7 +132,7 @@ def dora_scales_kept(model: nn.Module) -> Iterator[None]:
     Its own `DoraCaching` would keep that product too, which is as large as the weight.
     """
     dora = sys.modules.get("peft.tuners.lora.dora")
-    layers = [] if dora is None else [part for part in model.modules() if type(part) is dora.DoraLinearLayer]
+    layers: list[Any] = [] if dora is None else [part for part in model.modules() if type(part) is dora.DoraLinearLayer]
     layers = [layer for layer in layers if "get_weight_norm" not in vars(layer)]
     for layer in layers:
         kept = _KeptNorms(layer)
