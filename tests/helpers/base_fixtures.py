@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging as hf_logging
 
+from groupgrad.modeling.systems import fallbacks
 from groupgrad.types import Prompt, Rollout
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 +-*/=.,?!<>:'\"()[]{}_\\#$\n"
@@ -91,6 +92,12 @@ def _no_log_level_left() -> Iterator[None]:
     before = hf_logging.get_verbosity()
     yield
     hf_logging.set_verbosity(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_fallbacks_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets what falls back in a test be said, though an earlier test has met the same."""
+    monkeypatch.setattr(fallbacks, "_found", {})
 
 
 @pytest.fixture

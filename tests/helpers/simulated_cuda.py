@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -45,6 +46,22 @@ _UNORDERED = frozenset({torch.ops.aten.cumsum.default})
 _SYNCHRONISING = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
 
 
+class _Allocation:
+    """Lives as long as the tensor that it belongs to, to which torch may allow no weak reference."""
+
+    alive: ClassVar[WeakSet[_Allocation]] = WeakSet()
+
+    def __init__(self, inner: torch.Tensor):
+        self.inner = inner
+        self.alive.add(self)
+
+
+def memory_in_use(*_: Any) -> int:
+    """Bytes of the device's tensors; those that graphs alone keep do not count."""
+    storages = [allocation.inner.untyped_storage() for allocation in list(_Allocation.alive)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
 class SimulatedTensor(torch.Tensor):
     """A tensor that reports device "cuda"; its values are in `inner`, on the CPU."""
 
@@ -65,6 +82,7 @@ class SimulatedTensor(torch.Tensor):
 
     def __init__(self, inner: torch.Tensor):
         super().__init__()
+        self.allocation = _Allocation(inner)
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore
         return f"SimulatedTensor({self.inner!r})"
@@ -436,8 +454,6 @@ def _clear_device_caches() -> None:
 def _patch_torch(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     results: dict[str, Any] = {
         "mem_get_info": (free_bytes, free_bytes),
-        "memory_reserved": 0,
-        "memory_allocated": 0,
         "get_device_capability": (9, 0),
         "get_device_name": "simulated",
         "current_device": 0,
@@ -453,6 +469,8 @@ def _patch_torch(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     for name, result in results.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, result=result, **__: result)
     replacements: dict[str, Any] = {
+        "memory_allocated": memory_in_use,
+        "memory_reserved": memory_in_use,
         "is_current_stream_capturing": lambda: Graph.recording is not None,
         "CUDAGraph": Graph,
         "Stream": Stream,

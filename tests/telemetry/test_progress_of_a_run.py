@@ -113,7 +113,7 @@ def test_a_run_into_a_file_writes_plain_lines_and_no_bar(
     make_trainer().train()
     out, err = capfd.readouterr()
     lines = [line.split()[:2] for line in out.splitlines()]
-    assert [lines.pop(0)[0] for _ in range(4)] == ["columns", "batch", "prompts", "ending"]
+    assert [lines.pop(0)[0] for _ in range(5)] == ["columns", "batch", "prompts", "ending", "decoding"]
     assert lines == [["step", "2"], ["eval", "2"], ["step", "4"], ["eval", "4"], ["done:", "4"]]
     for stream in (out, err):
         assert not re.search(r"\r|\d%\||it/s|[█▏▎▍▌▋▊▉]", stream), stream

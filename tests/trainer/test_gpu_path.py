@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +73,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     [{}, {"gradient_checkpointing": True, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])}],
     ids=["default", "adapter, checkpointing"],
 )
-def test_training_samples_by_the_direct_form(fields, steps, make_model, make_tokenizer, tmp_path, caplog):
+def test_training_samples_by_the_direct_form(fields, steps, make_model, make_tokenizer, tmp_path, caplog, capsys):
     """Also under accelerate's mixed precision, which sets a forward method and returns float32 logits."""
     with trainers_on_simulated_cuda(), triton_twins():
         trainer = make_trainer(make_model(), make_tokenizer(), tmp_path, **fields)
@@ -81,19 +82,28 @@ def test_training_samples_by_the_direct_form(fields, steps, make_model, make_tok
         trainer.engine._fingerprint = ()
         steps.update(direct=0, modules=0)
         trainer.train()
+        logged = trainer.state.log_history[0]
     assert not said_by_engines(caplog)
+    assert logged["sampling/path/direct"] == 1.0 and logged["sampling/recordings"] > 0
+    assert logged["sampling/fallbacks"] == 0 and logged["sampling/memory_left"] < 64
+    assert json.loads((tmp_path / "run_config.json").read_text())["sampling"] == {"engine": "native", "path": "direct"}
+    assert "native engine, steps run direct\n" in capsys.readouterr().out
     assert steps["direct"] >= 3 and steps["modules"] == 1
 
 
 def test_a_known_family_without_its_direct_form_says_so_once(steps, make_model, make_tokenizer, tmp_path, caplog):
-    model = make_model()
-    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     with trainers_on_simulated_cuda(), triton_twins():
-        make_trainer(model, make_tokenizer(), tmp_path).train()
+        trainer = make_trainer(make_model(), make_tokenizer(), tmp_path, max_steps=2)
+        trainer.model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+        trainer.train()
     assert said_by_engines(caplog) == [
         "decode steps run through the model's modules, which is slower: Qwen3MLP has a forward hook"
     ]
-    assert steps["direct"] == 0
+    logged = trainer.state.log_history[-2]
+    assert logged["sampling/path/modules"] == 1.0 and logged["sampling/fallbacks"] == 1
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (found,) = [event["text"] for event in events if event["event"] == "path"]
+    assert found.startswith("modules; decode steps run through") and "Qwen3MLP" in found
 
 
 def test_a_forward_method_of_the_user_is_called(make_model):

@@ -112,6 +112,11 @@ class Session(Protocol):
         ...
 
 
+def sampling_path(engine: Engine) -> str:
+    """How the engine computed the tokens that it sampled last, and what was slower and why; empty if it says not."""
+    return getattr(engine, "path", "")
+
+
 def sample_all(session: Session, requests: Sequence[Request]) -> list[Sample]:
     """One sample per request, in order, of a session without other requests."""
     tickets = [session.submit(request) for request in requests]

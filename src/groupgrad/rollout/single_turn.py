@@ -8,7 +8,8 @@ from dataclasses import replace
 from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
-from groupgrad.rollout.requests import GenerationRequest, RolloutSource, versions_of
+from groupgrad.metrics import Metric
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, engine_metrics, versions_of
 from groupgrad.types import FinishReason, Prompt, Rollout
 
 
@@ -48,6 +49,10 @@ class SingleTurnRollouts(RolloutSource):
     def is_exact(self) -> bool:
         """True if the engine's log-probs are those that training would compute."""
         return self.engine.is_exact
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+        """What the engine tells of how it sampled."""
+        return engine_metrics(self.engine)
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number."""

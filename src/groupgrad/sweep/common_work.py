@@ -24,6 +24,7 @@ from groupgrad.batch import Batch
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Request, Sample, SamplingOptions, Session
 from groupgrad.engines.native import NativeEngine
+from groupgrad.metrics import Metric
 from groupgrad.modeling.quantized import is_quantized
 from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.modeling.unwrapping import unwrap
@@ -152,6 +153,10 @@ class CommonSamples:
             lambda: self.engine.sample(requests, options),
             lambda samples: _BYTES_OF_TOKEN * sum(len(sample.ids) for sample in samples),
         )
+
+    def metrics(self) -> dict[str, Metric]:
+        """What the engine tells of the completions that it sampled last."""
+        return self.engine.metrics()
 
     def session(self, options: SamplingOptions) -> AbstractContextManager[Session]:
         """A session of the engine; nothing of it is shared."""

@@ -27,6 +27,7 @@ from groupgrad import compat, dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.data.digest import dataset_digest
+from groupgrad.engines.base import sampling_path
 from groupgrad.modeling.adapters import adapter_settings
 from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.quantized import quantization_settings
@@ -104,6 +105,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._handler = _EventHandler(self)
         self._has_failed = False
         self._num_skipped = 0
+        self._path = ""
 
     # ------------------------------------------------------------------------------------- what a step has computed
 
@@ -222,6 +224,9 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         if skipped > self._num_skipped:
             self._num_skipped = skipped
             self.event("skipped_step", text="the loss or the gradient was not finite")
+        if (path := sampling_path(trainer.engine)) != self._path:
+            self._path = path
+            self.event("path", text=path)
         sampled = [experience for experience in self._sampled if experience.rollouts]
         if sampled:
             size, files, max_steps = trainer.plan.num_generations, self._files_of("train"), state.max_steps
@@ -328,6 +333,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         """Writes the configuration, the log events before the training, and how it starts. Main process only."""
         assert self._folder is not None
         decides = dict(vars(self._trainer.args)), self._trainer.state.max_steps, torch.get_num_threads(), self.command
+        self._path = sampling_path(self._trainer.engine)
         if resumed_from is None or decides != self._written:  # a pause leaves them as they are
             self._try(self._write_configuration)
             self._written = decides
@@ -389,6 +395,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             "reward_functions": trainer.rewards.origins,
             "versions": compat.environment(),
             "threads": torch.get_num_threads(),
+            "sampling": {"engine": trainer.execution.engine_choice.name, "path": self._path},
             "data": self.data_digest(),
             "command": self.command,
             "settings": without_secrets(trainer.args.to_dict()),

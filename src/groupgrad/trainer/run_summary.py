@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from groupgrad.data.columns import is_transformed
 from groupgrad.data.completions import THINK, opened_by
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
+from groupgrad.engines.base import sampling_path
 from groupgrad.modeling.load import inner_tokenizer
 from groupgrad.telemetry.standard_output import write_line
 from groupgrad.trainer.half_precision import half_precision
@@ -68,6 +69,8 @@ def start_lines(trainer: Any) -> list[str]:
         "prompts": str(lengths),
         "ending": ending_in_words(trainer),
     }
+    if path := sampling_path(trainer.engine):
+        rows["decoding"] = f"{trainer.execution.engine_choice.name} engine, steps run {path}"
     if (precision := half_precision(trainer)) is not None:
         rows[precision.topic] = " ".join(filter(None, (precision.text, precision.setting)))
     width = max(map(len, rows))

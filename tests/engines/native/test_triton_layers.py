@@ -213,8 +213,8 @@ def failing(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("rotate", "problem"),
     [
-        (failing, "the direct decode step failed (RuntimeError: out of resource: shared memory)"),
-        (lambda query, key, *_: (query, key), "the direct decode step differs by"),
+        (failing, "the direct form failed (RuntimeError: out of resource: shared memory)"),
+        (lambda query, key, *_: (query, key), "the direct form differs by"),
     ],
 )
 def test_kernels_that_fail_or_differ_are_not_used(

@@ -196,7 +196,7 @@ def test_an_error_of_the_backward_pass_is_found_before_training(scripted, caplog
         actual = flat.plan.attend(*inputs, call)
         gradients = torch.autograd.grad(actual.square().sum(), inputs)
     assert made.calls == [(TRIED, True)]
-    assert caplog.text.count("flex attention cannot run here for heads of 16 (RuntimeError: no kernel image)") == 1
+    assert caplog.text.count("flex attention cannot run here (RuntimeError: no kernel image)") == 1
     expected = make_layout().plan.attend(*inputs, call)
     assert torch.equal(actual, expected)
     for gradient, want in zip(gradients, torch.autograd.grad(expected.square().sum(), inputs)):
@@ -217,7 +217,7 @@ def test_without_its_kernel_matrix_products_do(scripted, caplog):
     scripted(forward=ZeroDivisionError("such a kernel"))
     for _ in range(2):
         assert torch.equal(flat.plan.attend(*inputs, call), expected)
-    assert caplog.text.count("flex attention cannot run here for heads of 16 (ZeroDivisionError: such a kernel)") == 1
+    assert caplog.text.count("flex attention cannot run here (ZeroDivisionError: such a kernel)") == 1
 
 
 SHORTAGES = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,24 +56,25 @@ class RecordedStep:
         """Returns None: recorded steps run one at a time."""
 
 
+class StepForms(Protocol):
+    """Computes the steps that are recorded: logits (padded n, V) from ids and positions (padded n,)."""
+
+    def recorded(self, tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
+        """What is recorded."""
+        ...
+
+    def trial(self, tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan, num_rows: int) -> torch.Tensor:
+        """The same before the recording; rows behind the first `num_rows` are padding."""
+        ...
+
+
 class StepRecorder:
-    """Records decode steps, one for each `StepShape`.
+    """Records decode steps, one for each `StepShape`."""
 
-    `compute` makes the logits of a step from tokens, positions and plan; `trial` does the same before a recording, and
-    is told how many rows are no padding.
-    """
-
-    def __init__(
-        self,
-        compute: Callable[[torch.Tensor, torch.Tensor, DecodePlan], torch.Tensor],
-        trial: Callable[[torch.Tensor, torch.Tensor, DecodePlan, int], torch.Tensor],
-        cache: KVCache,
-        device: torch.device,
-        record: Recorder,
-    ):
-        self._compute, self._trial = compute, trial
+    def __init__(self, cache: KVCache, device: torch.device, record: Recorder):
         self._cache, self._device, self._record = cache, device, record
         self._rows_per_group = 1
+        self.num_recorded = 0
         self._steps: dict[StepShape, RecordedStep] = {}
         self._version = (0, 0)
 
@@ -81,8 +82,8 @@ class StepRecorder:
         """Drops the recorded steps. The memory of the newest one is kept, and later steps are recorded into it."""
         self._steps = {}
 
-    def step_for(self, batch: DecodeBatch) -> RecordedStep:
-        """A step for these rows, recorded if there is none of their shape."""
+    def step_for(self, batch: DecodeBatch, forms: StepForms) -> RecordedStep:
+        """A step for these rows, computed by `forms` and recorded if there is none of their shape."""
         suffixes, prompts = self._cache.suffixes, self._cache.prompts
         if self._version != self._cache.version:
             # The tensors that these steps were recorded with are gone.
@@ -100,10 +101,10 @@ class StepRecorder:
         if shape in self._steps:
             self._steps[shape].plan.change(batch)
         else:
-            self._steps[shape] = self._record_step(batch, shape)
+            self._steps[shape] = self._record_step(batch, shape, forms)
         return self._steps[shape]
 
-    def _record_step(self, batch: DecodeBatch, shape: StepShape) -> RecordedStep:
+    def _record_step(self, batch: DecodeBatch, shape: StepShape, forms: StepForms) -> RecordedStep:
         plan = DecodePlan(self._cache, batch, shape)
         ids, positions = (torch.zeros(shape.num_rows, dtype=torch.int64, device=self._device) for _ in range(2))
         # The trial compares logits, and at position 0 rotary embeddings would turn nothing.
@@ -113,17 +114,18 @@ class StepRecorder:
         def work() -> torch.Tensor:
             # Masks depend on lengths, so the recording has to include their computation.
             plan.drop_masks()
-            return self._compute(ids, positions, plan)
+            return forms.recorded(ids, positions, plan)
 
         def trial() -> torch.Tensor:
             # The first replay writes the same keys and values again, but would update recurrent states a second time.
             with plan.recurrence.trial():
                 plan.drop_masks()
-                return self._trial(ids, positions, plan, len(batch.groups))
+                return forms.trial(ids, positions, plan, len(batch.groups))
 
         buffers = (self._cache.suffixes, self._cache.prompts)
         stored = [tensor for buffer in buffers for pair in buffer.tensors.values() for tensor in pair]
         stored += self._cache.suffixes.states
+        self.num_recorded += 1
         return RecordedStep(plan, ids, positions, self._record(work, stored, trial))
 
 

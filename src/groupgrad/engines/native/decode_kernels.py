@@ -20,6 +20,7 @@ import torch
 from groupgrad import compat
 from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
+from groupgrad.modeling.systems.fallbacks import fall_back
 from groupgrad.modeling.systems.oom import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,10 @@ def decode_kernels_for(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
 ) -> Kernels | None:
     """The kernels for calls like this one; None without a GPU or Triton, and where they have failed or differed."""
-    if not _is_on_gpu(query) or query.dtype not in TOLERANCE or not _has_triton():
+    if not _is_on_gpu(query) or query.dtype not in TOLERANCE:
+        return None
+    if not _has_triton():
+        fall_back(logger, "attention of decode steps runs by matrix products, which is slower", obstacle_to_kernels())
         return None
     sizes = (*query.shape[::2], *key.shape[::2], value.shape[2])  # heads and widths
     options = (call.softcap is None, call.window is None, call.sinks is None)
@@ -112,5 +116,6 @@ class _Checked:
             problem = f"{type(error).__name__}: {error}"
         _agrees[self.kind] = not problem
         if problem:
-            logger.warning("attention of decode steps runs without Triton's kernels, which is slower: %s", problem)
+            heads = f"heads of {query.shape[2]} in {str(query.dtype).removeprefix('torch.')}"
+            fall_back(logger, f"attention of decode steps ({heads}) runs by matrix products, which is slower", problem)
         return expected

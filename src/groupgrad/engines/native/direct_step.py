@@ -198,9 +198,7 @@ def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledM
     if not on_gpu:
         compiled = compiled_model(decoder)
         if compiled is None and has_recurrence:
-            return NoDirectForm(
-                "it needs compiled kernels, which a layer or this machine does not allow", is_known=True
-            )
+            return NoDirectForm("it needs compiled kernels, which a layer or this machine lacks", is_known=True)
         return compiled or DirectModel(decoder)
     if has_recurrence:
         return NoDirectForm("Triton's kernels compute no recurrent layers", is_known=False)

@@ -21,15 +21,17 @@ from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, dire
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, StateShape
 from groupgrad.engines.native.logits import cast_bytes, last_logits, weights_cast_once
 from groupgrad.engines.native.packed_linear import fast_linears
-from groupgrad.engines.native.runner import DecodeRunner
+from groupgrad.engines.native.runner import MODULES, DecodeRunner
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.sampling_params import SamplingParams, read_options
 from groupgrad.engines.native.scheduler import Scheduler
 from groupgrad.engines.native.session import NativeSession, Statistics
 from groupgrad.engines.stop_strings import StopStrings
+from groupgrad.metrics import Metric, average, maximum, mean_of
 from groupgrad.modeling.scoring.forward import evaluation_mode
 from groupgrad.modeling.scoring.fused_modules import compiled_parts, own_parts
-from groupgrad.modeling.systems.free_memory import free_bytes
+from groupgrad.modeling.systems.fallbacks import fall_back, fallbacks
+from groupgrad.modeling.systems.free_memory import free_bytes, used_bytes
 from groupgrad.modeling.unwrapping import unwrap
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,6 @@ class NativeEngine:
         self._pack_weights = pack_weights
         self._probe = ProbePlan()
         self._fingerprint: tuple[Any, ...] = ()
-        self._said: set[str] = set()
         self.statistics = Statistics()
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
@@ -100,12 +101,33 @@ class NativeEngine:
         # Modules that gradient checkpointing left replaced could not be computed directly.
         own_parts(model)
         compiled, linears = compiled_parts(model, stays=False), fast_linears(model, pack=self._pack_weights)
+        device = input_device(model)
+        before = used_bytes(device)
         with evaluation_mode(self._model), self._precision(), weights_cast_once(model), compiled, linears:
             session = self._make_session(model, params, statistics)
             try:
                 yield session
             finally:
                 session.close()
+        statistics.left_bytes = used_bytes(device) - before
+
+    @property
+    def path(self) -> str:
+        """How decode steps of the session opened last ran (`DecodeRunner.path_of`), and why not faster; empty if none
+        ran."""
+        paths = ", ".join(path for path, _ in self.statistics.steps_by_path.most_common())
+        reasons = "; ".join(f"{what} ({why})" for what, why in fallbacks().items())
+        return f"{paths}; {reasons}" if paths and reasons else paths
+
+    def metrics(self) -> dict[str, Metric]:
+        """Numbers of the session opened last: the share of decode steps by path, and of a GPU more."""
+        found, num_steps = self.statistics, self.statistics.num_steps
+        metrics = {f"sampling/path/{path}": mean_of(n, num_steps) for path, n in found.steps_by_path.items()}
+        if num_steps and input_device(unwrap(self._model)).type == "cuda":
+            metrics["sampling/recordings"] = average(found.num_recorded)
+            metrics["sampling/memory_left"] = maximum(found.left_bytes / 2**20)
+            metrics["sampling/fallbacks"] = maximum(len(fallbacks()))
+        return metrics
 
     @torch.no_grad()
     def _make_session(self, model: nn.Module, params: SamplingParams, statistics: Statistics) -> NativeSession:
@@ -130,9 +152,8 @@ class NativeEngine:
         if not isinstance(form, NoDirectForm):
             return form
         on_gpu = any(layer.device.type == "cuda" for layer in probe.layers.values())
-        if form.is_known and on_gpu and form.reason not in self._said:
-            logger.warning("decode steps run through the model's modules, which is slower: %s", form.reason)
-        self._said.add(form.reason)
+        if form.is_known and on_gpu:
+            fall_back(logger, MODULES, form.reason)
         return None
 
     def _probe_of(self, model: nn.Module) -> ProbePlan:

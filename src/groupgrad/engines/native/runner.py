@@ -15,6 +15,7 @@ from groupgrad.engines.native.direct_step import DirectModel
 from groupgrad.engines.native.kv_cache import KVCache
 from groupgrad.engines.native.logits import step_logits
 from groupgrad.modeling.rounding import Rounding
+from groupgrad.modeling.systems.fallbacks import fall_back
 from groupgrad.modeling.systems.oom import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,10 @@ logger = logging.getLogger(__name__)
 DIRECT_TOLERANCE, DIRECT_ROUNDINGS = 1e-5, 8
 """Largest accepted difference between the logits of a model and of its direct form, relative to the largest logit: the
 first in float32, so many times the distance of 1.0 to the next number in coarser types."""
+
+
+MODULES = "decode steps run through the model's modules, which is slower"
+"""What is said where a family with a direct form runs without it."""
 
 
 class EagerStep:
@@ -94,11 +99,28 @@ class DecodeRunner:
         direct: CompiledModel | DirectModel | None,
         probe: ProbePlan,
     ):
-        self.model, self.cache, self._probe = model, cache, probe
-        self._recorder = None if record is None else StepRecorder(self._recorded, self._trial, cache, device, record)
+        self.model, self.cache, self._probe, self._is_on_gpu = model, cache, probe, device.type == "cuda"
+        self._recorder = None if record is None else StepRecorder(cache, device, record)
         self._direct_type = type(direct)
         self.direct = direct if probe.direct_agrees.get(self._direct_type, True) else None
         """The direct form; None if there is none or its logits differ."""
+
+    @property
+    def num_recorded(self) -> int:
+        """Steps that were recorded."""
+        return 0 if self._recorder is None else self._recorder.num_recorded
+
+    def path_of(self, step: EagerStep | RecordedStep) -> str:
+        """How a step runs.
+
+        `direct` or `modules`: in the model's direct form or in its modules, recorded as a CUDA graph if on a GPU.
+        `eager`: on a GPU and not recorded. `compiled`: in the compiled form of CPUs.
+        """
+        if self._is_on_gpu and not isinstance(step, RecordedStep):
+            return "eager"
+        if self.direct is None:
+            return "modules"
+        return "compiled" if isinstance(self.direct, CompiledModel) else "direct"
 
     @property
     def is_checked(self) -> bool:
@@ -128,22 +150,22 @@ class DecodeRunner:
         self._probe.direct_agrees[self._direct_type] = not problem
         if problem:
             self.direct = logits = None
-            logger.warning("the direct decode step %s: the model's own is used", problem)
+            fall_back(logger, MODULES, f"the direct form {problem}")
         return logits
 
-    def _recorded(self, tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
+    def recorded(self, tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
         """(n, V) logits of a step that is recorded."""
         if isinstance(self.direct, DirectModel):
             return self.direct(tokens, positions, plan)
         return step_logits(self.model, tokens, positions, plan)
 
-    def _trial(self, tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan, num_rows: int) -> torch.Tensor:
+    def trial(self, tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan, num_rows: int) -> torch.Tensor:
         """The same before it is recorded; the first one runs in both forms. Rows behind `num_rows` are padding."""
         direct = self.direct
         if isinstance(direct, DirectModel) and not self.is_checked:
             expected = step_logits(self.model, tokens, positions, plan)
             self.check(lambda: direct(tokens, positions, plan), expected, num_rows)
-        return self._recorded(tokens, positions, plan)
+        return self.recorded(tokens, positions, plan)
 
     def disable_direct(self) -> None:
         """Lets the model's modules compute all further steps."""
@@ -160,15 +182,11 @@ class DecodeRunner:
         """A decode step for these rows, which keep their slots."""
         if self._recorder is not None:
             try:
-                return self._recorder.step_for(batch)
+                return self._recorder.step_for(batch, self)
             except Exception as error:
                 self._recorder = None
                 # A later session may have more memory.
                 self._probe.can_record = is_out_of_memory(error)
-                logger.warning(
-                    "the decode step of %s cannot be recorded as a CUDA graph (%s: %s); sampling is slower",
-                    type(self.model).__name__,
-                    type(error).__name__,
-                    error,
-                )
+                what = f"decode steps of {type(self.model).__name__} are not recorded as CUDA graphs, which is slower"
+                fall_back(logger, what, f"they cannot be recorded ({type(error).__name__}: {error})")
         return EagerStep(self, batch)

@@ -6,8 +6,9 @@ import functools
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,6 +61,12 @@ class Statistics:
     """Tokens of earlier turns whose keys and values were still stored when their sequences were continued."""
     peak_bytes: int = 0
     """Largest memory of keys and values, offloaded ones included."""
+    num_recorded: int = 0
+    """Decode steps that were recorded as CUDA graphs."""
+    steps_by_path: Counter[str] = field(default_factory=Counter)
+    """Decode steps by how they ran (`DecodeRunner.path_of`)."""
+    left_bytes: int = 0
+    """Memory in use on a CUDA device after the session, beyond that in use before it."""
 
 
 class NativeSession:
@@ -166,7 +173,8 @@ class NativeSession:
 
     def release(self, ticket: int) -> None:
         """Frees what is retained of a finished request, if anything."""
-        self._scheduler.release(ticket)
+        if not self._is_closed:
+            self._scheduler.release(ticket)
 
     def check(self, requests: Iterable[Request]) -> None:
         """ValueError if one of the requests could not be sampled even alone."""
@@ -193,8 +201,14 @@ class NativeSession:
             )
 
     def close(self) -> None:
-        """Ends the session; later calls of `submit` and `advance` raise."""
-        self._is_closed, self._batch = True, None
+        """Ends the session and frees its memory, also if something still refers to the session.
+
+        Later calls of `submit` and `advance` raise.
+        """
+        if not self._is_closed:
+            self._is_closed, self._batch = True, None
+            self._cache.clear()
+            del self._runner, self._scheduler, self._sampler, self._cache
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -311,6 +325,8 @@ class NativeSession:
         batch.tokens = tokens[-1]
         batch.counts += len(tokens)
         self._statistics.num_steps += len(tokens)
+        self._statistics.num_recorded = self._runner.num_recorded
+        self._statistics.steps_by_path[self._runner.path_of(batch.step)] += len(tokens)
         self._statistics.num_decoded += self._append(running, sampled)
         self._finish(running)
 

@@ -18,6 +18,7 @@ import torch.utils.checkpoint as torch_checkpoint
 
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.modeling.systems.fallbacks import fall_back
 from groupgrad.modeling.systems.oom import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -149,12 +150,8 @@ def attend_flex(
         if is_out_of_memory(error):
             raise
         _State.failed.add(_kind_of(query, key, value, call))
-        logger.warning(
-            "flex attention cannot run here for heads of %d (%s: %s); matrix products do",
-            query.shape[2],
-            type(error).__name__,
-            error,
-        )
+        what = f"attention of training (heads of {query.shape[2]}) runs by matrix products, which is slower"
+        fall_back(logger, what, f"flex attention cannot run here ({type(error).__name__}: {error})")
         return None
 
 

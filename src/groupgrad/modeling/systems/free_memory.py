@@ -27,6 +27,11 @@ def free_bytes(device: torch.device) -> int:
     return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def used_bytes(device: torch.device) -> int:
+    """Bytes of tensors of this process on a CUDA device; 0 on other devices, where they are not counted."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def _cgroup_free_bytes() -> int:
     """Bytes left below a container's memory limit, cached files included; 2^62 without a limit."""
     for *names, cached in _CGROUP_FILES:
