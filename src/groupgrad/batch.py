@@ -121,9 +121,9 @@ class Batch:
         return self.media is not None or self.row_media is not None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch with every tensor on `device`."""
+        """The same batch with every tensor on `device` (see `to_device`)."""
         moved = {
-            f.name: value.to(device, non_blocking=True)
+            f.name: to_device(value, device)
             for f in dataclasses.fields(self)
             if isinstance(value := getattr(self, f.name), torch.Tensor)
         }
@@ -212,6 +212,23 @@ _UNKNOWN = {
     "policy_version": -1,
 }
 """Fills a field in the rows of a batch that lacks it, when batches with and without it are joined."""
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The tensor on `device`. A copy to a GPU makes nobody wait, and `on_host` gives its original back."""
+    if torch.device(device).type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    copy: Any = tensor.pin_memory().to(device, non_blocking=True)
+    copy.original = tensor, copy._version
+    return copy
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU, without a wait for a GPU that has it by `to_device`, unless it was changed there."""
+    if tensor.device.type == "cpu":
+        return tensor
+    original, version = getattr(tensor, "original", (None, 0))
+    return tensor.cpu() if original is None or tensor._version != version else original
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:

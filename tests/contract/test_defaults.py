@@ -32,7 +32,7 @@ def test_learning_rate_and_logs(make_trainer: Any, tmp_path: Any) -> None:
 def test_mixed_precision_and_checkpointing_on_an_accelerator(
     make_trainer: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The configuration is made where an accelerator is simulated; the run computes in bfloat16 and recomputes."""
+    """The configuration is made where an accelerator is simulated; the run is in bfloat16 and recomputes by need."""
     with monkeypatch.context() as simulated:
         simulated.setattr(compat, "has_bf16_accelerator", lambda: True)
         simulated.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
@@ -49,5 +49,5 @@ def test_mixed_precision_and_checkpointing_on_an_accelerator(
     projection = trainer.model.model.layers[0].mlp.up_proj
     projection.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
     trainer.train()
-    assert seen == [(torch.bfloat16, True)]
+    assert seen == [(torch.bfloat16, False)]
     assert next(trainer.model.parameters()).dtype == torch.float32

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from groupgrad.errors import ConfigError
+from groupgrad.kernels import library
 
 SAMPLED = (
     "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length",
@@ -41,6 +42,7 @@ def test_names_of_the_metrics(make_trainer: Any, beta: float) -> None:
     trained, evaluated, ended = trainer.state.log_history
     kl = {"kl"} if beta else set()
     own = {key for entry in trainer.state.log_history for key in entry if key.startswith("time/")}  # ours, by phase
+    own.add("sampling/path/direct" if library() is None else "sampling/path/compiled")
     own.add("sampling/logp_mismatch")  # ours, of engines whose log-probs are training's
     assert set(trained) - own == {*SAMPLED, *TRAINING_ONLY} | kl
     assert set(evaluated) == {*(f"eval_{name}" for name in SAMPLED), *EVALUATION_ONLY} | {f"eval_{name}" for name in kl}

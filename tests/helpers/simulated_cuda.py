@@ -11,6 +11,7 @@ Speed, precision, streams and kernels of a real GPU are not simulated.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -191,7 +192,12 @@ _CUDA_ONLY_OPS = {
 }
 
 
+waits: Counter[str] = Counter()
+"""Operations for which the host has waited for the device."""
+
+
 def _synchronise(operation: str) -> None:
+    waits[operation] += 1
     if Graph.recording is not None:
         Graph.recording.is_broken = True
         raise RuntimeError(f"{operation}: operation not permitted when stream is capturing")
@@ -215,13 +221,14 @@ def _has_bool_index(args: Any) -> bool:
 
 class _Upload(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        _synchronise("a copy to the GPU")
+    def forward(ctx: Any, tensor: torch.Tensor, waits_for_it: bool) -> torch.Tensor:
+        if waits_for_it:
+            _synchronise("a copy to the GPU")
         return SimulatedTensor(tensor.detach().clone())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-        return gradient.inner if isinstance(gradient, SimulatedTensor) else gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore
+        return gradient.inner if isinstance(gradient, SimulatedTensor) else gradient, None
 
 
 class _Download(torch.autograd.Function):
@@ -246,6 +253,10 @@ class _DeviceMode(TorchFunctionMode):
             return _move(func, args, kwargs or {})
         if func is torch.Tensor.__deepcopy__ and isinstance(args[0], SimulatedTensor):
             return _copied(*args)
+        if func is torch.Tensor.pin_memory:
+            pinned: Any = args[0].clone()
+            pinned.is_pinned_here = True
+            return pinned
         if not kwargs:
             return func(*args)
         kwargs = dict(kwargs)
@@ -283,7 +294,8 @@ def _move(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     else:
         result, target = tensor, GPU if func is torch.Tensor.cuda else torch.device("cpu")
     if target.type == "cuda" and not isinstance(result, SimulatedTensor):
-        return _Upload.apply(result)
+        is_pinned = getattr(tensor, "is_pinned_here", False) and kwargs.get("non_blocking")
+        return _Upload.apply(result, bool(result.dim()) and not is_pinned)
     if target.type == "cpu" and isinstance(result, SimulatedTensor):
         return _Download.apply(result)
     return result.clone() if result is tensor and kwargs.get("copy") else result
@@ -424,9 +436,9 @@ def simulated_cuda(free_bytes: int = 1 << 30) -> Iterator[None]:
 
 
 @contextmanager
-def trainers_on_simulated_cuda() -> Iterator[None]:
+def trainers_on_simulated_cuda(free_bytes: int = 1 << 30) -> Iterator[None]:
     """The same, with a device that trainers made inside choose by themselves."""
-    with pytest.MonkeyPatch.context() as patch, simulated_cuda():
+    with pytest.MonkeyPatch.context() as patch, simulated_cuda(free_bytes):
         patch.setattr(flex, "is_usable", lambda *_: False)  # its kernel cannot be compiled here
         patch.setattr(block_attention, "is_usable", lambda *_: False)
         patch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:0")
@@ -482,8 +494,9 @@ def _patch_torch(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     }
     for name, replacement in replacements.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
-    monkeypatch.setattr(torch.cuda.random, "get_rng_state", lambda *_: torch.get_rng_state())
-    monkeypatch.setattr(torch.cuda.random, "set_rng_state", lambda state, *_: None)
+    for module in (torch.cuda, torch.cuda.random):
+        monkeypatch.setattr(module, "get_rng_state", lambda *_: torch.get_rng_state())
+        monkeypatch.setattr(module, "set_rng_state", lambda state, *_: None)
     autocast_init = torch.autocast.__init__
 
     def init_on_cpu(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
-from simulated_cuda import to_cuda, trainers_on_simulated_cuda
+from simulated_cuda import to_cuda, trainers_on_simulated_cuda, waits
 from torch import nn
 from triton_twins import triton_twins
 
@@ -141,3 +142,36 @@ def test_logits_are_compared_by_the_type_that_computes_them(shift: float, steps,
         steps.update(modules=0)
         trainer.train()
     assert (steps["modules"] == 1) == (shift == 0.02)
+
+
+def test_a_micro_batch_makes_the_host_wait_for_nothing(make_model, make_tokenizer, tmp_path):
+    """Forward and backward passes of a part; uploads are pinned and asynchronous."""
+    found: list[Counter[str]] = []
+    with trainers_on_simulated_cuda():
+        trainer = make_trainer(make_model(), make_tokenizer(), tmp_path, mask_truncated_completions=True)
+        loss, backward = trainer._loss, trainer._backward
+
+        def waits_of(work: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                before = Counter(waits)
+                result = work(*arguments)
+                found.append(waits - before)
+                return result
+
+            return call
+
+        trainer._loss, trainer._backward = waits_of(loss), waits_of(backward)
+        trainer.train()
+    assert len(found) >= 2 and not sum(found, Counter())
+
+
+def test_activations_are_recomputed_by_need(make_model, make_tokenizer, tmp_path, caplog):
+    gradients, recomputed = [], []
+    for free_bytes in (1 << 30, 1 << 17):
+        with trainers_on_simulated_cuda(free_bytes):
+            trainer = make_trainer(make_model(), make_tokenizer(), tmp_path, bf16=False)
+            trainer.train()
+            recomputed.append(trainer.checkpointing.is_on)
+            gradients.append(trainer.state.log_history[0]["grad_norm"])
+    assert recomputed == [False, True] and "gradient checkpointing is on" in caplog.text
+    assert gradients[0] == pytest.approx(gradients[1], rel=1e-5)

@@ -16,7 +16,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from groupgrad import compat
 from groupgrad.config import legacy, rules
 from groupgrad.config.field_rules import DICTS, ENUMERATIONS, RANGES, wrong_kinds
-from groupgrad.config.launcher import fsdp_settings, uses_deepspeed
+from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.text_values import parse_texts
 from groupgrad.config.unknown_names import advice
@@ -38,10 +38,10 @@ class GRPOConfig(GRPOSettings):
     """All settings of a GRPO run: the fields of `transformers.TrainingArguments` and of `GRPOSettings`.
 
     Defaults that differ from `TrainingArguments`: `learning_rate` 1e-6, `logging_steps` 10, `gradient_checkpointing`
-    (on, but on a CPU only where memory needs it), `remove_unused_columns` False, and `bf16`, which is on unless `fp16`
-    is, wherever an accelerator computes in it; on a CPU it stays off unless set. Raises ConfigError, a ValueError,
-    that lists every setting that cannot work. One UserWarning names the settings that have no effect beside the
-    others.
+    (where memory needs it, and always for shards on accelerators), `remove_unused_columns` False, and `bf16`, which is
+    on unless `fp16` is, wherever an accelerator computes in it; on a CPU it stays off unless set. Raises ConfigError, a
+    ValueError, that lists every setting that cannot work. One UserWarning names the settings that have no effect beside
+    the others.
     """
 
     __signature__ = _FieldsAsSignature()
@@ -78,7 +78,9 @@ class GRPOConfig(GRPOSettings):
             failure = error
         if failure is None and checkpointing_by_need:
             is_asked = fsdp_settings(self).get("activation_checkpointing")
-            self._set_checkpointing(True if is_asked or self.device.type != "cpu" else None)
+            # Without weights of its own yet, a rank of a model in shards measures nothing.
+            is_sharded = self.device.type != "cpu" and (uses_fsdp(self) or uses_deepspeed(self))
+            self._set_checkpointing(True if is_asked or is_sharded or self.device.type not in ("cpu", "cuda") else None)
         problems = rules.problems(self)
         if self.deepspeed is not None and (problems or failure is not None):
             unset_hf_deepspeed_config()  # transformers would load the models of the next trainer for it

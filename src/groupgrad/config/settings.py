@@ -48,8 +48,8 @@ class GRPOSettings(LegacyArguments):
     logging_steps: float = _option(10, "Optimizer steps between two logs; a value below 1 is a share of all steps.")
     gradient_checkpointing: bool | None = _option(
         None,
-        "Recompute activations in the backward pass instead of keeping them: less memory, a third slower. Unset: yes "
-        "on accelerators; on a CPU for micro-batches whose activations would not fit.",
+        "Recompute activations in the backward pass instead of keeping them: less memory, a third slower. Unset: for "
+        "micro-batches whose activations would not fit, and always for a model in shards on accelerators.",
     )
     bf16: bool | None = _option(
         None,

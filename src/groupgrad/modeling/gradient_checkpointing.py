@@ -67,24 +67,24 @@ def _num_tokens(batch: Batch) -> int:
 
 
 def _saved_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int:
-    sizes: dict[int, int] = {}
+    storages: dict[int, Any] = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
-    def record(tensor: torch.Tensor) -> torch.Tensor:
+    def record(tensor: torch.Tensor) -> None:
+        # The graph keeps nothing: an output that its own node holds would stay in memory until a garbage collection.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+            storages[storage.data_ptr()] = storage
 
     devices = [batch.completion_ids.device] if batch.completion_ids.device.type == "cuda" else []
-    hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda _: None)
     try:
         # `stays`: training has no hooks, and with them the modules would not compute as in training.
         with torch.random.fork_rng(devices), torch.enable_grad(), compiled_parts(model, stays=True), hooks:
             score_tokens(model, batch, replace(options, aux_loss=False))
     finally:
         own_parts(model)
-    return sum(sizes.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 class CheckpointingByNeed:
@@ -129,12 +129,19 @@ class CheckpointingByNeed:
             num_tokens = batch.num_rows * int(lengths.max())
         device = next(self._model.parameters()).device
         needed = num_tokens * self._bytes_per_token + num_values * self._bytes_per_value
-        free = FREE_SHARE * free_bytes(device)
+        free = FREE_SHARE * (free_bytes(device) - self._gradients_to_come(device))
         is_needed = needed > free
         is_on = any(dist.all_gather_objects(is_needed)) if self._is_joint else is_needed
         if is_needed and not self.is_on:
             _warn(f"{num_tokens} tokens{' and their images' if num_values else ''}", needed, free)
         self.switch(is_on)
+
+    def _gradients_to_come(self, device: torch.device) -> int:
+        """Bytes of gradients, summed in float32, that have no memory on a GPU yet; on CPUs `FREE_SHARE` leaves it."""
+        if device.type != "cuda":
+            return 0
+        trained = (p for p in self._model.parameters() if p.requires_grad and p.grad is None and p.device == device)
+        return sum(4 * parameter.numel() for parameter in trained)
 
     def switch(self, is_on: bool) -> None:
         """Switches gradient checkpointing, whatever memory there is; nothing if it `is_on` already, or off."""

@@ -326,7 +326,8 @@ class GRPOTrainer(TrainingRun):
         if known:
             scores = known_scores(batch)
         else:
-            precomputed = precompute_gradient(batch, policy) if self._on_policy.exact else None
+            is_known = self._on_policy.exact and not self.rounding.is_half
+            precomputed = precompute_gradient(batch, policy) if is_known else None
             tap = self.recorder.states_tap(batch)
             scores = self.recorder.keep_scores(batch, score_tokens(model, batch, forward, precomputed, tap))
         result = policy_loss(

@@ -222,7 +222,7 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(build, gpu, caplog, m
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert [s.ids for s in engine.sample(requests(12), OPTIONS)] == [s.ids for s in expected]
-    assert len(caplog.records) == 1
+    assert sum("not recorded as CUDA graphs" in record.getMessage() for record in caplog.records) == 1
     assert "Qwen3ForCausalLM" in caplog.text
     assert "not permitted" in caplog.text
     assert Graph.recording is None
@@ -310,7 +310,7 @@ def test_where_memory_ran_out_the_next_generation_batch_records_again(build, gpu
     with monkeypatch.context() as patch:
         patch.setattr(Graph, "capture_begin", full)
         expected = engine.sample(requests(12), OPTIONS)
-    assert "sampling is slower" in caplog.text
+    assert "not recorded as CUDA graphs" in caplog.text
     assert Graph.num_replayed == 0
     assert [s.ids for s in engine.sample(requests(12), OPTIONS)] == [s.ids for s in expected]
     assert Graph.num_replayed == engine.statistics.num_steps
@@ -339,7 +339,7 @@ def test_cached_memory_is_given_back_to_a_recording_that_needs_it(build, gpu, ca
     assert given_back == [True]
     assert pools[:2] == [(0, 1), (0, 2)] and set(pools[1:]) == {(0, 2)}
     assert Graph.num_replayed == engine.statistics.num_steps
-    assert not caplog.records
+    assert "CUDA graphs" not in caplog.text
 
 
 def test_nothing_is_recorded_on_a_cpu():

@@ -207,7 +207,6 @@ class NativeSession:
         """
         if not self._is_closed:
             self._is_closed, self._batch = True, None
-            self._cache.clear()
             del self._runner, self._scheduler, self._sampler, self._cache
 
     def _check_open(self) -> None:

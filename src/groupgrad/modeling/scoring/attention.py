@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -49,6 +49,16 @@ _configs: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """The configurations inside a model that name an attention implementation, cached because sampling needs them often."""
 
 _active_plans: list[PlanMask] = []
+
+_find_packed = masking_utils.find_packed_sequence_indices
+
+
+def _find_packed_without_plan(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """None under a plan, which replaces the mask: the search for packed rows would make the host wait for a GPU."""
+    return None if _active_plans else _find_packed(position_ids)
+
+
+masking_utils.find_packed_sequence_indices = _find_packed_without_plan
 """The plans of the running model calls, innermost last."""
 
 

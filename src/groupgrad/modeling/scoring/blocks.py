@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from groupgrad.batch import on_host, to_device
+
 QUERY_TILE = 256
 """Queries whose scores are computed at a time, in every implementation of attention in PyTorch."""
 
@@ -72,8 +74,9 @@ class Block:
 
     def to(self, device: torch.device) -> Block:
         """The block with its tensors on `device`."""
-        prompts = None if self.prompts is None else self.prompts.to(device)
-        return Block(self.rows.to(device), prompts, self.prompt_lengths.to(device), self.start, self.num_tokens)
+        prompts = None if self.prompts is None else to_device(self.prompts, device)
+        rows, lengths = to_device(self.rows, device), to_device(self.prompt_lengths, device)
+        return Block(rows, prompts, lengths, self.start, self.num_tokens)
 
     def masks(self, window: int | None) -> Masks:
         """Masks of the queries, made once for all layers with the same sliding window."""
@@ -96,13 +99,13 @@ class Masks:
 def _make_masks(block: Block, window: int | None) -> Masks:
     device, num_keys = block.rows.device, block.rows.shape[2]
     query = torch.arange(block.start, num_keys, device=device)[:, None]
-    longest = num_keys + int(block.prompt_lengths.max()) if block.prompt_lengths.numel() else num_keys
+    longest = num_keys + int(on_host(block.prompt_lengths).max()) if block.prompt_lengths.numel() else num_keys
     if window is None or longest <= window:
         window = None
     prompt = None
     if block.prompts is not None:
         padding = (block.prompts == block.num_tokens)[:, :, None, None, None]
-        prompt = padding if bool(padding.any()) else None
+        prompt = padding if bool((on_host(block.prompts) == block.num_tokens).any()) else None
         if window is not None:
             key = torch.arange(block.prompts.shape[2], device=device)
             too_far = (block.prompt_lengths[:, None, None] + query - key >= window)[:, None, None, None]

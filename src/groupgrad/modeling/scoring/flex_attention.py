@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 
+from groupgrad.batch import to_device
 from groupgrad.modeling.scoring.attention_plan import AttentionCall
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.systems.fallbacks import fall_back
@@ -62,7 +63,7 @@ class TokenPlaces:
             torch.tensor(column, dtype=torch.int64).repeat_interleave(lengths) for column in zip(*table)
         )
         position = offset + torch.arange(len(offset))
-        return cls(row.to(device), prompt.to(device), position.to(device))
+        return cls(*(to_device(x, device) for x in (row, prompt, position)))
 
     def visible(self, window: int | None) -> Callable[..., torch.Tensor]:
         """The mask function for flex attention: True where a query attends to a key."""

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from groupgrad.batch import Batch, StepTotals, TokenScores
+from groupgrad.batch import Batch, StepTotals, TokenScores, on_host, to_device
 from groupgrad.dist import RankGroup
 from groupgrad.modeling.adapters import dora_scales_kept
 from groupgrad.modeling.scoring.attention import attention_dropout, plannable
@@ -107,7 +107,9 @@ def score_tokens(
     tokens = batch.completion_ids
     hook = HeadHook(tokens, inputs.rows, inputs.predictors, inputs.shape, options.temperature, options.entropy_gradient)
     hook.precomputed, hook.tap = precomputed, tap
-    if not bool(batch.trained.all()):
+    # Elsewhere a GPU computes tokens without a gradient too, since to find them the host would wait for it.
+    hook.has_few_gradients = tokens.device.type != "cuda" or batch.totals.entropy_threshold is not None
+    if not bool(on_host(batch.trained).all()):
         hook = hook.at(_loss_tokens(batch))
     part = None
     if options.context is not None and layout != "dense":
@@ -130,8 +132,9 @@ def score_tokens(
 
 def _loss_tokens(batch: Batch) -> torch.Tensor:
     """Indices of the loss tokens. Keeps at least one token: the head cannot run on an empty input."""
-    places = batch.trained.nonzero().flatten()
-    return places if len(places) else places.new_zeros(min(1, batch.num_tokens))
+    places = on_host(batch.trained).nonzero().flatten()
+    places = places if len(places) else places.new_zeros(min(1, batch.num_tokens))
+    return to_device(places, batch.trained.device)
 
 
 def _scatter(scores: TokenScores, places: torch.Tensor, num_tokens: int) -> TokenScores:

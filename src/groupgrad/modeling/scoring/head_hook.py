@@ -48,6 +48,8 @@ class HeadHook:
     precomputed: PrecomputedGradient | None = None
     tap: StatesTap | None = None
     """Called with the hidden states that predict the tokens."""
+    has_few_gradients: bool = True
+    """The backward pass leaves out tokens without a gradient."""
     places: torch.Tensor | None = None
     """(L,) int64 indices of the tokens in the batch; None for all tokens."""
     is_narrowed: bool = False
@@ -143,7 +145,11 @@ class HeadHook:
         layer = head_layer(head)
         assert layer is not None  # otherwise there is no transform
         arguments = (hidden, layer.output_head(hidden), self.tokens)
-        options: dict[str, Any] = {"transform": transform, "temperature": self.temperature}
+        options: dict[str, Any] = {
+            "transform": transform,
+            "temperature": self.temperature,
+            "has_few_gradients": self.has_few_gradients,
+        }
         if self.precomputed is None or self.entropy_gradient:
             scores = tiled_scores(*arguments, entropy_gradient=self.entropy_gradient, **options)
         else:

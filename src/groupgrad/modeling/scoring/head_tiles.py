@@ -1,8 +1,7 @@
 """Passes over tiles of logits: scores of tokens, and gradients of the output head (see `head.py`).
 
-A tile of logits lives in scratch memory that fits the processor's cache. The outer loop goes over the vocabulary, so
-each slice of the head's weight is read once per pass, and its gradient is finished before the next slice begins. Logits
-are in bits (multiplied by log2 e while they are computed, at no cost), because exp2 is much cheaper than exp.
+A tile of logits lives in memory that fits the processor's cache. The outer loop goes over the vocabulary, so each slice
+of the weight is read once per pass. Logits are in bits (times log2 e, at no cost), because exp2 is cheaper than exp.
 """
 
 from __future__ import annotations
@@ -92,6 +91,7 @@ class HeadTask:
     """Compute d log-prob / d hidden in the forward pass already."""
     frozen_columns: int = 0
     """Columns of the weight, from the left, that need no gradient."""
+    has_few_gradients: bool = True  # False: the backward pass computes tokens without a gradient too
 
     @property
     def exact(self) -> torch.dtype:

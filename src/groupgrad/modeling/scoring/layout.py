@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from groupgrad.batch import Batch
+from groupgrad.batch import Batch, on_host, to_device
 from groupgrad.modeling.scoring.attention import run_planned
 from groupgrad.modeling.scoring.attention_plan import AttentionPlan
 from groupgrad.modeling.scoring.block_attention import BlockPlan
@@ -58,20 +58,20 @@ class ForwardInputs:
 
 def dense_inputs(batch: Batch, pad_id: int, *, aux_loss: bool) -> ForwardInputs:
     """One row per completion, padded on the right. Causal models need no mask; the auxiliary loss does."""
-    device = batch.completion_ids.device
-    prompt_lengths = batch.prompt_offsets.diff()[batch.prompt_of_row]
-    lengths = prompt_lengths + batch.offsets.diff()
+    device, prompt_of_row = batch.completion_ids.device, on_host(batch.prompt_of_row)
+    prompt_offsets, offsets, rows = (on_host(x) for x in (batch.prompt_offsets, batch.offsets, batch.row_of_token))
+    prompt_lengths = prompt_offsets.diff()[prompt_of_row]
+    lengths = prompt_lengths + offsets.diff()
     num_rows, width = batch.num_rows, int(lengths.max()) if batch.num_rows else 0
-    place = torch.arange(width, device=device).expand(num_rows, width)
+    place = torch.arange(width).expand(num_rows, width)
     mask, is_prompt = place < lengths[:, None], place < prompt_lengths[:, None]
-    ids = torch.full((num_rows, width), pad_id, dtype=torch.int64, device=device)
-    source = batch.prompt_offsets[batch.prompt_of_row][:, None] + place
-    ids[is_prompt] = batch.prompt_ids[source[is_prompt]]
-    ids[mask & ~is_prompt] = batch.completion_ids
-    rows = batch.row_of_token
-    place_in_completion = torch.arange(batch.num_tokens, device=device) - batch.offsets[rows]
-    arguments = {"attention_mask": mask.long(), "output_router_logits": True} if aux_loss else {}
-    return ForwardInputs(ids, rows, prompt_lengths[rows] + place_in_completion - 1, arguments)
+    ids = torch.full((num_rows, width), pad_id, dtype=torch.int64)
+    source = prompt_offsets[prompt_of_row][:, None] + place
+    ids[is_prompt] = on_host(batch.prompt_ids)[source[is_prompt]]
+    ids[mask & ~is_prompt] = on_host(batch.completion_ids)
+    predictors = prompt_lengths[rows] + torch.arange(batch.num_tokens) - offsets[rows] - 1
+    arguments = {"attention_mask": to_device(mask.long(), device), "output_router_logits": True} if aux_loss else {}
+    return ForwardInputs(to_device(ids, device), batch.row_of_token, to_device(predictors, device), arguments)
 
 
 def flat_inputs(batch: Batch, *, share: bool, aux_loss: bool) -> ForwardInputs:
@@ -81,7 +81,7 @@ def flat_inputs(batch: Batch, *, share: bool, aux_loss: bool) -> ForwardInputs:
         inputs.arguments["output_router_logits"] = True
     if aux_loss and share:
         # The plan replaces the mask in attention, so the mask is free to weigh the tokens of the auxiliary loss.
-        inputs.arguments["attention_mask"] = _rows_per_token(inputs.segments).to(inputs.ids.device)[None]
+        inputs.arguments["attention_mask"] = to_device(_rows_per_token(inputs.segments), inputs.ids.device)[None]
     return inputs
 
 
@@ -106,7 +106,7 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
         return segments[-1]
 
     rows_of_prompt: dict[int, list[int]] = {}
-    for row, prompt in enumerate(batch.prompt_of_row.tolist()):
+    for row, prompt in enumerate(on_host(batch.prompt_of_row).tolist()):
         if len(completions[row]) or keep_last:
             rows_of_prompt.setdefault(prompt, []).append(row)
     row_media = batch.row_media or (None,) * batch.num_rows
@@ -126,23 +126,23 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
     positions = np.arange(sizes.sum()) - np.repeat(starts - begins, sizes)
     device = batch.completion_ids.device
     return ForwardInputs(
-        ids=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ids])).to(device),
+        ids=to_device(torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ids])), device),
         rows=torch.zeros(batch.num_tokens, dtype=torch.int64, device=device),
-        predictors=torch.from_numpy(_predictors(batch, firsts, predecessors)).to(device),
-        positions=torch.from_numpy(positions).to(device),
+        predictors=to_device(torch.from_numpy(_predictors(batch, firsts, predecessors)), device),
+        positions=to_device(torch.from_numpy(positions), device),
         plan=BlockPlan(segments),
         segments=segments,
     )
 
 
 def _split(flat: torch.Tensor, offsets: torch.Tensor) -> list[np.ndarray]:
-    values, ends = flat.cpu().numpy(), offsets.tolist()
+    values, ends = on_host(flat).numpy(), on_host(offsets).tolist()
     return [values[a:b] for a, b in pairwise(ends)]
 
 
 def _predictors(batch: Batch, firsts: np.ndarray, predecessors: np.ndarray) -> np.ndarray:
     """(L,) places before completion tokens, from the (B,) places of first tokens and of those before them."""
-    offsets = batch.offsets.cpu().numpy()
+    offsets = on_host(batch.offsets).numpy()
     starts, lengths = offsets[:-1], np.diff(offsets)
     places = np.arange(batch.num_tokens) + np.repeat(firsts - starts - 1, lengths)
     places[starts[lengths > 0]] = predecessors[lengths > 0]

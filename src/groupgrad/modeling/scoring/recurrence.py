@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from groupgrad.batch import to_device
 from groupgrad.kernels.delta_rule import StateRows, state_rows
 from groupgrad.modeling.scoring.blocks import Segment
 
@@ -320,8 +321,8 @@ class Recurrence:
         inverse[places[offset < count]] = np.flatnonzero(offset < count)
         ends = [place_of_start[self._segments[index].start] for index in self._left]
         return Chunks(
-            torch.from_numpy(places.astype(np.int64)).to(device),
-            torch.from_numpy(inverse).to(device),
+            to_device(torch.from_numpy(places.astype(np.int64)), device),
+            to_device(torch.from_numpy(inverse), device),
             tuple(levels),
             torch.tensor(ends, dtype=torch.int64, device=device),
         )
@@ -366,5 +367,5 @@ def _rectangles(lengths: Sequence[int], device: torch.device) -> Rectangles:
         places, is_token = start[numbers][:, None] + np.minimum(token, rows - 1), token < rows
         tokens[places[is_token]] = size + np.flatnonzero(is_token)
         size += is_token.size
-        parts.append(Rectangle(*(torch.from_numpy(array).to(device) for array in (numbers, places, is_token))))
-    return Rectangles(tuple(parts), *(torch.from_numpy(x).to(device) for x in (tokens, np.argsort(order))))
+        parts.append(Rectangle(*(to_device(torch.from_numpy(array), device) for array in (numbers, places, is_token))))
+    return Rectangles(tuple(parts), *(to_device(torch.from_numpy(x), device) for x in (tokens, np.argsort(order))))

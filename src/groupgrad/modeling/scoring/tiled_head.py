@@ -88,16 +88,18 @@ def tiled_scores(
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     tiles: Tiles | None = None,
+    has_few_gradients: bool = True,
 ) -> TokenScores:
     """Log-prob and entropy (L,) of `tokens` (L,) under softmax(transform(z) / temperature), z the head's output.
 
     `hidden` is (L, H). Results are float32 (float64 for a float64 head), on the head's device; NaN log-probs for ids
     outside the vocabulary. Gradients flow from the log-probs, and with `entropy_gradient` from the entropies, into the
-    hidden states and the head's parameters that require them, once (no double backward); tokens without an incoming
-    gradient cost nothing there. With a frozen head (an adapter elsewhere) and no gradient from the entropies, the
-    forward pass keeps d log-prob / d hidden (L, H) and nothing is computed again.
+    hidden states and the head's parameters that require them, once (no double backward). With `has_few_gradients`
+    tokens without an incoming gradient cost nothing there, but the host waits for a GPU to find them. With a frozen
+    head (an adapter elsewhere) and no gradient from the entropies, the forward pass keeps d log-prob / d hidden (L, H)
+    and nothing is computed again.
     """
-    task = _task(hidden, head, tokens, transform, temperature, tiles)
+    task = replace(_task(hidden, head, tokens, transform, temperature, tiles), has_few_gradients=has_few_gradients)
     if torch.is_grad_enabled():
         head_trains = any(x is not None and x.requires_grad for x in (*head.matrices, head.bias))
         keep = hidden.requires_grad and not head_trains and not entropy_gradient
@@ -114,6 +116,7 @@ def scores_with_gradient(
     transform: LogitTransform,
     temperature: float = 1.0,
     tiles: Tiles | None = None,
+    has_few_gradients: bool = True,
 ) -> TokenScores:
     """`tiled_scores` whose forward pass computes the gradients of hidden states and head too: a quarter less work.
 
@@ -124,7 +127,8 @@ def scores_with_gradient(
     task = _task(hidden, head, tokens, transform, temperature, tiles)
     is_exact = task.dtype == task.exact and all(weight.dtype == task.exact for weight in head.matrices)
     if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in head.matrices) and is_exact):
-        return tiled_scores(hidden, head, tokens, transform=transform, temperature=temperature, tiles=tiles)
+        options: dict[str, Any] = {"transform": transform, "temperature": temperature, "tiles": tiles}
+        return tiled_scores(hidden, head, tokens, has_few_gradients=has_few_gradients, **options)
     return _apply(hidden, head, tokens, task, precomputed)
 
 
@@ -310,6 +314,10 @@ def _gradients(
 ) -> Gradients:
     """The requested gradients; tokens without a remaining gradient are skipped."""
     done = None if early is None else _use_early(early, request)
+    if done is None and not task.has_few_gradients:
+        grads = _empty(len(hidden), head, task, needed)
+        gradient_pass(hidden.to(task.dtype), head, request, task, grads, add=False)
+        return grads
     has_gradient = (request.token_grad != 0) | (request.prob_grad != 0)
     if request.entropy_grad is not None:
         has_gradient |= request.entropy_grad != 0
