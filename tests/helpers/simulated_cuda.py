@@ -21,6 +21,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -261,6 +262,8 @@ class _DeviceMode(TorchFunctionMode):
             return func(*args)
         kwargs = dict(kwargs)
         kwargs.pop("pin_memory", None)
+        if isinstance(kwargs.get("attn_mask"), CausalBias):  # it would make its mask outside of this mode
+            kwargs["attn_mask"] = SimulatedTensor(kwargs["attn_mask"]._materialize())
         device = kwargs.get("device")
         if device is None:
             return func(*args, **kwargs)

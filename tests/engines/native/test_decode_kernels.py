@@ -110,6 +110,23 @@ def test_numbers_are_those_of_matrix_products(
                 assert torch.equal(stored[row, :, : length + 1].float(), copy[row, :, : length + 1])
 
 
+def test_keys_before_a_window_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN there would come through: values are multiplied with weights of 0."""
+    torch.manual_seed(0)
+    window, batch = 40, DecodeBatch([0, 0, 1], [300, 300, 280], [10, 600, 700])
+    call, cache = AttentionCall(0, 0.25, window=window), make_cache(2, 16, 16, batch, torch.float32)
+    query, key, value = (torch.randn(heads, 3, 16) for heads in (4, 2, 2))
+    expected = DecodePlan(cache, batch)._products(query, key, value, call)
+    for stored in cache.suffixes.tensors[0]:
+        for row, newest in enumerate(batch.lengths):
+            stored[row, :, : max(0, newest + 1 - window)] = torch.nan
+    for stored in cache.prompts.tensors[0]:
+        stored[0, :, : 300 + 10 + 1 - window] = torch.nan
+        stored[1] = torch.nan
+    with_kernels(monkeypatch, call)
+    torch.testing.assert_close(DecodePlan(cache, batch).attend(query, key, value, call), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     batch, call = make_batch(5, most=1500), AttentionCall(0, 0.125)

@@ -19,8 +19,9 @@ from torch import nn
 from groupgrad.engines.base import Request, SamplingOptions, sample_all
 from groupgrad.engines.native import NativeEngine, cuda_graphs, decode_kernels
 from groupgrad.engines.native import session as sessions
-from groupgrad.engines.native.attention_plans import products
+from groupgrad.engines.native.attention_plans import causal_attention, products
 from groupgrad.engines.native.logits import cast_bytes
+from groupgrad.modeling.scoring.attention_plan import AttentionCall
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
 OPTIONS = SamplingOptions(max_new_tokens=70, eos_ids=(1,), pad_id=0)
@@ -406,3 +407,20 @@ def test_a_cuda_model_follows_the_trainer(name: str, build):
         chosen = torch.tensor(sample.ids, device="cuda")[:, None]
         expected = logits.log_softmax(-1).gather(-1, chosen).squeeze(-1).tolist()
         assert sample.logprobs == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize(
+    ("window", "num_queries", "num_keys"), [(None, 5, 9), (None, 300, 420), (7, 300, 420), (40, 6, 300)]
+)
+def test_prefill_behind_earlier_tokens(heads, window, num_queries, num_keys, gpu):
+    """Continuations of rows, and windows, against products of all pairs in float64."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(n, t, 16) for n, t in ((heads[0], num_queries), *[(heads[1], num_keys)] * 2))
+    wide = [x.double().repeat_interleave(heads[0] // heads[1], dim=0) for x in (key, value)]
+    distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+    hidden = (distance < 0) | (distance >= (window or num_keys))
+    scores = (query.double() @ wide[0].transpose(1, 2) / 4).masked_fill(hidden, float("-inf"))
+    expected = torch.softmax(scores, dim=-1) @ wide[1]
+    found = causal_attention(*(SimulatedTensor(x) for x in (query, key, value)), AttentionCall(0, 0.25, window=window))
+    torch.testing.assert_close(found.inner.double(), expected, rtol=1e-5, atol=1e-5)

@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from groupgrad.engines.native.decode_kernels import decode_kernels_for
 from groupgrad.engines.native.decode_tables import DecodeTables
@@ -24,6 +26,9 @@ from groupgrad.modeling.scoring.block_attention import kernel_for
 from groupgrad.modeling.scoring.blocks import QUERY_TILE
 from groupgrad.modeling.scoring.vlm import PromptImages
 from groupgrad.modeling.scoring.wide_products import wide_products
+
+_MOST_WIDTH = 256
+"""Largest width of a head that torch's kernels of attention take on a GPU."""
 
 
 class ProbePlan:
@@ -147,26 +152,35 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     """(Hq, T, D) outputs of the last T of S tokens, from query (Hq, T, D), key and value (Hkv, S, D)."""
     num_queries, num_keys = query.shape[1], key.shape[1]
     is_plain = call.softcap is None and call.sinks is None and (call.window is None or call.window >= num_keys)
-    if is_plain and num_queries == num_keys:
+    # On a GPU torch's kernels also take queries behind earlier tokens, without the scores of all pairs.
+    fits = query.is_cuda and query.shape[2] == value.shape[2] <= _MOST_WIDTH
+    if is_plain and (num_queries == num_keys or fits):
         grouped = query.shape[0] != key.shape[0]
-        return F.scaled_dot_product_attention(
-            query[None], key[None], value[None], is_causal=True, scale=call.scale, enable_gqa=grouped
-        )[0]
+        if grouped and query.is_cuda and query.dtype == torch.float32:  # for which no kernel takes grouped heads
+            key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], dim=0) for x in (key, value))
+            grouped = False
+        order: Any = {"is_causal": True}
+        if num_queries != num_keys:
+            order = {"attn_mask": causal_lower_right(num_queries, num_keys)}
+        tensors = query[None], key[None], value[None]
+        return F.scaled_dot_product_attention(*tensors, **order, scale=call.scale, enable_gqa=grouped)[0]
     output = query.new_empty(query.shape[0], num_queries, value.shape[2])
     for start in range(0, num_queries, QUERY_TILE):
         tile = query[:, start : start + QUERY_TILE]
         first = num_keys - num_queries + start
         end = first + tile.shape[1]
-        place = torch.arange(end, device=query.device)
+        # On a GPU tokens before the tile's window are left out. On CPUs they stay, and with them the order of sums.
+        begin = max(0, first + 1 - call.window) if call.window is not None and query.is_cuda else 0
+        place = torch.arange(begin, end, device=query.device)
         distance = torch.arange(first, end, device=query.device)[:, None] - place
         hidden = distance < 0
         if call.window is not None:
             hidden = hidden | (distance >= call.window)
         grouped = tile.unflatten(0, (key.shape[0], -1)).flatten(1, 2)  # (Hkv, rep * tile, D)
-        scores = products(grouped, key[:, :end], call.scale).view(query.shape[0], tile.shape[1], end)
+        scores = products(grouped, key[:, begin:end], call.scale).view(query.shape[0], tile.shape[1], -1)
         scores = finish_scores(scores, call).masked_fill(hidden, float("-inf"))
-        weights = softmax_with_sinks(scores, call.sinks, value.dtype).view(key.shape[0], -1, end)
-        mixed = torch.bmm(weights, value[:, :end])
+        weights = softmax_with_sinks(scores, call.sinks, value.dtype).view(key.shape[0], -1, end - begin)
+        mixed = torch.bmm(weights, value[:, begin:end])
         output[:, start : start + QUERY_TILE] = mixed.view(query.shape[0], -1, value.shape[2])
     return output
 

@@ -2,9 +2,9 @@
 
 A first kernel stores each row's new key and value and attends to the row's own tokens; a second one attends to the
 prompt of a group, which it reads once for all rows of the group. Both cut the keys into chunks that run beside each
-other and skip those beyond a row's length (split keys, as in Flash-Decoding by Dao, Haziza, Massa and Sizov, 2023). A
-third one merges the chunks' outputs by their log-sum-exp. Scores and sums are float32. All lengths are read on the
-device, so the launches of a step of fixed sizes (`StepShape`) can be recorded.
+other, and read none beyond a row's length or before its window (split keys, as in Flash-Decoding by Dao, Haziza, Massa
+and Sizov, 2023). A third one merges the chunks' outputs by their log-sum-exp. Scores and sums are float32. All lengths
+are read on the device, so the launches of a step of fixed sizes (`StepShape`) can be recorded.
 """
 
 # Triton is on machines with a GPU alone, and its kernels have no types.
@@ -177,13 +177,16 @@ def _attend_own(
             tl.store(own_values + newest * values_place + long, fresh_value, mask=long < VALUE_DIM)
         peak = tl.full((QUERIES,), float("-inf"), tl.float32)
         total, mixed = tl.zeros((QUERIES,), tl.float32), tl.zeros((QUERIES, VALUE_PAD), tl.float32)
-        for first in range(start, tl.minimum(start + CHUNK, newest + 1), BLOCK):
+        begin = start
+        if HAS_WINDOW:
+            begin = tl.maximum(start, newest + 1 - window)  # tokens before it are not read
+        for first in range(begin, tl.minimum(start + CHUNK, newest + 1), BLOCK):
             place = first + tl.arange(0, BLOCK)
-            is_old, is_new = place < newest, (place == newest)[:, None]
+            is_old, is_new = (place < newest) & (place < start + CHUNK), (place == newest)[:, None]
             of_keys = own_keys + place[:, None] * keys_place + wide[None, :]
             key = tl.load(of_keys, mask=is_old[:, None] & (wide < KEY_DIM)[None, :], other=0.0)
             scores = _scores(asked, tl.where(is_new, fresh_key[None, :], key), scale, softcap, HAS_CAP, PRECISION)
-            is_seen = place <= newest
+            is_seen = (place <= newest) & (place < start + CHUNK)
             if HAS_WINDOW:
                 is_seen = is_seen & (newest - place < window)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
@@ -225,13 +228,18 @@ def _attend_prompt(
         )
         peak = tl.full((QUERIES,), float("-inf"), tl.float32)
         total, mixed = tl.zeros((QUERIES,), tl.float32), tl.zeros((QUERIES, VALUE_PAD), tl.float32)
-        for first in range(start, tl.minimum(start + CHUNK, length), BLOCK):
+        begin = start
+        if HAS_WINDOW:
+            earliest = tl.min(tl.where(is_there, newest, length + window), 0)
+            begin = tl.maximum(start, earliest + 1 - window)  # no row of the block sees the tokens before it
+        for first in range(begin, tl.minimum(start + CHUNK, length), BLOCK):
             place = first + tl.arange(0, BLOCK)
-            is_token = (place < length)[:, None]
+            is_inside = (place < length) & (place < start + CHUNK)
+            is_token = is_inside[:, None]
             of_keys = all_keys + place[:, None] * keys_place + wide[None, :]
             key = tl.load(of_keys, mask=is_token & (wide < KEY_DIM)[None, :], other=0.0)
             scores = _scores(asked, key, scale, softcap, HAS_CAP, PRECISION)
-            is_seen = (place < length)[None, :] & is_there[:, None]
+            is_seen = is_inside[None, :] & is_there[:, None]
             if HAS_WINDOW:
                 is_seen = is_seen & (newest[:, None] - place[None, :] < window)
             scores = tl.where(is_seen, scores, float("-inf"))
