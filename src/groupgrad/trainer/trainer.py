@@ -326,8 +326,8 @@ class GRPOTrainer(TrainingRun):
         if known:
             scores = known_scores(batch)
         else:
-            is_known = self._on_policy.exact and not self.rounding.is_half
-            precomputed = precompute_gradient(batch, policy) if is_known else None
+            is_fine = self._on_policy.exact and not self.rounding.is_half
+            precomputed = precompute_gradient(batch, policy) if is_fine else None
             tap = self.recorder.states_tap(batch)
             scores = self.recorder.keep_scores(batch, score_tokens(model, batch, forward, precomputed, tap))
         result = policy_loss(
