@@ -85,7 +85,7 @@ def place_of(
     spelled: Callable[[str], str] = repr,
 ) -> str:
     """`advice` for a name that other libraries use, or that belongs elsewhere; empty for any other."""
-    if (other := _OTHER_NAMES.get(name)) in known:
+    if (other := _OTHER_NAMES.get(name, "")) in known:
         return f"it is {spelled(other)} here"
     return _elsewhere(name, value, use_vllm=use_vllm)
 

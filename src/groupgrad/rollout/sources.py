@@ -117,7 +117,8 @@ class RolloutComponents:
             prompts = [row["prompt"] for row in prompt_rows(dataset)]
             sizes = [sum(len(str(message)) for message in messages) for messages in prompts]
             longest = sizes.index(max(sizes))
-            row = {TOOLS_COLUMN: dataset[TOOLS_COLUMN][longest]} if _has_column(dataset, TOOLS_COLUMN) else first
+            names: Any = dataset[TOOLS_COLUMN] if _has_column(dataset, TOOLS_COLUMN) else None
+            row = first if names is None else {TOOLS_COLUMN: names[longest]}
             self._check_length(prompts[longest], chosen_tools(self.tools, row), argument, max_context)
 
     def _check_length(
