@@ -109,7 +109,8 @@ class NeverCalled:
         self._name = name
 
     def __get__(self, trainer: Any, owner: type) -> Any:
-        of_transformers = getattr(super(TRLNames, owner if trainer is None else trainer), self._name, None)
+        given: Any = owner if trainer is None else trainer
+        of_transformers = getattr(super(TRLNames, given), self._name, None)
         if of_transformers is None:
             raise AttributeError(
                 f"groupgrad's trainer has no {self._name}: {NEVER_CALLED[self._name]} (docs/from-trl.md)"
