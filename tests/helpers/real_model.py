@@ -22,7 +22,7 @@ def write_smollm2(source: Path, folder: Path) -> None:
 
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     settings = read.config.to_dict()
-    # A plain Llama: the configuration that a GGUF file gives says that the weights are quantised, which they no longer are.
+    # A plain Llama: the configuration of a GGUF file says that the weights are quantised, which they no longer are.
     model = LlamaForCausalLM(LlamaConfig(**{name: settings[name] for name in _SETTINGS}))
     model.load_state_dict(read.state_dict())
     model.save_pretrained(folder)

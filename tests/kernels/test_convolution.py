@@ -125,7 +125,7 @@ def test_a_decode_step_convolves_as_all_tokens_together(kernels: ctypes.CDLL) ->
     together = convolution(kernels, inputs, torch.zeros(1, 48), heads, weight, bias, gates=True)
     last = torch.zeros(1, 48, 3)
     steps = [convolution_step(kernels, last, token[None], weight, bias, gates=True) for token in inputs]
-    # The bias and four products are added in one order or another, on each processor, and the gate's slope is below 1.1.
+    # The bias and four products are added in any order, by processor, and the gate's slope is below 1.1.
     size = torch.conv1d(F.pad(inputs.abs().T[None], (3, 0)), weight.abs()[:, None], bias.abs(), groups=48)[0].T
     bound = 1.1 * 2 * (len(weight[0]) + 1) * torch.finfo(torch.float32).eps * size + 4e-7 * together.abs()
     assert ((torch.cat(steps) - together).abs() <= bound).all()

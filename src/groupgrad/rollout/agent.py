@@ -125,7 +125,7 @@ class AgentRollouts(RolloutSource):
         self.workers.close()
 
     def tell_differences(self, calls: Sequence[ToolCall], replies: Sequence[ToolReply]) -> None:
-        """Says at the first failed and at the first malformed call what reward functions get, which TRL has otherwise."""
+        """Says at the first failed and the first malformed call what reward functions get, which TRL has otherwise."""
         for call, reply in zip(calls, replies):
             kind = "failed" if call.problem is None else "malformed"
             if reply.failed and kind not in self._told:
