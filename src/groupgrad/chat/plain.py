@@ -36,4 +36,5 @@ class PlainFormat:
 
     def parse(self, turn_ids: list[int], schemas: list[dict[str, Any]]) -> Turn:
         """Decodes the turn to a message of text."""
-        return make_turn(*self._texts([turn_ids]))
+        (content,) = self._texts([turn_ids])
+        return make_turn(content)

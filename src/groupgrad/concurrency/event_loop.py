@@ -60,9 +60,9 @@ class LoopThread:
         with self._lock:
             if not self._running or self._running[0][0] is not loop:
                 return False
-            _, thread = self._running.pop()
+            left, thread = self._running.pop()
         if thread.is_alive():
-            asyncio.run_coroutine_threadsafe(_stop_when_idle(), loop)
+            asyncio.run_coroutine_threadsafe(_stop_when_idle(), left)
         return True
 
 

@@ -63,7 +63,7 @@ class TokenPlaces:
             torch.tensor(column, dtype=torch.int64).repeat_interleave(lengths) for column in zip(*table)
         )
         position = offset + torch.arange(len(offset))
-        return cls(*(to_device(x, device) for x in (row, prompt, position)))
+        return cls(to_device(row, device), to_device(prompt, device), to_device(position, device))
 
     def visible(self, window: int | None) -> Callable[..., torch.Tensor]:
         """The mask function for flex attention: True where a query attends to a key."""
