@@ -77,7 +77,8 @@ def _saved_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int
             storages[storage.data_ptr()] = storage
 
     devices = [batch.completion_ids.device] if batch.completion_ids.device.type == "cuda" else []
-    hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda _: None)
+    # The second hook is never called, as no backward pass follows.
+    hooks = torch.autograd.graph.saved_tensors_hooks(record, torch.zeros_like)
     try:
         # `stays`: training has no hooks, and with them the modules would not compute as in training.
         with torch.random.fork_rng(devices), torch.enable_grad(), compiled_parts(model, stays=True), hooks:

@@ -37,7 +37,7 @@ class Rounding:
     def of(
         cls,
         model: nn.Module,
-        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        precision: Callable[..., AbstractContextManager[Any]] = nullcontext,
         mixed_precision: str = "no",
     ) -> Rounding:
         """The rounding of `model` in the contexts that `precision` makes: of its parameters and of autocast.

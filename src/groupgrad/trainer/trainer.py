@@ -398,7 +398,7 @@ class GRPOTrainer(TrainingRun):
 
     def _start_anew(self) -> None:
         """Makes the components, and drops the state of an earlier training."""
-        self.rounding = Rounding.of(self.model, lambda: self.accelerator.autocast(), self.accelerator.mixed_precision)
+        self.rounding = Rounding.of(self.model, self.accelerator.autocast, self.accelerator.mixed_precision)
         self._build_components()
         self.buffer = GenerationBuffer(self.plan, needs_reference=self.reference is not None)
         self._step_log = StepLog()
