@@ -42,10 +42,13 @@ def test_names_of_the_metrics(make_trainer: Any, beta: float) -> None:
     trained, evaluated, ended = trainer.state.log_history
     kl = {"kl"} if beta else set()
     own = {key for entry in trainer.state.log_history for key in entry if key.startswith("time/")}  # ours, by phase
-    own.add("sampling/path/direct" if library() is None else "sampling/path/compiled")
+    path = "sampling/path/direct" if library() is None else "sampling/path/compiled"
+    own |= {path, f"eval_{path}"}  # ours, of the native engine
     own.add("sampling/logp_mismatch")  # ours, of engines whose log-probs are training's
     assert set(trained) - own == {*SAMPLED, *TRAINING_ONLY} | kl
-    assert set(evaluated) == {*(f"eval_{name}" for name in SAMPLED), *EVALUATION_ONLY} | {f"eval_{name}" for name in kl}
+    assert set(evaluated) - own == {*(f"eval_{name}" for name in SAMPLED), *EVALUATION_ONLY} | {
+        f"eval_{name}" for name in kl
+    }
     assert {"train_runtime", "train_loss", "total_flos"} <= set(ended)
     assert trained["completions/mean_length"] <= 60
     assert evaluated["eval_num_tokens"] == trained["num_tokens"]
