@@ -1,25 +1,28 @@
-"""The benchmark on one accelerator: Qwen3-0.6B and 4B shapes with random weights, bfloat16, ragged completions.
+"""Runs stages on one accelerator, each within its own time, and writes a report after each; `bench/gpu.sh` calls it.
 
-    python bench/gpu_bench.py [--models 0.6b,4b] [--trainers groupgrad,trl] [--output FOLDER]
+    python bench/gpu_bench.py first|second|STAGE... [--output FOLDER] [--tiny]
     python bench/gpu_bench.py --merge FOLDER... [--output FOLDER]
 
-Each model and trainer gets a process of its own and leaves `gpu-MODEL-TRAINER.json` in the output folder; the report,
-`RESULTS-gpu.md`, is made of all such files there. Where one command may not take as long as everything takes, run each
-model and trainer by a command of its own and let `--merge` make one report of their folders; it runs nothing else. A
-trainer that is not installed, or a model that does not fit, is named in the report and the rest goes on. `--tiny` runs
-a very small model on the CPU, to see that all of this works.
+The output folder gets `gpu.json` (all that was measured), `gpu.log` (all that was printed) and `RESULTS-gpu.md`, whole
+after each stage. The status is the number of failures: stages that did not end well, and checks that failed inside one.
+`--merge` makes one report of the `gpu.json` of several folders, the later stage of each name, and runs nothing.
+`--tiny` runs every stage with very small models on the CPU, to see that all of this works.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,9 @@ from workloads import ModelShape, Workload
 
 # Nothing here imports torch: the card belongs to the processes that are started.
 GIB = 2**30
-WORKER = Path(__file__).with_name("gpu_worker.py")
+HERE = Path(__file__).parent
 Answer = dict[str, Any]
-"""One JSON object that `gpu_worker.py` writes."""
+"""What a stage left: `seconds`, `limit`, `status`, `date`, and `found`, the JSON object that its process wrote."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,31 +41,30 @@ class Card:
     """One model, and the way it is trained here."""
 
     workload: Workload
-    checkpointing: bool = True
-    """Gradient checkpointing, for both trainers: TRL's default, without which its activations of 16 padded rows would
-    hardly fit on a card."""
+    lora_rank: int | None = None
+    """None trains all parameters."""
 
 
-def qwen3_shape(hidden: int, layers: int, heads: int, intermediate: int) -> ModelShape:
-    """A released Qwen3 size: 8 key-value heads of 128 and a tied head."""
-    return ModelShape(151_936, hidden, layers, heads, 8, 128, intermediate, tied=True)
+def qwen3_shape(hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool = True) -> ModelShape:
+    """A released Qwen3 size: 8 key-value heads of 128."""
+    return ModelShape(151_936, hidden, layers, heads, 8, 128, intermediate, tied=tied)
 
 
-def reasoning_card(name: str, shape: ModelShape, batch_rows: int, micro_batches: int) -> Card:
-    """Long completions of ragged lengths in groups of 16, as in training a model to reason."""
-    workload = Workload(
+def reasoning(name: str, shape: ModelShape, rows: int, micro_batches: int, *, limit: int, mean: float) -> Workload:
+    """Completions of ragged lengths in groups of 16, as in training a model to reason."""
+    return Workload(
         name,
         shape,
         prompt_tokens=512,
-        limit=2048,
-        mean_length=512,
+        limit=limit,
+        mean_length=mean,
         num_generations=16,
-        batch_rows=batch_rows,
+        batch_rows=rows,
         micro_batches=micro_batches,
     )
-    return Card(workload)
 
 
+SMALL, LARGE = qwen3_shape(1024, 28, 16, 3072), qwen3_shape(4096, 36, 32, 12288, tied=False)
 TINY = Card(
     Workload(
         "tiny",
@@ -76,43 +78,119 @@ TINY = Card(
     )
 )
 CARDS: dict[str, Card] = {
-    card.workload.name: card
-    for card in (
-        reasoning_card("0.6b", qwen3_shape(1024, 28, 16, 3072), batch_rows=128, micro_batches=8),
-        reasoning_card("4b", qwen3_shape(2560, 36, 32, 9728), batch_rows=64, micro_batches=4),
-        TINY,
-    )
+    "0.6b": Card(reasoning("0.6b", SMALL, 128, 8, limit=2048, mean=512)),
+    # What TRL can do in a minute; ours is run at the same, and shorter than it would choose.
+    "0.6b-short": Card(reasoning("0.6b-short", SMALL, 32, 2, limit=512, mean=128)),
+    "8b": Card(reasoning("8b", LARGE, 64, 4, limit=1024, mean=256), lora_rank=16),
+    "tiny": TINY,
 }
 
 
-def run_one(name: str, trainer: str, answer: Path, *, steps: int, timeout_s: float) -> Answer:
-    """Train in a process of its own; the answer, which is in the file too, with `failure` if it did not end well."""
+@dataclass(slots=True, frozen=True)
+class Stage:
+    """One process of a call."""
+
+    limit: int
+    """Seconds after which it is ended."""
+    command: tuple[str, ...]
+    """Its script in this folder and arguments, or `-m` and a module; `ANSWER` stands for the file that it writes."""
+    tiny: tuple[str, ...] = ("--tiny",)
+    """What makes it small."""
+
+
+def _training(name: str, trainer: str, limit: int) -> Stage:
+    command = ("gpu_worker.py", "--model", name, "--trainer", trainer, "--seconds", str(limit), "--answer", "ANSWER")
+    return Stage(limit, command, ("--model", "tiny"))
+
+
+STAGES: dict[str, Stage] = {
+    "check": Stage(20, ("gpu_check.py",), ()),
+    "smoke": Stage(110, ("gpu_smoke.py", "--answer", "ANSWER")),
+    "decode": Stage(80, ("gpu_decode.py", "--answer", "ANSWER")),
+    "steps": _training("0.6b", "groupgrad", 150),
+    "trl": _training("0.6b-short", "trl", 65),
+    "beside-trl": _training("0.6b-short", "groupgrad", 65),
+    "8b": _training("8b", "groupgrad", 180),
+    "tests": Stage(190, ("-m", "pytest", "-m", "gpu", "-v", "--continue-on-collection-errors", "FILES")),
+}
+CALLS = {"first": ("check", "smoke", "decode", "steps", "trl", "beside-trl"), "second": ("tests",)}
+"""Stages of the two calls that a quarter of an hour allows; others run by name."""
+
+
+def run_stage(name: str, output: Path, *, tiny: bool = False) -> Answer:
+    """Runs one stage to its end or its limit; what it printed goes to the terminal and to the log as it comes."""
+    stage, answer, started = STAGES[name], output / f".{name}.json", time.monotonic()
     answer.unlink(missing_ok=True)
-    if importlib.util.find_spec(trainer) is None:
-        failure = f"{trainer} is not installed here"
-    else:
-        command = [sys.executable, str(WORKER), "--model", name, "--trainer", trainer]
-        command += ["--steps", str(steps), "--answer", str(answer)]
-        try:
-            status = subprocess.run(command, check=False, timeout=timeout_s).returncode
-            failure = None if status == 0 else f"ended with status {status}; its output is above"
-        except subprocess.TimeoutExpired:
-            failure = f"took more than {timeout_s:g} s"
-    found: Answer = json.loads(answer.read_text()) if answer.exists() else {"model": name, "trainer": trainer}
-    if failure is not None:
-        found.setdefault("failure", failure)
-        answer.write_text(json.dumps(found))
-    return found
+    command = [sys.executable, *_command(stage, answer), *(stage.tiny if tiny else ())]
+    _say(output, f"== {name}: at most {stage.limit} s")
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, text=True, errors="replace"
+    )
+    ended_by_us = threading.Event()
+
+    def end() -> None:
+        ended_by_us.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(stage.limit, end)
+    timer.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        _say(output, line.rstrip("\n"))
+    status = process.wait()
+    timer.cancel()
+    found = json.loads(answer.read_text()) if answer.exists() else {}
+    answer.unlink(missing_ok=True)
+    problem = f"ended after its {stage.limit} s" if ended_by_us.is_set() else f"ended with status {status}"
+    return {
+        "seconds": time.monotonic() - started,
+        "limit": stage.limit,
+        "status": "" if status == 0 else problem,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "found": found,
+    }
 
 
-def read_answers(folders: Iterable[Path]) -> list[Answer]:
-    """The answers in these folders, one for each model and trainer: the last that ended well, or that has steps."""
-    files = {path.resolve() for folder in folders for path in folder.glob("gpu-*.json")}
-    answers = [json.loads(path.read_text()) for path in sorted(files)]
-    answers.sort(key=lambda answer: (bool(answer.get("steps")), "failure" not in answer, answer.get("date", "")))
-    kept = {(answer["model"], answer["trainer"]): answer for answer in answers}
-    order = list(CARDS)
-    return sorted(kept.values(), key=lambda answer: (order.index(answer["model"]), answer["trainer"]))
+def _command(stage: Stage, answer: Path) -> list[str]:
+    words = [str(answer) if word == "ANSWER" else word for word in stage.command]
+    if words[-1] == "FILES":
+        # Only files that have such tests, as others may need what is not here.
+        tests = HERE.parent / "tests"
+        words[-1:] = sorted(str(file) for file in tests.rglob("test_*.py") if "mark.gpu" in file.read_text())
+    return words if words[0] == "-m" else [str(HERE / words[0]), *words[1:]]
+
+
+def _say(output: Path, line: str) -> None:
+    print(line, flush=True)
+    with (output / "gpu.log").open("a") as log:
+        log.write(line + "\n")
+
+
+def num_failures(answers: Iterable[Answer]) -> int:
+    """Checks that failed, and stages that failed without naming a check or a step that they did."""
+    total = 0
+    for answer in answers:
+        checks = sum(not check["ok"] for check in answer["found"].get("checks", ()))
+        stopped_early = bool(answer["status"]) and not answer["found"].get("steps")
+        total += checks or int(stopped_early or "failure" in answer["found"])
+    return total
+
+
+def has_results(answer: Answer) -> bool:
+    """True if the stage measured or checked something before it ended."""
+    return bool(answer["found"].get("steps") or answer["found"].get("checks"))
+
+
+def read_answers(folders: Iterable[Path]) -> dict[str, Answer]:
+    """The stages of these folders, of each name the one that has steps or checks, then the latest."""
+    found: list[tuple[str, Answer]] = []
+    for folder in folders:
+        found += json.loads((folder / "gpu.json").read_text()).items() if (folder / "gpu.json").exists() else ()
+    found.sort(
+        key=lambda pair: (bool(pair[1]["found"].get("steps") or pair[1]["found"].get("checks")), pair[1]["date"])
+    )
+    kept = dict(found)
+    return {name: kept[name] for name in STAGES if name in kept}
 
 
 def share_of_floor(series: Series, phase: str) -> float | None:
@@ -121,59 +199,90 @@ def share_of_floor(series: Series, phase: str) -> float | None:
     return statistics.median(shares) if shares else None
 
 
-def result_row(answer: Answer) -> list[str]:
+def training_row(found: Answer) -> list[str]:
     """The report's row for one model and trainer."""
-    series = Series(tuple(answer["steps"]))
+    series = Series(tuple(found["steps"]))
     sampling, tokens = series.phase("sampling"), sum(sum(step["lengths"]) for step in series.steps) / len(series.steps)
+    training, rate = share_of_floor(series, "training"), found["machine"]["gflops"] / 1e3
     return [
-        f"{answer['model']} {answer['trainer']} {answer['version']}",
+        f"{found['model']} {found['trainer']} {found['version']}",
         str(len(series.steps)),
         f"{series.median_seconds:.2f}",
         shown(sampling),
         shown(share_of_floor(series, "sampling"), ".0%"),
         shown(tokens / sampling if sampling else None, ",.0f"),
         shown(series.phase("training")),
-        shown(share_of_floor(series, "training"), ".0%"),
+        shown(training, ".0%"),
+        shown(None if training is None else training * rate, ".0f"),
         f"{series.peak_bytes / GIB:.1f}",
-        f"{series.steps[-1]['held_bytes'] / GIB:.1f}",
+        " / ".join(f"{step['held_bytes'] / GIB:.2f}" for step in (series.steps[0], series.steps[-1])),
         f"{series.mean_length:.0f} / {series.mean_longest:.0f}",
         shown(series.phase("sampling/logp_mismatch"), ".1e"),
     ]
 
 
-def setting(answer: Answer) -> str:
-    """The device and the versions that both trainers share."""
-    return ", ".join([answer["device"], *(f"{name} {found}" for name, found in answer["versions"].items())])
-
-
-def render(answers: list[Answer]) -> str:
-    """The report as markdown: a table for each machine that steps were measured on."""
-    measured = [answer for answer in answers if answer.get("steps")]
-    parts = ["# Benchmark results on one accelerator"]
-    for name, card in CARDS.items():
-        if any(answer["model"] == name for answer in measured):
-            extra = ", gradient checkpointing" if card.checkpointing else ""
-            parts.append(f"- {name}: {card.workload.describe()}{extra}; {card.workload.model.describe()}")
-    for here in dict.fromkeys(setting(answer) for answer in measured):
-        found = [answer for answer in measured if setting(answer) == here]
-        rates = [f"{answer['machine']['gflops'] / 1e3:.3g}" for answer in found]
-        speeds = [f"{answer['machine']['gigabytes_per_second']:,.0f}" for answer in found]
-        parts += [f"## {here}", table(_HEADER, [result_row(answer) for answer in found])]
-        parts.append(
-            f"From {min(answer['date'] for answer in found)} on. The machine, measured before each row: large matrix "
-            f"products at {' / '.join(rates)} TFLOP/s, memory read at {' / '.join(speeds)} GB/s."
-        )
-    if measured:
-        parts.append(_HOW)
-    failed = [
-        f"- {answer['model']} {answer['trainer']}: {answer['failure']}" for answer in answers if "failure" in answer
+def render(answers: dict[str, Answer]) -> str:
+    """The report as markdown."""
+    parts = ["# Results on one accelerator", _setting(answers)]
+    rows = [
+        [name, f"{answer['seconds']:.0f} of {answer['limit']}", answer["status"] or "to its end", answer["date"]]
+        for name, answer in answers.items()
     ]
+    parts.append(table(["stage", "seconds", "ended", "when"], rows))
+    found = {name: answer["found"] for name, answer in answers.items()}
+    if checks := found.get("smoke", {}).get("checks"):
+        lines = [[check["name"], "yes" if check["ok"] else "**no**", check["text"]] for check in checks]
+        parts += ["## Checks", table(["check", "passed", "found"], lines)]
+    if steps := found.get("decode", {}).get("steps"):
+        parts += ["## Decode steps", table(_DECODE_HEADER, [decode_row(step) for step in steps]), _DECODE_HOW]
+    trained = [answer for answer in found.values() if answer.get("trainer") and answer.get("steps")]
+    if trained:
+        parts += [
+            "## Whole steps",
+            table(_TRAINING_HEADER, [training_row(answer) for answer in trained]),
+            _TRAINING_HOW,
+        ]
+        names = dict.fromkeys(answer["model"] for answer in trained)
+        parts.append("\n".join(f"- {name}: {_described(CARDS[name])}" for name in names))
+    failed = [f"- {name}: {answer['failure']}" for name, answer in found.items() if "failure" in answer]
     if failed:
-        parts.append("Not run, or not to the end:\n\n" + "\n".join(failed))
+        parts.append("Not to the end:\n\n" + "\n".join(failed))
     return "\n\n".join(parts) + "\n"
 
 
-_HEADER = [
+def _setting(answers: dict[str, Answer]) -> str:
+    machines = {
+        f"{found['device']}; {', '.join(f'{name} {number}' for name, number in found['versions'].items())}"
+        for answer in answers.values()
+        if (found := answer["found"]).get("device")
+    }
+    return "\n".join(sorted(machines)) or "No stage has named its machine."
+
+
+def _described(card: Card) -> str:
+    adapters = "" if card.lora_rank is None else f", LoRA of rank {card.lora_rank} on all linear layers"
+    return f"{card.workload.describe()}{adapters}; {card.workload.model.describe()}"
+
+
+def decode_row(step: dict[str, Any]) -> list[str]:
+    """The report's row for one model and number of rows."""
+    layers = CARDS[step["model"]].workload.model.num_layers
+    longest = "; ".join(f"{name} {us:.0f} us in {count}" for name, count, us in step["longest"][:3])
+    return [
+        step["model"],
+        str(step["rows"]),
+        f"{step['path']}, {step['direct']}",
+        f"{step['milliseconds']:.2f}",
+        f"{step['tokens_per_second']:,.0f}",
+        f"{step['of_floor']:.0%}",
+        f"{step['launches'] / layers:.1f}",
+        longest or "-",
+    ]
+
+
+_DECODE_HEADER = ["model", "rows", "path", "ms a step", "tokens/s", "of floor", "launches a layer", "longest kernels"]
+_DECODE_HOW = "Of floor: the seconds that reading weights, keys and values once takes, over those measured."
+_TRAINING_HEADER = [
     "model and trainer",
     "steps",
     "step, s",
@@ -182,60 +291,56 @@ _HEADER = [
     "sampled tokens/s",
     "training, s",
     "of floor",
+    "TFLOP/s needed",
     "peak above, GiB",
-    "held between steps, GiB",
+    "held, first / last step, GiB",
     "mean / longest",
     "sampling against training, nats",
 ]
-_HOW = (
-    "Medians over steps, after a warm-up step. Both trainers run the same configuration, gradient checkpointing (TRL's "
-    "default) included. TRL's sampling is its `generate`; training is the rest of the step, optimizer included. "
-    "Peak: allocated during a step above what is held between steps (weights and optimizer state). "
-    "Of floor: the least seconds that the machine allows, over those measured. A floor counts the multiplications of "
-    "exact GRPO (each prompt once a group, no padding, nothing recomputed) at the rate of large matrix products, or, "
-    "at each decode step, the bytes of weights, keys and values at the speed of reading memory, if that takes longer; "
-    "everything else counts as nothing."
+_TRAINING_HOW = (
+    "Medians over steps, after a warm-up step. TRL samples by transformers' continuous batching, its fastest way "
+    "without vLLM; training is the rest of the step, optimizer included. Peak: allocated during a step above what is "
+    "held between steps. Of floor: the least seconds that the machine allows, over those measured. A floor counts the "
+    "multiplications of exact GRPO (each prompt once a group, no padding, nothing recomputed) at the rate of large "
+    "matrix products, or, at each decode step, the bytes of weights, keys and values at the speed of reading memory, "
+    "if that takes longer."
 )
 
 
-def write_report(folders: Iterable[Path], output: Path) -> list[Answer]:
-    """Make the report of these folders' answers, which come back, and write it into `output`."""
-    answers = read_answers(folders)
+def write_report(answers: dict[str, Answer], output: Path) -> None:
+    """Writes `gpu.json` and the report made of it."""
+    (output / "gpu.json").write_text(json.dumps(answers))
     (output / "RESULTS-gpu.md").write_text(render(answers))
-    return answers
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; 1 if groupgrad failed anywhere, or if there is nothing to merge."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the number of failures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--models", default="0.6b,4b", help="of 0.6b and 4b, comma-separated")
-    parser.add_argument("--trainers", default="groupgrad,trl", help="comma-separated")
-    parser.add_argument("--steps", type=int, default=3, help="steps that count, after one that does not (default 3)")
-    parser.add_argument("--timeout_s", type=float, default=1800, help="most seconds for one model and trainer")
-    parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder for answers and report")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"first, second, or of {', '.join(STAGES)}")
+    parser.add_argument("--tiny", action="store_true", help="very small models on the CPU")
+    parser.add_argument("--output", type=Path, default=HERE, help="folder for results, log and report")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FOLDER", help="only make the report of these folders")
     options = parser.parse_args(arguments)
-    models, trainers = ["tiny"] if options.tiny else options.models.split(","), options.trainers.split(",")
-    if unknown := [*(set(models) - set(CARDS)), *(set(trainers) - {"groupgrad", "trl"})]:
-        parser.error(f"unknown: {', '.join(unknown)}; models are {', '.join(CARDS)}, trainers groupgrad and trl")
     options.output.mkdir(parents=True, exist_ok=True)
     if options.merge:
-        answers = write_report(options.merge, options.output)
+        answers = read_answers(options.merge)
+        write_report(answers, options.output)
         print(render(answers))
         return int(not answers)
-    failed = False
-    for name in models:
-        for trainer in trainers:
-            print(f"{name} {trainer} ...", flush=True)
-            answer = options.output / f"gpu-{name}-{trainer}.json"
-            found = run_one(name, trainer, answer, steps=options.steps, timeout_s=options.timeout_s)
-            failed |= trainer == "groupgrad" and "failure" in found
-            answers = write_report([options.output], options.output)  # after each, in case time runs out
-    print(render(answers))
-    return int(failed)
+    names = [name for word in options.stages or ["first"] for name in CALLS.get(word, (word,))]
+    if unknown := [name for name in names if name not in STAGES]:
+        parser.error(f"unknown: {', '.join(unknown)}; say first, second, or some of {', '.join(STAGES)}")
+    (output := options.output).joinpath("gpu.log").unlink(missing_ok=True)
+    answers: dict[str, Answer] = {}
+    for name in names:
+        answers[name] = run_stage(name, output, tiny=options.tiny)
+        write_report(answers, output)  # after each, in case time runs out
+        if name == "check" and answers[name]["status"]:
+            break
+    print(render(answers), flush=True)
+    return min(num_failures(answers.values()), 100)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Trains with ONE trainer on one of `gpu_bench.py`'s models, and writes what it measured to a file after each step.
 
-    python bench/gpu_worker.py --model 0.6b|4b|tiny --trainer groupgrad|trl --steps N --answer FILE
+    python bench/gpu_worker.py --model 0.6b|0.6b-short|8b|tiny --trainer groupgrad|trl --seconds S --answer FILE
 
-The file is JSON: `device`, `versions`, `machine` (what the device was measured to do before anything else), `steps`,
-and `failure` if it did not come to its end. `tiny` runs on the CPU.
+As many steps as fit into the seconds, five at most, after one that warms up. The file is JSON: `device`, `versions`,
+`machine` (what the device was measured to do before anything else), `steps`, and `failure` if it did not come to its
+end. `tiny` runs on the CPU.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ from transformers import TrainerCallback
 from worker import Recorder, config_fields, random_reward, time_calls
 from workloads import Workload, groups_of
 
+STARTED = time.monotonic()
+STEPS = 6
+"""Steps at most, the one that warms up included."""
+SPARE = 5
+"""Seconds that stay free at the end."""
 Phases = Callable[[dict[str, float], float], dict[str, float]]
 """Seconds of a step's parts, from what was logged after it and the seconds of the whole."""
 
@@ -43,8 +49,8 @@ Phases = Callable[[dict[str, float], float], dict[str, float]]
 class Measuring(TrainerCallback):
     """Seconds, peak memory, lengths, parts and floors of each step but the first, which warms up."""
 
-    def __init__(self, recorder: Recorder, phases: Phases, on_gpu: bool) -> None:
-        self.recorder, self.phases, self.on_gpu = recorder, phases, on_gpu
+    def __init__(self, recorder: Recorder, phases: Phases, on_gpu: bool, seconds: float) -> None:
+        self.recorder, self.phases, self.on_gpu, self.seconds = recorder, phases, on_gpu, seconds
         self.floors: Callable[[dict[str, Any]], dict[str, float]] = lambda step: {}
         self.save: Callable[[list[dict[str, Any]]], None] = lambda steps: None
         self.steps: list[dict[str, Any]] = []
@@ -65,6 +71,8 @@ class Measuring(TrainerCallback):
         peak = torch.cuda.max_memory_allocated() - self.held if self.on_gpu else 0
         self.steps.append({"seconds": seconds, "peak_bytes": peak, "held_bytes": self.held, "phases": {}})
         self.steps[-1] |= vars(self.recorder)
+        if time.monotonic() - STARTED + seconds + SPARE > self.seconds:
+            control.should_training_stop = True  # another one would not fit
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.steps and logs and "reward" in logs:
@@ -72,6 +80,8 @@ class Measuring(TrainerCallback):
             step["phases"] = self.phases(logs, step["seconds"])
             step["floors"] = self.floors(step)
             print(f"  step {len(self.steps)}: {step['seconds']:.2f} s, {sum(step['lengths']):,} tokens", flush=True)
+            for key in sorted(key for key in logs if key.startswith("sampling/")):
+                print(f"    {key} {logs[key]}", flush=True)
             self.save(self.steps[1:])
 
 
@@ -86,9 +96,9 @@ def our_phases(logs: dict[str, float], seconds: float) -> dict[str, float]:
     return kept | {"training": seconds - kept["sampling"]}
 
 
-def their_phases(model: Any) -> Phases:
-    """`generate` of this model, and the rest of the step."""
-    sampling_seconds = time_calls(model, "generate")
+def their_phases(model: Any, method: str) -> Phases:
+    """`generate` or `generate_batch` (continuous batching) of this model, and the rest of the step."""
+    sampling_seconds = time_calls(model, method)
 
     def phases(_logs: dict[str, float], seconds: float) -> dict[str, float]:
         sampling = sampling_seconds()
@@ -115,8 +125,8 @@ def measure_device(on_gpu: bool) -> Machine:
     return machine
 
 
-def train(card: Card, trainer_name: str, measuring: Measuring, *, steps: int, on_gpu: bool) -> None:
-    """Train for a warm-up step and `steps` more."""
+def train(card: Card, trainer_name: str, measuring: Measuring, *, on_gpu: bool) -> None:
+    """Train until `measuring` has seen enough."""
     workload = card.workload
     library = importlib.import_module(trainer_name)
     tokenizer = make_words(workload.model.vocab_size)
@@ -125,15 +135,17 @@ def train(card: Card, trainer_name: str, measuring: Measuring, *, steps: int, on
     eos_id: Any = tokenizer.eos_token_id
     set_ending(model, eos_id, 1 / (workload.mean_length or 1))
     if trainer_name == "trl":
-        measuring.phases = their_phases(model)
+        measuring.phases = their_phases(model, "generate_batch" if on_gpu else "generate")
     with tempfile.TemporaryDirectory() as folder:
         fields = {
             **config_fields(workload, folder),
-            "max_steps": steps + 1,
+            "max_steps": STEPS,
             "use_cpu": not on_gpu,
             "bf16": on_gpu,
-            "gradient_checkpointing": card.checkpointing,
         }
+        del fields["gradient_checkpointing"]  # each trainer's own default
+        if trainer_name == "trl":
+            fields["use_transformers_continuous_batching"] = on_gpu
         trainer = library.GRPOTrainer(
             model=model,
             reward_funcs=measuring.recorder.wrap(random_reward),
@@ -141,11 +153,21 @@ def train(card: Card, trainer_name: str, measuring: Measuring, *, steps: int, on
             train_dataset=Dataset.from_list(random_rows(workload)),
             processing_class=tokenizer,
             callbacks=[measuring],
+            peft_config=adapters(card),
         )
         trainer.train()
 
 
-def measure(name: str, trainer_name: str, answer: Path, *, steps: int) -> bool:
+def adapters(card: Card) -> Any:
+    """The configuration of the card's adapters; None if all parameters are trained."""
+    if card.lora_rank is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=card.lora_rank, lora_alpha=2 * card.lora_rank, target_modules="all-linear")
+
+
+def measure(name: str, trainer_name: str, answer: Path, *, seconds: float) -> bool:
     """Train and write `answer`; False, with the failure written, if it did not come to its end."""
     card, on_gpu = CARDS[name], name != "tiny"
     found: dict[str, Any] = {
@@ -167,9 +189,9 @@ def measure(name: str, trainer_name: str, answer: Path, *, steps: int) -> bool:
         machine = measure_device(on_gpu)
         found["machine"] = {"gflops": machine.gflops, "gigabytes_per_second": machine.gigabytes_per_second}
         found["version"] = importlib.import_module(trainer_name).__version__
-        measuring = Measuring(Recorder(), our_phases, on_gpu)
+        measuring = Measuring(Recorder(), our_phases, on_gpu, seconds)
         measuring.save, measuring.floors = save, lambda step: floors_of(card.workload, machine, step)
-        train(card, trainer_name, measuring, steps=steps, on_gpu=on_gpu)
+        train(card, trainer_name, measuring, on_gpu=on_gpu)
     except Exception as error:
         traceback.print_exc()
         found["failure"] = describe_failure(error)
@@ -198,10 +220,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", choices=tuple(CARDS), required=True)
     parser.add_argument("--trainer", choices=("groupgrad", "trl"), required=True)
-    parser.add_argument("--steps", type=int, required=True, help="steps that count, after one that does not")
+    parser.add_argument("--seconds", type=float, required=True, help="of this process in all")
     parser.add_argument("--answer", type=Path, required=True, help="file to write")
     options = parser.parse_args(arguments)
-    return 0 if measure(options.model, options.trainer, options.answer, steps=options.steps) else 1
+    return 0 if measure(options.model, options.trainer, options.answer, seconds=options.seconds) else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,35 +13,64 @@ import pytest
 import torch
 
 BENCH = Path(__file__).parents[2] / "bench"
+TINY = ["--model", "tiny", "--trainer", "groupgrad"]
 
 
-def answer(trainer: str = "groupgrad", *, model: str = "0.6b", date: str = "1", seconds: float = 3.0, **more: object):
-    """The worker's answer after one step: 40 tokens, of which sampling took 2 s."""
+def trained(trainer: str = "groupgrad", *, seconds: float = 3.0, **more: object) -> dict[str, object]:
+    """What a worker leaves after one step: 40 tokens, of which sampling took 2 s."""
     step = {"seconds": seconds, "peak_bytes": 2**31, "held_bytes": 2**30, "lengths": [10, 30]}
     step["phases"] = {"sampling": 2.0, "training": 0.5}
     step["floors"] = {"sampling": 0.5, "training": 0.3}
-    found = {"model": model, "trainer": trainer, "date": date, "version": "1", "device": "a card", "steps": [step]}
     machine = {"gflops": 640e3, "gigabytes_per_second": 3000.0}
+    found = {"model": "0.6b", "trainer": trainer, "version": "1", "device": "a card", "steps": [step]}
     return {**found, "versions": {"torch": "9"}, "machine": machine, **more}
 
 
-def write(folder: Path, *answers: Mapping[str, object]) -> Path:
+def ended(found: Mapping[str, object], *, status: str = "", date: str = "1") -> dict[str, object]:
+    """A stage's record."""
+    return {"seconds": 7.0, "limit": 9, "status": status, "date": date, "found": found}
+
+
+def write(folder: Path, **stages: object) -> Path:
     folder.mkdir(exist_ok=True)
-    for found in answers:
-        (folder / f"gpu-{found['model']}-{found['trainer']}.json").write_text(json.dumps(found))
+    (folder / "gpu.json").write_text(json.dumps(stages))
     return folder
 
 
-def test_decode_steps_of_a_tiny_model_are_timed(capsys):
+def test_decode_steps_of_a_tiny_model_are_timed(tmp_path, capsys):
     import gpu_decode
 
-    gpu_decode.main(["--tiny", "--rows", "3", "20", "--tokens", "12", "--prompt", "8", "--steps", "3"])
+    file = tmp_path / "answer.json"
+    sizes = ["--rows", "3", "20", "--tokens", "12", "--prompt", "8", "--steps", "3"]
+    gpu_decode.main(["--tiny", *sizes, "--answer", str(file)])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "3 rows of 8 and 6 to 10 tokens, matrix products",
-        "20 rows of 8 and 6 to 11 tokens, matrix products",
-    ]
-    assert all(" ms a step, floor " in line for line in lines)
+    assert [line.split(", eager")[0] for line in lines] == ["tiny, 3 rows", "tiny, 20 rows"]
+    steps = json.loads(file.read_text())["steps"]
+    assert [step["rows"] for step in steps] == [3, 20]
+    assert all(step["milliseconds"] > 0 and step["path"] == "eager" for step in steps)
+
+
+def test_checks_of_a_rehearsal_pass(tmp_path, capsys):
+    import gpu_smoke
+
+    file = tmp_path / "answer.json"
+    assert gpu_smoke.main(["--tiny", "--answer", str(file)]) == 0
+    names = [check["name"] for check in json.loads(file.read_text())["checks"]]
+    assert names[:3] == ["decode attention, 3 rows", "decode attention, 20 rows", "two steps"]
+    assert {"path", "fallbacks", "memory", "head of 16 by 500, groupgrad", "training attention"} <= set(names)
+
+
+def test_a_check_that_fails_is_counted(tmp_path, capsys):
+    import gpu_smoke
+
+    report = gpu_smoke.Report(tmp_path / "answer.json", torch.device("cpu"))
+    report.add("one", False, "differs")
+    report.run("two", lambda: 1 / 0)
+    report.add("three", True, "right")
+    assert report.num_failed == 2
+    found = json.loads((tmp_path / "answer.json").read_text())["checks"]
+    assert [check["ok"] for check in found] == [False, False, True]
+    assert found[1]["text"] == "ZeroDivisionError: division by zero"
 
 
 def test_a_tiny_model_is_measured(tmp_path):
@@ -48,16 +78,25 @@ def test_a_tiny_model_is_measured(tmp_path):
 
     file = tmp_path / "answer.json"
     threads = torch.get_num_threads()
-    arguments = ["--model", "tiny", "--trainer", "groupgrad", "--steps", "2", "--answer", str(file)]
-    assert gpu_worker.main(arguments) == 0
+    assert (
+        gpu_worker.main(["--model", "tiny", "--trainer", "groupgrad", "--seconds", "1e6", "--answer", str(file)]) == 0
+    )
     assert torch.get_num_threads() == threads
     found = json.loads(file.read_text())
-    assert len(found["steps"]) == 2 and "failure" not in found
+    assert len(found["steps"]) == gpu_worker.STEPS - 1 and "failure" not in found
     for step in found["steps"]:
         assert len(step["lengths"]) == 8 and 1 <= min(step["lengths"]) <= max(step["lengths"]) <= 24
         assert step["phases"]["training"] > step["floors"]["training"] > 0
         assert step["seconds"] >= step["phases"]["sampling"] > step["floors"]["sampling"] > 0
         assert sum(step["phases"][part] for part in ("sampling", "training")) == pytest.approx(step["seconds"])
+
+
+def test_no_step_is_begun_that_would_not_fit(tmp_path):
+    import gpu_worker
+
+    file = tmp_path / "answer.json"
+    assert gpu_worker.main([*TINY, "--seconds", "0", "--answer", str(file)]) == 0
+    assert json.loads(file.read_text())["steps"] == []  # the one that warms up, and no other
 
 
 def test_a_model_in_half_precision_keeps_its_rotary_frequencies():
@@ -76,79 +115,85 @@ def test_a_model_in_half_precision_keeps_its_rotary_frequencies():
 def test_what_was_measured_before_memory_ran_out_is_kept(tmp_path, monkeypatch):
     import gpu_worker
 
-    def train(card, trainer_name, measuring, *, steps, on_gpu):
+    def train(card, trainer_name, measuring, *, on_gpu):
         measuring.save([{"seconds": 1.0}])
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nand what else torch says")
 
     monkeypatch.setattr(gpu_worker, "train", train)
-    assert not gpu_worker.measure("tiny", "groupgrad", tmp_path / "answer.json", steps=3)
+    assert not gpu_worker.measure("tiny", "groupgrad", tmp_path / "answer.json", seconds=3)
     found = json.loads((tmp_path / "answer.json").read_text())
     assert found["steps"] == [{"seconds": 1.0}]
     assert found["failure"] == "out of memory: CUDA out of memory. Tried to allocate 20 GiB."
 
 
-@pytest.mark.parametrize(
-    ("script", "failure", "steps"),
-    [
-        ("import sys; sys.exit(3)", "ended with status 3; its output is above", None),
-        pytest.param("import time; save([1]); time.sleep(60)", "took more than 5 s", [1], marks=pytest.mark.slow),
-        ("import sys; save([], failure='out of memory'); sys.exit(1)", "out of memory", []),
-    ],
-)
-def test_a_process_that_fails_is_named(script, failure, steps, tmp_path, monkeypatch):
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    """Makes the body of a script a stage, which finds the path of its answer in `answer`."""
     import gpu_bench
 
-    worker, file = tmp_path / "worker.py", tmp_path / "gpu-tiny-groupgrad.json"
-    save = f"def save(steps, **more): open({str(file)!r}, 'w').write(json.dumps({{'steps': steps, **more}}))"
-    worker.write_text(f"import json\n{save}\n{script}\n")
-    file.write_text(json.dumps({"failure": "of an earlier run"}))
-    monkeypatch.setattr(gpu_bench, "WORKER", worker)
-    found = gpu_bench.run_one("tiny", "groupgrad", file, steps=1, timeout_s=5 if steps else 60)
-    assert found["failure"] == failure
-    assert found.get("steps") == steps
-    assert json.loads(file.read_text()) == found
+    def make(name: str, body: str, limit: int = 60) -> None:
+        script = tmp_path / f"{name}.py"
+        script.write_text(f"import sys, json, time, pathlib\nanswer = pathlib.Path(sys.argv[-1])\n{body}\n")
+        monkeypatch.setitem(gpu_bench.STAGES, name, gpu_bench.Stage(limit, (str(script), "ANSWER"), ()))
+
+    return make
 
 
-def test_a_trainer_that_is_missing_stops_nothing(tmp_path, monkeypatch):
+def test_stages_that_fail_stop_nothing_and_are_counted(stage, tmp_path, capsys):
     import gpu_bench
 
-    worker = tmp_path / "worker.py"
-    worker.write_text(f"import sys\nopen(sys.argv[-1], 'w').write({json.dumps(answer(model='tiny'))!r})\n")
-    monkeypatch.setattr(gpu_bench, "WORKER", worker)
-    monkeypatch.setattr(gpu_bench.importlib.util, "find_spec", lambda name: None if name == "trl" else name)
-    arguments = ["--tiny", "--trainers", "trl,groupgrad", "--output", str(tmp_path / "out")]
-    assert gpu_bench.main(arguments) == 0
-    text = (tmp_path / "out" / "RESULTS-gpu.md").read_text()
-    assert "| tiny groupgrad 1 | 1 | 3.00 |" in text
-    assert "- tiny trl: trl is not installed here" in text
+    stage("smoke", "print('on the way', flush=True); sys.exit(3)")
+    stage("decode", "answer.write_text('{\"steps\": []}'); print('waits', flush=True); time.sleep(60)", limit=3)
+    stage("steps", f"answer.write_text({json.dumps(trained())!r})")
+    output = tmp_path / "out"
+    assert gpu_bench.main(["smoke", "decode", "steps", "--output", str(output)]) == 2
+    text = (output / "RESULTS-gpu.md").read_text()
+    assert " of 60 | ended with status 3 |" in text and " of 3 | ended after its 3 s |" in text
+    assert "| 0.6b groupgrad 1 | 1 | 3.00 | 2.00 | 25% | 20 | 0.50 | 60% | 384 | 2.0 | 1.00 / 1.00 | 20 / 30 |" in text
+    assert "on the way" in (output / "gpu.log").read_text() and "on the way" in capsys.readouterr().out
+
+
+def test_nothing_runs_where_groupgrad_cannot(stage, tmp_path):
+    import gpu_bench
+
+    stage("check", "sys.exit(1)")
+    stage("smoke", "pathlib.Path(answer.parent, 'ran').touch()")
+    assert gpu_bench.main(["check", "smoke", "--output", str(tmp_path / "out")]) == 1
+    assert not (tmp_path / "out" / "ran").exists()
+
+
+def test_a_failed_check_is_a_failure_of_its_stage(stage, tmp_path):
+    import gpu_bench
+
+    checks = {"checks": [{"name": "path", "ok": False, "text": "eager"}, {"name": "memory", "ok": True, "text": "0"}]}
+    stage("smoke", f"answer.write_text({json.dumps(checks)!r}); sys.exit(1)")
+    assert gpu_bench.main(["smoke", "--output", str(tmp_path / "out")]) == 1
+    assert "| path | **no** | eager |" in (tmp_path / "out" / "RESULTS-gpu.md").read_text()
 
 
 def test_the_report_of_several_commands(tmp_path, capsys):
     import gpu_bench
 
-    failed = {"model": "4b", "trainer": "trl", "failure": "out of memory"}
+    failed = ended({"model": "0.6b", "trainer": "trl", "failure": "out of memory"})
     folders = [
-        write(tmp_path / "a", answer(seconds=9.0, date="1"), failed),
-        write(tmp_path / "b", answer(seconds=3.0, date="2")),
-        write(tmp_path / "c", {"model": "0.6b", "trainer": "groupgrad", "failure": "ended early", "date": "3"}),
+        write(tmp_path / "a", steps=ended(trained(seconds=9.0), date="1"), trl=failed),
+        write(tmp_path / "b", steps=ended(trained(seconds=3.0), date="2")),
+        write(tmp_path / "c", steps=ended({"failure": "ended early"}, date="3")),
     ]
     for order in (folders, folders[::-1]):
         assert gpu_bench.main(["--merge", *map(str, order), "--output", str(tmp_path / "out")]) == 0
         text = (tmp_path / "out" / "RESULTS-gpu.md").read_text()
-        assert "| 0.6b groupgrad 1 | 1 | 3.00 | 2.00 | 25% | 20 | 0.50 | 60% | 2.0 | 1.0 | 20 / 30 | - |" in text
+        assert "| 0.6b groupgrad 1 | 1 | 3.00 |" in text
         assert "9.00" not in text and "ended early" not in text
-        assert "- 4b trl: out of memory" in text
-        assert "products at 640 TFLOP/s, memory read at 3,000 GB/s" in text
+        assert "- trl: out of memory" in text and "a card; torch 9" in text
     assert "0.6b groupgrad 1" in capsys.readouterr().out
     assert gpu_bench.main(["--merge", str(tmp_path / "nothing"), "--output", str(tmp_path / "out")]) == 1
 
 
-def test_machines_are_not_mixed():
-    from gpu_bench import render
+def test_the_first_call_takes_nine_minutes_and_the_second_three():
+    from gpu_bench import CALLS, STAGES
 
-    text = render([answer(), answer("trl", device="another card")])
-    first, second = text.index("## a card, torch 9"), text.index("## another card, torch 9")
-    assert first < text.index("| 0.6b groupgrad 1 |") < second < text.index("| 0.6b trl 1 |")
+    assert [sum(STAGES[name].limit for name in CALLS[call]) for call in ("first", "second")] == [490, 190]
 
 
 def test_the_process_that_starts_the_others_leaves_the_card_alone():
@@ -192,15 +237,16 @@ def test_what_a_library_needs_itself_is_said(monkeypatch):
     ]
 
 
-def test_a_word_that_the_script_does_not_know():
-    found = subprocess.run(["bash", str(BENCH / "gpu.sh"), "--models"], capture_output=True, text=True, check=False)
+def test_a_word_that_the_script_does_not_know(tmp_path):
+    environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}
+    command = ["bash", str(BENCH / "gpu.sh"), "everything"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert found.returncode == 2
-    assert "'--models' is none of tests, bench, all" in found.stderr
+    assert "unknown: everything; say first, second, or some of check, smoke" in found.stderr
 
 
-@pytest.mark.parametrize(("name", "millions"), [("0.6b", 596), ("4b", 4022)])
+@pytest.mark.parametrize(("name", "millions"), [("0.6b", 596), ("8b", 8190)])
 def test_shapes_are_those_of_the_released_models(name, millions):
     from gpu_bench import CARDS
 
     assert CARDS[name].workload.model.num_parameters / 1e6 == pytest.approx(millions, rel=0.001)
-    assert CARDS[name].workload.num_generations == 16 and CARDS[name].workload.limit == 2048
