@@ -90,7 +90,8 @@ class Sampler:
     def take_out(self, rows: Sequence[int], counts: Sequence[int]) -> list[tuple[list[float], list[float]]]:
         """Log-probs and entropies of the first `counts` tokens of finished requests; frees their rows."""
         at, longest = torch.tensor(rows, device=self.device), max(counts)
-        logprobs, entropies = self.logprobs[at, :longest].tolist(), self.entropies[at, :longest].tolist()
+        # One copy from a GPU, for which the host waits.
+        logprobs, entropies = torch.stack([self.logprobs[at, :longest], self.entropies[at, :longest]]).tolist()
         self._free += rows
         return [(p[:count], e[:count]) for p, e, count in zip(logprobs, entropies, counts)]
 
