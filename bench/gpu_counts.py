@@ -1,6 +1,6 @@
 """Counts what sampling asks of a GPU, on the simulated device through the real trainer; writes bench/GPU-COUNTS.md.
 
-    python bench/gpu_counts.py [--output bench/GPU-COUNTS.md]
+    PYTHONPATH=tests/helpers python bench/gpu_counts.py [--output bench/GPU-COUNTS.md]
 
 Counts are those of a run in bfloat16 with two generation batches of ragged rows: launches of a decode step, waits for
 the device, recordings of steps, keys and values held and needed, memory that a generation batch leaves. Triton's
@@ -11,7 +11,6 @@ except the host, whose time is counted without the simulation's.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,9 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "helpers")]
 
 import simulated_cuda
 import torch
@@ -128,6 +124,8 @@ class Counting:
 
 def launches_of(function: Any) -> int:
     """Launches of one operation; an operation of several kernels counts as one."""
+    if not hasattr(function, "_schema"):  # the simulation's own form of an operation
+        return 1
     name = function._schema.name
     if name in LAUNCHES:
         return LAUNCHES[name]
@@ -143,11 +141,11 @@ def rounds(layers: int, *, direct: bool = True) -> list[Round]:
     from groupgrad.rollout.collector import ExperienceCollector
 
     workload = Workload(
-        "counts", shape(layers), prompt_tokens=24, limit=256, mean_length=96, num_generations=8, batch_rows=16
+        "counts", shape(layers), prompt_tokens=24, limit=512, mean_length=128, num_generations=8, batch_rows=16
     )
     words = make_words(workload.model.vocab_size)
     model: Any = make_model(workload.model, words).eval()
-    set_ending(model, int(words.eos_token_id), 1 / 96)  # pyright: ignore
+    set_ending(model, int(words.eos_token_id), 1 / 128)  # pyright: ignore
     counting, found = Counting(), list[Round]()
     collect, reserve = ExperienceCollector.__call__, kv_cache.KVCache.reserve
 
@@ -213,15 +211,14 @@ def in_use() -> int:
 
 def render() -> str:
     """The page."""
-    two, four = rounds(2), rounds(4)
-    modules_two, modules_four = rounds(2, direct=False), rounds(4, direct=False)
+    direct, modules = ([rounds(layers, direct=form) for layers in (1, 2)] for form in (True, False))
     rows = []
 
     def row(name: str, value: Callable[[list[Round], list[Round]], str]) -> None:
-        rows.append([name, value(two, four), value(modules_two, modules_four)])
+        rows.append([name, value(*direct), value(*modules)])
 
     last = ROUNDS - 1
-    row("launches a layer of a decode step", lambda a, b: f"{(b[last].launches - a[last].launches) / 2:g}")
+    row("launches a layer of a decode step", lambda a, b: str(b[last].launches - a[last].launches))
     row("launches of the rest of a step", lambda a, b: f"{2 * a[last].launches - b[last].launches}")
     row("launches outside of recorded steps, a token", lambda a, b: f"{b[last].eager / b[last].tokens:.1f}")
     row("waits for the device, a token", lambda a, b: f"{b[last].waits / b[last].tokens:.3f}")
@@ -231,15 +228,16 @@ def render() -> str:
     row("keys and values held / needed", lambda a, b: f"{b[last].bytes_held / b[last].bytes_needed:.2f}")
     row("bytes that a generation batch leaves", lambda a, b: f"{b[last].left:,}")
     row("host microseconds, a decode step", lambda a, b: f"{1e6 * b[last].host_seconds / b[last].tokens:,.0f}")
-    lengths = f"{four[last].sampled} tokens in 16 rows, the longest of {four[last].tokens}"
+    counted = direct[1][last]
+    lengths = f"{counted.sampled} tokens in 16 rows, the longest of {counted.tokens}"
     return _PAGE.format(lengths=lengths, table=table(["", "direct form", "through the modules"], rows))
 
 
 _PAGE = """# What sampling asks of a GPU
 
 `make gpu-counts` writes this page. Nothing here ran on a card: the real trainer ran on the simulated device
-(`tests/helpers/simulated_cuda.py`) in bfloat16, and its second generation batch was counted ({lengths}). The direct
-form is what runs where Triton is; without it, or where a model has none, the model's modules run.
+(`tests/helpers/simulated_cuda.py`) in bfloat16, and its second generation batch was counted: {lengths}.
+The direct form is what runs where Triton is; without it, or where a model has none, the model's modules run.
 
 {table}
 
@@ -252,7 +250,7 @@ time is that of this machine without the simulation's.
 def main() -> None:
     """Writes the page and prints it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "GPU-COUNTS.md")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("GPU-COUNTS.md"))
     options = parser.parse_args()
     text = render()
     options.output.write_text(text)
