@@ -41,8 +41,8 @@ from groupgrad.modeling.scoring.block_attention import BlockPlan
 from groupgrad.modeling.scoring.blocks import Segment
 from groupgrad.modeling.scoring.tiled_head import LogitTransform, OutputHead, tiled_scores
 
-HELD = 64 * 2**20
-"""Bytes that a generation batch may leave behind."""
+HELD = 64
+"""MiB that a generation batch may leave behind."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -167,14 +167,22 @@ def trainer_steps(report: Report, sizes: Sizes) -> None:
     finite = all(math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"]) for step in steps)
     report.add("two steps", len(steps) == 2 and finite, f"{seconds:.0f} s, compiling included", seconds=seconds)
     last = steps[-1]
-    report.add("logs of the second step", True, json.dumps({k: v for k, v in last.items() if "/" in k}))
-    check_path(report, trainer, last)
+    kept = {key: round(value, 4) for key, value in last.items() if key.startswith(("sampling/", "time/"))}
+    report.add("logs of the second step", True, json.dumps(kept))
+    check_path(report, last)
     report.add("fallbacks", not warnings.lines, "; ".join(warnings.lines) or "none was warned of")
 
 
-def check_path(report: Report, trainer: Any, logs: dict[str, Any]) -> None:
-    """Which path sampled, and the memory that a generation batch left."""
-    report.add("path", True, "")
+def check_path(report: Report, logs: dict[str, Any]) -> None:
+    """Which path sampled, how many steps were recorded, and the memory that a generation batch left."""
+    paths = {key.rpartition("/")[2]: value for key, value in logs.items() if key.startswith("sampling/path/")}
+    fast, said = ("direct" if report.on_gpu else "compiled"), ", ".join(f"{k} {v:.0%}" for k, v in paths.items())
+    report.add("path", paths.get(fast, 0.0) == 1.0, said or "not logged")
+    if report.on_gpu:
+        recordings, left = logs["sampling/recordings"], logs["sampling/memory_left"]
+        report.add("recordings", recordings > 0, f"{recordings:g} in the second generation batch")
+        report.add("memory", left <= HELD, f"{left:.1f} MiB left by a generation batch (bound {HELD})", left=left)
+        report.add("fallbacks of kernels", logs["sampling/fallbacks"] == 0, f"{logs['sampling/fallbacks']:g}")
 
 
 def rows_of(workload: Workload) -> Any:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from simulated_cuda import trainers_on_simulated_cuda
+from triton_twins import triton_twins
 
 BENCH = Path(__file__).parents[2] / "bench"
 TINY = ["--model", "tiny", "--trainer", "groupgrad"]
@@ -57,7 +59,23 @@ def test_checks_of_a_rehearsal_pass(tmp_path, capsys):
     assert gpu_smoke.main(["--tiny", "--answer", str(file)]) == 0
     names = [check["name"] for check in json.loads(file.read_text())["checks"]]
     assert names[:3] == ["decode attention, 3 rows", "decode attention, 20 rows", "two steps"]
-    assert {"path", "fallbacks", "memory", "head of 16 by 500, groupgrad", "training attention"} <= set(names)
+    assert {"path", "fallbacks", "head of 16 by 500, groupgrad", "training attention"} <= set(names)
+
+
+def test_the_real_trainer_is_checked_on_a_simulated_card(tmp_path, capsys):
+    """In half precision on the simulated device, with and without the kernels that the fast path needs."""
+    import gpu_smoke
+
+    report = gpu_smoke.Report(tmp_path / "answer.json", torch.device("cuda", 0))
+    with trainers_on_simulated_cuda():
+        with triton_twins():
+            gpu_smoke.trainer_steps(report, gpu_smoke.TINY)
+        found = {check["name"]: check["ok"] for check in report.checks}
+        assert found.keys() >= {"path", "recordings", "memory", "fallbacks"} and all(found.values()), report.checks
+        report.checks.clear()
+        gpu_smoke.trainer_steps(report, gpu_smoke.TINY)
+    found = {check["name"]: check["ok"] for check in report.checks}
+    assert not found["path"]
 
 
 def test_a_check_that_fails_is_counted(tmp_path, capsys):
