@@ -407,12 +407,9 @@ class GRPOTrainer(TrainingRun):
         self.finite_steps = FiniteSteps(folder, self._policy.tokenizer, applies_early=applies_early)
         self.metric_store, self.eval_metric_store = MetricStore(), MetricStore()
         self.entropy_controller = build.entropy_controller(self.args)
+        options, precision = self.components.forward_options, self.accelerator.autocast
         self.checkpointing = build.checkpointing_by_need(
-            self.args,
-            self.model,
-            self.components.forward_options,
-            self.accelerator.autocast,
-            self.execution.example,
+            self.args, self.model, options, precision, self.execution.example
         )
         self._on_policy = OnPolicyInfo(step=0, exact=False)
         limit, is_native = tolerance(self.rounding, self.args.temperature), isinstance(self.engine, NativeEngine)
