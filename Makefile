@@ -173,7 +173,7 @@ gpu-counts: $(VENV)/.groupgrad-triton
 	PYTHONPATH=$(TRITON_FOLDER) $(VENV)/bin/python tests/engines/native/compile_decode_kernels.py > build/triton.txt
 	PYTHONPATH=$(TRITON_OLD_FOLDER) $(VENV)/bin/python tests/engines/native/compile_decode_kernels.py > build/triton-old.txt
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers $(VENV)/bin/python bench/gpu_counts.py \
-		--compiled $(TRITON:triton==%=%)=build/triton.txt $(TRITON_OLD:triton==%=%)=build/triton-old.txt
+		--compiled $(subst triton==,,$(TRITON))=build/triton.txt $(subst triton==,,$(TRITON_OLD))=build/triton-old.txt
 
 bench-vllm: $(VLLM_VENV)/.groupgrad-vllm
 	$(VLLM_PIP) --constraint $(VLLM_VENV)/constraints.txt "matplotlib>=3.8"
