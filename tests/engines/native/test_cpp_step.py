@@ -27,7 +27,6 @@ from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, dire
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.kernels import compile as build
 from groupgrad.kernels import library, status
-from groupgrad.kernels.choose import choose
 
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
 BASE: dict[str, Any] = {
@@ -230,44 +229,6 @@ def test_products_are_those_of_the_training_pass_to_the_last_bit(width: int):
         pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, output)]
         assert kernels.groupgrad_linear(*pointers, rows, width, 96, 1) == 0
         assert torch.equal(output, expected[:rows]), rows
-
-
-def other_machines() -> list[str]:
-    """Compiler options for CPUs with narrower vectors that run on this one too."""
-    flags = (
-        Path("/proc/cpuinfo").read_text().split() if platform.machine() == "x86_64" and sys.platform == "linux" else []
-    )
-    return ["-march=x86-64"] * ("sse2" in flags) + ["-march=haswell"] * ({"avx2", "fma", "bmi2"} <= set(flags))
-
-
-@needs_kernels
-@pytest.mark.slow
-@pytest.mark.parametrize("target", other_machines())
-def test_kernels_built_for_narrower_vectors_give_the_same(target: str, fresh: Path, monkeypatch):
-    monkeypatch.setattr(build, "_TARGETS", (target,))
-    kernels = library()
-    assert kernels is not None
-    torch.manual_seed(0)
-    for rows, width, outputs in ((1, 16, 50), (3, 33, 1), (9, 100, 203), (31, 515, 97)):
-        inputs, weight, output = torch.randn(rows, width), torch.randn(outputs, width), torch.empty(rows, outputs)
-        pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, output)]
-        assert kernels.groupgrad_linear(*pointers, rows, width, outputs, 1) == 0
-        torch.testing.assert_close(output.double(), inputs.double() @ weight.double().T, rtol=1e-5, atol=1e-6 * width)
-    logits, draws = 4 * torch.randn(5, 300), torch.rand(5, dtype=torch.float64)
-    chosen = choose(kernels, logits, 1.0, draws)
-    assert chosen is not None
-    expected = logits.double().log_softmax(-1)
-    assert chosen.tokens.tolist() == (expected.exp().cumsum(-1) <= draws[:, None]).sum(-1).tolist()
-    wanted = expected.gather(-1, chosen.tokens[:, None]).squeeze(-1)
-    torch.testing.assert_close(chosen.logprobs.double(), wanted, rtol=0, atol=2e-6)
-    many = [*requests()[:6], Request([5, 6, 7], 3, 210)]
-    options = SamplingOptions(max_new_tokens=210, pad_id=0)
-    for name in ("norms of heads, tied", "twenty heads a key head", "window"):
-        model = make(*MODELS[name])
-        assert isinstance(direct_form(model), CompiledModel)
-        for request, sample in zip(many, NativeEngine(model).sample(many, options)):
-            assert sample.logprobs == pytest.approx(logprobs(model, request, sample.ids), rel=1e-5, abs=2e-5)
-            model.float()
 
 
 @needs_kernels
