@@ -78,6 +78,8 @@ class Batch:
     """(L,) float32, as the sampling engine reported them, NaN where it reported none; None if it never does."""
     row_index: torch.Tensor | None = None
     """(B,) int64, the rows' numbers in the generation batch; -1 where unknown."""
+    step_row: torch.Tensor | None = None
+    """(B,) int64, the rows' places in this rank's batch of the optimizer step; None before the step has one."""
     sampling_entropy: torch.Tensor | None = None
     """(L,) float32, as the sampling engine reported them, NaN where it reported none; None if it never does."""
     policy_version: torch.Tensor | None = None
@@ -204,11 +206,12 @@ _TOKEN_FIELDS = (
     "sampling_logprobs",
     "sampling_entropy",
 )
-_ROW_FIELDS = ("advantages", "row_index", "policy_version")
+_ROW_FIELDS = ("advantages", "row_index", "step_row", "policy_version")
 _UNKNOWN = {
     "sampling_logprobs": float("nan"),
     "sampling_entropy": float("nan"),
     "row_index": -1,
+    "step_row": -1,
     "policy_version": -1,
 }
 """Fills a field in the rows of a batch that lacks it, when batches with and without it are joined."""

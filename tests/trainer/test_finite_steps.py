@@ -138,6 +138,38 @@ def test_a_term_that_is_infinite_is_named_with_its_token(
         displaced(make_trainer(max_steps=3, beta=0.1), field, far, rises=False).train()
 
 
+class FarReference(GRPOTrainer):
+    """A trainer whose reference is far from the policy at the second token of some rows of a step."""
+
+    far_rows: list[int]
+    """Places in the step."""
+    step_rows: Any
+
+    def _rows_of_step(self, keys: Any) -> Any:
+        self.step_rows = super()._rows_of_step(keys)
+        batch: Any = self.step_rows
+        far = torch.isin(torch.arange(batch.num_tokens), batch.offsets[self.far_rows] + 1)
+        return dataclasses.replace(batch, ref_logprobs=torch.where(far, 200.0, batch.ref_logprobs))
+
+
+@pytest.mark.parametrize("places", [[8], [0, 8]])
+def test_rows_of_the_same_number_in_two_generation_batches_are_told_apart(make_trainer, caplog, places):
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    trainer = make_trainer(max_steps=1, beta=0.1, **settings)
+    trainer.__class__, trainer.far_rows = FarReference, places
+    trainer.train()
+    batch, tokenizer = trainer.step_rows, trainer.processing_class
+    assert batch.row_index.tolist() == [*range(8)] * 2
+    texts = [tokenizer.decode(batch.completion_ids[batch.offsets[row] + 1]) for row in places]
+    (path,) = (Path(trainer.args.output_dir) / "nonfinite_steps").iterdir()
+    marked = [line for line in map(json.loads, path.read_text().splitlines()) if line["nonfinite"]]
+    completions = [tokenizer.decode(batch.completion_ids[slice(*batch.offsets[row : row + 2])]) for row in places]
+    assert sorted(line["completion"] for line in marked) == sorted(completions)
+    assert sorted(line["nonfinite"]["text"] for line in marked) == sorted(texts)
+    assert any(f"is inf at token 1 ({text!r}) of row 0 (" in caplog.text for text in texts)
+    assert ("; 2 rows have such tokens" in caplog.text) == (len(places) == 2)
+
+
 def test_rows_without_a_gradient_whose_loss_is_nan_skip_the_step_too(make_trainer, monkeypatch):
     """They stand in micro-batches of their own, after those whose gradients are finite."""
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
+import torch
+
 from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.packing import RowCost, pack, row_costs, split, split_to_size, total_cost
@@ -171,6 +173,7 @@ def assign_micro_batches(
         if rows and (rules.backward_everywhere or FORWARD_AND_BACKWARD not in needed):
             _keep_a_live_row(batch, rows, needed)
     num_tokens = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
+    batch = replace(batch, step_row=torch.arange(batch.num_rows))
     step = StepRows(batch, needed, row_costs(batch, needed), batch.loss_tokens.tolist(), num_tokens.tolist())
     return [MicroBatch(step, rows) for rows in assigned]
 

@@ -13,8 +13,8 @@ import torch
 class TokenTerms:
     """The numbers that a loss is made of, for each completion token of some rows."""
 
-    row_index: torch.Tensor | None
-    """(B,) int64, the rows' numbers in the generation batch; None where they have none."""
+    step_row: torch.Tensor | None
+    """(B,) int64, the rows' places in the batch of the step; None outside a step."""
     offsets: torch.Tensor
     """(B+1,) int64, where each row's tokens begin."""
     trained: torch.Tensor
@@ -36,23 +36,22 @@ class NonFiniteToken:
 
 
 def nonfinite_tokens(parts: Sequence[TokenTerms]) -> dict[int, NonFiniteToken]:
-    """Row number -> the first term that is not finite in it, in the order of `values`. Waits for the device.
+    """Place in the step's batch -> the row's first term, in the order of `values`, that is not finite.
 
-    Rows without a number count on from 0 in the order in which they come.
+    Waits for the device.
     """
     found: dict[int, NonFiniteToken] = {}
-    first = 0
     for part in parts:
-        starts = _integers(part.offsets)
-        index = list(range(first, first + len(starts) - 1)) if part.row_index is None else _integers(part.row_index)
-        first += len(index)
+        if part.step_row is None:
+            continue
+        starts, places = _integers(part.offsets), _integers(part.step_row)
         for term, values in part.values.items():
             bad = part.trained & ~values.isfinite()
-            for place in _integers(bad.nonzero().flatten()):
-                row = int(torch.searchsorted(part.offsets, place, right=True)) - 1
-                if index[row] not in found:
-                    numbers = {name: float(one[place]) for name, one in part.values.items()}
-                    found[index[row]] = NonFiniteToken(term, place - starts[row], numbers)
+            for token in _integers(bad.nonzero().flatten()):
+                row = int(torch.searchsorted(part.offsets, token, right=True)) - 1
+                if places[row] not in found:
+                    numbers = {name: float(one[token]) for name, one in part.values.items()}
+                    found[places[row]] = NonFiniteToken(term, token - starts[row], numbers)
     return found
 
 

@@ -225,7 +225,7 @@ def _token_terms(
         "entropy": entropy,
     }
     known = {name: value.detach() for name, value in values.items() if value is not None}
-    return TokenTerms(batch.row_index, batch.offsets, batch.trained, known)
+    return TokenTerms(batch.step_row, batch.offsets, batch.trained, known)
 
 
 def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyTerms:

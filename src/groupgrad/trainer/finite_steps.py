@@ -144,21 +144,22 @@ _TERMS = {
 
 def _what(found: Mapping[int, NonFiniteToken], rows: Sequence[MicroBatch], tokenizer: Any, has_loss: bool) -> str:
     """What is not finite, with the term and the token if this rank's loss has one."""
-    for batch, row, number in _numbered(rows):
-        if (bad := found.get(number)) is not None:
+    for batch, row, place in _rows_of(rows):
+        if (bad := found.get(place)) is not None:
             text = tokenizer.decode(batch.completion_ids[int(batch.offsets[row]) + bad.token :][:1])
             others = ", ".join(
                 f"{name} {value:.6g}" for name, value in bad.numbers.items() if name not in (bad.term, "loss")
             )
-            more = f", and {len(found) - 1} more rows have such tokens" if len(found) > 1 else ""
-            value = bad.numbers[bad.term]
+            others = f" ({others})" if others else ""
+            more = f"; {len(found)} rows have such tokens" if len(found) > 1 else ""
+            value, number = bad.numbers[bad.term], place if batch.row_index is None else int(batch.row_index[row])
             return (
                 f"the loss is not finite, since {_TERMS[bad.term][0]} is {value} at token {bad.token} ({text!r}) of "
-                f"row {number} ({others}){more}"
+                f"row {number}{others}{more}"
             )
     if not has_loss:
         return "the loss is not finite"
-    return "the gradient is not finite" + (", the loss of this rank is" if dist.is_active() else ", the loss is")
+    return f"the gradient is not finite; the loss {'of this rank ' if dist.is_active() else ''}is finite"
 
 
 def _remedy(found: Mapping[int, NonFiniteToken]) -> str:
@@ -172,14 +173,11 @@ def _remedy(found: Mapping[int, NonFiniteToken]) -> str:
     )
 
 
-def _numbered(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Batch, int, int]]:
-    """Batch, place in it, and number of each row of a step."""
-    first = 0
+def _rows_of(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Batch, int, int]]:
+    """Each row of a step: its micro-batch, and its places in that and in the batch of the step."""
     for micro_batch in micro_batches:
-        batch = micro_batch.batch
-        for row in range(batch.num_rows):
-            yield batch, row, first + row if batch.row_index is None else int(batch.row_index[row])
-        first += batch.num_rows
+        for row, place in enumerate(micro_batch.rows):
+            yield micro_batch.batch, row, place
 
 
 def _write_rows(
@@ -189,13 +187,13 @@ def _write_rows(
     path.parent.mkdir(parents=True, exist_ok=True)
     places = {id(micro_batch.batch): number for number, micro_batch in enumerate(micro_batches)}
     with path.open("w", encoding="utf-8") as file:
-        for batch, row, number in _numbered(micro_batches):
+        for batch, row, place in _rows_of(micro_batches):
             ends, starts = batch.offsets.tolist(), batch.prompt_offsets.tolist()
             tokens, prompt = slice(ends[row], ends[row + 1]), int(batch.prompt_of_row[row])
-            ids, bad = batch.completion_ids[tokens], found.get(number)
+            ids, bad = batch.completion_ids[tokens], found.get(place)
             line = {
                 "micro_batch": places[id(batch)],
-                "row": None if batch.row_index is None else number,
+                "row": None if batch.row_index is None else int(batch.row_index[row]),
                 "advantage": float(batch.advantages[row]),
                 "nonfinite": None
                 if bad is None
