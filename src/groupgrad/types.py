@@ -101,7 +101,7 @@ class Rollout:
     completion: str | Messages
     """Text for a text prompt, messages for a conversational one. Tools' results are as the model read them."""
     text: str
-    """The completion decoded without special tokens."""
+    """The completion decoded, without special tokens unless `special_tokens_in_completions` keeps them."""
     sampled: list[bool] | None = None
     """Which completion tokens the policy sampled (tool output is not); None means all of them."""
     sampling_logprobs: list[float] | None = None

@@ -214,8 +214,8 @@ def test_logits_that_code_changes_are_trained_and_sampled_as_they_are(where, mak
         trainer = make_trainer(model=policy, reward_funcs=reward, max_steps=2, generation_batch_size=16)
     texts = [record.getMessage() for record in caplog.records]
     assert texts == [
-        f"{type(policy).__name__} is scored in the shared layout: its logits are not what its configuration makes of "
-        "the output head: code of its own changes them"
+        f"{type(policy).__name__} is scored in the shared layout: code changes its logits behind the output head, in "
+        "a way that its configuration does not say"
     ]
     assert trainer.execution.engine_choice.name == "native"
     trainer.train()

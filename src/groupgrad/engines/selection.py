@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 WRONG_NATS = 1.0
 """A gap that no rounding makes: the sampled text is another model's."""
 
-_ONE_LENGTH = "%s is given prompts of one length at a time, since padding on their left changes what it says"
+_ONE_LENGTH = "%s is given prompts of one length at a time, since padding on their left changes its log-probs"
 _NO_CACHE = (
-    "generate computes every token of %s from the whole text, which is slower: with keys and values of earlier tokens "
-    "kept, %s do not sample it as it is trained (%s)"
+    "generate computes every token of %s from the whole text, which is slower, since %s sample other tokens than it is "
+    "trained on where keys and values of earlier tokens are kept (%s)"
 )
 
 
@@ -204,10 +204,16 @@ def _tried_generate(
     engine, difference = min(found, key=lambda tried: tried[1].gap)
     text = f"generate does not sample {_name(trial.model)} as it is trained: {difference.problem}"
     if WRONG_NATS <= difference.gap < math.inf:
+        if brings_own_generate(trial.model):
+            remedy = "Train the model without the generate that it brings"
+        elif is_adapted(unwrap(trial.model)):
+            remedy = "Use other releases, or train another adapter, such as LoRA"
+        else:
+            remedy = "Use another release"
         raise ConfigError(
             [
                 f"{text}, with keys and values of earlier tokens kept or not ({_releases(trial.model)}), so it would "
-                "learn from another model's text. Use other releases, or train another adapter, such as LoRA"
+                f"learn from another model's text. {remedy}"
             ]
         )
     logger.warning("%s; sampling/logp_mismatch in the log is by how much", text)

@@ -150,10 +150,12 @@ class _HeadCall:
         expected = layer.output_head(states).output(states).float() * transform.scale
         if transform.softcap is not None:
             expected = transform.softcap * torch.tanh(expected / transform.softcap)
+        # A model that lies on several devices returns its logits on the first one.
+        expected = expected.to(logits.device)
         apart = (logits.float() - expected).abs().max() if logits.shape == expected.shape else math.inf
         if float(apart) <= max(_LOGITS_FLOAT32, 2 * rounding.eps) * float(expected.abs().max()):
             return None
-        return "its logits are not what its configuration makes of the output head: code of its own changes them"
+        return "code changes its logits behind the output head, in a way that its configuration does not say"
 
 
 def _plain_scores(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:

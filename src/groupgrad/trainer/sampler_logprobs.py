@@ -32,7 +32,7 @@ class SamplerLogprobs:
     ):
         self._source, self._model, self._rounding, self._correction = source, model, rounding, correction
         self._samples_policy = samples_policy and not isinstance(source, CustomRollouts)
-        self._is_exact = False
+        self._is_exact = self._has_dropout = False
 
     def begin_training(self, *, is_shared: bool) -> None:
         """Prepares for training. With a model that ranks share (`is_shared`) nothing replaces a pass.
@@ -43,7 +43,8 @@ class SamplerLogprobs:
 
     def on_policy(self, step: int) -> OnPolicyInfo:
         """Describes which engine numbers are exact in this step's training passes; with dropout none are."""
-        return OnPolicyInfo(step, self._is_exact and not has_dropout(self._model))
+        self._has_dropout = has_dropout(self._model)
+        return OnPolicyInfo(step, self._is_exact and not self._has_dropout)
 
     def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
         """(L,) log-probs of the policy that sampled the batch, as the engine reported them; None if a pass is needed.
@@ -82,6 +83,6 @@ class SamplerLogprobs:
         if self._correction is not None:
             old = scores.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
             return mismatch_metrics(batch, self._correction, old)
-        if not self._samples_policy or batch.sampling_logprobs is None or has_dropout(self._model):
+        if not self._samples_policy or batch.sampling_logprobs is None or self._has_dropout:
             return {}
         return {MISMATCH: logp_mismatch(scores.logprobs, batch, fresh_rows(batch, OnPolicyInfo(step, exact=True)))}

@@ -49,6 +49,7 @@ _configs: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """The configurations inside a model that name an attention implementation, cached because sampling needs them often."""
 
 _active_plans: list[PlanMask] = []
+"""The plans of the running model calls, innermost last."""
 
 _find_packed = masking_utils.find_packed_sequence_indices
 
@@ -59,7 +60,6 @@ def _find_packed_without_plan(position_ids: torch.Tensor) -> torch.Tensor | None
 
 
 masking_utils.find_packed_sequence_indices = _find_packed_without_plan
-"""The plans of the running model calls, innermost last."""
 
 
 def run_planned(
