@@ -101,7 +101,10 @@ def test_two_processes_that_share_a_model_equal_one(one, two, tools, kind, case)
         assert len(rank["log"]) == len(expected["log"]) > 2
         assert rank["log"][-1]["train_loss"] == pytest.approx(expected["log"][-1]["train_loss"], abs=1e-5, rel=1e-4)
         for entry, wanted in zip(rank["log"][:-1], expected["log"][:-1]):
-            # What is known from sampling is computed again, and no gap to it is measured.
+            # What is known from sampling is computed again, and no gap to it is measured; modules sample from shards.
+            entry, wanted = (
+                {k: v for k, v in numbers.items() if not k.startswith("sampling/path/")} for numbers in (entry, wanted)
+            )
             wanted = {key: value for key, value in wanted.items() if key != "sampling/logp_mismatch" or key in entry}
             assert entry == pytest.approx(wanted, abs=1e-4, rel=1e-4)
 

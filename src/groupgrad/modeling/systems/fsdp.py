@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from transformers.utils import ModelOutput
 
 from groupgrad import dist
 from groupgrad.errors import UnavailableError
@@ -65,10 +66,24 @@ def shard(model: Any, options: FSDPOptions, device: torch.device) -> None:
         fully_shard = partial(fully_shard, offload_policy=_torch_fsdp.CPUOffloadPolicy(pin_memory=device.type != "cpu"))
     for layer in layers:
         fully_shard(layer, reshard_after_forward=options.reshard_after_forward)
+    if is_multimodal(model):
+        model.register_forward_hook(_without_encoder_outputs)  # before the hook of FSDP
     fully_shard(model, reshard_after_forward=False)
     setattr(model, _COMPUTE_DTYPE, options.compute_dtype)
     setattr(model, _CPU_OFFLOAD, options.cpu_offload)
     count_collectives(model, [*layers, model])
+
+
+def _without_encoder_outputs(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """The output without those of encoders, which transformers returns from 5.24 on.
+
+    FSDP gathers weights where a gradient reaches an output of the model. An encoder's output is there on ranks with
+    images alone, so that these would gather once more than the others, and all would wait for ever.
+    """
+    if not isinstance(output, ModelOutput):
+        return output
+    kept = {name: value for name, value in output.items() if name not in ("image_outputs", "video_outputs")}
+    return output if len(kept) == len(output) else type(output)(**kept)
 
 
 def decoder_layers(model: Any, class_names: Sequence[str] = ()) -> list[nn.Module]:
