@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -440,6 +441,18 @@ def test_lengths_beyond_the_context_are_told_with_both_numbers(
     assert mend in shown and "Recommended: full" in shown
     assert main([*flags, "--prompt", "100", "--completion", "412"]) == 0
     assert "context" not in capsys.readouterr().out
+
+
+def test_a_plan_for_a_cpu_takes_the_memory_of_this_machine(tmp_path: Path, make_model: Any, capsys: Any) -> None:
+    make_model().config.save_pretrained(tmp_path)
+    flags = ["plan", "--model", str(tmp_path), "--completion", "16"]
+    assert main([*flags, "--cpu"]) == 0
+    unsaid = capsys.readouterr().out
+    assert main([*flags, "--cpu", "--device", f"{psutil.virtual_memory().total}B"]) == 0
+    assert capsys.readouterr().out == unsaid
+    with pytest.raises(SystemExit):
+        main(flags)
+    assert "give --device, such as --device 80GB" in capsys.readouterr().err
 
 
 def test_mistakes_end_with_a_sentence(tmp_path: Path, capsys: Any) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
+
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.cli.command_parser import CommandParser
 from groupgrad.imports import quick_imports
@@ -78,7 +80,10 @@ def parser() -> argparse.ArgumentParser:
     _add_count(model, "lora-r", 16, "rank of adapters, on all linear layers")
     devices = parser.add_argument_group("Devices")
     devices.add_argument(
-        "--device", type=_bytes, required=True, metavar="SIZE", help="memory of a device, such as 80GB"
+        "--device",
+        type=_bytes,
+        metavar="SIZE",
+        help="memory of a device, such as 80GB (default with --cpu: this machine's)",
     )
     _add_count(devices, "devices", 1, "number of devices")
     _add_count(
@@ -277,6 +282,10 @@ def _checked_together(flags: argparse.ArgumentParser, options: argparse.Namespac
         flags.error(
             f"fsdp and deepspeed exclude --context-parallel-size (now {options.context_parallel_size}); set it to 1"
         )
+    if options.device is None:
+        if not options.cpu:
+            flags.error("the memory of a GPU is not known; give --device, such as --device 80GB")
+        options.device = psutil.virtual_memory().total
     return options
 
 
