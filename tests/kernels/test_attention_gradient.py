@@ -119,11 +119,8 @@ def test_gradients_are_those_of_float64(
     threads(1)
     found = computed(kernels, inputs, rows, call, grad)
     amounts = rounded_amounts([x.double() for x in inputs], rows, call, grad.double())
-    largest = max(float(want.abs().max()) for want in wanted)
     for gradient, want, amount, times in zip(found, wanted, amounts, (2, 2, 4)):
         assert bool(((gradient - want).abs() <= times * UNIT * amount).all())
-        if window != 1:
-            torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=5e-7 * largest)
     threads(3)
     again = computed(kernels, inputs, rows, call, grad)
     assert all(map(torch.equal, found, again)), "threads change no bit"

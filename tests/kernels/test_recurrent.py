@@ -53,8 +53,10 @@ def test_queries_and_keys_are_scaled_and_have_length_one(norm: bool, kernels: ct
     expected_states = states.clone()
     expected = state_step(kernels, expected_states, (0.3 * q, k, value), decay, strength)
     output = state_step(kernels, states, (query, key, value), decay, strength, scale=0.3, norm=norm)
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(states, expected_states, rtol=1e-5, atol=1e-6)
+    # Norms and outputs are sums of 24 terms in either way of computing; a sum may cancel, so it is held to the largest.
+    for found, wanted in ((output, expected), (states, expected_states)):
+        rounding = 24 * torch.finfo(torch.float32).eps * float(wanted.abs().max())
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=rounding)
 
 
 @pytest.mark.parametrize("gates", [True, False])
