@@ -194,7 +194,7 @@ def test_conversations_whose_turns_end_with_another_token(
         ({"completions/clipped_ratio": 0.5, "context": 260}, "ended", "warning", "256, but prompt and completion have"),
         ({"frac_reward_zero_std": 0.25}, "variance", "ok", "75 % of groups have rewards that differ"),
         ({"frac_reward_zero_std": 0.75}, "variance", "warning", "75 % of groups have no variance"),
-        ({"rewards/one/mean": float("nan")}, "rewards", "error", "one gave no number"),
+        ({"rewards/one/mean": float("nan"), "reward": None}, "rewards", "error", "one gave no number"),
         ({"reward_std": None}, "rewards", "ok", "mean 0.5, of a single completion"),
         ({"time/rewards": 1.5}, "scoring", "warning", "took 1.5 s, 75 % of the round. Make slow"),
         ({"sampling/logp_mismatch": 0.3}, "agreement", "warning", "differ by 0.3 nats"),

@@ -77,7 +77,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"chat_template_kwargs": {"add_generation_prompt": 0}}, ["add_generation_prompt=0", "Take it out"]),
     ({"output_dir": __file__}, ["output_dir=", "is a file", "Set it to a folder"]),
     ({"output_dir": f"{__file__}/below"}, ["test_rules.py' is a file", "Set it to a folder"]),
-    ({"generation_kwargs": {"max_seq_length": 9}}, ["generation_kwargs has 'max_seq_length', which neither"]),
+    ({"generation_kwargs": {"max_seq_length": 9}}, ["generation_kwargs has 'max_seq_length'", "which neither"]),
     ({"generation_kwargs": {"repetiton_penalty": 1.1}}, ["'repetiton_penalty' (did you mean 'repetition_penalty'?)"]),
     ({"generation_kwargs": {"nonsense_x": 1}}, ["'nonsense_x', which neither an engine", "Take it out"]),
     ({"generation_kwargs": {"stop": ["x"]}}, ["'stop' (which is vLLM's; here it is 'stop_strings')", "Take it out"]),

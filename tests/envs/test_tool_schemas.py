@@ -92,15 +92,6 @@ def not_described(a: int, b: int) -> int:
     return a + b
 
 
-def types_in_brackets(a: int) -> int:
-    """Gives it.
-
-    Args:
-        a (int): What is given.
-    """
-    return a
-
-
 def strange_hint(a: Shop) -> int:
     """Visits.
 
@@ -169,7 +160,6 @@ odd_name.__name__ = "odd name"
         (no_docstring, ValueError, ["'no_docstring' has no docstring", "Args:"]),
         (no_hint, ValueError, ["'no_hint' has no type hint for the argument 'a'", "'a: int'"]),
         (not_described, ValueError, ["'not_described' does not describe the argument 'b'", "Args:"]),
-        (types_in_brackets, ValueError, ["does not describe the argument 'a'", "without a type in brackets"]),
         (strange_hint, ValueError, ["'strange_hint' cannot be described", "Shop"]),
         (unknown_hint, ValueError, ["'unknown_hint' has a type hint that cannot be read", "Unknown"]),
         (starred, TypeError, ["'starred' takes *items"]),

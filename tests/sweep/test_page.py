@@ -19,6 +19,7 @@ from groupgrad.telemetry.run_lock import locked
 def test_the_page_lists_the_arms_as_the_command_line_does(make_sweep, tmp_path, capsys):
     make_sweep({"learning_rate": [1e-4, 1e-2, 3e-2]}, halving={"first": 0.34}).run()
     table = CommandLinePanel(tmp_path / "sweep").table()
+    capsys.readouterr()  # lines of the arms' steps
     assert cli.main(["sweep", "status", str(tmp_path / "sweep")]) == 0
     shown = capsys.readouterr().out
     assert [arm["name"] for arm in table["arms"]] == re.findall(r"\d\d-learning_rate=\S+", shown)
