@@ -63,6 +63,11 @@ def test_two_processes_equal_one(one, request, tools, case):
     assert tools.relative(first["weights"], alone["weights"]) < 1e-5
     assert len(first["log"]) == len(alone["log"])
     for entry, expected in zip(first["log"][:-1], alone["log"][:-1]):
+        # Rows with images are decoded by the modules, and one of the two processes may have none.
+        entry, expected = (
+            {k: v for k, v in numbers.items() if not k.startswith("sampling/path/")} for numbers in (entry, expected)
+        )
+        assert entry.keys() == expected.keys()
         assert entry == pytest.approx(expected, abs=1e-4, rel=1e-4)
     for rank in (first, second):  # the mean over all steps, those after the last log event included
         assert rank["log"][-1]["train_loss"] == pytest.approx(alone["log"][-1]["train_loss"], abs=1e-5, rel=1e-4)
