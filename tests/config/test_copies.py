@@ -191,3 +191,66 @@ def test_a_late_setting_is_checked_and_its_warning_said_once():
         config.top_k = 4
         config.settle()
     assert sum("epsilon_high" in str(warning.message) for warning in caught) == 1
+
+
+BEST = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
+"""Settings from which `metric_for_best_model` "loss" and `greater_is_better` False are derived."""
+
+
+@pytest.mark.parametrize(
+    ("first", "late", "expected"),
+    [
+        (BEST, {"metric_for_best_model": "reward"}, {"greater_is_better": True}),
+        (BEST, {"metric_for_best_model": "reward", "greater_is_better": False}, {"greater_is_better": False}),
+        ({"eval_strategy": "steps"}, {"logging_steps": 50}, {"eval_steps": 50}),
+        ({"eval_strategy": "steps"}, {"logging_steps": 50, "eval_steps": 10}, {"eval_steps": 10}),
+        ({"eval_strategy": "steps", "eval_steps": 10}, {"logging_steps": 50}, {"eval_steps": 10}),
+        ({"eval_strategy": "steps"}, {"eval_strategy": "no"}, {"do_eval": False}),
+        ({"torch_compile_backend": "eager"}, {"torch_compile_backend": None}, {"torch_compile": False}),
+        (
+            {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            {"activation_checkpointing_kwargs": {"use_reentrant": False}},
+        ),
+        ({"warmup_ratio": 0.1}, {"warmup_steps": 20}, {"warmup_steps": 20}),
+    ],
+)
+def test_what_follows_from_other_settings_follows_from_those_assigned_later(first, late, expected):
+    config = make(**first)
+    for name, value in late.items():
+        setattr(config, name, value)
+    copied = copy.deepcopy(config)
+    copied.to_dict()
+    for each in (config, copied):
+        each.settle()
+        assert each == make(**{**first, **late})
+        assert {name: getattr(each, name) for name in expected} == expected
+
+
+def test_a_late_setting_wins_over_its_older_name_given_before():
+    config = make(push_to_hub_model_id="m")
+    config.hub_model_id = "other"
+    config.settle()
+    assert config.hub_model_id == "other"
+
+
+def test_fp16_may_be_assigned_later_where_bf16_is_the_default(monkeypatch):
+    monkeypatch.setattr("groupgrad.compat.has_bf16_accelerator", lambda: True)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    config = GRPOConfig()
+    assert config.bf16 is True
+    config.fp16 = True
+    config.settle()
+    assert (config.fp16, config.bf16) == (True, False)
+
+
+def test_a_late_setting_that_cannot_work_leaves_the_config_as_it_was():
+    config = make(**BEST)
+    config.metric_for_best_model = "reward"
+    config.temperature = 0.0
+    with pytest.raises(ValueError, match=r"temperature=0\.0 cannot work"):
+        config.settle()
+    assert config.greater_is_better is False
+    config.temperature = 1.0
+    config.settle()
+    assert config == make(**BEST, metric_for_best_model="reward")

@@ -67,6 +67,7 @@ class GRPOConfig(GRPOSettings):
         if texts := wrong_kinds(self):
             raise ConfigError(texts)
         legacy.take_over(self)
+        passed = {field.name: getattr(self, field.name, None) for field in dataclasses.fields(self)}
         self._normalise()
         if uses_deepspeed(self):
             bound_waits()  # DeepSpeed compiles parts of itself, the first of them when processes meet
@@ -97,20 +98,42 @@ class GRPOConfig(GRPOSettings):
             if text not in told:
                 warnings.warn(text, UserWarning, stacklevel=3)
         self._settled = option_values(self)
+        self._derived = {
+            name: value
+            for name, value in passed.items()
+            if isinstance(value, (int, float, type(None)))
+            and isinstance(derived := getattr(self, name), (int, float, str, dict, type(None)))
+            and derived != value
+        }
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a setting, which then no longer follows from others."""
+        super().__setattr__(name, value)
+        if name in (derived := self.__dict__.get("_derived", {})):  # another dict, since copies share this one
+            self.__dict__["_derived"] = {other: passed for other, passed in derived.items() if other != name}
 
     def settle(self) -> None:
         """Does for settings that were assigned after the config was made what its constructor does with them.
 
-        ConfigError that lists every setting that cannot work.
+        Settings that followed from others, such as `eval_steps` from `logging_steps`, follow from those assigned now,
+        unless they were assigned too. ConfigError that lists every setting that cannot work; the config then stays as
+        it was.
         """
         now, then = option_values(self), getattr(self, "_settled", {})
         if now == then:
             return
+        before = dict(self.__dict__)
+        derived = self.__dict__.pop("_derived", {})
+        self.__dict__.update({name: passed for name, passed in derived.items() if now[name] == then.get(name)})
         pair = "gradient_checkpointing", "activation_checkpointing"
         assigned = [name for name in pair if name in now and now[name] != then.get(name)]
         if len(assigned) == 1:  # which the other name would contradict
             self._set_checkpointing(getattr(self, assigned[0]))
-        GRPOConfig.__post_init__(self)
+        try:
+            GRPOConfig.__post_init__(self)
+        except Exception:
+            self.__dict__.update(before)
+            raise
 
     def _parse_dicts(self) -> None:
         """Turns JSON text into dicts. Text that is no JSON object stays, and the rules report it."""
@@ -191,7 +214,8 @@ class GRPOConfig(GRPOSettings):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to pickle, without the token: every saved model has its settings beside it."""
-        return {name: value for name, value in self.__dict__.items() if name != "_settled"} | {"hub_token": None}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_settled", "_derived")}
+        return kept | {"hub_token": None}
 
     def __copy__(self) -> GRPOConfig:
         copied = object.__new__(type(self))
