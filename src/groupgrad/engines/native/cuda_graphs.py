@@ -125,8 +125,9 @@ class StepRecorder:
         buffers = (self._cache.suffixes, self._cache.prompts)
         stored = [tensor for buffer in buffers for pair in buffer.tensors.values() for tensor in pair]
         stored += self._cache.suffixes.states
+        step = RecordedStep(plan, ids, positions, self._record(work, stored, trial))
         self.num_recorded += 1
-        return RecordedStep(plan, ids, positions, self._record(work, stored, trial))
+        return step
 
 
 def cuda_recorder(devices: set[torch.device]) -> Recorder | None:

@@ -324,7 +324,8 @@ class NativeSession:
         batch.tokens = tokens[-1]
         batch.counts += len(tokens)
         self._statistics.num_steps += len(tokens)
-        self._statistics.num_recorded = self._runner.num_recorded
+        # The runner forgets its recordings when one fails.
+        self._statistics.num_recorded = max(self._statistics.num_recorded, self._runner.num_recorded)
         self._statistics.steps_by_path[self._runner.path_of(batch.step)] += len(tokens)
         self._statistics.num_decoded += self._append(running, sampled)
         self._finish(running)
