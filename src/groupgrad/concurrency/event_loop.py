@@ -33,8 +33,8 @@ class LoopThread:
         with self._lock:
             return self._running[0][0] if self._running else None
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine on the loop. Wait for the future on another thread only."""
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> tuple[Future[T], asyncio.AbstractEventLoop]:
+        """Starts a coroutine; returns its future and its loop. Wait for the future on another thread only."""
         with self._lock:
             if not self._running or not self._running[0][1].is_alive():
                 loop = asyncio.new_event_loop()
@@ -43,7 +43,8 @@ class LoopThread:
                 thread = threading.Thread(target=_run, args=(loop,), name=self._name, daemon=True)
                 thread.start()
                 self._running[:] = [(loop, thread)]
-            return asyncio.run_coroutine_threadsafe(coroutine, self._running[0][0])
+            loop = self._running[0][0]
+            return asyncio.run_coroutine_threadsafe(coroutine, loop), loop
 
     def close(self) -> None:
         """Cancels the coroutines that still run and ends the thread. May be called any number of times."""

@@ -163,16 +163,17 @@ class Workers:
             error = RuntimeError("the tools were closed") if ended.cancelled() else ended.exception()
             future.set_result(ended.result() if error is None else Outcome(error=error))
 
-        self._supervisors.submit(self._supervise(call)).add_done_callback(answer)
+        self._supervisors.submit(self._supervise(call))[0].add_done_callback(answer)
         return future
 
     def close(self) -> None:
         """Answers every open call with an error and ends the threads. May be called any number of times."""
         self._supervisors.close()
         self._free_threads = asyncio.Semaphore(self._num_threads)  # a semaphore belongs to one loop
-        if (loop := USER_LOOP.loop) is not None and self._used_loop:
+        if USER_LOOP.loop is not None and self._used_loop:
             self._used_loop = False
-            if wait([USER_LOOP.submit(asyncio.sleep(0))], timeout=self._blocked_s).not_done:
+            heartbeat, loop = USER_LOOP.submit(asyncio.sleep(0))
+            if wait([heartbeat], timeout=self._blocked_s).not_done:
                 USER_LOOP.give_up(loop)
 
     # ---------------------------------------------------------------------- supervisors, on a loop of their own
@@ -227,13 +228,12 @@ class Workers:
 
     def _start_on_loop(self, call: _Call) -> None:
         self._used_loop = True
-        call.on_loop = call.context.run(USER_LOOP.submit, call.run_async())
-        call.loop = USER_LOOP.loop
+        call.on_loop, call.loop = call.context.run(USER_LOOP.submit, call.run_async())
 
     def _check_loop(self) -> None:
         """Replaces the event loop unless it runs a coroutine within `blocked_s` seconds."""
-        heartbeat = USER_LOOP.submit(asyncio.sleep(0))
-        asyncio.get_running_loop().call_later(self._blocked_s, self._replace_blocked_loop, USER_LOOP.loop, heartbeat)
+        heartbeat, loop = USER_LOOP.submit(asyncio.sleep(0))
+        asyncio.get_running_loop().call_later(self._blocked_s, self._replace_blocked_loop, loop, heartbeat)
 
     def _replace_blocked_loop(self, loop: asyncio.AbstractEventLoop | None, heartbeat: Future[None]) -> None:
         if not heartbeat.done() and USER_LOOP.give_up(loop):

@@ -208,7 +208,7 @@ class _LoopAttempt:
                 return Outcome(error=RuntimeError("it was begun on another event loop"))
             return await _attempt(self._call, self._timeout_s)
 
-        self.future, self.loop = USER_LOOP.submit(begin()), USER_LOOP.loop
+        self.future, self.loop = USER_LOOP.submit(begin())
 
     def cancel(self) -> None:
         """Cancels the call, wherever it is."""
