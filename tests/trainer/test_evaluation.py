@@ -110,6 +110,16 @@ def test_every_prompt_is_measured_once(make_trainer, tools, recorder, rows, grou
     assert metrics["eval_samples_per_second"] == pytest.approx(rows * (group or 4) / metrics["eval_runtime"], rel=0.05)
 
 
+def test_no_rank_gets_more_rows_than_its_batch_size(make_trainer, tools, monkeypatch):
+    """24 rows of two ranks hold three groups of eight, and a rank that got two of them would have 16 rows."""
+    settings = {"per_device_eval_batch_size": 12, "num_generations_eval": 8}
+    trainer = make_trainer(trainer={"eval_dataset": tools.prompts(5)}, **settings)
+    monkeypatch.setattr("groupgrad.dist.world_size", lambda: 2)
+    batches = list(trainer.get_eval_dataloader())
+    assert [len(batch.rows) for batch in batches] == [2, 2, 1]
+    assert all(len(batch.rank_rows(rank, 2, 8)) <= 12 for batch in batches for rank in range(2))
+
+
 def test_metrics_are_exact_over_uneven_batches(make_trainer, tools, recorder):
     """7 prompts in batches of 2, 2, 2, 1: every mean is over completions or tokens, not over batches."""
     trainer = make_trainer(

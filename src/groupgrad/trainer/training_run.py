@@ -469,8 +469,11 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate()")
         dataset = dataset_checks.rows_to_evaluate(self, dataset)
-        rows = self.args.per_device_eval_batch_size * dist.world_size()
-        return EvalLoader(dataset, max(1, rows // self.args.num_generations_eval_resolved))
+        ranks = dist.world_size()
+        prompts = max(1, self.args.per_device_eval_batch_size * ranks // self.args.num_generations_eval_resolved)
+        if prompts > ranks:
+            prompts -= prompts % ranks  # ranks have whole groups, so that another one would be too many for some
+        return EvalLoader(dataset, prompts)
 
     def get_test_dataloader(self, test_dataset: Any) -> EvalLoader:  # pyright: ignore
         """The same for `predict`."""
