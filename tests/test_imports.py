@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 import logging
+import subprocess
 import sys
 from typing import Any
 
@@ -112,3 +113,19 @@ def test_objects_of_a_process_that_has_torch_may_become_garbage(monkeypatch):
     with quick_imports():
         pass
     assert gc.get_freeze_count() == 0, "torch was not imported"
+
+
+def test_the_interpreter_ends_without_a_list_of_what_triton_has_left():
+    """Triton 3.8 prints it of objects that no collection at the end has found."""
+    code = (
+        "import atexit, gc, sys, types\n"
+        "atexit.register(lambda: print(gc.get_freeze_count()))\n"  # called after all that is registered later
+        "from groupgrad.imports import quick_imports\n"
+        "with quick_imports():\n"
+        "    sys.modules['torch'] = types.ModuleType('torch')\n"
+        "    {triton}\n"
+    )
+    for triton, expected in (("sys.modules['triton'] = types.ModuleType('triton')", True), ("pass", False)):
+        command = [sys.executable, "-c", code.format(triton=triton)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert (int(ended.stdout) == 0) == expected

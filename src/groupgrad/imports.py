@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import logging
@@ -38,6 +39,9 @@ def quick_imports() -> Iterator[None]:
         of_kernels.removeFilter(is_of_use)
         if may_freeze and "torch" in sys.modules:
             gc.freeze()
+            if "triton" in sys.modules:
+                # From 3.8 on it prints a list of objects that are still there when the interpreter has ended.
+                atexit.register(gc.unfreeze)
         if collects:
             gc.enable()
 
