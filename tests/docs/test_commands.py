@@ -107,7 +107,7 @@ def test_flags_in_the_text_of_a_document_exist(path: Path) -> None:
         "CUDA_VISIBLE_DEVICES=0 groupgrad check --config run.yaml --set lora=1",
         "torchrun --nproc_per_node 2 -m groupgrad train --config run.yaml --no-such",
         "groupgrad rollouts out --step 40 --token entropy | less",
-        "groupgrad plan --config run.yaml  # which needs --device",
+        "groupgrad plan --config run.yaml --device  # which needs a size",
         "groupgrad sweeep sweep.yaml",
     ],
 )
