@@ -112,6 +112,6 @@ def evaluation(model: Any, maker: ExperienceCollector) -> dict[str, float | None
     evaluate = Evaluator(model, maker, scorer, PolicyOptions(beta=0.5), ForwardOptions(), 1, 0.0, "cpu")
     parts: list[Any] = []
     for number, rows in enumerate([[*ROWS, ROWS[1]], [ROWS[2]]]):
-        metrics = evaluate(EvalBatch(number, rows), phase="eval", step=0, trainer_state=None)[1]
+        metrics = evaluate(EvalBatch(number, rows, 5), phase="eval", step=0, trainer_state=None)[1]
         parts += dist.all_gather_objects(metrics)
     return {key: metric.read() for key, metric in merge_all(parts).items()}

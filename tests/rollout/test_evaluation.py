@@ -23,7 +23,7 @@ from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.telemetry.timings import Timings
 
-BATCH = EvalBatch(3, [{"prompt": "ab"}, {"prompt": "c"}, {"prompt": "1+1="}])
+BATCH = EvalBatch(3, [{"prompt": "ab"}, {"prompt": "c"}, {"prompt": "1+1="}], 3)
 
 
 def length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -78,7 +78,7 @@ def test_the_same_rows_give_the_same_numbers_and_training_is_not_touched(model, 
 
 def test_another_batch_number_gives_other_texts(model, tokenizer):
     evaluate = evaluator(model, tokenizer)
-    first, other = run(evaluate)[0], run(evaluate, EvalBatch(4, BATCH.rows))[0]
+    first, other = run(evaluate)[0], run(evaluate, EvalBatch(4, BATCH.rows, 3))[0]
     assert [r.completion_ids for r in first.rollouts] != [r.completion_ids for r in other.rollouts]
 
 

@@ -12,14 +12,15 @@ from torch.utils.data import DataLoader
 
 @dataclass(slots=True, frozen=True)
 class EvalBatch:
-    """Some prompts with their groups numbered from 0."""
+    """Some prompts with their groups numbered from 0; the last batch may have fewer than `prompts_per_batch`."""
 
     number: int
     rows: list[dict[str, Any]]
+    prompts_per_batch: int
 
     def rank_rows(self, rank: int, world_size: int, num_generations: int) -> range:
-        """This rank's share of the batch's completions; may be empty. Groups are whole unless ranks outnumber them."""
-        size = num_generations if len(self.rows) >= world_size else 1
+        """This rank's completions; may be empty. Groups are whole if each rank has room for one."""
+        size = num_generations if self.prompts_per_batch >= world_size else 1
         shares = len(self.rows) * num_generations // size
         return range(rank * shares // world_size * size, (rank + 1) * shares // world_size * size)
 
@@ -44,10 +45,10 @@ class EvalLoader(DataLoader):
         for row in self.dataset:
             rows.append(row)
             if len(rows) == self.prompts_per_batch:
-                yield EvalBatch(number, rows)
+                yield EvalBatch(number, rows, self.prompts_per_batch)
                 rows, number = [], number + 1
         if rows:
-            yield EvalBatch(number, rows)
+            yield EvalBatch(number, rows, self.prompts_per_batch)
 
 
 def checked_batches(loader: Iterable[Any]) -> Iterator[EvalBatch]:

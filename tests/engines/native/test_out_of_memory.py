@@ -129,7 +129,7 @@ def test_whichever_allocation_fails_the_texts_are_the_same(penalty, build, monke
         with memory(monkeypatch, lambda _, number, rows, call=call: number == call and rows > 1) as once:
             assert conversation(NativeEngine(model), options) == expected, f"call {call}"
         failed += once.num_failed
-    assert failed > 0.8 * len(calls)
+    assert failed > 0.5 * len(calls)  # where one row alone is left, nothing fails; how long that is depends on texts
 
 
 def test_a_row_that_does_not_fit_alone_ends_the_sampling(build, monkeypatch):
