@@ -39,7 +39,6 @@ INTERNALS = (
     "modeling/families.py",
     "modeling/scoring/vlm.py",
     "modeling/scoring/attention.py",
-    "modeling/scoring/attention_layers.py",
     "modeling/scoring/recurrent_layers.py",
     "modeling/scoring/stretches.py",
     "modeling/scoring/cudnn_attention.py",

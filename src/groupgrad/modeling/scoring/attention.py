@@ -23,13 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from groupgrad.modeling.scoring.attention_layers import (
-    PlanMask,
-    route_attention,
-    routed_classes,
-    unroutable_attention,
-)
-from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
+from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan, PlanMask
 from groupgrad.modeling.scoring.recurrent_layers import drop_kept_recurrence, recurrent_classes, routed
 from groupgrad.modeling.unwrapping import arguments, pretrained, unwrapped_parts
 
@@ -80,10 +74,8 @@ def run_planned(
         raise ValueError(f"{type(model).__name__} cannot run an attention plan: {reason}")
     inner = pretrained(model)
     assert inner is not None
-    if routed_classes(inner):
-        route_attention(inner)
     is_kept = _is_kept_for_backward(inner)
-    _active_plans.append(PlanMask(plan, positions))
+    _active_plans.append(PlanMask(plan))
     try:
         with _wrapped_attention(inner, is_kept=is_kept), ExitStack() as routes:
             if recurrent_classes(inner):
@@ -131,11 +123,7 @@ def plannable(model: nn.Module) -> str | None:
     other_layers = sorted(layer_types - (_ROUTABLE_LAYERS if recurrent else _PLANNABLE_LAYERS))
     if other_layers:
         return f"it has layers of type {', '.join(other_layers)}"
-    if routed_classes(inner):
-        reason = unroutable_attention(inner)
-        if reason is not None:
-            return reason
-    elif not _has_interface(inner) and not (recurrent and layer_types == {"linear_attention"}):
+    if not _has_interface(inner) and not (recurrent and layer_types == {"linear_attention"}):
         return "its attention does not go through transformers' attention interface"
     for part in unwrapped_parts(model):
         if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
@@ -174,8 +162,7 @@ def _rope_types(config: Any) -> set[str]:
 def _wrapped_attention(inner: PreTrainedModel, *, is_kept: bool) -> Iterator[None]:
     """Wraps the attention implementations that the configurations inside a model name.
 
-    With `is_kept` they stay wrapped until `unplug`, because checkpointing computes layers again after the call. Models
-    with routed layers are restored at once, since routed layers do not read the configuration.
+    With `is_kept` they stay wrapped until `unplug`, because checkpointing computes layers again after the call.
     """
     if inner not in _configs:
         _configs[inner] = _decoder_configs(inner)
@@ -184,7 +171,7 @@ def _wrapped_attention(inner: PreTrainedModel, *, is_kept: bool) -> Iterator[Non
     try:
         yield
     finally:
-        if routed_classes(inner) or not is_kept:
+        if not is_kept:
             unplug(inner)
 
 
@@ -220,7 +207,7 @@ def _wrapped(name: str) -> str:
                 # Rotary embeddings give float32; like the library's kernels, bring all three to one type.
                 dtype = torch.get_autocast_dtype(query.device.type)
                 query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-            return attention_mask.attend(query[0], key[0], value[0], call).unsqueeze(0), None
+            return attention_mask.plan.attend(query[0], key[0], value[0], call).unsqueeze(0), None
         return _original(name, module)(module, query, key, value, attention_mask, **options)
 
     def mask(**arguments: Any) -> Any:

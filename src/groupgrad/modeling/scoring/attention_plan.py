@@ -1,7 +1,8 @@
-"""Defines the attention plan, an object that computes attention for one layout of flat tokens."""
+"""Defines the attention plan, an object that computes attention for one layout of flat tokens, and how layers get it."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,3 +42,33 @@ class AttentionPlan(Protocol):
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, E) outputs from query (Hq, T, D), key (Hkv, T, D) and value (Hkv, T, E), where Hkv divides Hq."""
         ...
+
+
+class PlanMask:
+    """An attention plan passed to the layers of a model in place of the mask.
+
+    It has the few attributes that model files read from a mask.
+    """
+
+    ndim = 0
+    __iter__ = None  # with `__getitem__` alone, iterating would never end
+
+    def __init__(self, plan: AttentionPlan):
+        self.plan = plan
+        self._layer_of: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Identity of a key tensor -> the tensor, and the first layer that has passed it."""
+
+    def to(self, *_: object, **__: object) -> PlanMask:
+        """Returns itself. Model files call `to` to convert the dtype of a mask; a plan has none."""
+        return self
+
+    def __getitem__(self, _: object) -> PlanMask:
+        """Returns itself. Gemma 4 slices masks to the queries that logits are wanted for, which are all here."""
+        return self
+
+    def source(self, key: torch.Tensor, layer: int) -> int | None:
+        """The earlier layer that has passed this very tensor of keys, as layers that share them do, or None."""
+        known, first = self._layer_of.get(id(key), (None, layer))
+        if known is None or known() is not key:
+            self._layer_of[id(key)], first = (weakref.ref(key), layer), layer
+        return None if first == layer else first
