@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from os import _exit
 from typing import NoReturn
 
 WAITING = "waiting for the other ranks"
@@ -81,4 +81,4 @@ def end_process(reason: str) -> NoReturn:
         for say in _last_words:
             say(reason)
     finally:
-        _exit(EXIT_HUNG)  # not the one that training replaces
+        os._exit(EXIT_HUNG)

@@ -10,20 +10,15 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from groupgrad.activity import end_process
-from groupgrad.concurrency.lock_guard import LockGuard
 from groupgrad.concurrency.running_time import RunningTime
 
 REACTION_S = 8.0
 """Time that a call has to end once it is interrupted, before its process is ended."""
 
-LOCK_S = 5.0
-"""Further time after which a process is killed in which no thread of Python could do this."""
-
 TICK_S = 0.25
 """Time between two looks at the clock."""
 
 _SIGNALS: tuple[Any, ...] = tuple(getattr(signal, name) for name in ("SIGUSR2", "SIGPROF") if hasattr(signal, name))
-_guard = LockGuard()
 
 T = TypeVar("T")
 
@@ -38,8 +33,7 @@ def call_within(seconds: float, call: Callable[[], T], message: str) -> T:
     On the main thread a signal interrupts blocking calls; a CPU-time timer interrupts code that holds the GIL but
     checks for signals, such as a regular expression. On other threads the exception is raised when the call returns to
     Python. If the call has not ended `REACTION_S` seconds after the deadline, the process exits with `message` and code
-    70. If the call holds the GIL meanwhile, the process is killed `LOCK_S` later, with the stacks of all threads. Time
-    in which the process is suspended does not count.
+    70. Time in which the process is suspended does not count.
     """
     deadline = _Deadline(seconds, message)
     try:
@@ -57,7 +51,6 @@ class _Deadline:
         self._seconds, self._message = seconds, message
         self._thread = threading.get_ident()
         self._time = RunningTime()
-        self._number = next(_guard.numbers)
         self._is_over = False
         self._is_own_signal = False
         self._is_exception_sent = False
@@ -72,7 +65,6 @@ class _Deadline:
                 self._handlers[number] = signal.getsignal(number)
                 signal.signal(number, self._interrupt)
             self._start_timer()
-        self._tell_guard()
         threading.Thread(target=self._watch, name="reward-deadline", daemon=True).start()
 
     def end(self) -> None:
@@ -87,17 +79,11 @@ class _Deadline:
                         pass
                 except DeadlinePassed:
                     pass
-            _guard.set(self._number, 0.0, "")
         if self._handlers:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
         while self._handlers:
             number, handler = self._handlers.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _tell_guard(self) -> None:
-        """Makes the guard kill this process `REACTION_S + LOCK_S` after the deadline, unless called again before."""
-        left_s = self._seconds - self._time.seconds()
-        _guard.set(self._number, max(left_s, 0.0) + REACTION_S + LOCK_S, self._message)
 
     def _watch(self) -> None:
         seconds = 0.0
@@ -105,7 +91,6 @@ class _Deadline:
             if self._done.wait(min(left_s, TICK_S)):
                 return
             seconds = self._time.tick()
-            self._beat()
         interrupted_at = float("-inf")
         while (seconds := self._time.tick()) < self._seconds + REACTION_S:
             if seconds > interrupted_at + 1.0:  # a bare `except` may swallow the first ones
@@ -114,13 +99,7 @@ class _Deadline:
                     return
             if self._done.wait(TICK_S):
                 return
-            self._beat()
         end_process(self._message)
-
-    def _beat(self) -> None:
-        with self._lock:  # not after the end, which takes the deadline back
-            if not self._is_over:
-                self._tell_guard()
 
     def _send(self) -> bool:
         """Interrupts the call; False if it has ended."""

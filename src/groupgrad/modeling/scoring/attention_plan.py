@@ -1,4 +1,4 @@
-"""Defines the attention plan, an object that computes attention for one layout of flat tokens, and how layers get it."""
+"""The attention plan, which computes attention for one layout of flat tokens, and the mask in which layers get it."""
 
 from __future__ import annotations
 
