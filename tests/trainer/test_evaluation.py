@@ -6,8 +6,10 @@ import statistics
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from forked_ranks import on_ranks
 from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCallback
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
@@ -323,3 +325,26 @@ def test_a_failing_reward_is_an_error_and_training_can_go_on(make_trainer, tools
     assert all(module.training for module in trainer.model.modules())
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+def test_the_spread_of_rewards_is_over_the_rows_of_all_ranks(ranks, tools, tmp_path):
+    """5 prompts for two ranks: batches of two groups and a last one of which a rank has no row."""
+
+    def evaluate(folder, size):
+        rewards = []
+
+        def spread(completion_ids, row, **_):
+            rewards.extend((10.0 * number + len(ids)) ** 2 for ids, number in zip(completion_ids, row))
+            return rewards[-len(row) :]
+
+        settings = {"step_rows": 8, "micro_batches": 1, "per_device_eval_batch_size": size, "top_k": 1}
+        trainer = ranks.build("spread", folder, reward=spread, **settings)
+        return trainer.evaluate(tools.prompts(5)), rewards
+
+    both = on_ranks(lambda rank: evaluate(tmp_path / "two", 4), tmp_path, 2, connect=False)
+    alone, rewards = evaluate(tmp_path / "one", 4)
+    of_all = [reward for _, seen in both for reward in seen]
+    assert sorted(of_all) == sorted(rewards) and sorted(len(seen) for _, seen in both) == [8, 12]
+    for metrics in (alone, both[0][0], both[1][0]):
+        for name in ("eval_reward_std", "eval_rewards/spread/std"):
+            assert metrics[name] == pytest.approx(np.std(rewards, ddof=1), rel=20 * np.finfo(float).eps)
