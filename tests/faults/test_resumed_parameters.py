@@ -331,6 +331,35 @@ def test_another_reference_is_refused(adapter, tmp_path, caplog):
     assert "from which it is measured from now on" in caplog.text
 
 
+@pytest.mark.fault(
+    "a run without a KL term is resumed with one, and its checkpoint is given as the model",
+    "a line that names the model that the KL is measured from",
+    "nothing",
+)
+def test_a_first_reference_is_named(tmp_path, caplog):
+    start = tmp_path / "start"
+    model_of().save_pretrained(start)
+    repeatable_runs.BASE.make_tokenizer().save_pretrained(start)
+    settings: dict[str, Any] = {"learning_rate": 1e-2, "max_steps": 3, "save_steps": 1}
+    make(tmp_path / "run", str(start), **settings).train()
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    kl = {}
+    for model in (checkpoint, start):
+        caplog.clear()
+        trainer = make(tmp_path / f"from_{model.name}", str(model), beta=0.1, **settings)
+        trainer.train(str(checkpoint))
+        (message,) = [r.getMessage() for r in caplog.records if "options differ" in r.getMessage()]
+        (line,) = [line for line in message.splitlines() if line.split()[0] == "beta"]
+        assert line.split(maxsplit=3)[1:] == [
+            "0.0",
+            "0.1",
+            f"now, the KL is measured from {str(model)!r} as it was loaded",
+        ]
+        (kl[model],) = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+    # The third step's policy is the checkpoint: it is its own reference, and has moved from the model of the start.
+    assert abs(kl[checkpoint]) < 1e-6 < kl[start]
+
+
 def test_an_adapter_that_a_script_makes_at_random_has_the_same_reference(tmp_path):
     """Before training its second matrices are 0, so that the first ones, drawn without a seed, change nothing."""
     settings: dict[str, Any] = {"beta": 0.1, "max_steps": 3, "save_steps": 1}

@@ -436,6 +436,7 @@ class CheckpointedRun(Trainer):
             old,
             configured,
             new_learning_rate=self.args.resume_learning_rate,
+            reference=model_source(self.model) if self.reference is not None else None,
         )
         dropout = resumed_parameters.changed_dropout(point.folder, point.manifest, self.model)
         further = [resumed_options.ChangedOption(name, *values) for name, values in dropout.items()]

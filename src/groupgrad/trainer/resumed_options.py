@@ -99,13 +99,16 @@ def differences(
     optimizer_now: Mapping[str, Any],
     *,
     new_learning_rate: bool,
+    reference: str | None = None,
 ) -> list[ChangedOption]:
     """The options that differ, and which value is in force.
 
-    `optimizer_then` and `optimizer_now` are what the optimizer has restored and what it was made with.
+    `optimizer_then` and `optimizer_now` are what the optimizer has restored and what it was made with. `reference` is
+    the name of the reference model, perhaps empty; a checkpoint of a run without a KL term knows of none.
     """
+    first = f"now, the KL is measured from {reference or 'the model'!r} as it was loaded"
     found = [
-        ChangedOption(name, then[name], value)
+        ChangedOption(name, then[name], value, first if name == "beta" and not then[name] and value else "now")
         for name, value in now.items()
         if name in then and then[name] != value and name not in optimizer_then
     ]
