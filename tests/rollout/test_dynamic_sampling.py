@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.engines.base import Sample, SamplingOptions
+from groupgrad.engines.base import BatchEngine, Sample, SamplingOptions
 from groupgrad.objectives import Advantages, compute_advantages
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience, ExperienceCollector, ScoringOptions
@@ -23,15 +23,13 @@ from groupgrad.telemetry.timings import Timings
 DATA = Dataset.from_dict({"prompt": list("abcdefgh"), "row": list(range(8))})
 
 
-class Asked:
+class Asked(BatchEngine):
     """An engine whose completions are the prompt, once for each row of a group, and notes the seeds of each call."""
-
-    is_exact = False
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
 
-    def sample(self, requests: Sequence[Any], sampling: SamplingOptions) -> list[Sample]:
+    def sample(self, requests: Sequence[Any], options: SamplingOptions) -> list[Sample]:
         self.calls.append([request.seed for request in requests])
         return [Sample([*request.prompt_ids, 1], "eos") for request in requests]
 
@@ -59,7 +57,7 @@ def collect(
 ) -> tuple[Experience, Asked]:
     """A generation batch of groups of two whose loader has brought the first rows of `DATA`."""
     engine = Asked()
-    rollouts = SingleTurnRollouts(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0)  # pyright: ignore
+    rollouts = SingleTurnRollouts(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0)
     dynamic = DynamicSampling(num_rounds, dataset, seed=3) if num_rounds else None
     scoring = ScoringOptions((1.0,), scale_rewards="none", keep_records=True)
     collector = ExperienceCollector(rollouts, RewardRunner([rewards]), scoring, Timings(), dynamic=dynamic)

@@ -14,6 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from simulated_cuda import to_cuda, trainers_on_simulated_cuda, waits
 from torch import nn
+from transformers import TrainerCallback
 from triton_twins import triton_twins
 
 from groupgrad import GRPOConfig, GRPOTrainer
@@ -87,23 +88,38 @@ def test_training_samples_by_the_direct_form(fields, steps, make_model, make_tok
     assert not said_by_engines(caplog)
     assert logged["sampling/path/direct"] == 1.0 and logged["sampling/recordings"] > 0
     assert logged["sampling/fallbacks"] == 0 and logged["sampling/memory_left"] < 64
-    assert json.loads((tmp_path / "run_config.json").read_text())["sampling"] == {"engine": "native", "path": "direct"}
+    record = json.loads((tmp_path / "run_config.json").read_text())["sampling"]
+    assert (record["engine"], record["path"], record["old_logprobs"]) == ("native", "direct", None)
     assert "native engine, steps run direct\n" in capsys.readouterr().out
     assert steps["direct"] >= 3 and steps["modules"] == 1
 
 
-def test_a_known_family_without_its_direct_form_says_so_once(steps, make_model, make_tokenizer, tmp_path, caplog):
+def test_a_known_family_without_its_direct_form_says_so_once(
+    steps, make_model, make_tokenizer, tmp_path, caplog, capsys
+):
+    """The form is lost after the first step, which is an event; old log-probs of bfloat16 are a training pass's."""
+
+    class Hooks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                trainer.model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
     with trainers_on_simulated_cuda(), triton_twins():
-        trainer = make_trainer(make_model(), make_tokenizer(), tmp_path, max_steps=2)
-        trainer.model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+        trainer = make_trainer(make_model(), make_tokenizer(), tmp_path, max_steps=4, num_iterations=2)
+        trainer.add_callback(Hooks())
         trainer.train()
     assert said_by_engines(caplog) == [
         "decode steps run through the model's modules, which is slower: Qwen3MLP has a forward hook"
     ]
-    logged = trainer.state.log_history[-2]
+    logged = trainer.state.log_history[2]
     assert logged["sampling/path/modules"] == 1.0 and logged["sampling/fallbacks"] == 1
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    (found,) = [event["text"] for event in events if event["event"] == "path"]
+    ((step, found),) = [(event["step"], event["text"]) for event in events if event["event"] == "path"]
+    assert step == 3
+    record, shown = json.loads((tmp_path / "run_config.json").read_text())["sampling"], capsys.readouterr().out
+    assert (record["path"], record["old_logprobs"]) == ("direct", "training") and record["logp_gap"] < 0.5
+    assert "\nold log-probs  those of a forward pass of training, from which those of sampling differ by up" in shown
+    assert shown.count("decoding ") == shown.count("decoding       native engine, steps run direct\n") == 1
     assert found.startswith("modules; decode steps run through") and "Qwen3MLP" in found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,37 @@ def test_columns_that_a_function_makes_are_not_read_for_a_line() -> None:
     dataset = Dataset.from_dict({"prompt": ["x"]}).with_transform(fail)
     trainer = SimpleNamespace(train_dataset=dataset, rollout_components=SimpleNamespace(environments=None))
     assert columns_in_words(trainer) == "they are made while rows are read"
+
+
+def test_the_first_batch_of_a_process_tells_how_decode_steps_run(make_trainer: Any, capfd: Any, tmp_path: Any) -> None:
+    """Not the trial at the start, which may have run otherwise; a batch from a checkpoint tells nothing."""
+    settings = {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+
+    def train(checkpoint: str | None) -> tuple[list[str], dict[str, Any]]:
+        """Lines up to the first behind the decoding line, and the record of how the run sampled."""
+        trainer = make_trainer(**settings)
+        assert not trainer.engine.path.startswith("modules")
+        trainer.model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        capfd.readouterr()
+        trainer.train(checkpoint)
+        lines = [line for line in capfd.readouterr().out.splitlines() if re.match("[a-z]", line)]
+        config = json.loads((tmp_path / "run" / "run_config.json").read_text())
+        return lines[: next(i for i, line in enumerate(lines) if line.startswith("decoding")) + 2], config["sampling"]
+
+    lines, record = train(None)
+    assert [line.partition("  ")[0] for line in lines[:-1]] == [
+        "columns", "batch", "prompts", "ending", "old log-probs", "decoding"
+    ]  # fmt: skip
+    assert lines[-2].startswith("decoding       native engine, steps run modules") and lines[-1].startswith("step 1 ")
+    assert re.fullmatch("old log-probs  those of sampling, from which those of a forward .* nats a token", lines[-3])
+    assert 0 <= record.pop("logp_gap") < 1e-3
+    assert record == {"engine": "native", "path": lines[-2].partition("run ")[2], "old_logprobs": "sampling"}
+    resumed, record = train(str(tmp_path / "run" / "checkpoint-1"))
+    assert resumed[:5] == lines[:5] and resumed[5].startswith("step 2 ")
+    assert resumed[6] == lines[-2] and resumed[7].startswith("step 3 ")
+    assert record["path"].startswith("modules")
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert "path" not in {event["event"] for event in events}
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,8 @@ def describe(trainer: Any, parsed: Parsed) -> str:
         "rewards": ", ".join(trainer.rewards.names),
         "sampled by": f"{execution.engine_choice.name} engine: {execution.engine_choice.reason}",
         "scored in": f"{execution.layout_report.layout} layout",
+        **run_summary.old_logprobs_row(trainer),
     }
-    if not trainer.plan.is_on_policy:
-        rows["old log-probs"] = trainer.sampler_logprobs.old_in_words(execution.engine_choice.gap)
     width = max(map(len, rows))
     lines += ["", *(f"{name:<{width}}  {text}" for name, text in rows.items()), "", "No step was taken.\n"]
     return "\n".join(lines)

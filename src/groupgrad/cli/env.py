@@ -57,7 +57,7 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
     """Describes how the model would be sampled and scored, tried on random tokens and, for a VLM, on an image."""
     import torch
 
-    from groupgrad.engines.base import SamplingOptions, sampling_path
+    from groupgrad.engines.base import SamplingOptions
     from groupgrad.engines.selection import EngineOptions, choose_engine
     from groupgrad.kernels import compile as kernels
     from groupgrad.modeling import load
@@ -81,8 +81,8 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
         "CPU kernels": kernels.status(),
         "scored in": f"{report.layout} layout, output head {head}{agreement}",
     }
-    if path := sampling_path(engine.engine):
-        lines["decode steps"] = path
+    if engine.engine.path:
+        lines["decode steps"] = engine.engine.path
     if report.reason is not None:
         lines["because"] = report.reason
     if images:

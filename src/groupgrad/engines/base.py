@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from groupgrad.metrics import Metric
 from groupgrad.types import FinishReason, Media
 
 
@@ -78,6 +79,15 @@ class Engine(Protocol):
         """
         ...
 
+    @property
+    def path(self) -> str:
+        """How the tokens sampled last were computed, and what was slower and why; empty if the engine does not say."""
+        ...
+
+    def metrics(self) -> dict[str, Metric]:
+        """Numbers of the completions sampled last, beyond those of every engine."""
+        ...
+
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         """One sample per request, in order."""
         ...
@@ -110,11 +120,6 @@ class Session(Protocol):
     def release(self, ticket: int) -> None:
         """Frees what is retained of a finished request, if anything."""
         ...
-
-
-def sampling_path(engine: Engine) -> str:
-    """How the engine computed the tokens that it sampled last, and what was slower and why; empty if it says not."""
-    return getattr(engine, "path", "")
 
 
 def sample_all(session: Session, requests: Sequence[Request]) -> list[Sample]:
@@ -178,6 +183,11 @@ class BatchEngine(ABC):
     """Base class of engines that sample whole batches. Log-probs are not exact unless a subclass says so."""
 
     is_exact: bool = False
+    path: str = ""
+
+    def metrics(self) -> dict[str, Metric]:
+        """No numbers of its own."""
+        return {}
 
     @abstractmethod
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:

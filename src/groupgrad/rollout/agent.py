@@ -26,7 +26,7 @@ from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply, chosen_t
 from groupgrad.metrics import Metric
 from groupgrad.multimodal.tool_images import ToolReplyEncoder, open_reply_images
 from groupgrad.rollout.driver import Driver, sample_turn, wait_for
-from groupgrad.rollout.requests import GenerationRequest, RolloutSource, engine_metrics, turn_seed, versions_of
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, turn_seed, versions_of
 from groupgrad.rollout.single_turn import completion_budget
 from groupgrad.rollout.statistics import agent_metrics
 from groupgrad.types import FinishReason, Media, Prompt, Rollout, ToolUse, Trace
@@ -102,7 +102,7 @@ class AgentRollouts(RolloutSource):
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """Calls, failures, latencies, turns and waiting times, why rollouts ended, and how the engine sampled."""
-        return agent_metrics(rollouts, self._tool_names, self._finish_reasons) | engine_metrics(self.engine)
+        return agent_metrics(rollouts, self._tool_names, self._finish_reasons) | self.engine.metrics()
 
     @property
     def _finish_reasons(self) -> list[FinishReason]:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from groupgrad import dist
 from groupgrad.batching.generation_plan import GenerationPlan
-from groupgrad.engines.base import Engine
 from groupgrad.errors import RolloutError
 from groupgrad.metrics import Metric
 from groupgrad.types import Rollout
@@ -72,11 +71,6 @@ class RolloutSource(Protocol):
 
     def close(self) -> None:
         """Releases its resources. May be called any number of times."""
-
-
-def engine_metrics(engine: Engine) -> dict[str, Metric]:
-    """What an engine tells of the completions that it sampled last; nothing of most engines."""
-    return getattr(engine, "metrics", dict)()
 
 
 def report_failures(problems: Mapping[int, str], request: GenerationRequest) -> None:

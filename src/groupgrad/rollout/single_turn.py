@@ -9,7 +9,7 @@ from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
 from groupgrad.metrics import Metric
-from groupgrad.rollout.requests import GenerationRequest, RolloutSource, engine_metrics, versions_of
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, versions_of
 from groupgrad.types import FinishReason, Prompt, Rollout
 
 
@@ -52,7 +52,7 @@ class SingleTurnRollouts(RolloutSource):
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """What the engine tells of how it sampled."""
-        return engine_metrics(self.engine)
+        return self.engine.metrics()
 
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number."""

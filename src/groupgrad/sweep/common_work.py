@@ -142,6 +142,11 @@ class CommonSamples:
         """True, as for the engine itself."""
         return self.engine.is_exact
 
+    @property
+    def path(self) -> str:
+        """How the engine computed the tokens that it sampled last."""
+        return self.engine.path
+
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
         """One sample per request, in order. Requests with images are always sampled."""
         if not requests or any(request.media is not None for request in requests):

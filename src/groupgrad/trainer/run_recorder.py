@@ -27,7 +27,6 @@ from groupgrad import compat, dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.data.digest import dataset_digest
-from groupgrad.engines.base import sampling_path
 from groupgrad.modeling.adapters import adapter_settings
 from groupgrad.modeling.model_names import model_source
 from groupgrad.modeling.quantized import quantization_settings
@@ -47,6 +46,7 @@ from groupgrad.telemetry.traces import RunTraces
 from groupgrad.telemetry.write_behind import WriteBehind
 from groupgrad.trainer.experience_rows import numbers_by_row, stored_rows
 from groupgrad.trainer.gradient_shares import GradientShares
+from groupgrad.trainer.run_summary import path_of_step, sampling_settings
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,9 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._handler = _EventHandler(self)
         self._has_failed = False
         self._num_skipped = 0
+        self._config: dict[str, Any] = {}
         self._path = ""
+        """How decode steps ran that the configuration or the last event tells of; empty before the first of them."""
 
     # ------------------------------------------------------------------------------------- what a step has computed
 
@@ -224,9 +226,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         if skipped > self._num_skipped:
             self._num_skipped = skipped
             self.event("skipped_step", text="the loss or the gradient was not finite")
-        if (path := sampling_path(trainer.engine)) != self._path:
-            self._path = path
-            self.event("path", text=path)
+        self._tell_path()
         sampled = [experience for experience in self._sampled if experience.rollouts]
         if sampled:
             size, files, max_steps = trainer.plan.num_generations, self._files_of("train"), state.max_steps
@@ -246,6 +246,22 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
                 self._writer.drain(WAIT_S)  # trackers close at the end of training, before this context
         elif self._lines:
             self._writer.put(self._write_lines, is_large=False)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Completes the configuration early in the first step, which may last long or fail."""
+        if self._is_open and not self._path:
+            self._tell_path()
+
+    def _tell_path(self) -> None:
+        """Tells how decode steps of the present step ran: the first time in the configuration, then if it changes."""
+        path = path_of_step(self._trainer)
+        if not path or path == self._path:
+            return
+        if self._path:
+            self.event("path", text=path)
+        elif self._trainer.state.is_world_process_zero:
+            self._writer.put(lambda: self._write_configuration(path), is_large=False)
+        self._path = path
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Writes the rollouts of an evaluation, on the folder's thread."""
@@ -333,8 +349,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         """Writes the configuration, the log events before the training, and how it starts. Main process only."""
         assert self._folder is not None
         decides = dict(vars(self._trainer.args)), self._trainer.state.max_steps, torch.get_num_threads(), self.command
-        self._path = sampling_path(self._trainer.engine)
         if resumed_from is None or decides != self._written:  # a pause leaves them as they are
+            self._path = ""
             self._try(self._write_configuration)
             self._written = decides
         for line in self._early_lines:
@@ -350,9 +366,12 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         else:
             self.event("resumed", checkpoint=resumed_from, **where)
 
-    def _write_configuration(self) -> None:
+    def _write_configuration(self, path: str = "") -> None:
+        """Writes the configuration of a start, and again with the `path` of decode steps once that is known."""
         assert self._folder is not None
-        text = json.dumps(self._configuration(), indent=1, ensure_ascii=False, default=str)
+        self._config = self._config if path else self._configuration()
+        self._config["sampling"]["path"] = path or None
+        text = json.dumps(self._config, indent=1, ensure_ascii=False, default=str)
         run_files.replace_file(self._folder / run_files.CONFIG, lambda aside: aside.write_text(text + "\n", "utf-8"))
 
     def _files_of(self, phase: str) -> RolloutFiles:
@@ -395,7 +414,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             "reward_functions": trainer.rewards.origins,
             "versions": compat.environment(),
             "threads": torch.get_num_threads(),
-            "sampling": {"engine": trainer.execution.engine_choice.name, "path": self._path},
+            "sampling": sampling_settings(trainer),
             "data": self.data_digest(),
             "command": self.command,
             "settings": without_secrets(trainer.args.to_dict()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 from groupgrad.data.columns import is_transformed
 from groupgrad.data.completions import THINK, opened_by
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
-from groupgrad.engines.base import sampling_path
 from groupgrad.modeling.load import inner_tokenizer
 from groupgrad.telemetry.standard_output import write_line
 from groupgrad.trainer.half_precision import half_precision
@@ -23,6 +22,7 @@ from groupgrad.trainer.half_precision import half_precision
 PROMPTS_AT_START = 64
 SECONDS_AT_START = 0.05
 """Prompts that are tokenized for the lines at the start of training, and the time after which no further one is."""
+DECODING = "decoding"
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,11 +43,16 @@ class PromptLengths:
 
 
 class StartLines(TrainerCallback):
-    """Prints columns, batches, prompts and end of completions when training begins. The same lines are printed once."""
+    """Prints columns, batches, prompts and end of completions when training begins, then how the first batch ran.
+
+    The same lines are printed once.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._printed: tuple[str, str, str] | None = None
+        self._width = 0
+        self._tells_decoding = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints the lines on the main process, above the progress bar."""
@@ -56,12 +61,34 @@ class StartLines(TrainerCallback):
         # A run that is paused and resumed many times would spend its time on measuring prompts.
         known = columns_in_words(self._trainer), batch_in_words(self._trainer.plan), ending_in_words(self._trainer)
         if known != self._printed:
-            self._printed = known
-            write_line("\n".join(start_lines(self._trainer)))
+            self._printed, self._tells_decoding = known, True
+            rows = start_rows(self._trainer)
+            self._width = max(map(len, (*rows, DECODING)))
+            self._write(rows)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Prints, once a generation batch was sampled, how decode steps have run: a trial may have run otherwise."""
+        if self._tells_decoding and (path := path_of_step(self._trainer)):
+            self._tells_decoding = False
+            self._write({DECODING: f"{self._trainer.execution.engine_choice.name} engine, steps run {path}"})
+
+    on_step_end = on_substep_end
+
+    def _write(self, rows: Mapping[str, str]) -> None:
+        write_line("\n".join(f"{name:<{self._width}}  {text}" for name, text in rows.items()))
 
 
-def start_lines(trainer: Any) -> list[str]:
-    """Returns the lines that are printed when training begins."""
+def path_of_step(trainer: Any) -> str:
+    """Returns how the engine ran decode steps of the present step's generation batch, and why not faster.
+
+    Empty where the step has sampled none, or where a rollout function did, perhaps by other means.
+    """
+    sampled = trainer._step_log.experiences and trainer.rollout_components.function is None
+    return trainer.engine.path if sampled else ""
+
+
+def start_rows(trainer: Any) -> dict[str, str]:
+    """Returns the lines that are printed when training begins, by their names."""
     lengths = prompt_lengths(trainer, PROMPTS_AT_START, seconds=SECONDS_AT_START)
     rows = {
         "columns": columns_in_words(trainer),
@@ -69,12 +96,25 @@ def start_lines(trainer: Any) -> list[str]:
         "prompts": str(lengths),
         "ending": ending_in_words(trainer),
     }
-    if path := sampling_path(trainer.engine):
-        rows["decoding"] = f"{trainer.execution.engine_choice.name} engine, steps run {path}"
+    rows |= old_logprobs_row(trainer)
     if (precision := half_precision(trainer)) is not None:
         rows[precision.topic] = " ".join(filter(None, (precision.text, precision.setting)))
-    width = max(map(len, rows))
-    return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+    return rows
+
+
+def old_logprobs_row(trainer: Any) -> dict[str, str]:
+    """Returns where old log-probs come from; nothing if a step's own passes give them."""
+    if trainer.plan.is_on_policy:
+        return {}
+    return {"old log-probs": trainer.sampler_logprobs.old_in_words(trainer.execution.engine_choice.gap)}
+
+
+def sampling_settings(trainer: Any) -> dict[str, Any]:
+    """Returns the engine, where old log-probs come from, and how far the engine's are from training's, for a record."""
+    choice, old = trainer.execution.engine_choice, None
+    if not trainer.plan.is_on_policy:
+        old = "sampling" if trainer.sampler_logprobs.are_old else "training"
+    return {"engine": choice.name, "old_logprobs": old, "logp_gap": choice.gap}
 
 
 def columns_in_words(trainer: Any, names: Sequence[str] | None = None) -> str:

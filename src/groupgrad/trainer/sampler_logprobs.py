@@ -32,14 +32,18 @@ class SamplerLogprobs:
     ):
         self._source, self._model, self._rounding, self._correction = source, model, rounding, correction
         self._samples_policy = samples_policy and not isinstance(source, CustomRollouts)
-        self._is_exact = self._has_dropout = False
+        self._is_shared = self._has_dropout = False
 
     def begin_training(self, *, is_shared: bool) -> None:
         """Prepares for training. With a model that ranks share (`is_shared`) nothing replaces a pass.
 
         Such ranks make their passes together, and the engine's numbers may be missing on some of them.
         """
-        self._is_exact = self._source.is_exact and not is_shared
+        self._is_shared = is_shared
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._source.is_exact and not self._is_shared
 
     def on_policy(self, step: int) -> OnPolicyInfo:
         """Describes which engine numbers are exact in this step's training passes; with dropout none are."""
@@ -49,23 +53,31 @@ class SamplerLogprobs:
     def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
         """(L,) log-probs of the policy that sampled the batch, as the engine reported them; None if a pass is needed.
 
-        That is so if the engine is not exact, or if a loss token has no log-prob. Other tokens without one get 0. It is
-        so in half precision too: a decode step there rounds tokens of a pretrained model by up to 0.5 nats otherwise
-        than training does, which moves ratios by more than the loss clips at.
+        That is so where they are not `are_old`, or if a loss token has no log-prob. Other tokens without one get 0.
         """
         known = batch.sampling_logprobs
-        if not self._is_exact or self._rounding.is_half:
+        if not self.are_old:
             return None
         if known is None or bool((batch.trained & ~known.isfinite()).any()):
             return None
         return known.nan_to_num(0.0, 0.0, 0.0)
 
+    @property
+    def are_old(self) -> bool:
+        """True if old log-probs are those of sampling, and not of a forward pass of training.
+
+        Half precision needs a pass: a decode step there rounds tokens of a pretrained model by up to 0.5 nats otherwise
+        than training does, which moves ratios by more than the loss clips at.
+        """
+        return self._is_exact and not self._rounding.is_half
+
     def old_in_words(self, gap: float | None) -> str:
         """Where old log-probs come from. `gap` is the largest (nats) that the engine's trial has found, or None."""
-        if self._source.is_exact and not self._rounding.is_half:
-            return "those of sampling"
-        measured = "" if gap is None else f", from which those of sampling differ by up to {gap:.1g} nats"
-        return f"those of a forward pass of training{measured}"
+        source = "sampling" if self.are_old else "a forward pass of training"
+        if gap is None or not self._samples_policy:
+            return f"those of {source}"
+        others = "a forward pass of training" if self.are_old else "sampling"
+        return f"those of {source}, from which those of {others} differ by up to {gap:.1g} nats a token"
 
     def entropy(self, batch: Batch, step: int) -> torch.Tensor | None:
         """(L,) entropies (nats) of the policy of this step in evaluation mode; None if unknown."""

@@ -14,6 +14,7 @@ from groupgrad import dist, stopping
 from groupgrad.engines.base import Request, Sample, SamplingOptions, Session, sample_all
 from groupgrad.engines.vllm.http import GIVEN_UP
 from groupgrad.engines.vllm.vllm_engine import VLLMEngine
+from groupgrad.metrics import Metric
 
 POLL_S = 0.01
 """Seconds between two looks of a sampling thread whether a push has ended."""
@@ -31,6 +32,7 @@ class VLLMPolicy:
 
     is_exact = False
     """vLLM computes with kernels of its own, from a copy of the weights."""
+    path = ""
 
     def __init__(
         self, engine: VLLMEngine, model: nn.Module, *, sends_adapter: bool = False, keeps_logprobs: bool = True
@@ -96,6 +98,10 @@ class VLLMPolicy:
             yield
         finally:
             self.engine.is_frozen = False
+
+    def metrics(self) -> dict[str, Metric]:
+        """No numbers of its own."""
+        return {}
 
     def stop(self) -> None:
         """Makes sampling in another thread fail soon."""
