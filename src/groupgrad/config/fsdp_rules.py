@@ -15,11 +15,12 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
 _KEYS = (
     *("version", "reshard_after_forward", "activation_checkpointing", "transformer_layer_cls_to_wrap"),
-    *("auto_wrap_policy", "min_num_params", "cpu_offload", "offload_params", "activation_checkpointing_offload"),
+    *("auto_wrap_policy", "min_num_params", "cpu_offload", "offload_params"),
 )
 _INERT = {
     "state_dict_type": "checkpoints are sharded, and save_model writes whole weights",
     "cpu_ram_efficient_loading": "every process loads the model, and keeps its shards",
+    **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"), "it is an option of TPUs"),
     **dict.fromkeys(
         (
             *("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states"),
@@ -28,7 +29,6 @@ _INERT = {
         "it is an option of FSDP 1",
     ),
 }
-_XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 
 
 def _with_fsdp(find: Any) -> Any:
@@ -39,7 +39,7 @@ def _with_fsdp(find: Any) -> Any:
 def _unknown_keys(c: GRPOSettings) -> str:
     texts = []
     for key, value in fsdp_settings(c).items():
-        if key not in (*_KEYS, *_INERT, *_XLA, "xla_fsdp_settings"):
+        if key not in (*_KEYS, *_INERT):
             texts.append(f"{key!r} ({did_you_mean(key, _KEYS, otherwise=repr(value))})")
     return ", ".join(texts)
 
@@ -54,7 +54,7 @@ def _other_wrapping(c: GRPOSettings) -> str:
 
 def _inert_keys(c: GRPOSettings) -> str:
     found = {key: value for key, value in fsdp_settings(c).items() if key in _INERT}
-    unset = (False, None, "SHARDED_STATE_DICT")
+    unset = (False, None, {}, "SHARDED_STATE_DICT")
     return ", ".join(f"{key}={value!r} ({_INERT[key]})" for key, value in found.items() if value not in unset)
 
 
@@ -104,15 +104,6 @@ FSDP_RULES: tuple[Rule, ...] = (
         _with_fsdp(_other_wrapping),
         "fsdp_config has {found}: a layer of the model is sharded at a time. Take it out, or set "
         "transformer_layer_cls_to_wrap to the classes of the layers",
-    ),
-    Rule(
-        _with_fsdp(lambda c: fsdp_settings(c).get("activation_checkpointing_offload")),
-        "fsdp_config has activation_checkpointing_offload, which is not part of this version. Take it out; save memory "
-        "by more processes, cpu_offload, gradient_checkpointing=True or an adapter (peft_config)",
-    ),
-    Rule(
-        _with_fsdp(lambda c: [key for key in _XLA if fsdp_settings(c).get(key)]),
-        "fsdp_config has {found[0]}, which is for TPUs, and they are not supported. Take it out",
     ),
     Rule(
         _with_fsdp(lambda c: fsdp_settings(c).get("activation_checkpointing") and c.gradient_checkpointing is False),

@@ -5,11 +5,8 @@ A value that may be checked without the model gets one row here; `modeling/polic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-import torch
-from transformers import AttentionInterface
 
 from groupgrad.config.field_rules import (
     COUNT,
@@ -23,7 +20,6 @@ from groupgrad.config.field_rules import (
     range_problem,
 )
 from groupgrad.config.settings import GRPOSettings, mapping
-from groupgrad.spelling import did_you_mean
 
 _NUMBERS: dict[str, tuple[Range, str]] = {
     "min_new_tokens": (COUNT_OR_ZERO, "it counts tokens"),
@@ -51,17 +47,6 @@ _SWITCHES = {
     "gradient_checkpointing_kwargs": ("use_reentrant", "preserve_rng_state", "debug", "early_stop"),
 }
 _SWITCHES["reward_model_init_kwargs"] = _SWITCHES["model_init_kwargs"]
-
-_INIT_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "max_memory": ((dict,), "a dict of devices and sizes, such as {0: '10GiB', 'cpu': '30GiB'}"),
-    "attn_implementation": ((str, dict), "a name such as 'sdpa'"),
-    "revision": ((str,), "the name of a branch, a tag or a commit"),
-    "subfolder": ((str,), "the name of a folder"),
-    "variant": ((str,), "a text"),
-    "device_map": ((str, int, dict, torch.device), "'auto', a device or a dict"),
-}
-_PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
-_DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "disk", "meta")
 
 
 def generation_problem(c: GRPOSettings) -> str:
@@ -131,42 +116,3 @@ def template_text(c: GRPOSettings) -> str | None:
         if isinstance(value, str) and (value.lower() in ("true", "false") or key == "continue_final_message"):
             return f"{key}={value!r}"
     return None
-
-
-def init_problem(c: GRPOSettings) -> str | None:
-    """Describes a value with which no model can be loaded."""
-    for name in ("model_init_kwargs", "reward_model_init_kwargs"):
-        kwargs = mapping(getattr(c, name))
-        if "output_loading_info" in kwargs:
-            return f"{name} has 'output_loading_info', which returns more than a model. Take it out"
-        for key, (kinds, remedy) in _INIT_KINDS.items():
-            value = kwargs.get(key)
-            if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
-                return f"{name} has {key}={value!r}, which is a {type(value).__name__}. Set it to {remedy}"
-        problem = _attention_problem(kwargs.get("attn_implementation")) or _map_problem(kwargs.get("device_map"))
-        if problem is not None:
-            return f"{name} has {problem}"
-    return None
-
-
-def _attention_problem(name: Any) -> str | None:
-    known = ["eager", *AttentionInterface().valid_keys()]
-    if not isinstance(name, str) or "/" in name or name in known or name.removeprefix("paged|") in known:
-        return None
-    hint = did_you_mean(name, known, after=" ")
-    known = [text for text in known if not text.startswith(("paged|", "groupgrad"))]
-    return f"attn_implementation={name!r}, which is not known: {hint}Set it to one of {', '.join(known)}"
-
-
-def _map_problem(value: Any) -> str | None:
-    for device in value.values() if isinstance(value, Mapping) else [value]:
-        name = str(device).partition(":")[0]
-        if isinstance(device, str) and name not in (*_PLACEMENTS, *_DEVICES):
-            return f"device_map={value!r}, and {device!r} is no device. Set it to 'auto', 'cpu' or 'cuda:0'"
-    return None
-
-
-def cuda_in_map(value: Any) -> bool:
-    """True if a `device_map` places a model, or a part of one, on a CUDA device."""
-    devices = value.values() if isinstance(value, Mapping) else [value]
-    return any(isinstance(device, int) or str(device).startswith("cuda") for device in devices)

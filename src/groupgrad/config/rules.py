@@ -33,7 +33,6 @@ RULES: tuple[Rule, ...] = (
         "reward_model_init_kwargs has device_map={c.reward_model_init_kwargs[device_map]!r}, by which models stay "
         "where it puts them, and {found} puts them elsewhere. Set one of the two",
     ),
-    Rule(nested_values.init_problem, "{found}"),
     Rule(
         nested_values.switch_problem,
         "{found}, which is a switch, and another value than False may turn it on. Set it to True or False",
