@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from groupgrad.compat import SUPPORTED, installed_version, unsupported_versions
+from groupgrad.imports import quick_imports
 
 NEEDED = tuple(name for name, supported in SUPPORTED.items() if supported.extra is None and supported.tested is None)
 """Distributions that groupgrad always needs."""
@@ -23,11 +24,12 @@ def problems(names: Sequence[str] = NEEDED) -> list[str]:
     found = [f"{name} is not installed" for name in names if installed_version(name) is None]
     found += unsupported_versions(names)
     found = found or [line for name in names if name in CARRIED for line in unmet(name)]
-    for module in () if found else (*names, "groupgrad.trainer"):
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # whatever a release that does not fit says
-            found.append(f"{module} does not load: {type(error).__name__}: {error}")
+    with quick_imports():  # as a run imports them
+        for module in () if found else (*names, "groupgrad.trainer"):
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # whatever a release that does not fit says
+                found.append(f"{module} does not load: {type(error).__name__}: {error}")
     return found
 
 
