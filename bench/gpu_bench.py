@@ -93,7 +93,7 @@ class Stage:
     limit: int
     """Seconds after which it is ended."""
     command: tuple[str, ...]
-    """Its script in this folder and arguments, or `-m` and a module; `ANSWER` stands for the file that it writes."""
+    """Its script in this folder and arguments; `ANSWER` stands for the file that it writes."""
     tiny: tuple[str, ...] = ("--tiny",)
     """What makes it small."""
 
@@ -111,7 +111,7 @@ STAGES: dict[str, Stage] = {
     "trl": _training("0.6b-short", "trl", 65),
     "beside-trl": _training("0.6b-short", "groupgrad", 65),
     "8b": _training("8b", "groupgrad", 180),
-    "tests": Stage(190, ("-m", "pytest", "-m", "gpu", "-v", "--continue-on-collection-errors", "FILES")),
+    "tests": Stage(190, ("gpu_tests.py", "--answer", "ANSWER")),
 }
 CALLS = {"first": ("check", "smoke", "decode", "steps", "trl", "beside-trl"), "second": ("tests",)}
 """Stages of the two calls that a quarter of an hour allows; others run by name."""
@@ -121,7 +121,8 @@ def run_stage(name: str, output: Path, *, tiny: bool = False) -> Answer:
     """Runs one stage to its end or its limit; what it printed goes to the terminal and to the log as it comes."""
     stage, answer, started = STAGES[name], output / f".{name}.json", time.monotonic()
     answer.unlink(missing_ok=True)
-    command = [sys.executable, *_command(stage, answer), *(stage.tiny if tiny else ())]
+    script, *rest = (str(answer) if word == "ANSWER" else word for word in stage.command)
+    command = [sys.executable, str(HERE / script), *rest, *(stage.tiny if tiny else ())]
     _say(output, f"== {name}: at most {stage.limit} s")
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, text=True, errors="replace"
@@ -149,15 +150,6 @@ def run_stage(name: str, output: Path, *, tiny: bool = False) -> Answer:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "found": found,
     }
-
-
-def _command(stage: Stage, answer: Path) -> list[str]:
-    words = [str(answer) if word == "ANSWER" else word for word in stage.command]
-    if words[-1] == "FILES":
-        # Only files that have such tests, as others may need what is not here.
-        tests = HERE.parent / "tests"
-        words[-1:] = sorted(str(file) for file in tests.rglob("test_*.py") if "mark.gpu" in file.read_text())
-    return words if words[0] == "-m" else [str(HERE / words[0]), *words[1:]]
 
 
 def _say(output: Path, line: str) -> None:
@@ -230,9 +222,17 @@ def render(answers: dict[str, Answer]) -> str:
     ]
     parts.append(table(["stage", "seconds", "ended", "when"], rows))
     found = {name: answer["found"] for name, answer in answers.items()}
-    if checks := found.get("smoke", {}).get("checks"):
-        lines = [[check["name"], "yes" if check["ok"] else "**no**", check["text"]] for check in checks]
-        parts += ["## Checks", table(["check", "passed", "found"], lines)]
+    for name, heading in (("smoke", "Checks"), ("tests", "Tests")):
+        if checks := found.get(name, {}).get("checks"):
+            lines = [
+                [
+                    check["name"].replace("|", "\\|"),
+                    "yes" if check["ok"] else "**no**",
+                    check["text"].replace("|", "\\|"),
+                ]
+                for check in checks
+            ]
+            parts += [f"## {heading}", table(["check", "passed", "found"], lines)]
     if steps := found.get("decode", {}).get("steps"):
         parts += ["## Decode steps", table(_DECODE_HEADER, [decode_row(step) for step in steps]), _DECODE_HOW]
     trained = [answer for answer in found.values() if answer.get("trainer") and answer.get("steps")]

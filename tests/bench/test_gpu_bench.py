@@ -189,6 +189,33 @@ def test_a_failed_check_is_a_failure_of_its_stage(stage, tmp_path):
     assert "| path | **no** | eager |" in (tmp_path / "out" / "RESULTS-gpu.md").read_text()
 
 
+def test_each_test_for_a_card_is_in_the_report(tmp_path, monkeypatch):
+    """With what it failed with; tests that are for no card do not run."""
+    import gpu_bench
+
+    files = {
+        "test_fails.py": "import pytest\n@pytest.mark.gpu\ndef test_one():\n    assert 1 == 2, 'a || b'\n",
+        "test_passes.py": "import pytest\n@pytest.mark.gpu\ndef test_two(): pass\ndef test_three(): assert False\n",
+        "test_skips.py": "import pytest\n@pytest.mark.gpu\n@pytest.mark.skip(reason='no card')\ndef test_four(): pass\n",
+        "test_does_not_load.py": "import nothing_like_it\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    command = "gpu_tests.py", "--answer", "ANSWER", *(str(tmp_path / name) for name in files)
+    monkeypatch.setitem(gpu_bench.STAGES, "tests", gpu_bench.Stage(60, command))
+    assert gpu_bench.main(["tests", "--tiny", "--output", str(tmp_path / "out")]) == 2
+    text = (tmp_path / "out" / "RESULTS-gpu.md").read_text()
+    for line in (
+        r".0 s: AssertionError: a \|\| b |",
+        r"test_fails.py::test_one | **no** | failed in ",
+        r"test_passes.py::test_two | yes | passed in ",
+        r"test_skips.py::test_four | yes | Skipped: no card",
+        r"test_does_not_load.py | **no** | it cannot be collected: ModuleNotFoundError: No module named 'nothing_",
+    ):
+        assert line in text, text
+    assert "test_three" not in text
+
+
 def test_the_report_of_several_commands(tmp_path, capsys):
     import gpu_bench
 
