@@ -152,6 +152,13 @@ def run_stage(name: str, output: Path, *, tiny: bool = False) -> Answer:
     }
 
 
+def write_answer(file: Path, found: Answer) -> None:
+    """Writes what a stage has found so far. Whoever ends its process meanwhile finds a whole file."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(found))
+    part.replace(file)
+
+
 def _say(output: Path, line: str) -> None:
     print(line, flush=True)
     with (output / "gpu.log").open("a") as log:
@@ -224,15 +231,7 @@ def render(answers: dict[str, Answer]) -> str:
     found = {name: answer["found"] for name, answer in answers.items()}
     for name, heading in (("smoke", "Checks"), ("tests", "Tests")):
         if checks := found.get(name, {}).get("checks"):
-            lines = [
-                [
-                    check["name"].replace("|", "\\|"),
-                    "yes" if check["ok"] else "**no**",
-                    check["text"].replace("|", "\\|"),
-                ]
-                for check in checks
-            ]
-            parts += [f"## {heading}", table(["check", "passed", "found"], lines)]
+            parts += [f"## {heading}", table(["check", "passed", "found"], map(check_row, checks))]
     if steps := found.get("decode", {}).get("steps"):
         parts += ["## Decode steps", table(_DECODE_HEADER, [decode_row(step) for step in steps]), _DECODE_HOW]
     trained = [answer for answer in found.values() if answer.get("trainer") and answer.get("steps")]
@@ -262,6 +261,12 @@ def _setting(answers: dict[str, Answer]) -> str:
 def _described(card: Card) -> str:
     adapters = "" if card.lora_rank is None else f", LoRA of rank {card.lora_rank} on all linear layers"
     return f"{card.workload.describe()}{adapters}; {card.workload.model.describe()}"
+
+
+def check_row(check: dict[str, Any]) -> list[str]:
+    """The report's row for a check or a test."""
+    name, text = (check[part].replace("|", "\\|") for part in ("name", "text"))
+    return [name, "skipped" if check.get("skipped") else "yes" if check["ok"] else "**no**", text]
 
 
 def decode_row(step: dict[str, Any]) -> list[str]:

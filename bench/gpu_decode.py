@@ -10,7 +10,6 @@ the eight longest kernels of a step. `--tiny` runs a very small model on the CPU
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ if __name__ == "__main__":  # before torch comes
 import torch
 from accelerate import Accelerator
 from floor import reading_gigabytes
-from gpu_bench import CARDS
+from gpu_bench import CARDS, write_answer
 from materials import make_model, make_words
 
 from groupgrad.engines.base import SamplingOptions
@@ -132,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     found: list[dict[str, Any]] = []
     for name in ["tiny"] if options.tiny else options.models:
         found += measure(name, device, options)
-        options.answer.write_text(json.dumps({"stage": "decode", "steps": found}))
+        write_answer(options.answer, {"stage": "decode", "steps": found})
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

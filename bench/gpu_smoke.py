@@ -28,7 +28,7 @@ if __name__ == "__main__":  # before torch comes
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from gpu_bench import CARDS, GIB, qwen3_shape
+from gpu_bench import CARDS, GIB, qwen3_shape, write_answer
 from materials import make_model, make_words, random_rows, set_ending
 from worker import config_fields, random_reward
 from workloads import ModelShape, Workload
@@ -113,7 +113,7 @@ class Report:
         """Prints and stores one result."""
         self.checks.append({"name": name, "ok": ok, "text": text, "figures": figures})
         print(f"{'ok    ' if ok else 'FAILED'} {name}: {text}", flush=True)
-        self.file.write_text(json.dumps({"stage": "smoke", "checks": self.checks}))
+        write_answer(self.file, {"stage": "smoke", "checks": self.checks})
 
     def run(self, name: str, check: Callable[[], None]) -> None:
         """Runs a check; an exception is a failed one."""

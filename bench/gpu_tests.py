@@ -8,12 +8,12 @@ The status is the number of tests that failed. `--tiny` is for a machine without
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from gpu_bench import write_answer
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,10 +43,11 @@ class Outcomes:
         if report.failed:
             told = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
             text += f": {told[0]}" if told else ""
-        elif report.skipped and isinstance(report.longrepr, tuple):
-            text = str(report.longrepr[2])
-        self.checks.append({"name": report.nodeid.removeprefix("tests/"), "ok": not report.failed, "text": text})
-        self.file.write_text(json.dumps({"stage": "tests", "checks": self.checks}))
+        elif isinstance(report.longrepr, tuple):  # of a test that was skipped
+            text = str(report.longrepr[2]).removeprefix("Skipped: ")
+        name = report.nodeid.removeprefix("tests/")
+        self.checks.append({"name": name, "ok": not report.failed, "skipped": report.skipped, "text": text})
+        write_answer(self.file, {"stage": "tests", "checks": self.checks})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

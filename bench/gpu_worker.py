@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import tempfile
@@ -31,7 +30,7 @@ if __name__ == "__main__":  # before torch comes; whoever only imports this keep
 import torch
 from datasets import Dataset
 from floor import Machine, measure_accelerator, sampling_floor, training_floor
-from gpu_bench import CARDS, GIB, Card
+from gpu_bench import CARDS, GIB, Card, write_answer
 from materials import make_model, make_words, random_rows, set_ending
 from transformers import TrainerCallback
 from worker import Recorder, config_fields, random_reward, time_calls
@@ -180,9 +179,7 @@ def measure(name: str, trainer_name: str, answer: Path, *, seconds: float) -> bo
 
     def save(measured: list[dict[str, Any]]) -> None:
         found["steps"] = measured
-        part = answer.with_suffix(".part")
-        part.write_text(json.dumps(found))
-        part.replace(answer)  # whoever ends this process finds a whole file
+        write_answer(answer, found)
 
     try:
         found["device"] = describe_device(on_gpu)

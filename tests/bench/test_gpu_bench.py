@@ -196,7 +196,7 @@ def test_each_test_for_a_card_is_in_the_report(tmp_path, monkeypatch):
     files = {
         "test_fails.py": "import pytest\n@pytest.mark.gpu\ndef test_one():\n    assert 1 == 2, 'a || b'\n",
         "test_passes.py": "import pytest\n@pytest.mark.gpu\ndef test_two(): pass\ndef test_three(): assert False\n",
-        "test_skips.py": "import pytest\n@pytest.mark.gpu\n@pytest.mark.skip(reason='no card')\ndef test_four(): pass\n",
+        "test_skips.py": "import pytest\n@pytest.mark.gpu\ndef test_four(): pytest.skip('no card')\n",
         "test_does_not_load.py": "import nothing_like_it\n",
     }
     for name, text in files.items():
@@ -209,7 +209,7 @@ def test_each_test_for_a_card_is_in_the_report(tmp_path, monkeypatch):
         r".0 s: AssertionError: a \|\| b |",
         r"test_fails.py::test_one | **no** | failed in ",
         r"test_passes.py::test_two | yes | passed in ",
-        r"test_skips.py::test_four | yes | Skipped: no card",
+        r"test_skips.py::test_four | skipped | no card",
         r"test_does_not_load.py | **no** | it cannot be collected: ModuleNotFoundError: No module named 'nothing_",
     ):
         assert line in text, text
