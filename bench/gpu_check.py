@@ -53,14 +53,15 @@ def unmet(name: str) -> list[str]:
 
 def main() -> int:
     """Print the versions, or what is wrong."""
+    versions = ", ".join(f"{name} {installed_version(name)}" for name in NEEDED)
+    print(f"Python {sys.version.split()[0]}, {versions}", flush=True)  # before what takes long
     if found := problems():
         lines = "\n  ".join(found)
         print(f"groupgrad cannot run here:\n  {lines}\nCarry wheels: see the head of bench/gpu.sh.", file=sys.stderr)
         return 1
     import torch
 
-    versions = ", ".join(f"{name} {installed_version(name)}" for name in NEEDED)
-    print(f"Python {sys.version.split()[0]}, {versions}, CUDA: {torch.cuda.is_available()}")
+    print(f"groupgrad loads, CUDA: {torch.cuda.is_available()}")
     return 0
 
 
