@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pickle
 import warnings
+from itertools import permutations
 
 import pytest
 import torch
@@ -135,9 +136,10 @@ def test_checkpointing_has_two_names_and_one_value():
     off = make(activation_checkpointing=False)
     assert (off.gradient_checkpointing, off.activation_checkpointing) == (False, False)
     with pytest.warns(UserWarning, match="one setting with two names; it is off"):
-        dataclasses.replace(off, gradient_checkpointing=True)
-    on = dataclasses.replace(off, gradient_checkpointing=True, activation_checkpointing=True)
-    assert on.activation_checkpointing is True
+        make(gradient_checkpointing=True, activation_checkpointing=False)
+    for changes in ({"gradient_checkpointing": True}, {"activation_checkpointing": True}):
+        on = dataclasses.replace(off, **changes)
+        assert (on.gradient_checkpointing, on.activation_checkpointing) == (True, True)
     assert make(gradient_checkpointing_kwargs={"debug": True}).activation_checkpointing_kwargs == {"debug": True}
 
 
@@ -197,6 +199,12 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy
 """Settings from which `metric_for_best_model` "loss" and `greater_is_better` False are derived."""
 
 
+def _without_other_names(first: dict, late: dict) -> dict:
+    """`first` without settings that `late` has under their other name."""
+    others = {name.replace(*pair) for name in late for pair in permutations(("gradient", "activation"))}
+    return {name: value for name, value in first.items() if name not in others}
+
+
 @pytest.mark.parametrize(
     ("first", "late", "expected"),
     [
@@ -213,18 +221,48 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy
             {"activation_checkpointing_kwargs": {"use_reentrant": False}},
         ),
         ({"warmup_ratio": 0.1}, {"warmup_steps": 20}, {"warmup_steps": 20}),
+        (
+            {"activation_checkpointing_kwargs": {"use_reentrant": True}},
+            {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            {"activation_checkpointing_kwargs": {"use_reentrant": False}},
+        ),
+        ({"gradient_checkpointing": False}, {"gradient_checkpointing": True}, {"activation_checkpointing": True}),
+        ({"activation_checkpointing": False}, {"gradient_checkpointing": True}, {"activation_checkpointing": True}),
+        ({"gradient_checkpointing": True}, {"activation_checkpointing": False}, {"gradient_checkpointing": False}),
+        (BEST, {"load_best_model_at_end": False}, {"metric_for_best_model": None, "greater_is_better": None}),
     ],
 )
 def test_what_follows_from_other_settings_follows_from_those_assigned_later(first, late, expected):
     config = make(**first)
+    data = json.loads(json.dumps(config.to_dict()))
+    again = pickle.loads(pickle.dumps(GRPOConfig(**data)))
+    is_known = not any(getattr(config, name) == value for name, value in late.items())
+    for each in (config, again) if is_known else ():
+        replaced = dataclasses.replace(each, **late), GRPOConfig(**{**each.to_dict(), **late})
+        for other in (*replaced, dataclasses.replace(dataclasses.replace(each, beta=0.1), **late, beta=each.beta)):
+            assert other == make(**{**_without_other_names(first, late), **late})
     for name, value in late.items():
         setattr(config, name, value)
     copied = copy.deepcopy(config)
     copied.to_dict()
     for each in (config, copied):
         each.settle()
-        assert each == make(**{**first, **late})
+        assert each == make(**{**_without_other_names(first, late), **late})
         assert {name: getattr(each, name) for name in expected} == expected
+
+
+def test_a_copy_says_which_settings_follow_again():
+    """A value that was derived, and is given to a copy beside others, cannot be told from one that was copied."""
+    config = make(eval_strategy="steps")
+    with pytest.warns(UserWarning, match=r"eval_steps=50 in place of 10: .*Assign config\.eval_steps"):
+        copied = dataclasses.replace(config, logging_steps=50, eval_steps=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied.eval_steps = 10
+        copied.settle()
+        assert copied.eval_steps == 10
+        assert dataclasses.replace(copied, logging_steps=30).eval_steps == 10
+        assert dataclasses.replace(config, beta=0.1, eval_steps=20).eval_steps == 20
 
 
 def test_a_late_setting_wins_over_its_older_name_given_before():
@@ -239,6 +277,8 @@ def test_fp16_may_be_assigned_later_where_bf16_is_the_default(monkeypatch):
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     config = GRPOConfig()
     assert config.bf16 is True
+    copied = dataclasses.replace(config, fp16=True)
+    assert (copied.fp16, copied.bf16) == (True, False)
     config.fp16 = True
     config.settle()
     assert (config.fp16, config.bf16) == (True, False)

@@ -238,6 +238,7 @@ LATER: dict[str, Any] = {
     "resume_learning_rate": False,
     "engine_kv_memory": None,
     "engine_pack_weights": False,
+    "derived_settings": None,
     "use_transformers_continuous_batching": False,
     "transformers_continuous_batching_config": None,
     "max_tool_calling_iterations": None,
@@ -384,6 +385,7 @@ AUDIT: dict[str, Changes | Warns] = {
         "tests/trainer/test_options.py::test_remove_unused_columns_hides_what_no_signature_names"
     ),
     "hub_token": Changes("tests/contract/test_hub.py::test_pushes_while_training"),
+    "derived_settings": Changes("tests/config/test_copies.py::test_a_copy_says_which_settings_follow_again"),
     # model and reference
     "model_init_kwargs": Changes("tests/trainer/test_models.py::test_model_init_kwargs"),
     "trust_remote_code": Changes("tests/trainer/test_models.py::test_trust_remote_code"),

@@ -24,6 +24,14 @@ from groupgrad.data.values import cut_repr
 from groupgrad.errors import ConfigError
 from groupgrad.modeling.systems.extension_lock import bound_waits
 
+_TWO_NAMES = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "activation_checkpointing": "gradient_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+"""Settings that transformers has under two names."""
+
 
 class _FieldsAsSignature:
     """The signature of a class's `__init__`: `inspect.signature` would show that of its `__new__`."""
@@ -44,6 +52,16 @@ class GRPOConfig(GRPOSettings):
     the others.
     """
 
+    # A field, since fields are all that `dataclasses.replace` and `GRPOConfig(**config.to_dict())` pass on.
+    derived_settings: dict[str, Any] | None = dataclasses.field(
+        default=None,
+        compare=False,
+        metadata={
+            "help": "Written by the configuration, not to be set: each setting that followed from others, with its "
+            "value before and since, so that it follows again in a copy with other settings."
+        },
+    )
+
     __signature__ = _FieldsAsSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
@@ -61,13 +79,15 @@ class GRPOConfig(GRPOSettings):
 
     def __post_init__(self) -> None:
         """Parses, completes and checks the settings; `settle` does so again for those that were assigned later."""
+        is_copy = "_settled" not in self.__dict__
+        followed = self._derive_again()
         self._parse_dicts()
         if texts := [text for text in parse_texts(self) if text.partition("=")[0] not in RANGES]:
             raise ConfigError(texts)
         if texts := wrong_kinds(self):
             raise ConfigError(texts)
         legacy.take_over(self)
-        passed = {field.name: getattr(self, field.name, None) for field in dataclasses.fields(self)}
+        passed = {name: getattr(self, name, None) for name in option_values(self)}
         self._normalise()
         if uses_deepspeed(self):
             bound_waits()  # DeepSpeed compiles parts of itself, the first of them when processes meet
@@ -94,12 +114,19 @@ class GRPOConfig(GRPOSettings):
         if failure is not None:
             raise failure
         told, self._told = getattr(self, "_told", ()), rules.warnings_for(self)
+        if is_copy:
+            self._told += [
+                f"{name}={getattr(self, name)!r} in place of {value!r}: the copied configuration derived it from other "
+                f"settings, and so does this one. Assign config.{name} to have another value"
+                for name, value in followed.items()
+                if getattr(self, name) != value
+            ]
         for text in self._told:
             if text not in told:
                 warnings.warn(text, UserWarning, stacklevel=3)
         self._settled = option_values(self)
-        self._derived = {
-            name: value
+        self.derived_settings = {
+            name: [value, derived]
             for name, value in passed.items()
             if isinstance(value, (int, float, type(None)))
             and isinstance(derived := getattr(self, name), (int, float, str, dict, type(None)))
@@ -109,8 +136,9 @@ class GRPOConfig(GRPOSettings):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a setting, which then no longer follows from others."""
         super().__setattr__(name, value)
-        if name in (derived := self.__dict__.get("_derived", {})):  # another dict, since copies share this one
-            self.__dict__["_derived"] = {other: passed for other, passed in derived.items() if other != name}
+        record = self.__dict__.get("derived_settings") if "_settled" in self.__dict__ else None
+        if record and name in record and name not in _TWO_NAMES:  # another dict, since copies share this one
+            self.__dict__["derived_settings"] = {other: pair for other, pair in record.items() if other != name}
 
     def settle(self) -> None:
         """Does for settings that were assigned after the config was made what its constructor does with them.
@@ -123,17 +151,26 @@ class GRPOConfig(GRPOSettings):
         if now == then:
             return
         before = dict(self.__dict__)
-        derived = self.__dict__.pop("_derived", {})
-        self.__dict__.update({name: passed for name, passed in derived.items() if now[name] == then.get(name)})
-        pair = "gradient_checkpointing", "activation_checkpointing"
-        assigned = [name for name in pair if name in now and now[name] != then.get(name)]
-        if len(assigned) == 1:  # which the other name would contradict
-            self._set_checkpointing(getattr(self, assigned[0]))
         try:
             GRPOConfig.__post_init__(self)
         except Exception:
             self.__dict__.update(before)
             raise
+
+    def _derive_again(self) -> dict[str, Any]:
+        """Takes settings that followed from others back to what they were, unless they have changed since.
+
+        Returns the values that they had. In a copy, one that was given again cannot be told from one that was copied.
+        """
+        record, self.derived_settings = self.derived_settings or {}, None
+        for one, other in _TWO_NAMES.items():
+            # Only one of the two names has the new value.
+            if one in record and getattr(self, one) != record[one][1] == getattr(self, other, None):
+                setattr(self, other, getattr(self, one))
+        followed = {name: derived for name, (_, derived) in record.items() if getattr(self, name) == derived}
+        for name in followed:
+            setattr(self, name, record[name][0])
+        return {name: derived for name, derived in followed.items() if name not in _TWO_NAMES}
 
     def _parse_dicts(self) -> None:
         """Turns JSON text into dicts. Text that is no JSON object stays, and the rules report it."""
@@ -214,7 +251,7 @@ class GRPOConfig(GRPOSettings):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to pickle, without the token: every saved model has its settings beside it."""
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("_settled", "_derived")}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_settled"}
         return kept | {"hub_token": None}
 
     def __copy__(self) -> GRPOConfig:
@@ -238,7 +275,8 @@ class GRPOConfig(GRPOSettings):
 
 def option_values(config: GRPOConfig) -> dict[str, Any]:
     """Every setting by its name, as text where it could change in place."""
-    values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config)}
+    names = (field.name for field in dataclasses.fields(config) if field.name != "derived_settings")
+    values = {name: getattr(config, name, None) for name in names}
     return {name: v if isinstance(v, (int, float, str, type(None))) else repr(v) for name, v in values.items()}
 
 

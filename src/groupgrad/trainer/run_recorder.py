@@ -417,7 +417,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             "sampling": sampling_settings(trainer),
             "data": self.data_digest(),
             "command": self.command,
-            "settings": without_secrets(trainer.args.to_dict()),
+            "settings": without_secrets(trainer.args.to_dict() | {"derived_settings": None}),
         }
 
     def data_digest(self) -> dict[str, Any] | None:
