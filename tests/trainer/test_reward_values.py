@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 from decimal import Decimal
@@ -174,3 +175,16 @@ def test_rewards_tools_and_environments_of_all_trainers_share_an_event_loop(make
         trainer.train()
     assert asked == {"reset", "get_reward", "reward"}
     assert len(client.loops) == 2 * 8 * 4 and len(set(client.loops)) == 1
+
+
+def test_a_partial_with_the_name_of_its_function_needs_no_column_for_what_it_sets(make_trainer):
+    """`update_wrapper` gives it the function's signature too, in which `scale` is required."""
+
+    def lengths(completions, scale, **kwargs):
+        return [float(scale * len(text)) for text in completions]
+
+    named = functools.update_wrapper(functools.partial(lengths, scale=2), lengths)
+    trainer = make_trainer(reward_funcs=[named, functools.partial(lengths, scale=1)], max_steps=1)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["rewards/lengths/mean"] == 2 * logged["rewards/lengths_2/mean"] > 0

@@ -82,6 +82,7 @@ def inspect_function(function: Callable[..., Any]) -> RewardFunction:
                 f"reward function '{name}' takes '{parameter.name}' by position only, but reward functions are called "
                 "with keywords; remove the '/' from its signature"
             )
+    bound = frozenset(bound_keywords(function))
     keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return RewardFunction(
         name=name,
@@ -89,8 +90,9 @@ def inspect_function(function: Callable[..., Any]) -> RewardFunction:
         is_async=is_async(function),
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
         takes=frozenset(p.name for p in keywords),
-        requires=tuple(p.name for p in keywords if p.default is p.empty),
-        bound=frozenset(bound_keywords(function)),
+        # `functools.update_wrapper` gives a partial the signature of its function.
+        requires=tuple(p.name for p in keywords if p.default is p.empty and p.name not in bound),
+        bound=bound,
     )
 
 
