@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from groupgrad.modeling.adapters import dora_scales_kept
 from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
 from groupgrad.modeling.self_check import random_batch
 
@@ -119,8 +120,19 @@ def test_a_dora_layer_computes_its_norms_once_a_round_of_sampling(build, monkeyp
     layers = [part for part in trainer.model.modules() if isinstance(part, DoraLinearLayer)]
     assert counts["sampling"] == 2 * len(layers)
     assert counts["training"] >= 2 * len(layers)
-    assert not any("get_weight_norm" in vars(layer) for layer in layers)
+    assert not any("forward" in vars(layer) for layer in layers)
     assert max(entry["sampling/logp_mismatch"] for entry in trainer.state.log_history[:-1]) < 1e-5
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_kept_scale_changes_no_bit_of_a_dora_layer(bias: bool):
+    config = peft.LoraConfig(r=4, target_modules=["0"], use_dora=True, init_lora_weights=False)
+    model: Any = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(48, 32, bias=bias)), config).eval()  # pyright: ignore
+    inputs = torch.randn(5, 48)
+    with torch.no_grad():
+        expected = model(inputs)
+        with dora_scales_kept(model):
+            assert all(torch.equal(model(inputs), expected) for _ in range(2))
 
 
 QUICK = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "save_strategy": "no"}
