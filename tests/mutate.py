@@ -1,6 +1,6 @@
-"""Disconnects one option after another in a copy of the source, and reports which the tests that prove it catch.
+"""Changes one line after another in a copy of the source, and reports which changes the tests that prove it catch.
 
-    python tests/mutate.py            run the whole table (about 20 minutes on one core)
+    python tests/mutate.py            run the whole table (about half an hour on one core)
     python tests/mutate.py --list     print the table
     python tests/mutate.py --only beta --only "top_p*"
     python tests/mutate.py --write docs/mutations.md
@@ -48,7 +48,7 @@ class Mutation:
     """One line of the source that is changed, and the test that must then fail."""
 
     name: str
-    """The option, and which of its wires is cut where there are several."""
+    """The option, and which of its wires is cut where there are several; or what no longer holds."""
     file: str
     """Below `src/groupgrad`."""
     old: str
@@ -174,12 +174,12 @@ def table(results: Sequence[Result]) -> str:
     lines = [
         "# Mutations",
         "",
-        "Each row disconnects one option in a copy of the source. The test beside it then fails; it goes from the",
-        f"configuration to the effect. {caught} of {len(results)} are caught. `python tests/mutate.py --write "
-        "docs/mutations.md` writes",
-        "this page; `tests/mutations.yaml` has the table.",
+        "Each row changes one line in a copy of the source: it disconnects an option, or makes a mistake that a careless",
+        "change would make. The test beside it then fails; that of an option goes from the configuration to the effect.",
+        f"{caught} of {len(results)} are caught. `python tests/mutate.py --write docs/mutations.md` writes this page;",
+        "`tests/mutations.yaml` has the table.",
         "",
-        "| option | file | instead of | stands | caught by |",
+        "| what is cut | file | instead of | stands | caught by |",
         "|---|---|---|---|---|",
     ]
     for result in results:

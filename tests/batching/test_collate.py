@@ -12,6 +12,7 @@ import torch
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.batching.buffer import GenerationBuffer
 from groupgrad.batching.collate import collate
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.types import Prompt, Rollout
 
 PROMPTS = {5: Prompt([10, 11], {"prompt": "x"}, 5), 2: Prompt([20], {"prompt": "y"}, 2)}
@@ -122,6 +123,16 @@ def test_a_generation_batch_survives_being_saved():
     for number, batch in batches.items():
         assert_equal(batch, restored.batches[number])
     assert set(restored.batches) == set(batches)
+
+
+def test_a_generation_batch_for_other_sizes_is_dropped_with_the_reason():
+    sizes = {"accumulation": 2, "steps_per_generation": 2, "num_iterations": 1, "num_generations": 2}
+    saved = GenerationBuffer(GenerationPlan(micro_batch_rows=2, world_size=1, **sizes))
+    saved.batches[0] = collate(ragged(), [0.1, 0.2, 0.3, 0.4], mask_truncated=False)
+    restored = GenerationBuffer(GenerationPlan(micro_batch_rows=4, world_size=1, **sizes))
+    restored.load_state_dict(saved.state_dict())
+    assert restored.batches == {}
+    assert restored.incompatibility == "for other sizes (micro_batch_rows: 2 then, 4 now)"
 
 
 def test_a_generation_batch_of_an_older_checkpoint_lacks_what_was_not_known_then():

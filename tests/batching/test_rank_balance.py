@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from groupgrad import dist
+from groupgrad.batching.collate import collate
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.packing import RowCost, total_cost
-from groupgrad.batching.rank_balance import assign_to_ranks
+from groupgrad.batching.rank_balance import assign_to_ranks, rows_to_trainers
+from groupgrad.types import Prompt, Rollout
 
 
 def bin_costs(costs, ranks, num_ranks):
@@ -36,6 +40,22 @@ def test_each_rank_keeps_as_many_rows_as_it_has_micro_batches():
     costs = [RowCost(100, 0, 0), RowCost(90, 0, 1), RowCost(1, 0, 2), RowCost(1, 0, 3)]
     chosen = assign_to_ranks(costs, [0, 0, 1, 1], 2, least_rows=2)
     assert sorted(chosen) == [0, 0, 1, 1] and chosen[0] != chosen[1]
+
+
+def test_rows_of_another_rank_are_put_in_their_order(monkeypatch):
+    """Rank 1 has sampled rows 2 and 3 and trains 1 and 3, the first of which rank 0 sends."""
+    plan = GenerationPlan(
+        micro_batch_rows=1, world_size=2, accumulation=1, steps_per_generation=2, num_iterations=1, num_generations=2
+    )
+
+    def batch(*rows):
+        rollouts = [Rollout(Prompt([5], {}, row // 2), row, [row], "eos", "", "") for row in rows]
+        return collate(rollouts, [0.0] * len(rows), mask_truncated=False)
+
+    monkeypatch.setattr(dist, "rank", lambda: 1)
+    monkeypatch.setattr(dist, "exchange_objects", lambda outgoing, routes: {0: batch(1)})
+    moved = rows_to_trainers(batch(2, 3), plan, 0)
+    assert moved.row_index.tolist() == moved.completion_ids.tolist() == [1, 3]
 
 
 def test_rows_that_need_no_pass_stay():

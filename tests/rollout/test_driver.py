@@ -114,6 +114,16 @@ def test_waiting_and_the_engines_work_meanwhile_are_measured():
     assert alone.hidden_s < 0.01
 
 
+def test_work_of_the_engine_before_a_wait_hides_none_of_it():
+    async def samples_and_waits() -> Any:
+        await sample_turn(Request([1], seed=0, max_new_tokens=2))
+        return await wait_for([later(None, 0.2)])
+
+    (wait,) = Driver(ScriptedSession(advance_s=0.1), [samples_and_waits()]).run()
+    assert wait.seconds >= 0.2
+    assert wait.hidden_s < 0.01
+
+
 def test_results_are_in_the_order_of_the_futures_which_may_be_done_already():
     async def rollout() -> Any:
         nothing = await wait_for([])

@@ -53,7 +53,14 @@ class Rewards:
 
 
 def collect(
-    tokenizer: Any, rewards: Rewards, num_rounds: int, *, dataset: Any = DATA, phase: str = "train", groups: int = 3
+    tokenizer: Any,
+    rewards: Rewards,
+    num_rounds: int,
+    *,
+    dataset: Any = DATA,
+    phase: str = "train",
+    groups: int = 3,
+    number: int = 4,
 ) -> tuple[Experience, Asked]:
     """A generation batch of groups of two whose loader has brought the first rows of `DATA`."""
     engine = Asked()
@@ -63,7 +70,7 @@ def collect(
     collector = ExperienceCollector(rollouts, RewardRunner([rewards]), scoring, Timings(), dynamic=dynamic)
     rows = {group: DATA[group] for group in range(groups)}
     size = 2 * groups
-    return collector(GenerationRequest(rows, range(size), size, 2, phase, 4, 9), trainer_state=None), engine
+    return collector(GenerationRequest(rows, range(size), size, 2, phase, number, 9), trainer_state=None), engine
 
 
 def values(experience: Experience) -> dict[str, Any]:
@@ -153,6 +160,14 @@ def test_the_same_prompts_come_again(tokenizer):
     collect(tokenizer, first, 3)
     collect(tokenizer, second, 3)
     assert first.seen == second.seen
+
+
+def test_each_generation_batch_draws_prompts_of_its_own(tokenizer):
+    first, second = Rewards(), Rewards()
+    collect(tokenizer, first, 3)
+    collect(tokenizer, second, 3, number=5)
+    assert first.seen[0] == second.seen[0], "those that the loader has brought"
+    assert first.seen[1:] != second.seen[1:]
 
 
 @pytest.mark.parametrize(("num_rounds", "phase"), [(0, "train"), (5, "eval")])

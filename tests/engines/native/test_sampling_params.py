@@ -77,6 +77,18 @@ def test_a_large_vocabulary_is_worked_on_in_tiles_with_the_same_result():
     )
 
 
+def test_a_row_of_the_tables_that_is_used_again_penalises_its_new_request_alone():
+    """A penalty of 2 halves the first request's 3.0; the second has token 4 alone in its prompt and takes token 3."""
+    logits, first = torch.tensor([[0.0, 1.0, 2.0, 3.0, 2.5, 0.0]]), torch.zeros(1, dtype=torch.int64)
+    params = read_options(replace(OPTIONS, repetition_penalty=2.0, extra={"do_sample": False}), None)
+    sampler = Sampler(params, torch.device("cpu"))
+    for prompt_ids, expected in (([3], 4), ([4], 3)):
+        rows = sampler.add([Request(prompt_ids, 0, 1)])
+        assert rows == [0]
+        assert sampler.choose(logits, torch.tensor(rows), first).tolist() == [expected]
+        sampler.take_out(rows, [1])
+
+
 def test_tokens_without_probability_are_never_drawn():
     """The draws 0 and almost 1 fall on the first and the last token that has any."""
     logits = torch.full((2, 2 * BLOCK), float("-inf"))
