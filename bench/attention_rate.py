@@ -19,9 +19,9 @@ if __name__ == "__main__":  # before torch comes; whoever only imports this keep
 import torch
 from long_rows import PROMPT, SHAPE
 
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
-from groupgrad.modeling.scoring.block_attention import BlockPlan
-from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.block_attention import BlockPlan
+from groupgrad.scoring.blocks import Segment
 
 SQUARE = 2048
 """Rows and columns of the large matrices."""

@@ -33,9 +33,9 @@ from worker import PeakMemory
 from workloads import ModelShape
 
 from groupgrad import GRPOConfig, GRPOTrainer, dist
-from groupgrad.modeling.scoring.fused_modules import compiled_parts
-from groupgrad.planning.memory import RunSizes, predict
-from groupgrad.planning.shapes import model_shape
+from groupgrad.apps.plan.memory import RunSizes, predict
+from groupgrad.apps.plan.shapes import model_shape
+from groupgrad.scoring.fused_modules import compiled_parts
 
 SHAPE = ModelShape(
     vocab_size=512, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=192

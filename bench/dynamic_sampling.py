@@ -21,8 +21,8 @@ from datasets import Dataset
 from transformers.utils import logging as transformers_logging
 
 from groupgrad import GRPOTrainer
-from groupgrad.demo.run import make_config
-from groupgrad.demo.task import (
+from groupgrad.apps.demo.run import make_config
+from groupgrad.apps.demo.task import (
     correctness_reward,
     evaluate,
     make_model,

@@ -36,10 +36,10 @@ from workloads import ModelShape, Workload
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
-from groupgrad.modeling.scoring.block_attention import BlockPlan
-from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.tiled_head import LogitTransform, OutputHead, tiled_scores
+from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.block_attention import BlockPlan
+from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.tiled_head import LogitTransform, OutputHead, tiled_scores
 
 HELD = 64
 """MiB that a generation batch may leave behind."""

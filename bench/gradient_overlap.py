@@ -19,7 +19,7 @@ import torch.distributed as torch_dist
 import torch.multiprocessing
 from torch import nn
 
-from groupgrad.modeling.systems.gradient_sync import GradientSync
+from groupgrad.trainer.gradient_sync import GradientSync
 
 
 def time_steps(rank: int, options: Any, store: str) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from groupgrad.modeling.scoring.tiled_head import (
+from groupgrad.scoring.tiled_head import (
     LogitTransform,
     OutputHead,
     PrecomputedGradient,

@@ -50,9 +50,9 @@ PARTS = {
     "prompts": "groupgrad.engines.native.session:NativeSession._prefill",
     "the rest of the native engine": "groupgrad.engines.native.engine:NativeEngine.sample",
     "rewards, texts, collation": "groupgrad.rollout.collector:ExperienceCollector.__call__",
-    "layout of a pass": "groupgrad.modeling.scoring.layout:flat_layout",
-    "attention, forward": "groupgrad.modeling.scoring.block_attention:attend",
-    "attention, backward": "groupgrad.modeling.scoring.block_attention:_RowAttention.backward",
+    "layout of a pass": "groupgrad.scoring.layout:flat_layout",
+    "attention, forward": "groupgrad.scoring.block_attention:attend",
+    "attention, backward": "groupgrad.scoring.block_attention:_RowAttention.backward",
     "the rest of the forward pass": "groupgrad.trainer.trainer:score_tokens",
     "the rest of the backward pass": "groupgrad.trainer.trainer:GRPOTrainer._backward",
     "record of rollouts": "groupgrad.trainer.run_recorder:RunRecorder.on_step_end",
@@ -170,7 +170,7 @@ def trainer_of(workload: str, folder: str, steps: int, clock: Clock, *, is_narro
     from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
     from groupgrad import GRPOConfig, GRPOTrainer
-    from groupgrad.demo import task
+    from groupgrad.apps.demo import task
 
     class Follow(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ from workloads import WORKLOADS, GroupWork, Workload
 from groupgrad.batch import Batch
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native.engine import NativeEngine
-from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
+from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens
 
 
 def make_requests(workload: Workload) -> list[Request]:

@@ -43,9 +43,9 @@ from groupgrad.engines.native.direct_step import direct_model
 from groupgrad.engines.native.engine import NativeEngine
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
 from groupgrad.engines.native.logits import last_logits
-from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
-from groupgrad.modeling.systems.heap import large_tensors_mapped
-from groupgrad.modeling.systems.memory_guards import LONG_ROW
+from groupgrad.memory.heap import large_tensors_mapped
+from groupgrad.memory.memory_guards import LONG_ROW
+from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens
 
 SHAPE = ModelShape(
     vocab_size=8192,

@@ -198,8 +198,8 @@ def gsm8k_rows(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
 
 
 def import_demo_task() -> Any:
-    """The module `groupgrad.demo.task`, imported only where it is used."""
-    from groupgrad.demo import task
+    """The module `groupgrad.apps.demo.task`, imported only where it is used."""
+    from groupgrad.apps.demo import task
 
     return task
 

@@ -118,8 +118,8 @@ def ranks_of(case: dict[str, Any]) -> int:
 
 def predicted(case: dict[str, Any]) -> int:
     """Bytes that the plan predicts."""
-    from groupgrad.planning.memory import RunSizes, predict
-    from groupgrad.planning.shapes import model_shape
+    from groupgrad.apps.plan.memory import RunSizes, predict
+    from groupgrad.apps.plan.shapes import model_shape
 
     names = ("prompt", "completion", "group", "adapter", "checkpointing", "reference", "half", "weight_bytes")
     sizes = {name: case[name] for name in (*names, "optimizer", "sharding")}

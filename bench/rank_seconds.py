@@ -20,9 +20,9 @@ from workloads import ModelShape
 
 from groupgrad.batching.packing import row_costs
 from groupgrad.batching.rank_balance import assign_to_ranks
-from groupgrad.modeling.attention_cost import attention_cost
-from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
 from groupgrad.objectives import FORWARD_AND_BACKWARD
+from groupgrad.scoring.attention_cost import attention_cost
+from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens
 
 GROUP = 4
 WIDE = ModelShape(

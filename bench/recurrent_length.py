@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Lfm2Config, Mamba2Config, Qwen3_5TextConfig
 
-from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
+from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens
 
 SHORT, LONG = 2048, 16_384
 VOCABULARY = 256

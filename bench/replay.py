@@ -24,7 +24,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 from repeatable_runs import KINDS, make_trainer  # noqa: E402
 from replay_rounds import STEPS, numbers_of, random_faults, random_replays  # noqa: E402
 
-from groupgrad.replay.wording import replay_report  # noqa: E402
+from groupgrad.apps.replay.wording import replay_report  # noqa: E402
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from datasets import Dataset
 from transformers.utils import logging as transformers_logging
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.demo import task as tiny_task
+from groupgrad.apps.demo import task as tiny_task
 
 SETTINGS = ("groups", "rows")
 ROWS_A_STEP, GROUP, STEPS_A_BATCH = 32, 8, 4

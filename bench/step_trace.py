@@ -27,7 +27,7 @@ from transformers import TrainerCallback
 
 import groupgrad
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.demo import task as tiny_task
+from groupgrad.apps.demo import task as tiny_task
 
 ROOT = Path(groupgrad.__file__).parent
 INTERNALS = (
@@ -35,20 +35,20 @@ INTERNALS = (
     "engines/native/",
     "engines/transformers.py",
     "engines/stop_strings.py",
-    "modeling/scoring/fused_modules.py",
-    "modeling/families.py",
-    "modeling/scoring/vlm.py",
-    "modeling/scoring/attention.py",
-    "modeling/scoring/recurrent_layers.py",
-    "modeling/scoring/stretches.py",
-    "modeling/scoring/cudnn_attention.py",
-    "modeling/scoring/blocks.py",
-    "modeling/scoring/block_attention.py",
-    "modeling/scoring/flex_attention.py",
-    "modeling/scoring/tiled_head.py",
-    "modeling/scoring/head_tiles.py",
-    "modeling/scoring/layout.py",
-    "modeling/scoring/logit_transform.py",
+    "scoring/fused_modules.py",
+    "models/families.py",
+    "scoring/vlm.py",
+    "scoring/attention.py",
+    "integrations/recurrent/recurrent_layers.py",
+    "integrations/recurrent/stretches.py",
+    "scoring/cudnn_attention.py",
+    "scoring/blocks.py",
+    "scoring/block_attention.py",
+    "scoring/flex_attention.py",
+    "scoring/tiled_head.py",
+    "scoring/head_tiles.py",
+    "scoring/layout.py",
+    "scoring/logit_transform.py",
 )
 """Engine internals, the model's forward pass and the head's arithmetic."""
 Row = tuple[str, str, int]

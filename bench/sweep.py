@@ -30,7 +30,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from groupgrad.demo.task import (
+from groupgrad.apps.demo.task import (
     MAX_COMPLETION_LENGTH,
     correctness_reward,
     format_reward,
@@ -39,10 +39,10 @@ from groupgrad.demo.task import (
     make_tokenizer,
     warm_up,
 )
-from groupgrad.sweep.factory import ScriptArms
-from groupgrad.sweep.report import cost, results
-from groupgrad.sweep.sweep_plan import read_plan
-from groupgrad.sweep.sweeper import Sweeper
+from groupgrad.apps.sweep.factory import ScriptArms
+from groupgrad.apps.sweep.report import cost, results
+from groupgrad.apps.sweep.sweep_plan import read_plan
+from groupgrad.apps.sweep.sweeper import Sweeper
 
 VARY = {"learning_rate": {"range": [1e-5, 1e-2], "num": 4, "scale": "log"}, "loss_type": ["grpo", "dapo"]}
 REWARDS = [correctness_reward, format_reward]

@@ -16,10 +16,10 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 import sweep as bench
-from groupgrad.sweep import compare
-from groupgrad.sweep.report import LAST_SHARE
-from groupgrad.sweep.store import STOPPED, WAITING, Arm, Store
-from groupgrad.sweep.sweep_plan import Halving
+from groupgrad.apps.sweep import compare
+from groupgrad.apps.sweep.report import LAST_SHARE
+from groupgrad.apps.sweep.store import STOPPED, WAITING, Arm, Store
+from groupgrad.apps.sweep.sweep_plan import Halving
 
 HOPELESS = (min, max)
 """The learning rates whose arms stop early."""

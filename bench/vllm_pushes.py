@@ -29,12 +29,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_models import LARGE_SHAPE, demo_base, random_base
 from vllm_server import free_port, vllm_server
 
-from groupgrad.engines.vllm import client
-from groupgrad.engines.vllm.http import Address
-from groupgrad.engines.vllm.server_pool import VLLMServerPool
-from groupgrad.engines.vllm.weight_transport import GroupTransport, HttpTransport, SharedMemoryTransport
-from groupgrad.engines.vllm.wire import Bucket, pack
-from groupgrad.modeling.weights import adapter_files, checkpoint_weights
+from groupgrad.integrations.vllm import client
+from groupgrad.integrations.vllm.http import Address
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool
+from groupgrad.integrations.vllm.weight_transport import GroupTransport, HttpTransport, SharedMemoryTransport
+from groupgrad.integrations.vllm.wire import Bucket, pack
+from groupgrad.models.weights import adapter_files, checkpoint_weights
 
 RANK, MAX_CONTEXT = 16, 64
 
@@ -157,8 +157,8 @@ def to_server(folder: Path, repetitions: int) -> list[dict[str, Any]]:
 
 def in_process(folder: Path, repetitions: int) -> list[dict[str, Any]]:
     """Rows for vLLM in this process."""
-    from groupgrad.engines.vllm.colocate import VLLMColocateEngine
-    from groupgrad.engines.vllm.colocate_start import ColocateOptions
+    from groupgrad.integrations.vllm.colocate import VLLMColocateEngine
+    from groupgrad.integrations.vllm.colocate_start import ColocateOptions
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     options = ColocateOptions(max_num_seqs=8, max_model_len=MAX_CONTEXT, dtype="float32", max_lora_rank=RANK)

@@ -56,7 +56,7 @@ def vllm_server(model: Path, name: str, *further: str) -> Iterator[str]:
 
     Its output is in `.logs/<name>.log`. RuntimeError, with the end of that, if it exits before it is up.
     """
-    from groupgrad.engines.vllm.http import Address, wait_until_up
+    from groupgrad.integrations.vllm.http import Address, wait_until_up
 
     port = free_port()
     command = [str(Path(sys.executable).parent / "groupgrad"), "vllm-serve", "--model", str(model)]

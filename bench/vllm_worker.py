@@ -25,8 +25,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from groupgrad import GRPOTrainer
-from groupgrad.demo import run as demo
-from groupgrad.demo.task import MAX_COMPLETION_LENGTH, correctness_reward, format_reward, make_splits
+from groupgrad.apps.demo import run as demo
+from groupgrad.apps.demo.task import MAX_COMPLETION_LENGTH, correctness_reward, format_reward, make_splits
 
 MAX_CONTEXT = 64
 """Tokens; a prompt has 8 and a completion up to 40."""

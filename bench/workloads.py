@@ -193,7 +193,7 @@ DEMO = ModelShape(
     intermediate_size=256,
     tied=True,
 )
-"""The model of `groupgrad.demo.task`."""
+"""The model of `groupgrad.apps.demo.task`."""
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload

@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from agent_calculator import answer_reward
 from groupgrad import GRPOTrainer
-from groupgrad.demo.task import Problem, make_splits
+from groupgrad.apps.demo.task import Problem, make_splits
 from tiny_agent import Message, call, make_config, make_tokenizer, measure, parse, run, say, warm_up
 
 

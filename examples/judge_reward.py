@@ -25,7 +25,7 @@ from threading import Thread
 from datasets import Dataset
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.demo.task import make_model, make_splits, make_tokenizer
+from groupgrad.apps.demo.task import make_model, make_splits, make_tokenizer
 from groupgrad.rewards import judge
 
 QUESTION = """Rate from 0 to 10 how large a share of the answer's characters are one of 0, 1 and 2: 0 for none of them,

@@ -24,9 +24,9 @@ from datasets import Dataset  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from groupgrad import GRPOTrainer  # noqa: E402
-from groupgrad.demo.curves import running_average, series  # noqa: E402
-from groupgrad.demo.run import make_config  # noqa: E402
-from groupgrad.demo.task import (  # noqa: E402
+from groupgrad.apps.demo.curves import running_average, series  # noqa: E402
+from groupgrad.apps.demo.run import make_config  # noqa: E402
+from groupgrad.apps.demo.task import (  # noqa: E402
     correctness_reward,
     evaluate,
     format_reward,

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from transformers import TrainingArguments
 
 from groupgrad import GRPOConfig
-from groupgrad.cli.arguments import ModelArguments, TaskArguments
-from groupgrad.cli.parsing import train_parser
+from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
+from groupgrad.apps.cli.parsing import train_parser
 from groupgrad.config.field_rules import CHOICES, RANGES
 from groupgrad.config.legacy import LegacyArguments
 

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from groupgrad.apps.sweep.script import Sweep
     from groupgrad.config import GRPOConfig
-    from groupgrad.sweep.script import Sweep
     from groupgrad.trainer import GRPOTrainer
 
 from groupgrad import trl_paths
@@ -22,18 +22,18 @@ __all__ = ["GRPOConfig", "GRPOTrainer", "Sweep", "__version__"]
 _MODULES = {
     "GRPOConfig": "groupgrad.config",
     "GRPOTrainer": "groupgrad.trainer",
-    "Sweep": "groupgrad.sweep.script",
+    "Sweep": "groupgrad.apps.sweep.script",
     # Helpers of scripts for TRL.
-    "DatasetMixtureConfig": "groupgrad.cli.scripts",
-    "ModelConfig": "groupgrad.cli.scripts",
+    "DatasetMixtureConfig": "groupgrad.apps.cli.scripts",
+    "ModelConfig": "groupgrad.apps.cli.scripts",
     "RewardFunc": "groupgrad.trainer.trl_names",
     "RolloutFunc": "groupgrad.trainer.trl_names",
-    "ScriptArguments": "groupgrad.cli.scripts",
-    "TrlParser": "groupgrad.cli.scripts",
-    "get_dataset": "groupgrad.cli.scripts",
-    "get_kbit_device_map": "groupgrad.cli.scripts",
-    "get_peft_config": "groupgrad.cli.scripts",
-    "get_quantization_config": "groupgrad.cli.scripts",
+    "ScriptArguments": "groupgrad.apps.cli.scripts",
+    "TrlParser": "groupgrad.apps.cli.scripts",
+    "get_dataset": "groupgrad.apps.cli.scripts",
+    "get_kbit_device_map": "groupgrad.apps.cli.scripts",
+    "get_peft_config": "groupgrad.apps.cli.scripts",
+    "get_quantization_config": "groupgrad.apps.cli.scripts",
 }
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from groupgrad.cli.main import main
+from groupgrad.apps.cli.main import main
 
 sys.exit(main())

@@ -20,7 +20,7 @@ def quick_imports() -> Iterator[None]:
 
     peft imports bitsandbytes where it is installed, which then warns that a kernel for inference in 4 bits is missing.
     That warning is dropped: nothing may be quantized, and no model that trains runs the kernel
-    (`modeling/quantized.py`).
+    (`models/quantized.py`).
 
     What a process has imported is also left out of later collections, of which the interpreter runs several at its end,
     unless torch was there before: a model of that time may yet become garbage.

@@ -1,7 +1,8 @@
-"""TRL's import paths: `from groupgrad.trainer.grpo_config import GRPOConfig` is `from groupgrad import GRPOConfig`.
+"""Import paths of TRL and of earlier releases: `from groupgrad.trainer.grpo_config import GRPOConfig` works.
 
 Scripts import names from the modules that TRL keeps them in. Such a module is made when it is imported; it has the
-names that `groupgrad` exports, and says of any other one where it is.
+names that `groupgrad` exports, and says of any other one where it is. A path of an earlier release has what the module
+has that took its place.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ _TRAINERS = (
     *("rloo", "sft", "xpo"),
 )
 """Words before `_trainer` and `_config` in the names of its other modules."""
+_MOVED = {
+    **{name: f"apps.{name}" for name in ("cli", "demo", "replay", "sweep")},
+    "engines.vllm": "integrations.vllm",
+}
+"""Folders of earlier releases: where they are now."""
 
 
 def find(name: str, where: str) -> Any:
@@ -67,18 +73,22 @@ def refuse(name: str, where: str = "", names: Collection[str] = OF_TRL) -> None:
 
 
 class _Paths(MetaPathFinder, Loader):
-    """Finds TRL's modules that groupgrad has no module for."""
+    """Finds modules of TRL and of earlier releases that groupgrad has no module for."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, where = fullname.partition(".")
-        if package != _PACKAGE or not _is_of_trl(where):
+        if package != _PACKAGE or not (_is_of_trl(where) or _moved(where)):
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         where = spec.name.partition(".")[2]
+        if place := _moved(where):
+            module = ModuleType(spec.name, f"Names of {_PACKAGE}.{place}, where this module is now.")
+            module.__getattr__ = lambda name: getattr(import_module(f"{_PACKAGE}.{place}"), name)  # pyright: ignore[reportAttributeAccessIssue]
+            return module
         module = ModuleType(spec.name, f"Names that scripts import from trl.{where}.")
 
         def named(name: str) -> Any:
@@ -93,7 +103,7 @@ class _Paths(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """A module of TRL's names has nothing to run."""
+        """A module of other modules' names has nothing to run."""
 
 
 def _is_of_trl(where: str) -> bool:
@@ -103,7 +113,15 @@ def _is_of_trl(where: str) -> bool:
     return inner in _OF_TRAINER or inner.rpartition("_")[0] in _TRAINERS
 
 
+def _moved(where: str) -> str | None:
+    """The place of a module of an earlier release."""
+    for old, new in _MOVED.items():
+        if where == old or where.startswith(f"{old}."):
+            return new + where[len(old) :]
+    return None
+
+
 def install() -> None:
-    """Adds TRL's paths behind all others. May be called any number of times."""
+    """Adds these paths behind all others. May be called any number of times."""
     if not any(isinstance(finder, _Paths) for finder in sys.meta_path):
         sys.meta_path.append(_Paths())

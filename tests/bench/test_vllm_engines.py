@@ -74,7 +74,7 @@ class Echo(BaseHTTPRequestHandler):
 def test_a_slow_front_delays_generate_alone_and_changes_nothing():
     from vllm_server import SlowFront
 
-    from groupgrad.engines.vllm.http import Address, ServerRefused, call
+    from groupgrad.integrations.vllm.http import Address, ServerRefused, call
 
     behind = HTTPServer(("127.0.0.1", 0), Echo)
     threading.Thread(target=behind.serve_forever, args=(0.01,), daemon=True).start()

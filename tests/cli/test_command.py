@@ -14,11 +14,11 @@ import pytest
 from synthetic_run import write_run
 
 from groupgrad.activity import EXIT_HUNG
-from groupgrad.cli.command_parser import COMMAND_CODES, EXIT_CODES
-from groupgrad.cli.main import COMMANDS, main
+from groupgrad.apps.cli.command_parser import COMMAND_CODES, EXIT_CODES
+from groupgrad.apps.cli.main import COMMANDS, main
+from groupgrad.apps.sweep.store import Store
 from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED
 from groupgrad.stopping import EXIT_INTERRUPTED, EXIT_STOPPED
-from groupgrad.sweep.store import Store
 
 
 def test_flags_and_a_file_take_effect(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
@@ -45,7 +45,7 @@ def test_flags_and_a_file_take_effect(tmp_path: Path, run_flags: list[str], caps
 
 AS_A_COMMAND = """
 import runpy, sys
-from groupgrad.cli.main import module_of
+from groupgrad.apps.cli.main import module_of
 module_of("train")
 sys.stderr.write("IMPORTED")
 try:
@@ -193,7 +193,7 @@ def test_looking_at_runs_loads_no_torch(tmp_path: Path) -> None:
     commands += [["view", str(tmp_path / "run"), "--export", str(tmp_path / "page.html")], ["view", "--help"]]
     code = f"""
 import sys
-from groupgrad.cli.main import main
+from groupgrad.apps.cli.main import main
 for command in {commands!r}:
     try:
         status = main(command)

@@ -7,8 +7,8 @@ import json
 import datasets
 import pytest
 
-from groupgrad.cli.arguments import TaskArguments
-from groupgrad.cli.dataset import conversation, load_splits, prepare
+from groupgrad.apps.cli.arguments import TaskArguments
+from groupgrad.apps.cli.dataset import conversation, load_splits, prepare
 
 ROWS = [
     {"question": "1+1?", "answer": "one and one\n#### 2"},

@@ -6,7 +6,7 @@ import pytest
 import tiny_vlms
 from scripted_agents import with_tools
 
-from groupgrad.cli import main as cli
+from groupgrad.apps.cli import main as cli
 from groupgrad.kernels.compile import cache_folder
 
 

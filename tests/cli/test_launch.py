@@ -14,8 +14,8 @@ import yaml
 from safetensors.torch import load_file
 
 from groupgrad import compat
-from groupgrad.cli.launch import PROFILES, launch_command
-from groupgrad.cli.main import main
+from groupgrad.apps.cli.launch import PROFILES, launch_command
+from groupgrad.apps.cli.main import main
 
 CONFIG = {
     "reward_funcs": ["own_rewards.first_token"],
@@ -171,7 +171,7 @@ def test_a_process_of_a_launcher_launches_nothing_itself(monkeypatch):
 def test_what_starts_the_processes_does_not_import_the_trainer():
     """Its seconds would come before those in which each process imports it."""
     ask = "import os, sys; os.execv = lambda *_: print('transformers' in sys.modules) or 0"
-    start = "from groupgrad.cli.main import main; sys.exit(main(['train', '--num-processes', '2']))"
+    start = "from groupgrad.apps.cli.main import main; sys.exit(main(['train', '--num-processes', '2']))"
     command = [sys.executable, "-c", f"{ask}; {start}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "False\n"

@@ -8,8 +8,8 @@ import os
 import pytest
 
 from groupgrad import GRPOConfig
-from groupgrad.cli.arguments import ModelArguments, TaskArguments
-from groupgrad.cli.parsing import parse, train_parser
+from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
+from groupgrad.apps.cli.parsing import parse, train_parser
 
 CPU = ["--use_cpu"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from groupgrad.cli.main import main
-from groupgrad.cli.parsing import command_of
+from groupgrad.apps.cli.main import main
+from groupgrad.apps.cli.parsing import command_of
 
 FILE = """\
 max_steps: 5

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupgrad.cli import main as cli
-from groupgrad.cli import train
-from groupgrad.cli.arguments import ModelArguments, TaskArguments
-from groupgrad.cli.parsing import parse
+from groupgrad.apps.cli import main as cli
+from groupgrad.apps.cli import train
+from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
+from groupgrad.apps.cli.parsing import parse
 from groupgrad.config import GRPOConfig
 from groupgrad.errors import CheckpointError, CheckpointNotSaved
 
@@ -331,7 +331,7 @@ def test_env_lists_versions_and_devices(capsys):
 
 
 def test_help_does_not_import_torch():
-    code = "import sys; from groupgrad.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from groupgrad.apps.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 

@@ -9,8 +9,8 @@ import pytest
 import tiny_vlms
 from datasets import Dataset
 
-from groupgrad.cli import train as train_command
-from groupgrad.cli.parsing import parse
+from groupgrad.apps.cli import train as train_command
+from groupgrad.apps.cli.parsing import parse
 
 pytest.importorskip("peft")
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from groupgrad.cli import vllm_serve
-from groupgrad.cli.vllm_serve import main
-from groupgrad.engines.vllm.api_keys import find_key, key_file
-from groupgrad.engines.vllm.serve_arguments import check_port, vllm_arguments
+from groupgrad.apps.cli import vllm_serve
+from groupgrad.apps.cli.vllm_serve import main
+from groupgrad.integrations.vllm.api_keys import find_key, key_file
+from groupgrad.integrations.vllm.serve_arguments import check_port, vllm_arguments
 
 ADDED = ["--api-server-count", "1", "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1"]
 
@@ -108,12 +108,12 @@ def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> No
     main(["--model", "m"])
 
     (command,) = called
-    assert command[:5] == [sys.executable, sys.executable, "-m", "groupgrad.engines.vllm.server_launch", "serve"]
+    assert command[:5] == [sys.executable, sys.executable, "-m", "groupgrad.integrations.vllm.server_launch", "serve"]
     assert command[5:] == [
         "m",
         *ADDED,
         *["--weight-transfer-config", '{"backend": "groupgrad"}'],
-        *["--middleware", "groupgrad.engines.vllm.server.Routes"],
+        *["--middleware", "groupgrad.integrations.vllm.server.Routes"],
     ]
 
 

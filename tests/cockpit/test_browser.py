@@ -17,9 +17,9 @@ from page_scripts import COLOR, CONTRASTS, COUNT_CANVASES, NOTE_TICKS, SCROLL
 from pages import NEEDS_BROWSER, make_sweep_folder, served, wait_until
 from synthetic_run import HOSTILE, write_run
 
-from groupgrad.cli.main import main
-from groupgrad.cockpit import STATIC
-from groupgrad.telemetry.run_files import LineFile
+from groupgrad.apps.cli.main import main
+from groupgrad.apps.view import STATIC
+from groupgrad.run_folder.run_files import LineFile
 
 pytestmark = NEEDS_BROWSER
 

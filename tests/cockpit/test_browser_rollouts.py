@@ -15,7 +15,7 @@ import pytest
 from pages import NEEDS_BROWSER, served, wait_until
 from synthetic_run import write_run
 
-from groupgrad.cli.main import main
+from groupgrad.apps.cli.main import main
 
 pytestmark = NEEDS_BROWSER
 

@@ -8,7 +8,7 @@ import pytest
 from pages import NEEDS_BROWSER, make_sweep_folder, served, wait_until
 from synthetic_run import write_run
 
-from groupgrad.sweep.store import ArmTurn
+from groupgrad.apps.sweep.store import ArmTurn
 
 pytestmark = NEEDS_BROWSER
 
@@ -16,7 +16,7 @@ pytestmark = NEEDS_BROWSER
 @pytest.mark.slow
 def test_the_table_of_a_sweep_can_be_read_at_any_width(tmp_path, open_page):
     """Each number has its heading, on a phone beside it; an arm that left the race is marked."""
-    from groupgrad.telemetry.run_lock import locked
+    from groupgrad.run_folder.run_lock import locked
 
     store, panel = make_sweep_folder(tmp_path / "rates")
     store.add_arms([("03-beta=0.2", 0, {"beta": 0.2})])

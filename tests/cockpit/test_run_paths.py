@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from synthetic_run import write_run
 
-from groupgrad.cli.run_paths import RunPaths
-from groupgrad.sweep.store import Store
-from groupgrad.telemetry.run_folder import NoRun
+from groupgrad.apps.cli.run_paths import RunPaths
+from groupgrad.apps.sweep.store import Store
+from groupgrad.run_folder.run_folder import NoRun
 
 
 def names(*paths) -> list[str]:

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from synthetic_run import HOSTILE, write_run
 
-from groupgrad.cli import view
-from groupgrad.cli.main import main
-from groupgrad.cockpit import STATIC, server, views
-from groupgrad.cockpit.page_files import MODULES
-from groupgrad.cockpit.server import make_app
-from groupgrad.telemetry.advice import advice
-from groupgrad.telemetry.run_folder import RunFolder
+from groupgrad.apps.cli import view
+from groupgrad.apps.cli.main import main
+from groupgrad.apps.view import STATIC, server, views
+from groupgrad.apps.view.page_files import MODULES
+from groupgrad.apps.view.server import make_app
+from groupgrad.run_folder.advice import advice
+from groupgrad.run_folder.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_a_token_is_needed_where_there_is_one(folder):
 
 def test_the_command_serves_here_alone_unless_told(folder, tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "groupgrad.cli.main", "view", str(folder.parent)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "groupgrad.apps.cli.main", "view", str(folder.parent)], stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None

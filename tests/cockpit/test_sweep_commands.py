@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from groupgrad.cli.main import main
-from groupgrad.cockpit.server import make_app
+from groupgrad.apps.cli.main import main
+from groupgrad.apps.view.server import make_app
 
 COMMANDS = "/api/sweeps/0/commands"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.cli.parsing import parse_settings
+from groupgrad.apps.cli.parsing import parse_settings
 from groupgrad.config.legacy import LEGACY
 from groupgrad.config.unknown_names import TRAINER_ARGUMENTS
 

@@ -18,7 +18,7 @@ from scripted_agents import EOS, TEMPLATE, call, with_tools
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.cli.main import main
+from groupgrad.apps.cli.main import main
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.selection import EngineChoice
 from groupgrad.errors import RolloutError

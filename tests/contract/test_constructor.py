@@ -445,7 +445,7 @@ def test_callbacks(make_trainer: MakeTrainer) -> None:
 
 
 def test_default_callbacks_can_be_removed(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
-    from groupgrad.telemetry.progress import ProgressCallback
+    from groupgrad.run_folder.progress import ProgressCallback
 
     trainer = make_trainer()
     trainer.remove_callback(ProgressCallback)

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from safetensors.torch import load as load_tensors
 
-from groupgrad.telemetry.run_card import last_metrics
+from groupgrad.run_folder.run_card import last_metrics
 
 SCRIPT = Path(__file__).with_name("hub_script.py")
 

@@ -107,7 +107,7 @@ def test_kernels_on_a_cpu_are_refused(make_trainer: Any, unsampled: None) -> Non
 def test_kernels_that_are_not_installed(make_trainer: Any, unsampled: None, monkeypatch: Any) -> None:
     if importlib.util.find_spec("liger_kernel"):
         pytest.skip("liger-kernel is installed")
-    monkeypatch.setattr("groupgrad.modeling.liger.WITHOUT_TRITON", ())
+    monkeypatch.setattr("groupgrad.models.liger.WITHOUT_TRITON", ())
     with pytest.raises(ImportError, match="liger"):
         make_trainer({"use_liger_kernel": True})
 

@@ -12,7 +12,7 @@ import pytest
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.compat import is_available
-from groupgrad.engines.vllm.memory_check import DeviceMemory
+from groupgrad.integrations.vllm.memory_check import DeviceMemory
 
 pytestmark = pytest.mark.usefixtures("hub", "affordable")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from groupgrad.demo import curves
+from groupgrad.apps.demo import curves
 
 HISTORY = [
     {"step": 2, "loss": 0.0, "reward": 0.25, "reward_std": 0.5, "completions/mean_length": 10.0},

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from groupgrad.cli.main import main
-from groupgrad.demo import run as demo
-from groupgrad.demo import task
+from groupgrad.apps.cli.main import main
+from groupgrad.apps.demo import run as demo
+from groupgrad.apps.demo import task
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
-from groupgrad.modeling.scoring.layout import dense_inputs, flat_inputs
+from groupgrad.scoring.layout import dense_inputs, flat_inputs
 from groupgrad.types import Prompt, Rollout
 
 PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from groupgrad.cli.main import COMMANDS, module_of, usage
+from groupgrad.apps.cli.main import COMMANDS, module_of, usage
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

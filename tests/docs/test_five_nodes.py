@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-from groupgrad.cli.main import main
-from groupgrad.cli.plan import parser
-from groupgrad.engines.vllm.serve_arguments import vllm_arguments
+from groupgrad.apps.cli.main import main
+from groupgrad.apps.cli.plan import parser
+from groupgrad.integrations.vllm.serve_arguments import vllm_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")

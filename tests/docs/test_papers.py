@@ -30,7 +30,7 @@ def test_the_licence_is_the_one_that_the_package_declares(project: dict[str, Any
     assert "Apache License\n                           Version 2.0, January 2004" in text
     assert text.rstrip().endswith("limitations under the License.")
     # The page of runs ships uPlot, which is under the MIT licence.
-    charts = "src/groupgrad/cockpit/static/uPlot.LICENSE"
+    charts = "src/groupgrad/apps/view/static/uPlot.LICENSE"
     assert (project["license"], project["license-files"]) == ("Apache-2.0 AND MIT", ["LICENSE", charts])
     assert "MIT License" in (ROOT / charts).read_text(encoding="utf-8")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.cli.arguments import ModelArguments, TaskArguments
+from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.objectives.policy import LOSSES
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.selection import EngineOptions, choose_engine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
-from groupgrad.modeling.load import cast_head_to_float32
+from groupgrad.models.load import cast_head_to_float32
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
 OPTIONS = SamplingOptions(max_new_tokens=6, eos_ids=(1, 2, 3), pad_id=0)

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.selection import EngineOptions, choose_engine
 from groupgrad.errors import ConfigError
-from groupgrad.modeling.rounding import Rounding
-from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.modeling.self_check import check_causal, check_layout
+from groupgrad.models.rounding import Rounding
+from groupgrad.scoring.forward import ForwardOptions
+from groupgrad.scoring.self_check import check_causal, check_layout
 
 pytestmark = pytest.mark.real
 

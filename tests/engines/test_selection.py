@@ -18,8 +18,8 @@ from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.selection import EngineOptions, brings_own_generate, choose_engine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
-from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.modeling.self_check import check_layout
+from groupgrad.scoring.forward import ForwardOptions
+from groupgrad.scoring.self_check import check_layout
 
 OPTIONS = SamplingOptions(max_new_tokens=4)
 SIZES: Any = {

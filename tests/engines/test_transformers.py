@@ -18,7 +18,7 @@ from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
 from groupgrad.types import Prompt, Rollout
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 from transformers.utils import get_json_schema
 
+from groupgrad.apps.demo.task import Problem
 from groupgrad.chat import ChatFormat
-from groupgrad.demo.task import Problem
 
 CALL = (
     "<tool_call>\n<function=add>\n<parameter=a>\n{}\n</parameter>\n<parameter=b>\n{}\n</parameter>\n</function>\n"

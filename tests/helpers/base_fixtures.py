@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging as hf_logging
 
-from groupgrad.modeling.systems import fallbacks
+from groupgrad.kernels import fallbacks
 from groupgrad.types import Prompt, Rollout
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 +-*/=.,?!<>:'\"()[]{}_\\#$\n"

@@ -20,11 +20,11 @@ import pytest
 import uvicorn
 from synthetic_run import write_run
 
-from groupgrad.cli.run_paths import RunPaths
-from groupgrad.cli.sweep_on_page import CommandLinePanel
-from groupgrad.cli.view import _listen
-from groupgrad.cockpit.server import make_app
-from groupgrad.sweep.store import ArmTurn, Store
+from groupgrad.apps.cli.run_paths import RunPaths
+from groupgrad.apps.cli.sweep_on_page import CommandLinePanel
+from groupgrad.apps.cli.view import _listen
+from groupgrad.apps.sweep.store import ArmTurn, Store
+from groupgrad.apps.view.server import make_app
 
 IS_NEEDED = os.environ.get("GROUPGRAD_NEED_BROWSER") == "1"
 find = importlib.import_module if IS_NEEDED else pytest.importorskip

@@ -10,7 +10,7 @@ import torch
 from tiny_hybrids import VOCABULARY
 from torch import nn
 
-from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
+from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens
 
 
 def ragged_groups(seed: int) -> Any:

@@ -18,9 +18,9 @@ import psutil
 import torch
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.engines.vllm.api_keys import find_key
-from groupgrad.engines.vllm.http import Address
-from groupgrad.engines.vllm.server_pool import VLLMServerPool
+from groupgrad.integrations.vllm.api_keys import find_key
+from groupgrad.integrations.vllm.http import Address
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 
 START_S = 240.0
 SETTINGS = {
@@ -48,7 +48,7 @@ class Served:
     def __init__(self, folder: Path, log: Path, *options: str):
         self.port = free_port()
         self.log, self._slow_file = log, log.with_suffix(".slow")
-        self.command = [sys.executable, "-m", "groupgrad.cli.main", "vllm-serve", "--model", str(folder)]
+        self.command = [sys.executable, "-m", "groupgrad.apps.cli.main", "vllm-serve", "--model", str(folder)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"]
         self.command += ["--max-model-len", "128", "--max-num-seqs", "16", "--enforce-eager", *options]
         self.command += ["--logits-processors", "slowed_sampling:SlowedSampling"]

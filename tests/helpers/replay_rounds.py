@@ -11,7 +11,7 @@ from typing import Any
 
 from repeatable_runs import KINDS, FlippedBit, letters_reward, make_trainer
 
-from groupgrad.replay import Bisection, Replay, bisect, replay
+from groupgrad.apps.replay import Bisection, Replay, bisect, replay
 
 STEPS = 12
 """Steps of each run."""

@@ -23,8 +23,8 @@ from typing import Any
 
 from sandbox_escape_scripts import FORGED, FOUND, KILLED, MANY_PROCESSES, ONE_PROCESS, PRELUDE, TESTS
 
+from groupgrad.integrations.code_sandbox.sandbox import Limits, Sandbox, SandboxError
 from groupgrad.rewards import code_reward
-from groupgrad.rewards.sandbox import Limits, Sandbox, SandboxError
 
 SECRET = "swordfish-" + str(os.getpid())
 MARK = f"esc{os.getpid()}"[:15]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from groupgrad.modeling.scoring.blocks import Segment
+from groupgrad.scoring.blocks import Segment
 
 
 def make_segments(lengths: Sequence[tuple[int, Sequence[int]]]) -> tuple[list[Segment], list[list[int]]]:

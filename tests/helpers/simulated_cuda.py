@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers.utils import import_utils
 
 from groupgrad.engines.native import cuda_graphs
-from groupgrad.modeling.scoring import block_attention
-from groupgrad.modeling.scoring import flex_attention as flex
-from groupgrad.modeling.scoring import fused_modules as parts
+from groupgrad.scoring import block_attention
+from groupgrad.scoring import flex_attention as flex
+from groupgrad.scoring import fused_modules as parts
 
 GPU = torch.device("cuda", 0)
 

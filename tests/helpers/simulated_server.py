@@ -24,11 +24,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from groupgrad.engines.vllm.http import Address
-from groupgrad.engines.vllm.server import Routes
-from groupgrad.engines.vllm.server_pool import VLLMServerPool
-from groupgrad.engines.vllm.transfer_plugin import BACKEND
-from groupgrad.engines.vllm.weight_receiver import WeightReceiver
+from groupgrad.integrations.vllm.http import Address
+from groupgrad.integrations.vllm.server import Routes
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool
+from groupgrad.integrations.vllm.transfer_plugin import BACKEND
+from groupgrad.integrations.vllm.weight_receiver import WeightReceiver
 
 KEY = "the-key-of-these-tests"
 

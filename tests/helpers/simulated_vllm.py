@@ -13,10 +13,10 @@ import torch
 
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
+from groupgrad.integrations.vllm import setup as vllm_setup
+from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine
+from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.trainer import training_run as run
-from groupgrad.trainer import vllm_setup
 
 
 class Copy(VLLMEngine):

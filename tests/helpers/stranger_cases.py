@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from raw_http import raw_exchange, request
 
-from groupgrad.engines.vllm import client, weight_transport
-from groupgrad.engines.vllm.http import Address, ServerRefused, call
-from groupgrad.engines.vllm.server_pool import VLLMServerPool
+from groupgrad.integrations.vllm import client, weight_transport
+from groupgrad.integrations.vllm.http import Address, ServerRefused, call
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 
 SLOW_PATHS = ("/groupgrad/init", "/groupgrad/check", "/groupgrad/generate", "/v1/completions", "/v1/chat/completions")
 """Routes of groupgrad and of vLLM that read a body."""

@@ -14,10 +14,10 @@ import numpy as np
 from PIL import Image
 
 from groupgrad.data.images import digest
-from groupgrad.telemetry import run_files
-from groupgrad.telemetry.rollout_files import RolloutFiles
-from groupgrad.telemetry.rollout_table import StoredRows
-from groupgrad.telemetry.run_files import LineFile
+from groupgrad.run_folder import run_files
+from groupgrad.run_folder.rollout_files import RolloutFiles
+from groupgrad.run_folder.rollout_table import StoredRows
+from groupgrad.run_folder.run_files import LineFile
 from groupgrad.types import Media, Prompt, Rollout, ToolUse, Trace
 
 WORDS = ["the", "answer", "is", "carried", "over", "since", "seven", "times", "eight", "makes", "fifty", "six"]

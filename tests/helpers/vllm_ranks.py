@@ -16,8 +16,8 @@ from base_fixtures import make_model, make_tokenizer
 from real_vllm import vary
 from vllm_training import LARGE, Watch, logged, make_trainer
 
-from groupgrad.engines.vllm.http import Address, call
-from groupgrad.modeling.systems.sharding import gathered, is_sharded
+from groupgrad.integrations.sharding.sharding import gathered, is_sharded
+from groupgrad.integrations.vllm.http import Address, call
 
 ROWS = 8
 """Rows of a step, on all ranks."""

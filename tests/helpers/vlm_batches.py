@@ -13,8 +13,8 @@ from torch import nn
 from groupgrad.batch import Batch
 from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Sample
-from groupgrad.modeling.scoring.vlm import concat_media_tensors
 from groupgrad.multimodal.vlm_prompts import example_prompt
+from groupgrad.scoring.vlm import concat_media_tensors
 from groupgrad.types import Media, Prompt, Rollout
 
 __all__ = [

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from groupgrad.kernels.convolution import convolution
 from groupgrad.kernels.recurrent import convolution_step
-from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.recurrence import Recurrence
 
 LENGTHS = ((7, (3, 1, 90)), (1, (5, 2)), (0, (70,)), (2, (1,)))
 """The lengths of each prompt and of the rows behind it, in tokens."""

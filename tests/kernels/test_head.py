@@ -12,7 +12,7 @@ import torch
 
 from groupgrad.kernels.choose import Choice, bits_factor, choose, score
 from groupgrad.kernels.head import BITS, SoftmaxSums, TileGradient, pass_tile
-from groupgrad.modeling.scoring.head_tiles import slices
+from groupgrad.scoring.head_tiles import slices
 
 INF, NAN, NATS = math.inf, math.nan, math.log(2.0)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from groupgrad.modeling.adapters import active_adapters, add_adapter, check_adapter, is_adapted, load_adapter
-from groupgrad.modeling.load import load_policy
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.models.adapters import active_adapters, add_adapter, check_adapter, is_adapted, load_adapter
+from groupgrad.models.load import load_policy
+from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
 
 peft = pytest.importorskip("peft")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3MoeConfig, Qwen3NextConfig
 
-from groupgrad.modeling.attention_cost import attention_cost
+from groupgrad.scoring.attention_cost import attention_cost
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

@@ -15,8 +15,8 @@ from torch import nn
 from groupgrad.batch import Batch
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
-from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens
-from groupgrad.modeling.self_check import build_batch, check_layout
+from groupgrad.scoring.forward import ForwardOptions, layout_for, score_tokens
+from groupgrad.scoring.self_check import build_batch, check_layout
 
 FAMILIES = ("qwen3-moe", "gpt-oss (experts, sinks)")
 NUM_EXPERTS, CHOSEN = 4, 2

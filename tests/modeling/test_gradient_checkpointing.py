@@ -9,10 +9,10 @@ import torch
 from vlm_batches import make_batch, make_vlm_setup
 
 from groupgrad import kernels
-from groupgrad.modeling import gradient_checkpointing
-from groupgrad.modeling.gradient_checkpointing import FREE_SHARE, CheckpointingByNeed, activation_bytes_per_token
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.multimodal.vlm_prompts import example_prompt
+from groupgrad.scoring import gradient_checkpointing
+from groupgrad.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.scoring.gradient_checkpointing import FREE_SHARE, CheckpointingByNeed, activation_bytes_per_token
 
 
 def test_activations_are_measured_on_the_model(make_model):

@@ -11,9 +11,9 @@ import torch
 
 from groupgrad.batch import Batch
 from groupgrad.errors import ConfigError
-from groupgrad.modeling.liger import apply_kernels, check_liger, configured_kernels, kernel_config
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
-from groupgrad.modeling.self_check import check_layout
+from groupgrad.models.liger import apply_kernels, check_liger, configured_kernels, kernel_config
+from groupgrad.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.scoring.self_check import check_layout
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def library(monkeypatch: Any) -> list[tuple[Any, dict[str, Any]]]:
     patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None, "qwen3": None}  # pyright: ignore
     for module in (package, kernels, patches):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("groupgrad.modeling.liger.liger.is_liger_kernel_available", lambda: True)
+    monkeypatch.setattr("groupgrad.models.liger.liger.is_liger_kernel_available", lambda: True)
     return asked
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
 from groupgrad.errors import UnavailableError
-from groupgrad.modeling import load
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.models import load
+from groupgrad.scoring.forward import ForwardOptions, score_tokens
 
 
 def load_policy(folder: Path, init_kwargs: dict[str, Any] | None = None, quantization_config: Any = None) -> Any:

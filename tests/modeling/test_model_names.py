@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from groupgrad.modeling.model_names import check_model_name, looks_like_path, missing_because
+from groupgrad.models.model_names import check_model_name, looks_like_path, missing_because
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A hub that may be asked; the hosts that were looked up."""
     hosts: list[str] = []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("groupgrad.modeling.model_names.getproxies", dict)
+    monkeypatch.setattr("groupgrad.models.model_names.getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: hosts.append(host))
     return hosts
 
@@ -66,7 +66,7 @@ def test_a_hub_without_an_address_is_not_asked(online: Any, monkeypatch: pytest.
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert str(missing_because("gpt2")).endswith("and huggingface.co cannot be reached")
-    monkeypatch.setattr("groupgrad.modeling.model_names.getproxies", lambda: {"https": "http://proxy:1"})
+    monkeypatch.setattr("groupgrad.models.model_names.getproxies", lambda: {"https": "http://proxy:1"})
     assert missing_because("gpt2") is None
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from groupgrad.modeling.adapters import add_adapter, is_adapted
-from groupgrad.modeling.reference import Reference
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
-from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.models.adapters import add_adapter, is_adapted
+from groupgrad.models.reference import Reference
+from groupgrad.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
+from groupgrad.scoring.old_and_ref import OldAndRefScorer
 
 peft = pytest.importorskip("peft")
 

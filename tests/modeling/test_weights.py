@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupgrad.modeling.weights import adapter_files, checkpoint_weights
+from groupgrad.models.weights import adapter_files, checkpoint_weights
 
 peft = pytest.importorskip("peft")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from groupgrad.modeling.weights_digest import WeightsDigest, weights_digest
+from groupgrad.models.weights_digest import WeightsDigest, weights_digest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
@@ -65,5 +65,5 @@ def test_numbers_that_change_and_move_are_followed():
 
 def test_few_numbers_have_the_sum_that_many_have(monkeypatch, model):
     before = weights_digest(model.named_parameters())
-    monkeypatch.setattr("groupgrad.modeling.weights_digest._SMALL", 0)
+    monkeypatch.setattr("groupgrad.models.weights_digest._SMALL", 0)
     assert weights_digest(model.named_parameters()) == before

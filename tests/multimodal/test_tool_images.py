@@ -17,9 +17,9 @@ from groupgrad.chat import ChatFormat
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.envs.environments import Environments
 from groupgrad.envs.tools import ToolOptions, make_tools
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.multimodal.vlm_prompts import VisionPromptMaker
 from groupgrad.rollout.agent import AgentOptions, AgentRollouts
+from groupgrad.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.types import Rollout
 
 RED, BLUE = tiny_vlms.make_image("red"), tiny_vlms.make_image("blue", (48, 24))

@@ -17,15 +17,15 @@ from base_fixtures import LAYER_PAIR
 from tiny_hybrids import CONFIGS, make_hybrid
 from transformers import AutoModelForCausalLM, FalconConfig, Qwen3Config, Qwen3MoeConfig
 
-from groupgrad.cli.main import main
+from groupgrad.apps.cli.main import main
+from groupgrad.apps.plan import shapes
+from groupgrad.apps.plan.fitting import choices, recommended, smallest_device
+from groupgrad.apps.plan.memory import RunSizes, ZeroBuffers, pass_sizes, predict
+from groupgrad.apps.plan.shapes import model_shape, read_config
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.logits import last_logits
-from groupgrad.modeling.gradient_checkpointing import activation_bytes_per_token
-from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch
-from groupgrad.planning import shapes
-from groupgrad.planning.fitting import choices, recommended, smallest_device
-from groupgrad.planning.memory import RunSizes, ZeroBuffers, pass_sizes, predict
-from groupgrad.planning.shapes import model_shape, read_config
+from groupgrad.scoring.forward import ForwardOptions, build_batch
+from groupgrad.scoring.gradient_checkpointing import activation_bytes_per_token
 
 SIZES = RunSizes(prompt=10, completion=100, group=4, rows=8, micro_batch=8, on_gpu=False)
 

@@ -16,12 +16,12 @@ from tiny_hybrids import CONFIGS
 from transformers import Qwen2VLConfig, Qwen3Config, Qwen3MoeConfig
 
 from groupgrad import compat
-from groupgrad.cli.launch import launch_command
-from groupgrad.cli.main import main
+from groupgrad.apps.cli.launch import launch_command
+from groupgrad.apps.cli.main import main
+from groupgrad.apps.plan import shapes
+from groupgrad.apps.plan.shapes import model_shape, read_config, whole_rows
 from groupgrad.config import GRPOConfig
 from groupgrad.config.rules import problems
-from groupgrad.planning import shapes
-from groupgrad.planning.shapes import model_shape, read_config, whole_rows
 
 SEVEN_BILLION = {
     "model_type": "qwen2",

@@ -15,10 +15,10 @@ from transformers import (
     Qwen2VLConfig,
 )
 
-from groupgrad.cli.main import main
-from groupgrad.modeling.gradient_checkpointing import activation_bytes_per_token
-from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.planning.shapes import model_shape
+from groupgrad.apps.cli.main import main
+from groupgrad.apps.plan.shapes import model_shape
+from groupgrad.scoring.forward import ForwardOptions
+from groupgrad.scoring.gradient_checkpointing import activation_bytes_per_token
 
 
 def test_all_weights_are_counted(tmp_path: Path, capsys: Any) -> None:

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from plan_output import recommendation
 
-from groupgrad.cli.main import main
+from groupgrad.apps.cli.main import main
+from groupgrad.apps.plan import shapes
+from groupgrad.apps.plan.shapes import model_shape, read_config
 from groupgrad.config import GRPOConfig
-from groupgrad.planning import shapes
-from groupgrad.planning.shapes import model_shape, read_config
 
 SMALL = {"model_type": "qwen2", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 8192}

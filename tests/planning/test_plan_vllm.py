@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from groupgrad.engines.vllm import memory_check
-from groupgrad.engines.vllm.colocate_start import ColocateOptions
-from groupgrad.planning.fitting import choices, predicted_training_bytes, recommended, vllm_share
-from groupgrad.planning.memory import RunSizes, predict
-from groupgrad.planning.shapes import ModelShape, model_shape
+from groupgrad.apps.plan.fitting import choices, predicted_training_bytes, recommended, vllm_share
+from groupgrad.apps.plan.memory import RunSizes, predict
+from groupgrad.apps.plan.shapes import ModelShape, model_shape
+from groupgrad.integrations.vllm import memory_check
+from groupgrad.integrations.vllm.colocate_start import ColocateOptions
 
 SIZES = RunSizes(
     prompt=512, completion=256, group=8, rows=16, micro_batch=8, weight_bytes=2, half=True, accumulates=True

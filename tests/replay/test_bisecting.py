@@ -11,8 +11,8 @@ import pytest
 from repeatable_runs import make_trainer
 from replay_rounds import STEPS, faulty, random_faults, without_records
 
-from groupgrad.replay import bisect
-from groupgrad.replay.wording import bisection_report
+from groupgrad.apps.replay import bisect
+from groupgrad.apps.replay.wording import bisection_report
 
 
 @pytest.fixture(scope="module")

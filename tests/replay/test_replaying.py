@@ -14,8 +14,8 @@ import pytest
 from repeatable_runs import KINDS, letters_reward, make_trainer
 from replay_rounds import numbers_of, random_replays
 
-from groupgrad.replay import ReplayError, replay
-from groupgrad.replay.wording import replay_report
+from groupgrad.apps.replay import ReplayError, replay
+from groupgrad.apps.replay.wording import replay_report
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ import pytest
 import sandbox_escapes
 
 from groupgrad.errors import RewardError
+from groupgrad.integrations.code_sandbox import sandbox as sandbox_module
+from groupgrad.integrations.code_sandbox.sandbox import MECHANISMS, Sandbox, SandboxError
 from groupgrad.rewards import code_reward
-from groupgrad.rewards import sandbox as sandbox_module
 from groupgrad.rewards.reward_runner import RewardRunner
-from groupgrad.rewards.sandbox import MECHANISMS, Sandbox, SandboxError
 
-code_reward_module = sys.modules["groupgrad.rewards.code_reward"]
+code_reward_module = sys.modules["groupgrad.integrations.code_sandbox.code_reward"]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import sandbox_escapes
 
-from groupgrad.rewards.sandbox import MECHANISMS
+from groupgrad.integrations.code_sandbox.sandbox import MECHANISMS
 
 ROOT = Path(__file__).resolve().parents[2]
 

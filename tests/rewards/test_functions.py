@@ -14,7 +14,7 @@ from groupgrad.data.values import copy_containers
 from groupgrad.errors import RewardError
 from groupgrad.rewards.call_inputs import CallInputs
 from groupgrad.rewards.functions import inspect_function, read_rewards
-from groupgrad.telemetry.completions import distinct_names
+from groupgrad.run_folder.completions import distinct_names
 
 
 class Judge:

@@ -17,16 +17,16 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.metrics import merge_all
-from groupgrad.modeling.reference import Reference
-from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.models.reference import Reference
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import ExperienceCollector, ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.telemetry.timings import Timings
+from groupgrad.run_folder.timings import Timings
+from groupgrad.scoring.forward import ForwardOptions
+from groupgrad.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.types import Rollout, Trace
 
 ROWS = [{"prompt": text, "broken": False} for text in ("ab", "c", "1+1=", "d")]

@@ -16,7 +16,7 @@ from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience, ExperienceCollector, ScoringOptions
 from groupgrad.rollout.requests import GenerationRequest, report_failures
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.telemetry.timings import Timings
+from groupgrad.run_folder.timings import Timings
 
 TEXTS = ["ab", "a", "cab", ""]
 ROWS = {0: {"prompt": "x", "answer": 1}, 1: {"prompt": "yy", "answer": 2}}

@@ -18,7 +18,7 @@ from groupgrad.rollout.collector import Experience, ExperienceCollector, Scoring
 from groupgrad.rollout.dynamic_sampling import DynamicSampling
 from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.telemetry.timings import Timings
+from groupgrad.run_folder.timings import Timings
 
 DATA = Dataset.from_dict({"prompt": list("abcdefgh"), "row": list(range(8))})
 

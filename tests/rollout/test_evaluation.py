@@ -12,16 +12,16 @@ from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import BatchEngine, SamplingOptions
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.modeling.reference import Reference
-from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.models.reference import Reference
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout import evaluation
 from groupgrad.rollout.collector import ExperienceCollector, ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.telemetry.timings import Timings
+from groupgrad.run_folder.timings import Timings
+from groupgrad.scoring.forward import ForwardOptions
+from groupgrad.scoring.old_and_ref import OldAndRefScorer
 
 BATCH = EvalBatch(3, [{"prompt": "ab"}, {"prompt": "c"}, {"prompt": "1+1="}], 3)
 

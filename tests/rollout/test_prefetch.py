@@ -13,7 +13,7 @@ import pytest
 from groupgrad.errors import WeightsLost
 from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.requests import GenerationRequest
-from groupgrad.telemetry.timings import Timings
+from groupgrad.run_folder.timings import Timings
 
 ROWS: dict[int, dict[str, Any]] = {0: {"prompt": "x"}}
 

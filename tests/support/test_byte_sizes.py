@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from groupgrad.byte_sizes import bytes_text
-from groupgrad.telemetry.rollout_files import RolloutFiles
+from groupgrad.run_folder.rollout_files import RolloutFiles
 
 
 @pytest.mark.parametrize(

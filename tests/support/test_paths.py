@@ -17,9 +17,9 @@ from torch import nn
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.modeling.scoring.attention import plannable
-from groupgrad.modeling.scoring.forward import ForwardOptions, InputLayout, score_tokens
-from groupgrad.modeling.self_check import build_batch
+from groupgrad.scoring.attention import plannable
+from groupgrad.scoring.forward import ForwardOptions, InputLayout, score_tokens
+from groupgrad.scoring.self_check import build_batch
 
 NAMES = (
     "qwen3",

@@ -17,7 +17,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from groupgrad import GRPOConfig, GRPOTrainer, Sweep
-from groupgrad.telemetry.run_files import read_lines
+from groupgrad.run_folder.run_files import read_lines
 
 WORDS = ["a", "bc", "def", "gh", "ij k", "l", "mn", "opqr", "st", "u", "vw", "xyz", "A", "BC", "DE", "F"]
 TIMES = ("runtime", "per_second", "step_time", "time/", "latency_s")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from groupgrad.modeling import load
-from groupgrad.modeling.base_models import BaseModels, separate_trained, shared_base
+from groupgrad.models import load
+from groupgrad.models.base_models import BaseModels, separate_trained, shared_base
 
 
 def frozen(model: nn.Module) -> dict[str, int]:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from groupgrad.cli import main as cli
-from groupgrad.cli.sweep import read_file
-from groupgrad.sweep.store import Store
-from groupgrad.telemetry.run_lock import locked
+from groupgrad.apps.cli import main as cli
+from groupgrad.apps.cli.sweep import read_file
+from groupgrad.apps.sweep.store import Store
+from groupgrad.run_folder.run_lock import locked
 
 
 def write(content: dict[str, Any]) -> str:
@@ -132,7 +132,7 @@ def test_actions_but_clone_import_neither_torch_nor_transformers(tmp_path, words
     store.set_state(2, "stopped")
     action, *arm = words
     code = (
-        f"import sys; from groupgrad.cli.main import main; status = main(['sweep', {action!r}, 'out', *{arm!r}]); "
+        f"import sys; from groupgrad.apps.cli.main import main; status = main(['sweep', {action!r}, 'out', *{arm!r}]); "
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules); sys.exit(status)"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from groupgrad.apps.sweep.common_work import CommonWork, _changing_weights
+from groupgrad.apps.sweep.store import Store
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.native import NativeEngine
-from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
-from groupgrad.sweep.common_work import CommonWork, _changing_weights
-from groupgrad.sweep.store import Store
+from groupgrad.scoring.old_and_ref import OldAndRefScorer
 
 STEPS = {"max_steps": 2}
 ROWS = 8

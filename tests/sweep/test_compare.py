@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from groupgrad.sweep.compare import compared_steps, difference, judge, student_tail
-from groupgrad.sweep.store import PromptRewards
-from groupgrad.sweep.sweep_plan import Halving
+from groupgrad.apps.sweep.compare import compared_steps, difference, judge, student_tail
+from groupgrad.apps.sweep.store import PromptRewards
+from groupgrad.apps.sweep.sweep_plan import Halving
 
 
 def steps(*means: float, prompts: str = "p") -> dict[int, PromptRewards]:

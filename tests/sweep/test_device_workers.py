@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from groupgrad.sweep.store import Store
+from groupgrad.apps.sweep.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,7 @@ def wait_for_steps(process: subprocess.Popen[bytes], num_steps: int) -> list[psu
 
 
 def assert_arms_equal_runs_alone(tools: Any) -> None:
-    from groupgrad.cli import main as cli
+    from groupgrad.apps.cli import main as cli
 
     for arm in Store("out").arms():
         assert (arm.state, arm.step) == ("done", 6)
@@ -123,7 +123,7 @@ def test_a_sweep_that_was_ended_leaves_no_worker_and_goes_on_exactly(start, tool
 
 
 def test_commands_are_taken_while_workers_train(start, tools):
-    from groupgrad.cli import main as cli
+    from groupgrad.apps.cli import main as cli
 
     process = start()
     wait_for_steps(process, 2)

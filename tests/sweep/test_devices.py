@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from groupgrad.apps.sweep import device_workers
+from groupgrad.apps.sweep.device_workers import DeviceWorkers
+from groupgrad.apps.sweep.devices import Device, find_devices
+from groupgrad.apps.sweep.store import Arm, Store
+from groupgrad.apps.sweep.sweep_plan import SweepPlan
 from groupgrad.concurrency.worker_process import WorkerDied
 from groupgrad.concurrency.workers import Outcome
-from groupgrad.sweep import device_workers
-from groupgrad.sweep.device_workers import DeviceWorkers
-from groupgrad.sweep.devices import Device, find_devices
-from groupgrad.sweep.store import Arm, Store
-from groupgrad.sweep.sweep_plan import SweepPlan
 
 RATES = {"learning_rate": [1e-4, 1e-2, 2e-2, 3e-2]}
 
@@ -208,7 +208,7 @@ def test_a_failing_arm_is_reported_and_the_others_go_on(make_sweep, tools, proce
 
 
 def test_commands_for_an_arm_in_a_turn_wait_for_its_end_alone(make_sweep, tmp_path, monkeypatch):
-    monkeypatch.setattr("groupgrad.sweep.arm_turns.COMMAND_CHECK_S", 0.0)
+    monkeypatch.setattr("groupgrad.apps.sweep.arm_turns.COMMAND_CHECK_S", 0.0)
     sweeper = make_sweep(RATES)._sweeper
     store = Store(tmp_path / "sweep")
     first, second = store.arms()[:2]

@@ -70,7 +70,7 @@ def test_adapters_with_dropout_equal_runs_alone(make_sweep, train_alone, tools, 
 
 @pytest.mark.slow
 def test_trainers_that_do_not_fit_are_made_anew(make_sweep, train_alone, tools, tmp_path, monkeypatch):
-    monkeypatch.setattr("groupgrad.sweep.arm_turns.MEMORY_SHARE", 0.0)
+    monkeypatch.setattr("groupgrad.apps.sweep.arm_turns.MEMORY_SHARE", 0.0)
     for result in make_sweep({"learning_rate": [1e-2, 3e-2]}, turn_steps=2).run():
         train_alone(result.name, **result.changes)
         assert tools.equal_files(tmp_path / "sweep/arms" / result.name, tmp_path / result.name)

@@ -9,10 +9,10 @@ import torch
 from simulated_cuda import SimulatedTensor, to_cuda, trainers_on_simulated_cuda
 from torch import nn
 
+from groupgrad.apps.sweep import sharing
+from groupgrad.apps.sweep.common_work import _changing_weights, weighted_sum_of_bits
+from groupgrad.apps.sweep.sharing import SharedWeights
 from groupgrad.engines.native import NativeEngine
-from groupgrad.sweep import sharing
-from groupgrad.sweep.common_work import _changing_weights, weighted_sum_of_bits
-from groupgrad.sweep.sharing import SharedWeights
 
 ROWS = 8
 """Completions of a step; the trial of an engine on a new model has fewer."""
@@ -80,5 +80,5 @@ def test_weighted_sums_of_bits_are_no_plain_sums(monkeypatch):
     whole = weighted_sum_of_bits(first)
     assert whole != weighted_sum_of_bits(swapped)
     assert weighted_sum_of_bits(first[:61]) != weighted_sum_of_bits(first[:60])
-    monkeypatch.setattr("groupgrad.sweep.common_work._WORDS_AT_ONCE", 3)
+    monkeypatch.setattr("groupgrad.apps.sweep.common_work._WORDS_AT_ONCE", 3)
     assert weighted_sum_of_bits(first) == whole

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from groupgrad.cli import main as cli
-from groupgrad.cli.sweep_on_page import CommandLinePanel
-from groupgrad.sweep.store import ArmTurn, Decision, PromptRewards, Store
-from groupgrad.telemetry.run_files import LineFile
-from groupgrad.telemetry.run_lock import locked
+from groupgrad.apps.cli import main as cli
+from groupgrad.apps.cli.sweep_on_page import CommandLinePanel
+from groupgrad.apps.sweep.store import ArmTurn, Decision, PromptRewards, Store
+from groupgrad.run_folder.run_files import LineFile
+from groupgrad.run_folder.run_lock import locked
 
 
 def test_the_page_lists_the_arms_as_the_command_line_does(make_sweep, tmp_path, capsys):
@@ -69,7 +69,7 @@ def test_an_arm_in_its_turn_has_the_steps_of_its_run(tmp_path, capsys):
 
 
 def test_the_arm_in_its_turn_is_shown_as_training(tmp_path, capsys):
-    from groupgrad.telemetry.run_lock import locked
+    from groupgrad.run_folder.run_lock import locked
 
     store = Store(tmp_path, create=True)
     store.add_arms([("01-a", 0, {"beta": 0.1}), ("02-b", 0, {"beta": 0.2})])
@@ -183,7 +183,7 @@ def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):
     store.set_state(2, "dropped")
     panel = CommandLinePanel(tmp_path)
     with locked(tmp_path):
-        monkeypatch.setattr("groupgrad.cli.sweep_on_page.subprocess.run", refuse)
+        monkeypatch.setattr("groupgrad.apps.cli.sweep_on_page.subprocess.run", refuse)
         said = panel.act("stop", 1, [], from_weights=False)
         assert said == "stop of 01-a: queued; the sweep takes it after the present step"
         with pytest.raises(ValueError, match="'7' is no arm of the sweep"):

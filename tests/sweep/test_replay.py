@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from groupgrad.cli.main import main
+from groupgrad.apps.cli.main import main
 
 SCRIPT = """
 from datasets import Dataset
@@ -81,7 +81,7 @@ def test_an_arm_of_a_script_is_replayed_by_it(content: dict[str, Any], capsys: A
     )
     assert main(["bisect", first, second, "--replay"]) == 2
     shown = capsys.readouterr().err
-    assert "groupgrad.replay.bisect" in shown and "--script" not in shown
+    assert "groupgrad.apps.replay.bisect" in shown and "--script" not in shown
     assert main(["replay", second, "--step", "3", "--row", "1", "--script", "mine.py"]) == 0
     shown = capsys.readouterr().out
     assert "step 3, row 1:" in shown and shown.count("note:") == 1 and shown.endswith("0 bits differ.\n")
@@ -91,7 +91,7 @@ def test_an_arm_of_a_script_is_replayed_by_it(content: dict[str, Any], capsys: A
 
 
 def test_a_sweep_object_makes_trainers_of_its_arms_for_replays(make_sweep: Any, tmp_path: Path) -> None:
-    from groupgrad.replay import replay
+    from groupgrad.apps.replay import replay
 
     sweep = make_sweep({"learning_rate": [1e-2, 3e-2]}, args={"max_steps": 2})
     sweep.run()

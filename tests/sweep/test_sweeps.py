@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from groupgrad.apps.sweep.arm_turns import FIRST_TURN
+from groupgrad.apps.sweep.report import arms_in_turn, steps_so_far
+from groupgrad.apps.sweep.sharing import RewardCache, SharedWeights
+from groupgrad.apps.sweep.store import ArmTurn, Store
+from groupgrad.run_folder.run_folder import RunFolder
 from groupgrad.stopping import Stopped
-from groupgrad.sweep.arm_turns import FIRST_TURN
-from groupgrad.sweep.report import arms_in_turn, steps_so_far
-from groupgrad.sweep.sharing import RewardCache, SharedWeights
-from groupgrad.sweep.store import ArmTurn, Store
-from groupgrad.telemetry.run_folder import RunFolder
 
 RATES = {"learning_rate": [1e-2, 3e-2]}
 
@@ -68,7 +68,7 @@ def test_an_arm_between_its_turns_is_paused_for_who_looks_at_it(make_sweep, tool
 
 
 def test_a_command_ends_the_turn_after_the_present_step(make_sweep, tools, tmp_path, monkeypatch):
-    monkeypatch.setattr("groupgrad.sweep.arm_turns.COMMAND_CHECK_S", 0.0)
+    monkeypatch.setattr("groupgrad.apps.sweep.arm_turns.COMMAND_CHECK_S", 0.0)
     store = Store(tmp_path / "sweep", create=True)
 
     def stops(completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:

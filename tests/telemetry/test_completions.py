@@ -15,9 +15,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from groupgrad import dist
-from groupgrad.telemetry.completions import CompletionLog
-from groupgrad.telemetry.parquet import to_table
-from groupgrad.telemetry.render import plain_text, visible, without_images
+from groupgrad.run_folder.completions import CompletionLog
+from groupgrad.run_folder.parquet import to_table
+from groupgrad.run_folder.render import plain_text, visible, without_images
 
 
 def record(i: int, **changes):

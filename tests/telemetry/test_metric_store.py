@@ -10,7 +10,7 @@ import torch
 
 from groupgrad import dist
 from groupgrad.metrics import average, latest, maximum, mean_of, minimum, total
-from groupgrad.telemetry.metric_store import MetricStore
+from groupgrad.run_folder.metric_store import MetricStore
 
 
 def test_a_mean_is_the_sum_over_the_count_not_a_mean_of_means():

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from groupgrad.telemetry.progress import ProgressCallback
-from groupgrad.telemetry.timings import Timings
+from groupgrad.run_folder.progress import ProgressCallback
+from groupgrad.run_folder.timings import Timings
 
 LOGS = {"loss": 0.0, "reward": 0.5, "completions/mean_length": 40.0}
 
@@ -224,7 +224,7 @@ from types import SimpleNamespace
 fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
 from groupgrad.imports import quick_imports
 with quick_imports():
-    from groupgrad.telemetry.progress import ProgressCallback
+    from groupgrad.run_folder.progress import ProgressCallback
 args = SimpleNamespace(disable_tqdm=False)
 state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=4)
 progress = ProgressCallback()

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 from synthetic_run import HOSTILE, write_run
 
-from groupgrad.cli.main import main
-from groupgrad.telemetry.row_selection import Selection
-from groupgrad.telemetry.run_files import LineFile, steps_made
-from groupgrad.telemetry.run_folder import NoRun, RunFolder
+from groupgrad.apps.cli.main import main
+from groupgrad.run_folder.row_selection import Selection
+from groupgrad.run_folder.run_files import LineFile, steps_made
+from groupgrad.run_folder.run_folder import NoRun, RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -357,9 +357,9 @@ def test_the_page_on_curves_has_the_bounds_of_the_advice() -> None:
 def test_the_first_rows_are_read_without_pandas(folder):
     """Its import would take a third of the time until the page is served."""
     program = (
-        "import sys; from groupgrad.cli import view; from groupgrad.cockpit import views; "
-        f"from groupgrad.telemetry.run_folder import RunFolder; run = RunFolder({str(folder)!r}); "
-        "from groupgrad.telemetry.row_selection import Selection; "
+        "import sys; from groupgrad.apps.cli import view; from groupgrad.apps.view import views; "
+        f"from groupgrad.run_folder.run_folder import RunFolder; run = RunFolder({str(folder)!r}); "
+        "from groupgrad.run_folder.row_selection import Selection; "
         "found = views.rollouts(run, Selection(), sort='step', descending=True, offset=0, limit=9, "
         "chosen=(3, 5, 'train')); assert len(found['rows']) == 9 and found['place'] == 9 * 32 + 5; "
         "views.metrics(run); views.summary(run); views.heading(run); "

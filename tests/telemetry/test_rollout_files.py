@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from synthetic_run import _rows
 
-from groupgrad.telemetry.rollout_files import RolloutFiles
-from groupgrad.telemetry.run_files import parse_rollout_file
+from groupgrad.run_folder.rollout_files import RolloutFiles
+from groupgrad.run_folder.run_files import parse_rollout_file
 
 
 @pytest.mark.parametrize("every", [1, 4])

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from groupgrad.data.images import digest
-from groupgrad.telemetry.rollout_files import RolloutFiles
-from groupgrad.telemetry.rollout_table import StoredRows, to_table
+from groupgrad.run_folder.rollout_files import RolloutFiles
+from groupgrad.run_folder.rollout_table import StoredRows, to_table
 from groupgrad.types import Media, Prompt, Rollout
 
 RED, BLUE, GREEN = (Image.new("RGB", (8, 6), color) for color in ("red", "blue", "green"))

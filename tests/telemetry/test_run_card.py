@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from groupgrad.telemetry.run_card import write_run_card
+from groupgrad.run_folder.run_card import write_run_card
 
 
 def write(folder, *, base_model="Qwen/Qwen3-0.6B", **changes) -> str:

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from groupgrad.telemetry.run_files import LineFile, read_lines, read_lines_from
-from groupgrad.telemetry.token_texts import TokenTexts
-from groupgrad.telemetry.write_behind import WriteBehind
+from groupgrad.run_folder.run_files import LineFile, read_lines, read_lines_from
+from groupgrad.run_folder.token_texts import TokenTexts
+from groupgrad.run_folder.write_behind import WriteBehind
 
 
 def test_torn_lines_are_skipped_and_the_next_line_is_whole(tmp_path):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupgrad.telemetry.timings import Timings
+from groupgrad.run_folder.timings import Timings
 
 
 class Clock:

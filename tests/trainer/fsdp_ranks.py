@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from groupgrad.modeling.systems.fsdp import local_part
-from groupgrad.modeling.systems.sharding import gather_all, is_sharded, num_parameters
-from groupgrad.modeling.weights import checkpoint_weights
+from groupgrad.integrations.sharding.fsdp import local_part
+from groupgrad.integrations.sharding.sharding import gather_all, is_sharded, num_parameters
+from groupgrad.models.weights import checkpoint_weights
 from groupgrad.trainer import training_run
 
 TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}

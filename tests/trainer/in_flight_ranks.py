@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.engines.vllm.server_rows import ServerRows
+from groupgrad.integrations.vllm.server_rows import ServerRows
 
 ROWS: list[dict[str, Any]] = []
 

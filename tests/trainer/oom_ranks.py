@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 from groupgrad import dist
-from groupgrad.modeling.scoring.layout import ForwardInputs
-from groupgrad.modeling.systems.sharding import is_sharded
+from groupgrad.integrations.sharding.sharding import is_sharded
+from groupgrad.scoring.layout import ForwardInputs
 
 RANK = int(os.environ.get("RANK", "0"))
 SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
@@ -213,7 +213,7 @@ class Normed(nn.Module):
 
 def statistics(buffers: bool) -> list[list[float]]:
     """Returns the running means and a table after each rank has taken a step on different numbers."""
-    from groupgrad.modeling.systems.gradient_sync import GradientSync
+    from groupgrad.trainer.gradient_sync import GradientSync
 
     model: Any = Normed()
     sync = GradientSync(model, buffers=buffers)
@@ -226,8 +226,8 @@ def statistics(buffers: bool) -> list[list[float]]:
 
 def half_precision_sum() -> torch.Tensor:
     """The gradient of a bfloat16 weight after each rank has made five passes."""
-    from groupgrad.modeling.systems.gradient_sums import GradientSums
-    from groupgrad.modeling.systems.gradient_sync import GradientSync
+    from groupgrad.trainer.gradient_sums import GradientSums
+    from groupgrad.trainer.gradient_sync import GradientSync
 
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     sums = GradientSums(model, in_float32=True)
@@ -268,8 +268,8 @@ class Stack(nn.Module):
 
 def sent_early(dtype: torch.dtype, *, overlaps: bool) -> dict[str, Any]:
     """The averaged gradients of some steps, and how many buckets were sent before a step's last pass was over."""
-    from groupgrad.modeling.systems.gradient_sums import GradientSums
-    from groupgrad.modeling.systems.gradient_sync import GradientSync
+    from groupgrad.trainer.gradient_sums import GradientSums
+    from groupgrad.trainer.gradient_sync import GradientSync
 
     model = Stack(dtype)
     sums = GradientSums(model, in_float32=True)

@@ -70,9 +70,9 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
     """Trains a case to its end, or to the error that ends it."""
     import oom_ranks
 
-    from groupgrad.modeling import gradient_checkpointing
-    from groupgrad.modeling.systems.sharding import gather_all
-    from groupgrad.modeling.weights import checkpoint_weights
+    from groupgrad.integrations.sharding.sharding import gather_all
+    from groupgrad.models.weights import checkpoint_weights
+    from groupgrad.scoring import gradient_checkpointing
 
     ranks, free_bytes = oom_ranks.ranks, gradient_checkpointing.free_bytes
     if name == "by_need" and RANK == 1:

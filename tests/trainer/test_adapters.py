@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from groupgrad.modeling.adapters import dora_scales_kept
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
-from groupgrad.modeling.self_check import random_batch
+from groupgrad.models.adapters import dora_scales_kept
+from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.scoring.self_check import random_batch
 
 peft = pytest.importorskip("peft")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from groupgrad.modeling.scoring.forward import layout_for
+from groupgrad.scoring.forward import layout_for
 
 
 @pytest.fixture

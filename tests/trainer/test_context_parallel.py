@@ -13,9 +13,9 @@ import torch
 from forked_ranks import forked_ranks, on_ranks
 
 from groupgrad.errors import ConfigError
-from groupgrad.modeling.scoring.layout import flat_layout
-from groupgrad.modeling.self_check import LayoutReport
-from groupgrad.trainer.context_group import context_group
+from groupgrad.integrations.sharding.context_group import context_group
+from groupgrad.scoring.layout import flat_layout
+from groupgrad.scoring.self_check import LayoutReport
 
 FAST = ["grpo", "luspo"]
 SLOW = [

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from groupgrad.modeling.scoring import head_hook
+from groupgrad.scoring import head_hook
 from groupgrad.trainer import trainer as trainer_module
 
 

@@ -15,7 +15,7 @@ from base_fixtures import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from groupgrad.modeling import gradient_checkpointing
+from groupgrad.scoring import gradient_checkpointing
 
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 _WRITTEN = {"architectures", "dtype"}

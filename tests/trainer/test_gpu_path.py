@@ -20,7 +20,7 @@ from triton_twins import triton_twins
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.engines.native import decode_kernels, runner
 from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
-from groupgrad.modeling.unwrapping import is_prepared
+from groupgrad.models.unwrapping import is_prepared
 
 
 def lengths(completions: list[str], **_: Any) -> list[float]:

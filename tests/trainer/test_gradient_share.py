@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from groupgrad.objectives.gradient_share import signal_and_noise
-from groupgrad.telemetry.run_files import read_lines
+from groupgrad.run_folder.run_files import read_lines
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

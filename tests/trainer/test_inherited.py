@@ -413,9 +413,9 @@ def test_the_compiler_gets_its_options(make_trainer):
 def test_kernels_are_put_into_the_model(make_trainer, calls, monkeypatch):
     """Before the model is tried, and in the same way when training begins; without those of a loss on labels."""
     monkeypatch.setattr("groupgrad.compat.is_available", lambda name: True)
-    monkeypatch.setattr("groupgrad.modeling.liger.WITHOUT_TRITON", ())
+    monkeypatch.setattr("groupgrad.models.liger.WITHOUT_TRITON", ())
     first: list[Any] = []
-    monkeypatch.setattr("groupgrad.modeling.liger.liger.apply_liger_kernel", lambda *given: first.append(given))
+    monkeypatch.setattr("groupgrad.models.liger.liger.apply_liger_kernel", lambda *given: first.append(given))
     then = calls("apply_liger_kernel")
     trainer = make_trainer(use_liger_kernel=True, liger_kernel_config={"rope": False}, max_steps=1)
     expected = {"cross_entropy": False, "fused_linear_cross_entropy": False, "rope": False}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from groupgrad.metrics import maximum, mean_of, merge_all
-from groupgrad.modeling.rounding import Rounding
+from groupgrad.models.rounding import Rounding
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
 from groupgrad.trainer.mismatch_watch import MISMATCH, MismatchWatch, has_dropout, tolerance
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from groupgrad import GRPOConfig
-from groupgrad.modeling import load
+from groupgrad.models import load
 from groupgrad.trainer import build
 
 

@@ -12,8 +12,8 @@ from peft import LoraConfig
 from simulated_cuda import Graph, to_cuda, trainers_on_simulated_cuda
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.modeling.scoring.forward import score_tokens
-from groupgrad.modeling.self_check import random_batch
+from groupgrad.scoring.forward import score_tokens
+from groupgrad.scoring.self_check import random_batch
 
 NUMBERS = ("loss", "grad_norm", "reward", "entropy", "kl", "sampling/logp_mismatch")
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from groupgrad.engines.native.attention_plans import DecodePlan, PrefillPlan
-from groupgrad.modeling.scoring.block_attention import BlockPlan
-from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
+from groupgrad.scoring.block_attention import BlockPlan
+from groupgrad.trainer.stochastic_adamw import StochasticAdamW
 
 PLANS = {"prompts": PrefillPlan, "sampled tokens": DecodePlan, "training": BlockPlan}
 

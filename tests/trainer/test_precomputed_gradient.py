@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from groupgrad.batch import Batch, StepTotals
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
+from groupgrad.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.trainer.precomputed_gradient import precompute_gradient
 
 

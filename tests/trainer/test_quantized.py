@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from groupgrad.cli import train as train_command
-from groupgrad.cli.parsing import parse
-from groupgrad.modeling.quantized import is_packed
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
-from groupgrad.modeling.self_check import random_batch
-from groupgrad.modeling.weights import checkpoint_weights
+from groupgrad.apps.cli import train as train_command
+from groupgrad.apps.cli.parsing import parse
+from groupgrad.models.quantized import is_packed
+from groupgrad.models.weights import checkpoint_weights
+from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.scoring.self_check import random_batch
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from groupgrad.telemetry.run_files import read_lines
+from groupgrad.run_folder.run_files import read_lines
 
 
 def test_each_rollout_and_event_is_a_trace_in_its_database(

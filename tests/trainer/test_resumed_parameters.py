@@ -12,7 +12,7 @@ import tiny_vlms
 import torch
 
 from groupgrad.checkpoints.manifest import Manifest
-from groupgrad.modeling.adapters import adapter_settings
+from groupgrad.models.adapters import adapter_settings
 from groupgrad.trainer.resumed_optimizer import matched_by_name
 from groupgrad.trainer.resumed_parameters import misfit, trained_parameters
 

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 from datasets import Dataset
 
-from groupgrad.preflight.round_findings import _rewards
+from groupgrad.apps.check.round_findings import _rewards
 
 INF, NAN = math.inf, math.nan
 

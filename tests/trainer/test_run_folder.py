@@ -18,8 +18,8 @@ import pytest
 from transformers import TrainerCallback
 
 from groupgrad.config.hidden_secrets import without_secrets
-from groupgrad.telemetry.rollout_files import RolloutFiles
-from groupgrad.telemetry.run_files import parse_rollout_file, read_lines
+from groupgrad.run_folder.rollout_files import RolloutFiles
+from groupgrad.run_folder.run_files import parse_rollout_file, read_lines
 from groupgrad.trainer.run_recorder import RunRecorder
 
 
@@ -139,7 +139,7 @@ def test_a_folder_that_cannot_be_written_ends_no_run(make_trainer, tmp_path, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    monkeypatch.setattr("groupgrad.telemetry.rollout_files.replace_file", full)
+    monkeypatch.setattr("groupgrad.run_folder.rollout_files.replace_file", full)
     trainer = make_trainer(max_steps=2)
     with caplog.at_level(logging.WARNING, logger="groupgrad"):
         trainer.train()
@@ -230,7 +230,7 @@ def test_nothing_is_recorded_where_an_earlier_run_cannot_be_moved(make_trainer, 
     def refuse(folder: Path) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("groupgrad.telemetry.run_files.set_aside", refuse)
+    monkeypatch.setattr("groupgrad.run_folder.run_files.set_aside", refuse)
     with caplog.at_level(logging.WARNING, logger="groupgrad"):
         make_trainer(max_steps=2).train()
     assert (folder / "metrics.jsonl").read_text() == before
@@ -258,7 +258,7 @@ def test_a_tokenizer_that_fails_costs_the_texts_alone(make_trainer, tmp_path, mo
     def broken(self: Any, ids: Any) -> list[str]:
         raise RuntimeError("no texts")
 
-    monkeypatch.setattr("groupgrad.telemetry.token_texts.TokenTexts._find", broken)
+    monkeypatch.setattr("groupgrad.run_folder.token_texts.TokenTexts._find", broken)
     trainer = make_trainer(max_steps=1)
     trainer.train()
     rows = rollouts(tmp_path / "run")

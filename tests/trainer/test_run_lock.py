@@ -15,8 +15,8 @@ from filelock import FileLock
 from transformers import TrainerCallback
 
 from groupgrad.errors import OutputDirInUse
-from groupgrad.telemetry.run_files import LOCK_OWNER
-from groupgrad.telemetry.run_lock import LOCK, locked
+from groupgrad.run_folder.run_files import LOCK_OWNER
+from groupgrad.run_folder.run_lock import LOCK, locked
 
 HOLD = """
 import json, os, socket, sys, time

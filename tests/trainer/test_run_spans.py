@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from groupgrad.errors import ConfigError
-from groupgrad.telemetry.run_files import read_lines
+from groupgrad.run_folder.run_files import read_lines
 
 trace = pytest.importorskip("opentelemetry.trace", reason="OpenTelemetry is not installed")
 

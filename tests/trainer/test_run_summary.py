@@ -12,7 +12,7 @@ import torch
 from base_fixtures import make_model
 from datasets import Dataset
 
-from groupgrad.preflight.data_findings import data_findings
+from groupgrad.apps.check.data_findings import data_findings
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.trainer import half_precision
 from groupgrad.trainer.run_summary import columns_in_words

@@ -14,8 +14,8 @@ import pytest
 from datasets import Dataset
 
 from groupgrad.errors import ConfigError
-from groupgrad.telemetry import traces
-from groupgrad.telemetry.run_files import read_lines
+from groupgrad.run_folder import traces
+from groupgrad.run_folder.run_files import read_lines
 from groupgrad.trainer.resumed_options import deciding
 
 SETTINGS = {"report_to": "trackio", "run_name": "first", "trackio_static_space_id": False, "record_traces": True}

@@ -13,8 +13,8 @@ import torch
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.batching import micro_batches
 from groupgrad.engines.base import BatchEngine
-from groupgrad.modeling.scoring.forward import score_without_gradient
 from groupgrad.objectives import FORWARD_AND_BACKWARD
+from groupgrad.scoring.forward import score_without_gradient
 from groupgrad.trainer import trainer as trainer_module
 
 # Where a gradient is 0 but for rounding, AdamW with its usual epsilon would take a full step in a random direction.

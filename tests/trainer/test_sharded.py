@@ -18,7 +18,7 @@ from made_once import made_once
 from transformers import AutoModelForImageTextToText
 from two_ranks import run_on
 
-from groupgrad.modeling.weights import checkpoint_weights
+from groupgrad.models.weights import checkpoint_weights
 
 SCRIPT = Path(__file__).with_name("sharded_ranks.py")
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -16,8 +16,8 @@ import torch
 from transformers import TrainerCallback
 
 from groupgrad.errors import RewardError
+from groupgrad.run_folder.run_files import LOCK_OWNER
 from groupgrad.stopping import Stopped
-from groupgrad.telemetry.run_files import LOCK_OWNER
 
 LOGGED = {
     "steps_per_generation": 2,

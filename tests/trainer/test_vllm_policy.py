@@ -15,10 +15,10 @@ from simulated_vllm import Copy, simulate_vllm
 from tiny_vlms import build
 
 from groupgrad import GRPOConfig
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
+from groupgrad.integrations.vllm import setup as vllm_setup
+from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.trainer import vllm_setup
 
 STEPS = {"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2}
 VLLM = {"use_vllm": True, "vllm_max_model_length": 64}

@@ -12,9 +12,9 @@ import torch
 from groupgrad import dist
 from groupgrad.config import GRPOConfig
 from groupgrad.config.sampling import sampling_options
-from groupgrad.engines.vllm.colocate_start import ColocateOptions
 from groupgrad.errors import RankError
-from groupgrad.trainer import vllm_setup
+from groupgrad.integrations.vllm import setup as vllm_setup
+from groupgrad.integrations.vllm.colocate_start import ColocateOptions
 
 
 @pytest.fixture

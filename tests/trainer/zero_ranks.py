@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.vllm.vllm_engine import Push, VLLMEngine, policy_step_of
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
-from groupgrad.engines.vllm.weight_sender import PolicyWeights, WeightSender
+from groupgrad.integrations.vllm import setup as vllm_setup
+from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine, policy_step_of
+from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
+from groupgrad.integrations.vllm.weight_sender import PolicyWeights, WeightSender
 from groupgrad.trainer import training_run as groupgrad_run
-from groupgrad.trainer import vllm_setup
 
 # AdamW blows up rounding in gradients that are almost zero, which all ways of adding them up differ by.
 COMMON = {"generation_batch_size": 32, "max_steps": 4, "adam_epsilon": 1e-5}
@@ -143,7 +143,7 @@ def build(ranks: Any, name: str, kind: str, out: Path) -> Any:
 
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
     """Collective."""
-    from groupgrad.modeling.systems.zero3 import gathered
+    from groupgrad.integrations.sharding.zero3 import gathered
 
     with gathered(trainer.model.parameters()):
         return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}

@@ -12,7 +12,7 @@ from real_vllm import OPTIONS, mean_difference, requests, vary
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupgrad import dist
-from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
+from groupgrad.integrations.vllm.colocate import ColocateOptions, VLLMColocateEngine
 
 
 def main(folder: Path, tensor_parallel_size: int, model_impl: str) -> None:

@@ -13,8 +13,8 @@ import torch
 from real_vllm import OPTIONS, SETTINGS, SIZES, is_greedy, mean_difference, requests, vary
 
 from groupgrad.engines.base import Request
-from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
-from groupgrad.engines.vllm.weight_sender import InProcess, WeightSender
+from groupgrad.integrations.vllm.colocate import ColocateOptions, VLLMColocateEngine
+from groupgrad.integrations.vllm.weight_sender import InProcess, WeightSender
 
 COLOCATE = ColocateOptions(
     max_num_seqs=16,
@@ -181,7 +181,7 @@ def test_another_trainer_pushes_through_vllms_own_interface(
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    from groupgrad.engines.vllm.transfer_engine import SenderInit
+    from groupgrad.integrations.vllm.transfer_engine import SenderInit
 
     init, source = SenderInit(rank=0, by_reference=by_reference), ModuleSource(vary(policy, 8))
     sender = WeightTransferTrainerFactory.trainer_init(init, client=InProcess(engine._llm), source=source)

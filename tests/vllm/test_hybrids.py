@@ -14,7 +14,7 @@ from real_vllm import OPTIONS, SETTINGS, Served, is_greedy, mean_difference, req
 from tiny_hybrids import CONFIGS
 from transformers import AutoModelForCausalLM
 
-from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
+from groupgrad.integrations.vllm.colocate import ColocateOptions, VLLMColocateEngine
 
 
 def make(family: str, vocab_size: int) -> Any:

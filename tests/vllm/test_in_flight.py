@@ -17,8 +17,8 @@ from vllm_training import LARGE, logged, make_trainer
 
 from groupgrad import compat
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.engines.vllm.http import ServerRefused
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
+from groupgrad.integrations.vllm.http import ServerRefused
+from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 
 RECORDS = compat.vllm_records_versions()
 records_versions = pytest.mark.skipif(not RECORDS, reason="vLLM records the weights of each token from 0.32 on")

@@ -18,12 +18,12 @@ from real_vllm import OPTIONS, SIZES, Served, is_greedy, mean_difference, reques
 from vllm_training import free_port
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.vllm.client import ServerClient
-from groupgrad.engines.vllm.http import Address, ServerRefused, call
-from groupgrad.engines.vllm.server_pool import VLLMServerPool
-from groupgrad.engines.vllm.transfer_plugin import register
-from groupgrad.engines.vllm.weight_group import GroupBroken
-from groupgrad.engines.vllm.weight_transport import (
+from groupgrad.integrations.vllm.client import ServerClient
+from groupgrad.integrations.vllm.http import Address, ServerRefused, call
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool
+from groupgrad.integrations.vllm.transfer_plugin import register
+from groupgrad.integrations.vllm.weight_group import GroupBroken
+from groupgrad.integrations.vllm.weight_transport import (
     GroupTransport,
     HttpTransport,
     SharedMemoryTransport,
@@ -274,7 +274,7 @@ def test_another_trainer_pushes_through_vllms_own_interface(server: Served, poli
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    from groupgrad.engines.vllm.transfer_engine import SenderInit
+    from groupgrad.integrations.vllm.transfer_engine import SenderInit
 
     register()
     client, source = ServerClient(server.address), ModuleSource(vary(policy, 5))

@@ -12,10 +12,10 @@ import pytest
 from real_vllm import OPTIONS, Served, mean_difference, requests, until, vary
 
 from groupgrad.engines.base import Sample
-from groupgrad.engines.vllm.http import Address, ServerRefused, ServerTimeout, call
-from groupgrad.engines.vllm.server_pool import VLLMServerPool
-from groupgrad.engines.vllm.weight_transport import HttpTransport
-from groupgrad.engines.vllm.wire import Bucket
+from groupgrad.integrations.vllm.http import Address, ServerRefused, ServerTimeout, call
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool
+from groupgrad.integrations.vllm.weight_transport import HttpTransport
+from groupgrad.integrations.vllm.wire import Bucket
 
 LONG = requests(8, tokens=100)
 

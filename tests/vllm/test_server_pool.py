@@ -9,7 +9,7 @@ from typing import Any
 from real_vllm import OPTIONS, START_S, Served, pool_of, requests, until, vary
 
 from groupgrad.engines.base import Sample
-from groupgrad.engines.vllm.server_pool import VLLMServerPool
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 
 ROWS = requests(18, tokens=60)
 

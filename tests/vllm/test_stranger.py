@@ -36,10 +36,10 @@ from stranger_cases import (
     slow_bodies,
 )
 
-from groupgrad.engines.vllm.http import ServerRefused, call
-from groupgrad.engines.vllm.server_pool import VLLMServerPool
-from groupgrad.engines.vllm.server_requests import SILENCE_S, UNREAD_S
-from groupgrad.engines.vllm.wire import running_checksum
+from groupgrad.integrations.vllm.http import ServerRefused, call
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool
+from groupgrad.integrations.vllm.server_requests import SILENCE_S, UNREAD_S
+from groupgrad.integrations.vllm.wire import running_checksum
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from scripted_agents import with_tools
 from vllm_training import LARGE, logged, make_trainer
 
 from groupgrad import GRPOTrainer
-from groupgrad.engines.vllm.colocate_start import ColocateOptions
-from groupgrad.trainer import vllm_setup
+from groupgrad.integrations.vllm import setup as vllm_setup
+from groupgrad.integrations.vllm.colocate_start import ColocateOptions
 
 COLOCATE = {"vllm_mode": "colocate", "vllm_max_model_length": 512}
 

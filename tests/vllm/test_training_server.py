@@ -19,11 +19,11 @@ from datasets import Dataset
 from real_vllm import SETTINGS, Served, until, vary
 from vllm_training import LARGE, free_port, logged, make_trainer
 
-from groupgrad.engines.vllm.http import Address
-from groupgrad.engines.vllm.server_rows import ServerRows
-from groupgrad.engines.vllm.vllm_policy import LEAVE_PUSH_S
-from groupgrad.engines.vllm.weight_transport import HttpTransport
-from groupgrad.engines.vllm.wire import Bucket
+from groupgrad.integrations.vllm.http import Address
+from groupgrad.integrations.vllm.server_rows import ServerRows
+from groupgrad.integrations.vllm.vllm_policy import LEAVE_PUSH_S
+from groupgrad.integrations.vllm.weight_transport import HttpTransport
+from groupgrad.integrations.vllm.wire import Bucket
 
 HERE = Path(__file__)
 LONG = Dataset.from_dict({"prompt": ["a", "b" * 600]})

@@ -13,9 +13,9 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_training import make_trainer
 
-from groupgrad.engines.vllm.http import Address
-from groupgrad.engines.vllm.weight_transport import HttpTransport
-from groupgrad.engines.vllm.wire import Bucket
+from groupgrad.integrations.vllm.http import Address
+from groupgrad.integrations.vllm.weight_transport import HttpTransport
+from groupgrad.integrations.vllm.wire import Bucket
 
 
 class StopsAt(HttpTransport):

@@ -12,7 +12,7 @@ os.environ.update(SETTINGS)
 
 def main() -> None:
     """Push twice, the second time with another vision tower; image features of the first must be dropped."""
-    from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
+    from groupgrad.integrations.vllm.colocate import ColocateOptions, VLLMColocateEngine
 
     built = build_vlm()
     extra = {"enforce_eager": True, "limit_mm_per_prompt": {"image": 2}}

@@ -22,8 +22,8 @@ from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged, without_effect
-from groupgrad.engines.vllm.http import Address
-from groupgrad.engines.vllm.vllm_params import STRUCTURE, shaping
+from groupgrad.integrations.vllm.http import Address
+from groupgrad.integrations.vllm.vllm_params import STRUCTURE, shaping
 from groupgrad.spelling import with_nearest
 
 _RETURNED = "the trainer decides what the sampler returns"

@@ -22,7 +22,7 @@ from groupgrad.config.text_values import parse_texts
 from groupgrad.config.unknown_names import advice
 from groupgrad.data.values import cut_repr
 from groupgrad.errors import ConfigError
-from groupgrad.modeling.systems.extension_lock import bound_waits
+from groupgrad.kernels.extension_lock import bound_waits
 
 _TWO_NAMES = {
     "gradient_checkpointing": "activation_checkpointing",

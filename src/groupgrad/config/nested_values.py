@@ -1,6 +1,6 @@
 """Allowed values inside the settings that are dicts, such as `generation_kwargs` and `model_init_kwargs`.
 
-A value that may be checked without the model gets one row here; `modeling/policy_checks.py` checks token ids.
+A value that may be checked without the model gets one row here; `models/policy_checks.py` checks token ids.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.generation_options import without_effect
-from groupgrad.engines.vllm.vllm_params import logprobs_mode, sampling_fields
+from groupgrad.integrations.vllm.vllm_params import logprobs_mode, sampling_fields
 
 
 def sampling_options(config: GRPOSettings, *, eos_ids: list[int], pad_id: int) -> SamplingOptions:

@@ -20,9 +20,9 @@ from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.generation_options import PAGED
 from groupgrad.engines.transformers import end_ids
 from groupgrad.garbage import existing_objects_skipped
-from groupgrad.modeling.load import Float32Linear
-from groupgrad.modeling.scoring.forward import evaluation_mode
-from groupgrad.modeling.unwrapping import pretrained, unwrap
+from groupgrad.models.load import Float32Linear
+from groupgrad.models.unwrapping import pretrained, unwrap
+from groupgrad.scoring.forward import evaluation_mode
 
 _CPU_PAGE, _CPU_BATCH_TOKENS = 32, 1024
 """Tokens of a page and of a forward pass on a CPU, where larger ones would be mostly padding and mask."""

@@ -21,13 +21,13 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.sampling_params import unsupported
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
-from groupgrad.modeling.adapters import is_adapted
-from groupgrad.modeling.model_names import model_source
-from groupgrad.modeling.rounding import Rounding
-from groupgrad.modeling.scoring.attention import plannable
-from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
-from groupgrad.modeling.self_check import build_batch, random_ids
-from groupgrad.modeling.unwrapping import base_model, is_multimodal, pretrained, unwrap
+from groupgrad.models.adapters import is_adapted
+from groupgrad.models.model_names import model_source
+from groupgrad.models.rounding import Rounding
+from groupgrad.models.unwrapping import base_model, is_multimodal, pretrained, unwrap
+from groupgrad.scoring.attention import plannable
+from groupgrad.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
+from groupgrad.scoring.self_check import build_batch, random_ids
 from groupgrad.types import Media, Prompt
 
 logger = logging.getLogger(__name__)

@@ -28,10 +28,10 @@ from transformers import (
 from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
 from groupgrad.engines.stop_strings import StopStrings
-from groupgrad.modeling.scoring.forward import evaluation_mode
-from groupgrad.modeling.scoring.vlm import padded_image_inputs, prompt_images
-from groupgrad.modeling.systems.cumulative_sums import cumulative_sum
-from groupgrad.modeling.unwrapping import unwrap
+from groupgrad.kernels.cumulative_sums import cumulative_sum
+from groupgrad.models.unwrapping import unwrap
+from groupgrad.scoring.forward import evaluation_mode
+from groupgrad.scoring.vlm import padded_image_inputs, prompt_images
 
 # With these options `generate` searches or filters in ways of its own, and rows share its random stream.
 _OWN_SAMPLER = frozenset({"num_beams", "do_sample", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"})

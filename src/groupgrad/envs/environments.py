@@ -27,7 +27,7 @@ from groupgrad.envs.env_spec import (
     inspect_factory,
 )
 from groupgrad.envs.tools import Tool, ToolBox, check_names, chosen_tools, error_text
-from groupgrad.telemetry.completions import distinct_names
+from groupgrad.run_folder.completions import distinct_names
 
 logger = logging.getLogger(__name__)
 

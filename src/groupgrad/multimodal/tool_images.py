@@ -17,7 +17,7 @@ from groupgrad.data.images import (
     open_image,
 )
 from groupgrad.data.prompts import PromptMaker
-from groupgrad.modeling.scoring.vlm import concat_media_tensors
+from groupgrad.scoring.vlm import concat_media_tensors
 from groupgrad.types import Media, Messages
 
 

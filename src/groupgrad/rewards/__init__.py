@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from groupgrad.integrations.code_sandbox.code_reward import code_reward
 from groupgrad.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
-from groupgrad.rewards.code_reward import code_reward
 from groupgrad.rewards.judge import judge
 from groupgrad.rewards.shaping import (
     get_cosine_scaled_reward,

@@ -14,9 +14,9 @@ import torch
 from groupgrad.data.outside_text import OutsideText
 from groupgrad.data.prompts import as_text, drop_empty_fields, join_continued
 from groupgrad.errors import RewardError
+from groupgrad.memory.oom import collect_what_failed, is_out_of_memory
 from groupgrad.metrics import mean_of
-from groupgrad.modeling.model_names import model_source
-from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
+from groupgrad.models.model_names import model_source
 from groupgrad.rewards.call_inputs import CallInputs, CallLog
 from groupgrad.rewards.functions import call_error
 from groupgrad.rewards.model_loading import (

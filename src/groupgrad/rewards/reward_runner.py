@@ -16,7 +16,7 @@ from groupgrad.concurrency.callables import innermost, qualified_name
 from groupgrad.concurrency.workers import NoAnswer
 from groupgrad.data.completions import CompletionTexts
 from groupgrad.metrics import merge_all
-from groupgrad.modeling.model_names import folder_as_text, model_source
+from groupgrad.models.model_names import folder_as_text, model_source
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, CallInputs, CallLog, LogMisuse
 from groupgrad.rewards.function_calls import BegunCall, FunctionCalls
@@ -25,7 +25,7 @@ from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
 from groupgrad.rewards.supervision import CallStatistics, SupervisionOptions, failure, pause_s
 from groupgrad.rewards.torch_settings import torch_settings_kept
-from groupgrad.telemetry.completions import TABLE_COLUMNS, distinct_names
+from groupgrad.run_folder.completions import TABLE_COLUMNS, distinct_names
 from groupgrad.types import RewardTable, Rollout
 
 if TYPE_CHECKING:

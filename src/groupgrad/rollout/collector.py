@@ -27,8 +27,8 @@ from groupgrad.rollout.dynamic_sampling import DynamicSampling, ScoredRollouts
 from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, report_failures
 from groupgrad.rollout.statistics import completion_metrics, lag_metrics, log_records, num_tokens
-from groupgrad.telemetry.render import without_images
-from groupgrad.telemetry.timings import Timings
+from groupgrad.run_folder.render import without_images
+from groupgrad.run_folder.timings import Timings
 from groupgrad.types import RewardTable, Rollout
 
 

@@ -12,13 +12,13 @@ from groupgrad import dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
+from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.metrics import Metric, mean_of
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
-from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
-from groupgrad.modeling.systems.sharding import is_sharded
 from groupgrad.objectives import LOSSES, OnPolicyInfo, PolicyOptions, known_rows, known_scores, policy_loss
 from groupgrad.rollout.collector import Experience, ExperienceCollector
 from groupgrad.rollout.requests import GenerationRequest
+from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.scoring.old_and_ref import OldAndRefScorer
 
 
 @dataclass(slots=True, frozen=True)

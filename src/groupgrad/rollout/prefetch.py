@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from groupgrad import dist
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import WeightsLost
+from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource
-from groupgrad.telemetry.timings import Timings
+from groupgrad.run_folder.timings import Timings
 from groupgrad.types import Rollout
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from groupgrad.telemetry.advice import advice_on_step
-from groupgrad.telemetry.findings import Finding, Status
-from groupgrad.telemetry.metric_store import MetricStore
+from groupgrad.run_folder.advice import advice_on_step
+from groupgrad.run_folder.findings import Finding, Status
+from groupgrad.run_folder.metric_store import MetricStore
 
 logger = logging.getLogger(__name__)
 

@@ -27,29 +27,24 @@ from groupgrad.data.prompts import PromptMaker
 from groupgrad.dist import RankGroup
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.engines.selection import EngineChoice, choose_engine
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import UnavailableError
+from groupgrad.integrations.sharding import fsdp, zero3
+from groupgrad.integrations.sharding.context_group import context_group
+from groupgrad.integrations.sharding.sharding import gather_all, gather_per_module
+from groupgrad.integrations.sharding.zero3_passes import Zero3PassCollectives, can_recover
+from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.kernels.threads import limit_spinning
-from groupgrad.modeling import load
-from groupgrad.modeling.adapters import add_adapter, check_adapter, is_adapted, leaves_base_unchanged
-from groupgrad.modeling.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
-from groupgrad.modeling.base_models import separate_trained, shared_base
-from groupgrad.modeling.gradient_checkpointing import CheckpointingByNeed
-from groupgrad.modeling.liger import apply_kernels
-from groupgrad.modeling.model_names import folder_as_text, model_source
-from groupgrad.modeling.policy_checks import check_language_model, check_sampled_ids, check_vocabulary
-from groupgrad.modeling.reference import Reference, check_sharded_policy
-from groupgrad.modeling.rounding import Rounding
-from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
-from groupgrad.modeling.self_check import LayoutReport, check_causal, check_layout
-from groupgrad.modeling.systems import fsdp, zero3
-from groupgrad.modeling.systems.gradient_sums import GradientSums
-from groupgrad.modeling.systems.memory_guards import memory_guard, obstacle_to_cutting
-from groupgrad.modeling.systems.oom_retry import MemoryGuard
-from groupgrad.modeling.systems.sharding import gather_all, gather_per_module
-from groupgrad.modeling.systems.zero3_passes import Zero3PassCollectives, can_recover
-from groupgrad.modeling.unwrapping import is_multimodal, unwrap
+from groupgrad.memory.memory_guards import memory_guard, obstacle_to_cutting
+from groupgrad.memory.oom_retry import MemoryGuard
+from groupgrad.models import load
+from groupgrad.models.adapters import add_adapter, check_adapter, is_adapted, leaves_base_unchanged
+from groupgrad.models.base_models import separate_trained, shared_base
+from groupgrad.models.liger import apply_kernels
+from groupgrad.models.model_names import folder_as_text, model_source
+from groupgrad.models.policy_checks import check_language_model, check_sampled_ids, check_vocabulary
+from groupgrad.models.reference import Reference, check_sharded_policy
+from groupgrad.models.rounding import Rounding
+from groupgrad.models.unwrapping import is_multimodal, unwrap
 from groupgrad.multimodal.vlm_prompts import (
     VisionPromptMaker,
     example_prompt,
@@ -62,15 +57,20 @@ from groupgrad.rollout.collector import ExperienceCollector
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.sources import RolloutComponents
+from groupgrad.run_folder.completions import CompletionLog
+from groupgrad.run_folder.completions_upload import CompletionsUpload
+from groupgrad.run_folder.progress import bars_on_terminals_only
+from groupgrad.run_folder.timings import Timings
+from groupgrad.scoring.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
+from groupgrad.scoring.forward import ForwardOptions
+from groupgrad.scoring.gradient_checkpointing import CheckpointingByNeed
+from groupgrad.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.scoring.self_check import LayoutReport, check_causal, check_layout
 from groupgrad.spelling import did_you_mean
-from groupgrad.telemetry.completions import CompletionLog
-from groupgrad.telemetry.completions_upload import CompletionsUpload
-from groupgrad.telemetry.progress import bars_on_terminals_only
-from groupgrad.telemetry.timings import Timings
 from groupgrad.trainer import component_options
 from groupgrad.trainer.callbacks import EntropyController
-from groupgrad.trainer.context_group import context_group
 from groupgrad.trainer.given_model import GivenModel
+from groupgrad.trainer.gradient_sums import GradientSums
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.trainer.signal_watch import SignalWatch
 from groupgrad.types import Prompt

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from groupgrad.modeling.unwrapping import unwrap
+from groupgrad.models.unwrapping import unwrap
 from groupgrad.trainer import component_options, dataset_checks
 from groupgrad.trainer.rank_agreement import check_ranks_agree
 

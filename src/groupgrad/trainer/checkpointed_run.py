@@ -28,14 +28,14 @@ from groupgrad.checkpoints.manifest import Manifest, file_names
 from groupgrad.checkpoints.plausible import SCHEDULER, TRAINER_STATE
 from groupgrad.config import GRPOConfig
 from groupgrad.errors import CheckpointNotSaved, NonFiniteError
-from groupgrad.modeling.adapters import adapter_settings, is_adapted
-from groupgrad.modeling.load import load_renamed_checkpoint
-from groupgrad.modeling.model_names import model_source
-from groupgrad.modeling.policy_checks import nonfinite_weights
-from groupgrad.modeling.reference import Reference
-from groupgrad.modeling.systems.free_memory import free_bytes
-from groupgrad.modeling.systems.fsdp import is_fully_sharded, whole_parameters
-from groupgrad.modeling.unwrapping import unwrap
+from groupgrad.integrations.sharding.fsdp import is_fully_sharded, whole_parameters
+from groupgrad.memory.free_memory import free_bytes
+from groupgrad.models.adapters import adapter_settings, is_adapted
+from groupgrad.models.load import load_renamed_checkpoint
+from groupgrad.models.model_names import model_source
+from groupgrad.models.policy_checks import nonfinite_weights
+from groupgrad.models.reference import Reference
+from groupgrad.models.unwrapping import unwrap
 from groupgrad.trainer import resumed_optimizer, resumed_options, resumed_parameters
 from groupgrad.trainer.callbacks import RunState
 from groupgrad.trainer.kept_state import KeptState, set_random_states

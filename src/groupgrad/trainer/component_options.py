@@ -15,8 +15,7 @@ from groupgrad.config.sampling import has_comparable_logprobs
 from groupgrad.config.settings import mapping
 from groupgrad.engines.selection import EngineOptions
 from groupgrad.envs.tools import ToolOptions
-from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.modeling.systems.fsdp import FSDPOptions
+from groupgrad.integrations.sharding.fsdp import FSDPOptions
 from groupgrad.objectives import Aggregation, MismatchMode, MismatchOptions, PolicyOptions, ScaleRewards
 from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
 from groupgrad.rewards.supervision import SupervisionOptions
@@ -24,6 +23,7 @@ from groupgrad.rollout.agent import AgentOptions
 from groupgrad.rollout.collector import ScoringOptions
 from groupgrad.rollout.dynamic_sampling import DynamicSampling
 from groupgrad.rollout.sources import ToolUseOptions
+from groupgrad.scoring.forward import ForwardOptions
 
 
 def generation_plan(config: GRPOConfig) -> GenerationPlan:

@@ -17,10 +17,10 @@ from groupgrad import compat
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp
 from groupgrad.config.unknown_names import advice, no_effect, place_of
-from groupgrad.modeling.liger import check_liger
-from groupgrad.modeling.model_names import model_source
-from groupgrad.modeling.systems.stochastic_adamw import check_parameters
+from groupgrad.models.liger import check_liger
+from groupgrad.models.model_names import model_source
 from groupgrad.spelling import nearest
+from groupgrad.trainer.stochastic_adamw import check_parameters
 
 logger = logging.getLogger(__name__)
 

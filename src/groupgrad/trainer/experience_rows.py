@@ -9,7 +9,7 @@ import torch
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.rollout.collector import Experience
-from groupgrad.telemetry.rollout_table import StoredRows
+from groupgrad.run_folder.rollout_table import StoredRows
 
 RowKey = tuple[int, bytes, bytes]
 """A row's number in its generation batch, its prompt's tokens and its own: several generation batches have the same

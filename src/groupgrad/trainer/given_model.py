@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from groupgrad.modeling.unwrapping import unwrap
+from groupgrad.models.unwrapping import unwrap
 
 _WRAPPER = ("_original_forward", "_is_accelerate_prepared")
 """Attributes of a model whose `forward` accelerate has wrapped in mixed precision, or found to need no wrapper."""

@@ -17,9 +17,9 @@ from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.metrics import Metric, mean_of
-from groupgrad.modeling.scoring.head_hook import StatesTap
 from groupgrad.objectives import FORWARD_AND_BACKWARD
 from groupgrad.objectives.gradient_share import gradient_shares, layer_gradient, signal_and_noise
+from groupgrad.scoring.head_hook import StatesTap
 from groupgrad.trainer.experience_rows import RowKey, places_of_rows
 
 logger = logging.getLogger(__name__)

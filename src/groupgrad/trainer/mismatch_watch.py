@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from groupgrad.metrics import Metric
-from groupgrad.modeling.rounding import Rounding
+from groupgrad.models.rounding import Rounding
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from groupgrad.batch import Batch, TokenScores
-from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
 from groupgrad.objectives import PolicyOptions, policy_loss
+from groupgrad.scoring.tiled_head import PrecomputedGradient
 
 
 def precompute_gradient(batch: Batch, options: PolicyOptions) -> PrecomputedGradient | None:

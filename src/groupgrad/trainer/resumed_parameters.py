@@ -23,10 +23,10 @@ from groupgrad.checkpoints import sharded_files
 from groupgrad.checkpoints.choosing import ResumePoint
 from groupgrad.checkpoints.manifest import Manifest
 from groupgrad.errors import CheckpointError
-from groupgrad.modeling.adapters import active_adapters, adapter_settings, is_adapted, leaves_base_unchanged_by
-from groupgrad.modeling.load import saved_shapes
-from groupgrad.modeling.unwrapping import unwrap
-from groupgrad.modeling.weights import checkpoint_weights, plain_name
+from groupgrad.models.adapters import active_adapters, adapter_settings, is_adapted, leaves_base_unchanged_by
+from groupgrad.models.load import saved_shapes
+from groupgrad.models.unwrapping import unwrap
+from groupgrad.models.weights import checkpoint_weights, plain_name
 
 logger = logging.getLogger(__name__)
 

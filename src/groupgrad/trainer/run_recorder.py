@@ -27,23 +27,23 @@ from groupgrad import compat, dist
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.data.digest import dataset_digest
-from groupgrad.modeling.adapters import adapter_settings
-from groupgrad.modeling.model_names import model_source
-from groupgrad.modeling.quantized import quantization_settings
-from groupgrad.modeling.scoring.head_hook import StatesTap
-from groupgrad.modeling.systems.sharding import is_sharded
-from groupgrad.modeling.unwrapping import unwrap
-from groupgrad.modeling.weights_digest import WeightsDigest
+from groupgrad.integrations.sharding.sharding import is_sharded
+from groupgrad.models.adapters import adapter_settings
+from groupgrad.models.model_names import model_source
+from groupgrad.models.quantized import quantization_settings
+from groupgrad.models.unwrapping import unwrap
+from groupgrad.models.weights_digest import WeightsDigest
 from groupgrad.rollout.collector import Experience
+from groupgrad.run_folder import run_files
+from groupgrad.run_folder.render import plain_value
+from groupgrad.run_folder.rollout_files import RolloutFiles
+from groupgrad.run_folder.run_files import LineFile
+from groupgrad.run_folder.spans import RunSpans
+from groupgrad.run_folder.token_texts import TokenTexts
+from groupgrad.run_folder.traces import RunTraces
+from groupgrad.run_folder.write_behind import WriteBehind
+from groupgrad.scoring.head_hook import StatesTap
 from groupgrad.stopping import Paused, Stopped
-from groupgrad.telemetry import run_files
-from groupgrad.telemetry.render import plain_value
-from groupgrad.telemetry.rollout_files import RolloutFiles
-from groupgrad.telemetry.run_files import LineFile
-from groupgrad.telemetry.spans import RunSpans
-from groupgrad.telemetry.token_texts import TokenTexts
-from groupgrad.telemetry.traces import RunTraces
-from groupgrad.telemetry.write_behind import WriteBehind
 from groupgrad.trainer.experience_rows import numbers_by_row, stored_rows
 from groupgrad.trainer.gradient_shares import GradientShares
 from groupgrad.trainer.run_summary import path_of_step, sampling_settings

@@ -7,7 +7,7 @@ from torch import nn
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric
-from groupgrad.modeling.rounding import Rounding
+from groupgrad.models.rounding import Rounding
 from groupgrad.objectives import MismatchOptions, OnPolicyInfo, fresh_rows, known_rows, logp_mismatch, mismatch_metrics
 from groupgrad.rollout.custom import CustomRollouts
 from groupgrad.rollout.requests import RolloutSource

@@ -11,7 +11,7 @@ from groupgrad import dist
 from groupgrad.metrics import Metric, average, merge_all
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, PolicyLoss
 from groupgrad.rollout.collector import Experience
-from groupgrad.telemetry.timings import Timings
+from groupgrad.run_folder.timings import Timings
 from groupgrad.trainer.mismatch_watch import MISMATCH
 
 _PHASES = ("sampling", "rewards", "scoring", "training")

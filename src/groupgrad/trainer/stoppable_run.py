@@ -25,8 +25,8 @@ from groupgrad.activity import doing
 from groupgrad.batch import Batch
 from groupgrad.config.launcher import holds_parts
 from groupgrad.errors import CheckpointNotSaved
+from groupgrad.run_folder.completions import CompletionLog
 from groupgrad.stopping import Paused, Stopped, StopRequested
-from groupgrad.telemetry.completions import CompletionLog
 from groupgrad.trainer.best_metric import value_of_best_metric
 from groupgrad.trainer.callbacks import SameOnRanks
 from groupgrad.trainer.checkpointed_run import CheckpointedRun

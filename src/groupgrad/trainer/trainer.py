@@ -32,12 +32,10 @@ from groupgrad.batching.rank_balance import rows_to_trainers
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.config import GRPOConfig
 from groupgrad.engines.native import NativeEngine
-from groupgrad.modeling.attention_cost import attention_cost
-from groupgrad.modeling.rounding import Rounding
-from groupgrad.modeling.scoring.forward import score_tokens
-from groupgrad.modeling.systems.fsdp import is_offloaded
-from groupgrad.modeling.systems.sharding import is_sharded, num_parameters
-from groupgrad.modeling.unwrapping import unwrap
+from groupgrad.integrations.sharding.fsdp import is_offloaded
+from groupgrad.integrations.sharding.sharding import is_sharded, num_parameters
+from groupgrad.models.rounding import Rounding
+from groupgrad.models.unwrapping import unwrap
 from groupgrad.objectives import (
     FORWARD_AND_BACKWARD,
     NO_PASS,
@@ -49,9 +47,11 @@ from groupgrad.objectives import (
 )
 from groupgrad.rollout.requests import GenerationRequest, training_request
 from groupgrad.rollout.sources import build_rollout_components
-from groupgrad.telemetry.metric_store import MetricStore
-from groupgrad.telemetry.progress import ProgressCallback
-from groupgrad.telemetry.timings import Timings
+from groupgrad.run_folder.metric_store import MetricStore
+from groupgrad.run_folder.progress import ProgressCallback
+from groupgrad.run_folder.timings import Timings
+from groupgrad.scoring.attention_cost import attention_cost
+from groupgrad.scoring.forward import score_tokens
 from groupgrad.trainer import build, component_options, dataset_checks
 from groupgrad.trainer.best_metric import check_best_metric, may_add_metrics
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first

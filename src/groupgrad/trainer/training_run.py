@@ -32,17 +32,9 @@ from groupgrad.config.settings import mapping
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
 from groupgrad.engines.selection import brings_own_generate
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import HangError
-from groupgrad.metrics import latest
-from groupgrad.modeling.liger import configured_kernels
-from groupgrad.modeling.reference import Reference
-from groupgrad.modeling.scoring.attention import unplug
-from groupgrad.modeling.scoring.cudnn_attention import without_cudnn_attention
-from groupgrad.modeling.scoring.fused_modules import own_parts
-from groupgrad.modeling.systems import zero3
-from groupgrad.modeling.systems.deterministic_cpu import deterministic_cpu
-from groupgrad.modeling.systems.fsdp import (
+from groupgrad.integrations.sharding import zero3
+from groupgrad.integrations.sharding.fsdp import (
     clip_offloaded,
     is_fully_sharded,
     is_shard,
@@ -50,28 +42,36 @@ from groupgrad.modeling.systems.fsdp import (
     whole_state_dict,
     without_accelerate,
 )
-from groupgrad.modeling.systems.gradient_sums import GradientSums
-from groupgrad.modeling.systems.gradient_sync import GradientSync
-from groupgrad.modeling.systems.oom_retry import MemoryGuard
-from groupgrad.modeling.systems.sharding import is_sharded
-from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW
+from groupgrad.integrations.sharding.sharding import is_sharded
+from groupgrad.integrations.vllm.setup import serve_policy
+from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
+from groupgrad.memory.oom_retry import MemoryGuard
+from groupgrad.metrics import latest
+from groupgrad.models.liger import configured_kernels
+from groupgrad.models.reference import Reference
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.custom import sample_completions
 from groupgrad.rollout.requests import row_seed
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.telemetry.metric_store import MetricStore
-from groupgrad.telemetry.progress import ProgressCallback, bars_on_terminals_only
-from groupgrad.telemetry.run_card import write_run_card
-from groupgrad.telemetry.run_lock import locked
+from groupgrad.run_folder.metric_store import MetricStore
+from groupgrad.run_folder.progress import ProgressCallback, bars_on_terminals_only
+from groupgrad.run_folder.run_card import write_run_card
+from groupgrad.run_folder.run_lock import locked
+from groupgrad.scoring.attention import unplug
+from groupgrad.scoring.cudnn_attention import without_cudnn_attention
+from groupgrad.scoring.fused_modules import own_parts
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.batch_findings import FirstBatch
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import LossWindow
 from groupgrad.trainer.changed_options import ChangedOptions
 from groupgrad.trainer.checked_entry import entry
+from groupgrad.trainer.deterministic_cpu import deterministic_cpu
 from groupgrad.trainer.exit_guard import exits_are_errors
 from groupgrad.trainer.finite_steps import FiniteSteps
+from groupgrad.trainer.gradient_sums import GradientSums
+from groupgrad.trainer.gradient_sync import GradientSync
 from groupgrad.trainer.launcher_watch import LauncherWatch
 from groupgrad.trainer.rank_watch import RankWatch
 from groupgrad.trainer.replaceable_loss import ReplaceableLoss
@@ -79,9 +79,9 @@ from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.signal_watch import SignalWatch
 from groupgrad.trainer.step_log import StepLog, StepWatches
+from groupgrad.trainer.stochastic_adamw import StochasticAdamW
 from groupgrad.trainer.stoppable_run import DueEvaluation, StoppableRun
 from groupgrad.trainer.trl_names import TRLNames
-from groupgrad.trainer.vllm_setup import serve_policy
 from groupgrad.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

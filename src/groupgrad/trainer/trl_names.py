@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from groupgrad.metrics import average
-from groupgrad.telemetry.metric_store import MetricStore
+from groupgrad.run_folder.metric_store import MetricStore
 
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 """TRL's name for the type of one of `reward_funcs`."""
@@ -63,7 +63,7 @@ REPLACED: Mapping[str, str] = {
     "_pending_metrics": "call log_metric, which every reward function gets",
     "_pending_extra_logs": "call log_extra, which every reward function gets",
     "_tokenizer": "trainer.processing_class is the tokenizer or processor",
-    "_is_vlm": "groupgrad.modeling.unwrapping.is_multimodal(trainer.model) says so",
+    "_is_vlm": "groupgrad.models.unwrapping.is_multimodal(trainer.model) says so",
     "vllm_generation": "trainer.vllm_policy is the policy as vLLM serves it",
     "llm": "trainer.vllm_policy.engine is vLLM in this process",
     "generation_config": "trainer.components.sampling holds the sampling options",

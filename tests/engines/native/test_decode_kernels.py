@@ -21,7 +21,7 @@ from groupgrad.engines.native import NativeEngine, attention_plans, decode_kerne
 from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
 from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_plan import AttentionCall
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set (make test-triton)", allow_module_level=True)

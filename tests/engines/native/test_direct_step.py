@@ -14,7 +14,7 @@ from groupgrad.engines.native import NativeEngine, engine, runner
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
 from groupgrad.engines.native.logits import last_logits
-from groupgrad.modeling.families import CAUSAL_LMS
+from groupgrad.models.families import CAUSAL_LMS
 
 OPTIONS = SamplingOptions(max_new_tokens=30, eos_ids=(1,), pad_id=0)
 

@@ -16,8 +16,8 @@ from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.modeling.scoring.attention import plannable
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.scoring.attention import plannable
+from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
 from groupgrad.types import Prompt, Rollout
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])

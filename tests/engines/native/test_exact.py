@@ -19,10 +19,10 @@ from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.kernels import library, status
-from groupgrad.modeling.scoring.attention import unplug
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
-from groupgrad.modeling.scoring.fused_modules import own_parts
-from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
+from groupgrad.scoring.attention import unplug
+from groupgrad.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
+from groupgrad.scoring.fused_modules import own_parts
+from groupgrad.scoring.tiled_head import PrecomputedGradient
 from groupgrad.types import Prompt, Rollout
 
 pytestmark = pytest.mark.skipif(library() is None, reason=status())

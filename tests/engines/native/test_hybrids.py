@@ -12,11 +12,11 @@ from transformers import GenerationConfig
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native.engine import NativeEngine
-from groupgrad.engines.native.recurrent_states import SlotRecurrence
+from groupgrad.integrations.recurrent.recurrent_states import SlotRecurrence
 from groupgrad.kernels import library, status
 from groupgrad.kernels.compile import SWITCH
-from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
-from groupgrad.modeling.scoring.recurrence import Recurrence
+from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens
+from groupgrad.scoring.recurrence import Recurrence
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]]
 OPTIONS = SamplingOptions(max_new_tokens=12)

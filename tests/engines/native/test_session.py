@@ -16,7 +16,7 @@ from groupgrad.engines.native import engine as engine_module
 from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.cpp_step import CompiledStep
 from groupgrad.kernels import library, status
-from groupgrad.modeling.scoring.fused_modules import compiled_parts
+from groupgrad.scoring.fused_modules import compiled_parts
 
 OPTIONS = SamplingOptions(max_new_tokens=90, eos_ids=(1, 3), pad_id=0, temperature=1.3)
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, attention_plans, decode_kernels, runner
 from groupgrad.engines.native.direct_step import DirectModel, direct_model
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_plan import AttentionCall
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set (make test-triton)", allow_module_level=True)

@@ -24,9 +24,9 @@ from groupgrad.engines.native.session import _start_of_last_pass
 from groupgrad.engines.selection import EngineOptions, choose_engine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.kernels import library
-from groupgrad.modeling.scoring import vlm as vision
-from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
 from groupgrad.multimodal.vlm_prompts import example_prompt
+from groupgrad.scoring import vlm as vision
+from groupgrad.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
 from groupgrad.types import Media, Rollout
 
 LENGTH = 8

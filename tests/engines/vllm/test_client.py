@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from groupgrad.engines.base import Request, SamplingOptions, sample_all
-from groupgrad.engines.vllm.client import incompatibilities
-from groupgrad.engines.vllm.http import Address, ServerRefused, ServerTimeout, ServerUnreachable, call
-from groupgrad.engines.vllm.media import decode
-from groupgrad.engines.vllm.server_pool import VLLMServerPool
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
-from groupgrad.engines.vllm.wire import PROTOCOL, model_sizes, specs_from_json, unpack
 from groupgrad.errors import WeightsLost
-from groupgrad.modeling.systems.fsdp import FSDPOptions, is_fully_sharded, shard
+from groupgrad.integrations.sharding.fsdp import FSDPOptions, is_fully_sharded, shard
+from groupgrad.integrations.vllm.client import incompatibilities
+from groupgrad.integrations.vllm.http import Address, ServerRefused, ServerTimeout, ServerUnreachable, call
+from groupgrad.integrations.vllm.media import decode
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool
+from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
+from groupgrad.integrations.vllm.wire import PROTOCOL, model_sizes, specs_from_json, unpack
 from groupgrad.types import Media
 
 OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))

@@ -17,8 +17,8 @@ from tiny_hybrids import CONFIGS
 from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.vllm import colocate, weight_sender
-from groupgrad.engines.vllm.colocate import ColocateOptions, VLLMColocateEngine
+from groupgrad.integrations.vllm import colocate, weight_sender
+from groupgrad.integrations.vllm.colocate import ColocateOptions, VLLMColocateEngine
 from groupgrad.types import Media
 
 OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))

@@ -13,8 +13,8 @@ from simulated_server import SimulatedServer, pool_of, pretend_vllm, servers_of
 
 from groupgrad import compat
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.engines.vllm.http import ServerRefused, call
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
+from groupgrad.integrations.vllm.http import ServerRefused, call
+from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,))
 ROWS = [Request([5, 6 + number // 2], seed=100 + number, max_new_tokens=40) for number in range(4)]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from groupgrad.engines.vllm.media import check_prompt, decode, encode, folded, vllm_prompt
+from groupgrad.integrations.vllm.media import check_prompt, decode, encode, folded, vllm_prompt
 
 Image = pytest.importorskip("PIL.Image")
 

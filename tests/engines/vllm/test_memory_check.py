@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from groupgrad.engines.vllm import memory_check
-from groupgrad.engines.vllm.colocate_start import ColocateOptions
-from groupgrad.engines.vllm.memory_check import (
+from groupgrad.integrations.vllm import memory_check
+from groupgrad.integrations.vllm.colocate_start import ColocateOptions
+from groupgrad.integrations.vllm.memory_check import (
     GIB,
     DeviceMemory,
     ServedBytes,
@@ -22,8 +22,8 @@ from groupgrad.engines.vllm.memory_check import (
     memory_problem,
     taken_by_vllm,
 )
-from groupgrad.engines.vllm.tensor_parallel import check_tensor_parallel
-from groupgrad.engines.vllm.wire import model_sizes
+from groupgrad.integrations.vllm.tensor_parallel import check_tensor_parallel
+from groupgrad.integrations.vllm.wire import model_sizes
 
 OPTIONS = ColocateOptions(max_num_seqs=8, memory_utilization=0.3)
 SERVED = ServedBytes(weights=10 * GIB, one_row=1 * GIB, context=4096)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from groupgrad.engines.vllm import row_stream as rows_module
-from groupgrad.engines.vllm.media import encode
-from groupgrad.engines.vllm.row_stream import RowStream, ServerLoad
+from groupgrad.integrations.vllm import row_stream as rows_module
+from groupgrad.integrations.vllm.media import encode
+from groupgrad.integrations.vllm.row_stream import RowStream, ServerLoad
 
 
 class Engine:

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from simulated_server import Receiver, Weights, pretend_weight_transfer
 
-from groupgrad.engines.vllm import http, server_requests
-from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, ServerTimeout, ServerUnreachable
-from groupgrad.engines.vllm.server import Routes
-from groupgrad.engines.vllm.server_requests import Call, Refusal
-from groupgrad.engines.vllm.transfer_plugin import FLAGS
-from groupgrad.engines.vllm.wire import TensorSpec
+from groupgrad.integrations.vllm import http, server_requests
+from groupgrad.integrations.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, ServerTimeout, ServerUnreachable
+from groupgrad.integrations.vllm.server import Routes
+from groupgrad.integrations.vllm.server_requests import Call, Refusal
+from groupgrad.integrations.vllm.transfer_plugin import FLAGS
+from groupgrad.integrations.vllm.wire import TensorSpec
 
 KEY = "the-key-of-these-tests"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from simulated_server import Receiver, SimulatedServer, pool_of, pretend_vllm, servers_of
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.engines.vllm import server_pool
-from groupgrad.engines.vllm.http import Address, call
-from groupgrad.engines.vllm.server_pool import VLLMServerPool, assign_rows
-from groupgrad.engines.vllm.vllm_policy import VLLMPolicy
 from groupgrad.errors import WeightsLost
-from groupgrad.modeling.weights import checkpoint_weights
+from groupgrad.integrations.vllm import server_pool
+from groupgrad.integrations.vllm.http import Address, call
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool, assign_rows
+from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
+from groupgrad.models.weights import checkpoint_weights
 
 OPTIONS = SamplingOptions(max_new_tokens=8, eos_ids=(1,))
 ROWS = [Request([5, 6 + number // 4], seed=100 + number, max_new_tokens=8) for number in range(24)]
@@ -281,7 +281,7 @@ def test_sharded_weights_are_gathered_once_for_each_server(
     servers: list[SimulatedServer], pool: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks take part in each pass, and do not know which servers rank 0 has lost."""
-    from groupgrad.engines.vllm import weight_sender
+    from groupgrad.integrations.vllm import weight_sender
 
     passes: list[int] = []
 

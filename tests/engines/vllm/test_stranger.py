@@ -35,10 +35,10 @@ from stranger_cases import (
 )
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.vllm import server as server_module
-from groupgrad.engines.vllm import server_requests
-from groupgrad.engines.vllm.http import call
-from groupgrad.engines.vllm.server_pool import VLLMServerPool
+from groupgrad.integrations.vllm import server as server_module
+from groupgrad.integrations.vllm import server_requests
+from groupgrad.integrations.vllm.http import call
+from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 
 OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))
 ROWS = [Request([5, 6], seed=number, max_new_tokens=4) for number in range(3)]

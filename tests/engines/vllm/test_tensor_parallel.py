@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from groupgrad.engines.base import Request, Sample, sample_all
-from groupgrad.engines.vllm.tensor_parallel import TensorParallelSession, check_tensor_parallel, launcher_environment
+from groupgrad.integrations.vllm.tensor_parallel import (
+    TensorParallelSession,
+    check_tensor_parallel,
+    launcher_environment,
+)
 
 CONFIG = SimpleNamespace(num_attention_heads=12, num_key_value_heads=4)
 

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.vllm.vllm_params import is_plain, logprobs_mode, row_fields, sampled_logprobs, sampling_fields
+from groupgrad.integrations.vllm.vllm_params import (
+    is_plain,
+    logprobs_mode,
+    row_fields,
+    sampled_logprobs,
+    sampling_fields,
+)
 
 
 def test_options_have_vllms_names_and_only_our_ids_end_a_completion() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from groupgrad.engines.vllm import weight_group
-from groupgrad.engines.vllm.weight_group import GroupBroken, WeightGroup, open_store
+from groupgrad.integrations.vllm import weight_group
+from groupgrad.integrations.vllm.weight_group import GroupBroken, WeightGroup, open_store
 
 
 def port() -> int:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from simulated_server import Model, Receiver, Worker, pretend_weight_transfer
 
-from groupgrad.engines.vllm import transfer_plugin
-from groupgrad.engines.vllm.transfer_plugin import check_plugin, register
-from groupgrad.engines.vllm.weight_receiver import REFUSED
-from groupgrad.engines.vllm.wire import pack, specs_of, specs_to_json
+from groupgrad.integrations.vllm import transfer_plugin
+from groupgrad.integrations.vllm.transfer_plugin import check_plugin, register
+from groupgrad.integrations.vllm.weight_receiver import REFUSED
+from groupgrad.integrations.vllm.wire import pack, specs_of, specs_to_json
 
 
 @pytest.fixture
@@ -118,5 +118,5 @@ def test_the_backend_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, module.__name__, module)
     register()
     register()
-    assert worker.registered == [("groupgrad", "groupgrad.engines.vllm.transfer_engine", "VerifiedWeightTransfer")]
-    assert trainer.registered == [("groupgrad", "groupgrad.engines.vllm.transfer_engine", "VerifiedWeightSender")]
+    assert worker.registered == [("groupgrad", "groupgrad.integrations.vllm.transfer_engine", "VerifiedWeightTransfer")]
+    assert trainer.registered == [("groupgrad", "groupgrad.integrations.vllm.transfer_engine", "VerifiedWeightSender")]

@@ -13,14 +13,14 @@ import pytest
 import torch
 from simulated_server import Model, Receiver, SimulatedServer, Worker, pretend_vllm, pretend_weight_transfer, servers_of
 
-from groupgrad.engines.vllm import weight_sender
-from groupgrad.engines.vllm.client import ServerClient
-from groupgrad.engines.vllm.http import ServerRefused
-from groupgrad.engines.vllm.own_sender import sender_of
-from groupgrad.engines.vllm.weight_receiver import REFUSED
-from groupgrad.engines.vllm.weight_sender import PolicyWeights, WeightSender
-from groupgrad.engines.vllm.wire import SHARED_MEMORY
-from groupgrad.modeling.weights import checkpoint_weights
+from groupgrad.integrations.vllm import weight_sender
+from groupgrad.integrations.vllm.client import ServerClient
+from groupgrad.integrations.vllm.http import ServerRefused
+from groupgrad.integrations.vllm.own_sender import sender_of
+from groupgrad.integrations.vllm.weight_receiver import REFUSED
+from groupgrad.integrations.vllm.weight_sender import PolicyWeights, WeightSender
+from groupgrad.integrations.vllm.wire import SHARED_MEMORY
+from groupgrad.models.weights import checkpoint_weights
 
 
 class Source:
@@ -111,7 +111,7 @@ def factory(client: Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module.WeightTransferEngineFactory = type("Workers", (Factory,), {"registry": {}})
     monkeypatch.setitem(sys.modules, name, module)
     yield
-    sys.modules.pop("groupgrad.engines.vllm.transfer_engine", None)
+    sys.modules.pop("groupgrad.integrations.vllm.transfer_engine", None)
 
 
 def sender(client: Any, source: Any, *, rank: int = 0, by_reference: bool = False) -> WeightSender:

@@ -12,18 +12,18 @@ import pytest
 import torch
 from simulated_server import Receiver
 
-from groupgrad.engines.vllm import weight_receiver
-from groupgrad.engines.vllm import weight_transport as transports
-from groupgrad.engines.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, ServerUnreachable
-from groupgrad.engines.vllm.weight_group import GroupBroken
-from groupgrad.engines.vllm.weight_receiver import Rendezvous
-from groupgrad.engines.vllm.weight_transport import (
+from groupgrad.integrations.vllm import weight_receiver
+from groupgrad.integrations.vllm import weight_transport as transports
+from groupgrad.integrations.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, ServerUnreachable
+from groupgrad.integrations.vllm.weight_group import GroupBroken
+from groupgrad.integrations.vllm.weight_receiver import Rendezvous
+from groupgrad.integrations.vllm.weight_transport import (
     GroupTransport,
     HttpTransport,
     SharedMemoryTransport,
     choose_transport,
 )
-from groupgrad.engines.vllm.wire import Bucket
+from groupgrad.integrations.vllm.wire import Bucket
 
 SERVER = Address.of(port=9)
 GPU = {"device": "GPU-a", "nccl": [2, 27]}

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupgrad.engines.vllm import wire
-from groupgrad.engines.vllm.wire import (
+from groupgrad.integrations.vllm import wire
+from groupgrad.integrations.vllm.wire import (
     SHARED_MEMORY,
     TensorSpec,
     digest,

@@ -12,11 +12,11 @@ from torch import nn
 
 from groupgrad import dist
 from groupgrad.batch import Batch, TokenScores
-from groupgrad.modeling.scoring.context_split import cut_over_ranks
-from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, layout_for, score_tokens
-from groupgrad.modeling.scoring.layout import flat_layout
-from groupgrad.modeling.scoring.tiled_head import PrecomputedGradient
+from groupgrad.integrations.sharding.context_split import cut_over_ranks
 from groupgrad.objectives import PolicyOptions, policy_loss
+from groupgrad.scoring.forward import ForwardOptions, build_batch, layout_for, score_tokens
+from groupgrad.scoring.layout import flat_layout
+from groupgrad.scoring.tiled_head import PrecomputedGradient
 
 NAMES = (
     *("qwen3", "qwen3-tied", "gemma2 (soft caps)", "mistral (sliding window)", "gpt-oss (experts, sinks)", "gpt2"),

@@ -14,13 +14,13 @@ from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from groupgrad.batch import Batch
-from groupgrad.modeling.scoring import block_attention
-from groupgrad.modeling.scoring import flex_attention as flex
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
-from groupgrad.modeling.scoring.flex_attention import attend_flex, is_usable
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
-from groupgrad.modeling.scoring.layout import flat_layout
-from groupgrad.modeling.self_check import build_batch
+from groupgrad.scoring import block_attention
+from groupgrad.scoring import flex_attention as flex
+from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.flex_attention import attend_flex, is_usable
+from groupgrad.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.scoring.layout import flat_layout
+from groupgrad.scoring.self_check import build_batch
 
 CPU = torch.device("cpu")
 TRIED = flex._TRIED_TOKENS

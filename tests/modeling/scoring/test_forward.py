@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from unordered_sums import UnorderedSums
 
-from groupgrad.modeling.scoring.forward import ForwardOptions, evaluation_mode, score_tokens, score_without_gradient
-from groupgrad.modeling.unwrapping import output_head, unwrap
+from groupgrad.models.unwrapping import output_head, unwrap
+from groupgrad.scoring.forward import ForwardOptions, evaluation_mode, score_tokens, score_without_gradient
 
 TOLERANCE: dict[str, float] = {"rtol": 0, "atol": 1e-5}
 
@@ -100,7 +100,7 @@ def test_entropy_carries_a_gradient_only_if_asked_for(build, batch, row_logits):
 
 
 def test_entropies_of_more_tokens_than_one_piece(build, make_batch, row_logits, monkeypatch):
-    monkeypatch.setattr("groupgrad.modeling.scoring.head_hook.ENTROPY_TOKENS", 3)
+    monkeypatch.setattr("groupgrad.scoring.head_hook.ENTROPY_TOKENS", 3)
     model, batch = build("qwen3"), make_batch()
     expected = plain(row_logits(model, batch), batch.completion_ids)[1]
     torch.testing.assert_close(score_tokens(model, batch, ForwardOptions()).entropy, expected, **TOLERANCE)
@@ -335,7 +335,7 @@ def test_gradients_are_added_up_in_a_fixed_order(layout: Any, tiled: bool, build
 
 
 def test_gradients_are_added_up_in_a_fixed_order_where_the_head_is_not_known(build, batch, monkeypatch):
-    monkeypatch.setattr("groupgrad.modeling.scoring.forward.output_head", lambda model: None)
+    monkeypatch.setattr("groupgrad.scoring.forward.output_head", lambda model: None)
     with UnorderedSums() as sums:
         score_tokens(build("qwen3"), batch, ForwardOptions(tiled_head=False)).logprobs.sum().backward()
     assert sums.found == []

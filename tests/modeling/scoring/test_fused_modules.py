@@ -30,7 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5MLP, Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
 from groupgrad.kernels import library, status
-from groupgrad.modeling.scoring.fused_modules import compiled_parts, own_parts
+from groupgrad.scoring.fused_modules import compiled_parts, own_parts
 
 KINDS: list[Any] = [LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm]
 HALF_UNIT = 2.0**-24
@@ -169,8 +169,8 @@ def test_gated_layers_take_long_rows_in_stretches(monkeypatch: pytest.MonkeyPatc
     x, sizes, found = torch.randn(1, 70, 16), [], []
     model[0].up_proj.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[1]))
     for most in (100, 32):
-        monkeypatch.setattr("groupgrad.modeling.scoring.stretches.tokens_per_pass", lambda width, most=most: most)
-        monkeypatch.setattr("groupgrad.modeling.scoring.fused_modules.STRETCH_TOKENS", most)
+        monkeypatch.setattr("groupgrad.integrations.recurrent.stretches.tokens_per_pass", lambda width, most=most: most)
+        monkeypatch.setattr("groupgrad.scoring.fused_modules.STRETCH_TOKENS", most)
         with compiled_parts(model), torch.no_grad():
             found.append(model(x))
     assert sizes == [70, 32, 32, 6]

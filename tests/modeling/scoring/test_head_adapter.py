@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupgrad.batch import TokenScores
-from groupgrad.modeling.scoring.tiled_head import (
+from groupgrad.scoring.tiled_head import (
     LogitTransform,
     LowRank,
     OutputHead,

@@ -16,14 +16,14 @@ from transformers import BertConfig, BertLMHeadModel
 
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.kernels.compile import SWITCH
-from groupgrad.modeling.scoring import blocks as blocks_module
-from groupgrad.modeling.scoring.attention import attention_dropout, plannable
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
-from groupgrad.modeling.scoring.block_attention import BlockPlan
-from groupgrad.modeling.scoring.blocks import Segment, make_blocks
-from groupgrad.modeling.scoring.forward import ForwardOptions, layout_for, score_tokens
-from groupgrad.modeling.scoring.layout import flat_layout
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
+from groupgrad.scoring import blocks as blocks_module
+from groupgrad.scoring.attention import attention_dropout, plannable
+from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.block_attention import BlockPlan
+from groupgrad.scoring.blocks import Segment, make_blocks
+from groupgrad.scoring.forward import ForwardOptions, layout_for, score_tokens
+from groupgrad.scoring.layout import flat_layout
 from groupgrad.types import Media
 
 DENSE = ForwardOptions(layout="dense", tiled_head=False, entropy_gradient=True)

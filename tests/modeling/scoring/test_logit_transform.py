@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from groupgrad.modeling.load import cast_head_to_float32
-from groupgrad.modeling.scoring.logit_transform import head_layer, logit_transform
-from groupgrad.modeling.scoring.tiled_head import LogitTransform, OutputHead, tiled_scores
+from groupgrad.models.load import cast_head_to_float32
+from groupgrad.scoring.logit_transform import head_layer, logit_transform
+from groupgrad.scoring.tiled_head import LogitTransform, OutputHead, tiled_scores
 
 
 def head_input(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,10 +12,10 @@ from simulated_cuda import GPU, SimulatedTensor, simulated_cuda, to_cuda, with_r
 from torch import nn
 from vlm_batches import make_batch, make_vlm_setup
 
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
-from groupgrad.modeling.scoring.block_attention import BlockPlan
-from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.block_attention import BlockPlan
+from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.forward import ForwardOptions, score_tokens
 
 KINDS = [
     "qwen3-tied",

@@ -8,9 +8,9 @@ import pytest
 
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.selection import EngineOptions, choose_engine
-from groupgrad.modeling.scoring.attention import attention_dropout, plannable
-from groupgrad.modeling.scoring.forward import ForwardOptions
-from groupgrad.modeling.self_check import check_layout
+from groupgrad.scoring.attention import attention_dropout, plannable
+from groupgrad.scoring.forward import ForwardOptions
+from groupgrad.scoring.self_check import check_layout
 
 FAMILIES = ("gpt-neo (local attention)", "bloom (alibi)", "mpt (alibi)", "falcon", "falcon (alibi)")
 REASON = "its attention does not go through transformers' attention interface"

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from ragged_rows import assert_scored_as_one_pass_a_row, batch_of, gradients
 from tiny_hybrids import CONFIGS, make_hybrid
 
+from groupgrad.integrations.recurrent import recurrent_layers, recurrent_scans, stretches
+from groupgrad.integrations.recurrent.recurrent_scans import gated_delta_rule
 from groupgrad.kernels import library, status
 from groupgrad.kernels.compile import SWITCH
-from groupgrad.modeling.scoring import recurrence as recurrence_module
-from groupgrad.modeling.scoring import recurrent_layers, recurrent_scans, stretches
-from groupgrad.modeling.scoring.attention import unplug
-from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
-from groupgrad.modeling.scoring.recurrence import Recurrence
-from groupgrad.modeling.scoring.recurrent_scans import gated_delta_rule
-from groupgrad.modeling.self_check import check_layout
+from groupgrad.scoring import recurrence as recurrence_module
+from groupgrad.scoring.attention import unplug
+from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.scoring.recurrence import Recurrence
+from groupgrad.scoring.self_check import check_layout
 
 OPTIONS = ForwardOptions(layout="shared")
 

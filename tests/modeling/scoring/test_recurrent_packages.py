@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native.engine import NativeEngine
-from groupgrad.modeling.scoring import recurrence, recurrent_layers, recurrent_packages, recurrent_scans
-from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
+from groupgrad.integrations.recurrent import recurrent_layers, recurrent_packages, recurrent_scans
+from groupgrad.scoring import recurrence
+from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens
 
 FUNCTIONS = {
     "qwen3_5": "torch_chunk_gated_delta_rule",

@@ -11,12 +11,12 @@ from forked_ranks import on_ranks
 
 from groupgrad import dist
 from groupgrad.batch import Batch
-from groupgrad.modeling.scoring import ring_attention
-from groupgrad.modeling.scoring.attention import AttentionCall
-from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.context_split import cut_over_ranks
-from groupgrad.modeling.scoring.forward import build_batch
-from groupgrad.modeling.scoring.layout import flat_layout
+from groupgrad.integrations.sharding import ring_attention
+from groupgrad.integrations.sharding.context_split import cut_over_ranks
+from groupgrad.scoring.attention import AttentionCall
+from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.forward import build_batch
+from groupgrad.scoring.layout import flat_layout
 
 HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 6, 5
 SEEDS = range(4)

@@ -13,14 +13,14 @@ from ragged_rows import assert_scored_as_one_pass_a_row, gradients
 from segments import make_segments
 from tiny_hybrids import CONFIGS, VOCABULARY, make_hybrid
 
+from groupgrad.integrations.recurrent import recurrent_layers, stretches
+from groupgrad.integrations.recurrent.recurrent_scans import causal_conv1d, gated_delta_rule
+from groupgrad.integrations.recurrent.stretches import Carried, Stretch, cut
 from groupgrad.kernels import library, status
-from groupgrad.modeling.scoring import recurrent_layers, stretches
-from groupgrad.modeling.scoring.attention import unplug
-from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.forward import ForwardOptions, build_batch, score_tokens
-from groupgrad.modeling.scoring.recurrence import Recurrence
-from groupgrad.modeling.scoring.recurrent_scans import causal_conv1d, gated_delta_rule
-from groupgrad.modeling.scoring.stretches import Carried, Stretch, cut
+from groupgrad.scoring.attention import unplug
+from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens
+from groupgrad.scoring.recurrence import Recurrence
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_passes_of_ordinary_length_and_models_under_zero_3_stay_whole(
     score_tokens(model, batch, ForwardOptions(layout="shared"))
     assert not short_stretches
     monkeypatch.setattr(stretches, "tokens_per_pass", lambda width: 128)
-    monkeypatch.setattr("groupgrad.modeling.scoring.recurrent_layers.is_zero_sharded", lambda model: True)
+    monkeypatch.setattr("groupgrad.integrations.recurrent.recurrent_layers.is_zero_sharded", lambda model: True)
     score_tokens(model, batch, ForwardOptions(layout="shared"))
     assert not short_stretches
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupgrad.batch import TokenScores
 from groupgrad.kernels.compile import SWITCH
-from groupgrad.modeling.scoring.head_tiles import slices
-from groupgrad.modeling.scoring.tiled_head import (
+from groupgrad.scoring.head_tiles import slices
+from groupgrad.scoring.tiled_head import (
     LogitTransform,
     OutputHead,
     PrecomputedGradient,
@@ -421,7 +421,7 @@ def test_a_precomputed_log_prob_far_off_changes_no_number(error):
 
 
 def test_with_a_precomputed_gradient_tiles_are_computed_once(monkeypatch):
-    from groupgrad.modeling.scoring import head_tiles as tiles
+    from groupgrad.scoring import head_tiles as tiles
 
     passes: list[int] = []
 

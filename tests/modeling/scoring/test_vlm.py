@@ -22,15 +22,15 @@ from vlm_batches import (
 )
 
 from groupgrad.batching.collate import collate
-from groupgrad.modeling.reference import Reference
-from groupgrad.modeling.scoring import vlm as vlm_module
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
-from groupgrad.modeling.scoring.forward import ForwardOptions, InputLayout, score_tokens
-from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
-from groupgrad.modeling.scoring.vlm import BidirectionalImagePlan, concat_media_tensors, prompt_images
-from groupgrad.modeling.self_check import check_layout, random_batch
-from groupgrad.modeling.unwrapping import arguments, is_multimodal, placeholder_ids
+from groupgrad.models.reference import Reference
+from groupgrad.models.unwrapping import arguments, is_multimodal, placeholder_ids
 from groupgrad.multimodal.vlm_prompts import example_prompt
+from groupgrad.scoring import vlm as vlm_module
+from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.forward import ForwardOptions, InputLayout, score_tokens
+from groupgrad.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.scoring.self_check import check_layout, random_batch
+from groupgrad.scoring.vlm import BidirectionalImagePlan, concat_media_tensors, prompt_images
 from groupgrad.types import Media, Rollout
 
 LAYOUTS: tuple[InputLayout, ...] = ("dense", "packed", "shared")

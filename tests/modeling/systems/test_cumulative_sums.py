@@ -14,9 +14,9 @@ from tiny_hybrids import make_hybrid
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens
-from groupgrad.modeling.self_check import build_batch
-from groupgrad.modeling.systems.cumulative_sums import cumulative_sum
+from groupgrad.kernels.cumulative_sums import cumulative_sum
+from groupgrad.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.scoring.self_check import build_batch
 
 REQUESTS = [Request([5, 6, 7 + i % 2], i, 6) for i in range(4)]
 OPTIONS = SamplingOptions(max_new_tokens=6, eos_ids=(1,), pad_id=0)

@@ -21,7 +21,7 @@ from torch.utils.file_baton import FileBaton
 
 from groupgrad import GRPOConfig, activity
 from groupgrad.activity import Hung
-from groupgrad.modeling.systems import extension_lock
+from groupgrad.kernels import extension_lock
 from groupgrad.trainer.watchdog import Watchdog
 
 HOLD = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT); print('open', flush=True); time.sleep(60)"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from groupgrad.modeling.systems import free_memory
-from groupgrad.modeling.systems.free_memory import free_bytes
+from groupgrad.memory import free_memory
+from groupgrad.memory.free_memory import free_bytes
 
 
 def test_free_memory_is_that_of_the_device():

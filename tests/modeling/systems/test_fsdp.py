@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from groupgrad.errors import UnavailableError
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
-from groupgrad.modeling.self_check import random_batch
-from groupgrad.modeling.systems.fsdp import (
+from groupgrad.integrations.sharding.fsdp import (
     FSDPOptions,
     decoder_layers,
     is_fully_sharded,
@@ -27,7 +25,9 @@ from groupgrad.modeling.systems.fsdp import (
     whole_parameters,
     whole_state_dict,
 )
-from groupgrad.modeling.systems.sharding import ShardSnapshot, gather_all, is_sharded, num_parameters
+from groupgrad.integrations.sharding.sharding import ShardSnapshot, gather_all, is_sharded, num_parameters
+from groupgrad.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
+from groupgrad.scoring.self_check import random_batch
 
 CPU = torch.device("cpu")
 

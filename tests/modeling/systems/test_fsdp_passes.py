@@ -14,10 +14,10 @@ from bigram_step import as_step, scored
 from torch import nn
 
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
-from groupgrad.modeling.systems import memory_guards
-from groupgrad.modeling.systems.fsdp_passes import FSDPPassCollectives, _Counted
-from groupgrad.modeling.systems.joint_oom_retry import JointMemoryGuard
-from groupgrad.modeling.systems.pass_collectives import PassCollectives
+from groupgrad.integrations.sharding.fsdp_passes import FSDPPassCollectives, _Counted
+from groupgrad.integrations.sharding.joint_oom_retry import JointMemoryGuard
+from groupgrad.integrations.sharding.pass_collectives import PassCollectives
+from groupgrad.memory import memory_guards
 from groupgrad.objectives import OnPolicyInfo, PolicyLoss, PolicyOptions, policy_loss
 
 

@@ -11,14 +11,14 @@ from bigram_step import as_step
 
 from groupgrad import GRPOConfig
 from groupgrad.batching.micro_batches import MicroBatchRules, assign_micro_batches
-from groupgrad.modeling.systems import heap, memory_guards, oom_retry
-from groupgrad.modeling.systems.memory_guards import memory_guard
-from groupgrad.modeling.systems.oom_retry import MemoryGuard
+from groupgrad.memory import heap, memory_guards, oom_retry
+from groupgrad.memory.memory_guards import memory_guard
+from groupgrad.memory.oom_retry import MemoryGuard
 from groupgrad.objectives import OnPolicyInfo, PolicyLoss, PolicyOptions
 
 SCRIPT = """
 import torch
-from groupgrad.modeling.systems.heap import large_tensors_mapped
+from groupgrad.memory.heap import large_tensors_mapped
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -50,7 +50,7 @@ def test_large_tensors_between_small_ones_are_given_back() -> None:
 FREE = """
 import sys
 import torch
-from groupgrad.modeling.systems.heap import return_free_memory
+from groupgrad.memory.heap import return_free_memory
 
 def resident():
     with open("/proc/self/statm") as file:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from groupgrad.batch import Batch, StepTotals
-from groupgrad.modeling.reference import Reference
-from groupgrad.modeling.scoring import forward
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
-from groupgrad.modeling.scoring.old_and_ref import OldAndRefScorer
-from groupgrad.modeling.systems import oom
-from groupgrad.modeling.systems.oom import is_out_of_memory
+from groupgrad.memory import oom
+from groupgrad.memory.oom import is_out_of_memory
+from groupgrad.models.reference import Reference
+from groupgrad.scoring import forward
+from groupgrad.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
+from groupgrad.scoring.old_and_ref import OldAndRefScorer
 
 ERRORS: list[Exception] = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),

@@ -11,9 +11,9 @@ from bigram_step import as_step, scored
 
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
 from groupgrad.batching.totals import step_totals
+from groupgrad.memory.memory_guards import obstacle_to_cutting
+from groupgrad.memory.oom_retry import MemoryGuard, tokens_per_pass
 from groupgrad.metrics import merge_all
-from groupgrad.modeling.systems.memory_guards import obstacle_to_cutting
-from groupgrad.modeling.systems.oom_retry import MemoryGuard, tokens_per_pass
 from groupgrad.objectives import LOSSES, NO_PASS, OnPolicyInfo, PolicyLoss, PolicyOptions, policy_loss
 
 ERRORS = [

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from groupgrad.modeling.systems import stochastic_adamw
-from groupgrad.modeling.systems.stochastic_adamw import StochasticAdamW, check_parameters, round_stochastically
+from groupgrad.trainer import stochastic_adamw
+from groupgrad.trainer.stochastic_adamw import StochasticAdamW, check_parameters, round_stochastically
 
 
 def stream(seed: int = 0) -> torch.Generator:

@@ -16,18 +16,18 @@ from torch import nn
 from vlm_batches import make_batch, make_vlm_setup
 
 from groupgrad.errors import UnavailableError
-from groupgrad.modeling.reference import Reference, check_sharded_policy
-from groupgrad.modeling.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
-from groupgrad.modeling.self_check import check_layout, random_batch
-from groupgrad.modeling.systems import zero3
-from groupgrad.modeling.systems.sharding import (
+from groupgrad.integrations.sharding import zero3
+from groupgrad.integrations.sharding.sharding import (
     ShardSnapshot,
     gather_all,
     gather_per_module,
     is_sharded,
     num_parameters,
 )
-from groupgrad.modeling.weights import checkpoint_weights
+from groupgrad.models.reference import Reference, check_sharded_policy
+from groupgrad.models.weights import checkpoint_weights
+from groupgrad.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
+from groupgrad.scoring.self_check import check_layout, random_batch
 
 
 class Status(Enum):

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from groupgrad.modeling.systems.pass_collectives import PassCollectives
-from groupgrad.modeling.systems.zero3_passes import _Attributes, _CountedBackend
+from groupgrad.integrations.sharding.pass_collectives import PassCollectives
+from groupgrad.integrations.sharding.zero3_passes import _Attributes, _CountedBackend
 
 
 class Backend:

@@ -19,13 +19,13 @@ from torch.nn.attention.bias import causal_lower_right
 from groupgrad.engines.native.decode_kernels import decode_kernels_for
 from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.engines.native.kv_cache import KVBuffer, KVCache, LayerShape, StateShape
-from groupgrad.engines.native.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
+from groupgrad.integrations.recurrent.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
 from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
-from groupgrad.modeling.scoring.block_attention import kernel_for
-from groupgrad.modeling.scoring.blocks import QUERY_TILE
-from groupgrad.modeling.scoring.vlm import PromptImages
-from groupgrad.modeling.scoring.wide_products import wide_products
+from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.block_attention import kernel_for
+from groupgrad.scoring.blocks import QUERY_TILE
+from groupgrad.scoring.vlm import PromptImages
+from groupgrad.scoring.wide_products import wide_products
 
 _MOST_WIDTH = 256
 """Largest width of a head that torch's kernels of attention take on a GPU."""

@@ -28,8 +28,8 @@ from groupgrad.engines.native.packed_linear import is_plain, is_plain_memory
 from groupgrad.kernels.choose import bits_factor
 from groupgrad.kernels.compile import library
 from groupgrad.kernels.delta_rule import EPSILON
-from groupgrad.modeling.families import POSITION_ONLY_ROPE_TYPES
-from groupgrad.modeling.scoring.fused_modules import is_silu, is_squared_relu
+from groupgrad.models.families import POSITION_ONLY_ROPE_TYPES
+from groupgrad.scoring.fused_modules import is_silu, is_squared_relu
 
 _Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
 from groupgrad.engines.native.kv_cache import KVCache, padded
-from groupgrad.modeling.systems.oom import is_out_of_memory
+from groupgrad.memory.oom import is_out_of_memory
 
 Work = Callable[[], torch.Tensor]
 

@@ -19,9 +19,9 @@ import torch
 
 from groupgrad import compat
 from groupgrad.engines.native.decode_tables import DecodeTables
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
-from groupgrad.modeling.systems.fallbacks import fall_back
-from groupgrad.modeling.systems.oom import is_out_of_memory
+from groupgrad.kernels.fallbacks import fall_back
+from groupgrad.memory.oom import is_out_of_memory
+from groupgrad.scoring.attention_plan import AttentionCall
 
 logger = logging.getLogger(__name__)
 

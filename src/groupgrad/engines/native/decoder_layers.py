@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from groupgrad.modeling.families import CENTRED_NORMS, GATED_NORMS, GROUPED_NORMS, is_rms_norm
-from groupgrad.modeling.scoring.attention_plan import AttentionCall
-from groupgrad.modeling.scoring.fused_modules import activation_of
+from groupgrad.models.families import CENTRED_NORMS, GATED_NORMS, GROUPED_NORMS, is_rms_norm
+from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.fused_modules import activation_of
 
 NORMS = {
     "attention_norm": ("input_layernorm", "operator_norm", "norm"),

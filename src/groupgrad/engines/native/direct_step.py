@@ -23,8 +23,8 @@ from groupgrad.engines.native.decode_kernels import has_layer_kernels, obstacle_
 from groupgrad.engines.native.decoder_layers import NORMS, Decoder, read_decoder
 from groupgrad.kernels import layers as kernel_layers
 from groupgrad.kernels import library
-from groupgrad.modeling.adapters import is_scale_kept
-from groupgrad.modeling.families import (
+from groupgrad.models.adapters import is_scale_kept
+from groupgrad.models.families import (
     CAUSAL_LMS,
     DECODERS,
     HYBRID_DECODERS,
@@ -32,9 +32,9 @@ from groupgrad.modeling.families import (
     is_rms_norm,
     is_transformers_class,
 )
-from groupgrad.modeling.scoring.attention_plan import AttentionCall, AttentionPlan
-from groupgrad.modeling.scoring.fused_modules import is_replaced, is_silu
-from groupgrad.modeling.unwrapping import is_multimodal, is_prepared
+from groupgrad.models.unwrapping import is_multimodal, is_prepared
+from groupgrad.scoring.attention_plan import AttentionCall, AttentionPlan
+from groupgrad.scoring.fused_modules import is_replaced, is_silu
 
 _GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """Names of the hooks by which transformers and peft let embeddings require gradients, for gradient checkpointing. They

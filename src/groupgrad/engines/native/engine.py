@@ -27,12 +27,12 @@ from groupgrad.engines.native.sampling_params import SamplingParams, read_option
 from groupgrad.engines.native.scheduler import Scheduler
 from groupgrad.engines.native.session import NativeSession, Statistics
 from groupgrad.engines.stop_strings import StopStrings
+from groupgrad.kernels.fallbacks import fall_back, fallbacks
+from groupgrad.memory.free_memory import free_bytes, used_bytes
 from groupgrad.metrics import Metric, average, maximum, mean_of
-from groupgrad.modeling.scoring.forward import evaluation_mode
-from groupgrad.modeling.scoring.fused_modules import compiled_parts, own_parts
-from groupgrad.modeling.systems.fallbacks import fall_back, fallbacks
-from groupgrad.modeling.systems.free_memory import free_bytes, used_bytes
-from groupgrad.modeling.unwrapping import unwrap
+from groupgrad.models.unwrapping import unwrap
+from groupgrad.scoring.forward import evaluation_mode
+from groupgrad.scoring.fused_modules import compiled_parts, own_parts
 
 logger = logging.getLogger(__name__)
 

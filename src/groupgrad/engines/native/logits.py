@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.modeling.scoring.attention import run_planned
-from groupgrad.modeling.scoring.attention_plan import AttentionPlan
-from groupgrad.modeling.scoring.cudnn_attention import without_cudnn_attention
-from groupgrad.modeling.scoring.head_hook import HeadHook
-from groupgrad.modeling.unwrapping import output_head
+from groupgrad.models.unwrapping import output_head
+from groupgrad.scoring.attention import run_planned
+from groupgrad.scoring.attention_plan import AttentionPlan
+from groupgrad.scoring.cudnn_attention import without_cudnn_attention
+from groupgrad.scoring.head_hook import HeadHook
 
 
 def last_logits(

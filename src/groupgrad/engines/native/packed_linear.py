@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupgrad.modeling.scoring.fused_modules import is_replaced
+from groupgrad.scoring.fused_modules import is_replaced
 
 
 @contextmanager

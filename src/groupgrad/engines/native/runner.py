@@ -14,9 +14,9 @@ from groupgrad.engines.native.cuda_graphs import RecordedStep, Recorder, StepRec
 from groupgrad.engines.native.direct_step import DirectModel
 from groupgrad.engines.native.kv_cache import KVCache
 from groupgrad.engines.native.logits import step_logits
-from groupgrad.modeling.rounding import Rounding
-from groupgrad.modeling.systems.fallbacks import fall_back
-from groupgrad.modeling.systems.oom import is_out_of_memory
+from groupgrad.kernels.fallbacks import fall_back
+from groupgrad.memory.oom import is_out_of_memory
+from groupgrad.models.rounding import Rounding
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from groupgrad.engines.native.cpp_step import UnfilteredSampling
 from groupgrad.engines.native.sampling_params import SamplingParams
 from groupgrad.kernels import library
 from groupgrad.kernels.choose import Choice, choose, score
-from groupgrad.modeling.systems.cumulative_sums import cumulative_sum
+from groupgrad.kernels.cumulative_sums import cumulative_sum
 
 TILE = 1 << 19
 """Number of logits processed at a time on a CPU; they and their exponentials fit into its cache."""

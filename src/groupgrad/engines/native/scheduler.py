@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from groupgrad.engines.base import Request
 from groupgrad.engines.native.kv_cache import KVCache, Need, OffloadedKV
 from groupgrad.engines.native.sequence import Group, PromptKey, RetainedPrefix, Sequence, image_key
-from groupgrad.modeling.systems.oom import is_out_of_memory
+from groupgrad.memory.oom import is_out_of_memory
 
 T = TypeVar("T")
 

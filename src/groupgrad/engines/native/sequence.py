@@ -9,7 +9,7 @@ import torch
 
 from groupgrad.engines.base import Request
 from groupgrad.engines.native.kv_cache import OffloadedKV
-from groupgrad.modeling.scoring.vlm import PromptImages
+from groupgrad.scoring.vlm import PromptImages
 from groupgrad.types import Media
 
 PromptKey = tuple[tuple[int, ...], str]

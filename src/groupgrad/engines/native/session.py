@@ -25,9 +25,9 @@ from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.scheduler import Admission, Scheduler
 from groupgrad.engines.native.sequence import Group, Sequence
 from groupgrad.engines.stop_strings import StopStrings
-from groupgrad.modeling.scoring.blocks import Segment
-from groupgrad.modeling.scoring.vlm import flat_image_inputs, prompt_images
-from groupgrad.modeling.systems.oom import collect_what_failed, is_out_of_memory
+from groupgrad.memory.oom import collect_what_failed, is_out_of_memory
+from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.vlm import flat_image_inputs, prompt_images
 
 logger = logging.getLogger(__name__)
 

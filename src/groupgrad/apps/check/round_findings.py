@@ -1,0 +1,124 @@
+"""Judges the metrics of the small round of sampling and training that a check makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from groupgrad.apps.check.small_round import DIFFERENCE, Round
+from groupgrad.batching.generation_plan import GenerationPlan
+from groupgrad.run_folder.advice import Advice, advice_on_step
+from groupgrad.run_folder.findings import Finding
+from groupgrad.trainer.batch_findings import NO_VARIANCE, TRUNCATED, ending, percent, variance
+from groupgrad.trainer.mismatch_watch import MISMATCH, tolerance
+
+FULL = 0.9
+"""Share of the memory from which on a round is warned of."""
+
+_REWARD_SECONDS = "time/rewards"
+_HAVE_ROWS = (TRUNCATED, NO_VARIANCE, _REWARD_SECONDS, DIFFERENCE)
+
+
+def round_findings(trainer: Any, done: Round, plan: GenerationPlan, num_steps: int) -> list[Finding]:
+    """Returns what a small round shows of a run with this plan and number of steps."""
+    advices = advice_on_step(done.metrics)
+    further = [found for metric, found in advices.items() if metric not in _HAVE_ROWS]
+    return [
+        Finding("round", _round_in_words(done, plan)),
+        ending(trainer, done.metrics),
+        *_rewards(done.metrics, advices, trainer.rewards.names),
+        _agreement(trainer, done.metrics, advices),
+        *(Finding("advice", found.text, "warning", found.setting) for found in further),
+        _seconds(done, plan, num_steps),
+        _memory(done, plan),
+    ]
+
+
+def _round_in_words(done: Round, plan: GenerationPlan) -> str:
+    groups = done.rows // plan.num_generations
+    text = f"{done.rows} completions of {groups} prompt{'s' if groups > 1 else ''} were sampled, scored and trained on"
+    return f"{text}; {done.sample}" if done.sample else text
+
+
+def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Advice], names: list[str]) -> list[Finding]:
+    """Findings about the rewards, the groups with variance and the seconds of the reward functions."""
+    found = []
+    means = {name: metrics.get(f"rewards/{name}/mean") for name in names}
+    silent = [name for name, mean in means.items() if mean is None or math.isnan(mean)]
+    numbers = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items() if name not in silent)
+    spread = f" ± {metrics['reward_std']:.3g}" if "reward_std" in metrics else ", of a single completion"
+    counts = "reward" in metrics
+    parts = [f"mean {metrics['reward']:.3g}{spread}"] if counts else []
+    if len(names) > 1 and counts:
+        parts[0] += f" ({numbers})"
+    if silent:
+        text = "; ".join([*parts, f"{', '.join(silent)} gave no number for any completion."])
+        mend = "Check the columns that the function reads, or take it out."
+        found.append(Finding("rewards", text, "warning" if counts else "error", mend))
+    else:
+        found.append(Finding("rewards", "; ".join(parts)))
+    found.append(variance(metrics))
+    took, slow = float(metrics[_REWARD_SECONDS]), advices.get(_REWARD_SECONDS)
+    seconds = f"reward functions took {took:.2g} s"
+    if slow is None:
+        found.append(Finding("scoring", seconds))
+    else:
+        share = percent(took / metrics["step_time"])
+        found.append(Finding("scoring", f"{seconds}, {share} of the round.", "warning", slow.setting))
+    return found
+
+
+def _agreement(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, Advice]) -> Finding:
+    gap, served = metrics.get(MISMATCH), advices.get(DIFFERENCE)
+    if served is not None:
+        native = "Set rollout_engine='native', whose log-probs are those of training."
+        return Finding("agreement", served.text, "warning", served.setting if trainer.args.use_vllm else native)
+    if DIFFERENCE in metrics:
+        return Finding("agreement", f"sampler and trainer differ by {metrics[DIFFERENCE]:.2g} nats a token on average")
+    if gap is None:
+        text = "sampler and trainer were not compared: no token that is trained on has a log-prob of the sampler."
+        mend = "Let some completions end, or let the sampler report log-probs: rollout_engine='native' does."
+        return Finding("agreement", text, "warning", mend)
+    most = tolerance(trainer.rounding, trainer.args.temperature)
+    text = f"log-probs of sampler and trainer differ by {gap:.2g} nats at most; rounding explains {most:.1g}"
+    if gap <= most:
+        return Finding("agreement", text)
+    return Finding("agreement", f"{text}.", "warning", "Set rollout_engine='transformers', which samples another way.")
+
+
+def _seconds(done: Round, plan: GenerationPlan, num_steps: int) -> Finding:
+    metrics = done.metrics
+    parts = ", ".join(
+        f"{key.removeprefix('time/')} {value:.2g} s" for key, value in metrics.items() if key.startswith("time/")
+    )
+    step_rows = plan.micro_batch_rows * plan.accumulation * plan.world_size
+    step = metrics["step_time"] * step_rows / done.rows
+    text = f"the round took {metrics['step_time']:.2g} s ({parts})"
+    text += f"; a step of {step_rows:,} completions takes about {_duration(step)} at this rate"
+    return Finding("time", f"{text}, and {num_steps:,} steps {_duration(step * num_steps)}")
+
+
+def _memory(done: Round, plan: GenerationPlan) -> Finding:
+    used = done.memory
+    added, total = max(used.peak_bytes - used.before_bytes, 0), used.total_bytes / 2**30
+    processes = "1 process" if used.num_ranks == 1 else f"{used.num_ranks} processes"
+    who, kind = f"{processes} with libraries and model", "machine"
+    if used.is_accelerator:
+        who, kind = f"tensors of {processes}", "accelerator"
+    place = f"the fullest of {done.num_places} {kind}s" if done.num_places > 1 else f"the {kind}"
+    text = f"{who} took at most {used.peak_bytes / 2**30:.3g} GiB of the {total:.3g} of {place}"
+    text += f", {added / 2**30:.2g} GiB more than before the round"
+    if done.micro_batch_rows != plan.micro_batch_rows:
+        text += f", with {done.micro_batch_rows} rows a micro-batch in place of {plan.micro_batch_rows}"
+    if used.peak_bytes / used.total_bytes < FULL:
+        return Finding("memory", text)
+    mend = "Lower per_device_train_batch_size, set gradient_checkpointing=True, or train an adapter."
+    return Finding("memory", f"{text}.", "warning", mend)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.2g} s"

@@ -1,0 +1,148 @@
+"""Makes one small real round: a few prompts are sampled, scored and trained on at a learning rate of 0."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+
+from groupgrad import dist
+from groupgrad.apps.check.round_memory import MemoryWatch, Usage
+from groupgrad.objectives.measure import maximum_where, mean_where
+from groupgrad.objectives.mismatch import mismatch_gap
+from groupgrad.run_folder.metric_store import MetricStore
+from groupgrad.run_folder.progress import ProgressCallback
+from groupgrad.run_folder.run_folder import RunFolder
+from groupgrad.trainer.batch_findings import FirstBatch
+from groupgrad.trainer.mismatch_watch import MISMATCH
+from groupgrad.trainer.run_summary import StartLines
+
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
+"""Key of the mean distance (nats) between the log-probs of trainer and sampler."""
+
+
+@dataclass(slots=True, frozen=True)
+class Round:
+    """Numbers of a small round."""
+
+    metrics: dict[str, Any]
+    """The log event of its step."""
+    rows: int
+    micro_batch_rows: int
+    sample: str
+    """A prompt with its completion, shortened."""
+    memory: Usage
+    """Memory of the machine or accelerator that was closest to full."""
+    num_places: int = 1
+    """Number of machines or accelerators."""
+
+
+def make_round(trainer: Any, num_prompts: int) -> Round:
+    """Makes one round of a trainer, which is of no other use afterwards. Its weights stay as they are. Collective.
+
+    Nothing is reported, evaluated or saved. Files go to the trainer's `output_dir`.
+    """
+    config, plan = trainer.args, trainer.plan
+    _set_sizes(config, plan, num_prompts)
+    config.max_steps, config.learning_rate = 1, 0.0
+    config.lr_scheduler_type, config.lr_scheduler_kwargs = SchedulerType.CONSTANT, {}
+    config.logging_strategy, config.logging_steps = IntervalStrategy.STEPS, 1
+    config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
+    config.save_strategy, config.load_best_model_at_end = SaveStrategy.NO, False
+    config.resume_from_checkpoint = None
+    if trainer.is_deepspeed_enabled:
+        _tell_deepspeed(trainer)
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(StartLines)
+    trainer.remove_callback(FirstBatch)
+    comparison = _Comparison(trainer)
+    trainer.add_callback(comparison)
+    trainer._start_anew()
+    watch = MemoryWatch(config.device)
+    trainer.train()
+    event = next(event for event in reversed(trainer.state.log_history) if "step_time" in event)
+    memory, num_places = watch.fullest()
+    plan = trainer.plan
+    return Round(
+        metrics={**event, **comparison.numbers(event)},
+        rows=plan.generation_batch_size,
+        micro_batch_rows=plan.micro_batch_rows,
+        sample=_sample(Path(config.output_dir)),
+        memory=memory,
+        num_places=num_places,
+    )
+
+
+def _set_sizes(config: Any, plan: Any, num_prompts: int) -> None:
+    """Sets a step of `num_prompts` groups, or a few more where ranks share them, or the run's own if that is less."""
+    groups = min(num_prompts, plan.prompts_per_generation)
+    while (groups * plan.num_generations) % plan.world_size:
+        groups += 1
+    rows = groups * plan.num_generations // plan.world_size
+    config.per_device_train_batch_size = math.gcd(plan.micro_batch_rows, rows)
+    config.gradient_accumulation_steps = rows // config.per_device_train_batch_size
+    config.generation_batch_size, config.steps_per_generation = None, config.gradient_accumulation_steps
+
+
+def _tell_deepspeed(trainer: Any) -> None:
+    """Replaces the sizes and the learning rate of the run, which DeepSpeed's configuration has been filled with."""
+    config, settings = trainer.args, trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    rows, accumulation = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    values = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": rows * accumulation * config.world_size,
+        "optimizer.params.lr": config.learning_rate,
+        "scheduler.params.warmup_min_lr": config.learning_rate,
+        "scheduler.params.warmup_max_lr": config.learning_rate,
+    }
+    for key, value in values.items():
+        parent, name = settings.find_config_node(key)
+        if parent is not None and name in parent:
+            parent[name] = value
+
+
+class _Comparison(TrainerCallback):
+    """Scores all that the round has sampled and compares the log-probs with the sampler's.
+
+    Training measures that only where the sampler is exact and a row has a gradient.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._gap: dict[str, float] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Makes the comparison. Collective. The step's times have been taken already."""
+        store, scorer = MetricStore(), self._trainer.components.scorer
+        for experience in self._trainer._step_log.experiences:
+            batch = experience.batch
+            with dist.errors_on_all_ranks():
+                scores = scorer.policy(batch, rows_per_pass=self._trainer.plan.micro_batch_rows)
+            if batch.sampling_logprobs is not None:
+                gap = mismatch_gap(scores.logprobs, batch.sampling_logprobs, batch)
+                distance = gap.values.abs()
+                store.add({MISMATCH: maximum_where(distance, gap.measured)})
+                store.add({DIFFERENCE: mean_where(distance, gap.measured)})
+        self._gap = store.flush()
+
+    def numbers(self, event: dict[str, Any]) -> dict[str, float]:
+        """Returns the largest gap of a sampler that is exact, of others the mean one, unless `event` has it."""
+        if not self._gap:
+            return {}
+        if self._trainer.components.collector.rollouts.is_exact:
+            return {MISMATCH: max(self._gap[MISMATCH], event.get(MISMATCH, 0.0))}
+        return {DIFFERENCE: event.get(DIFFERENCE, self._gap[DIFFERENCE])}
+
+
+def _sample(folder: Path, width: int = 160) -> str:
+    """Returns the first prompt and completion of the run in a folder; empty if it has stored none."""
+    rows = RunFolder(folder).rows(1)
+    if not rows:
+        return ""
+    prompt, completion = (str(rows[0][name]) for name in ("prompt", "completion"))
+    return f"{prompt[-width:]!r} is answered by {completion[:width]!r}"

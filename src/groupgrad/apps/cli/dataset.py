@@ -1,0 +1,135 @@
+"""Loads the data sets of `groupgrad train` and converts rows into the columns `prompt` and `solution`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from groupgrad.apps.cli.arguments import TaskArguments
+
+FILES: dict[str, str] = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+"""File suffix -> loader of `datasets`."""
+
+
+def load_splits(script: TaskArguments, evaluate: bool) -> tuple[Any, Any]:
+    """Loads the training data and, if `evaluate`, the evaluation data (else None), ready for the trainer.
+
+    ValueError, with what to set, for a missing data set or rows that do not fit.
+    """
+    if not script.dataset_name:
+        raise ValueError(
+            "no data set is given; set dataset_name to a hub id, a folder, or a .json, .jsonl, .parquet or .csv file"
+        )
+    train = _load(script.dataset_name, script.dataset_train_split, script, "dataset_train_split")
+    if script.max_train_rows is not None:
+        if script.max_train_rows < 1:
+            raise ValueError(f"max_train_rows={script.max_train_rows} leaves nothing to train on; set it to at least 1")
+        count = script.max_train_rows
+        train = train.take(count) if script.dataset_streaming else train.select(range(min(count, len(train))))
+    train = prepare(train, script)
+    if not evaluate:
+        return train, None
+    if script.dataset_test_name is None and Path(script.dataset_name).suffix in FILES:
+        raise ValueError(
+            f"eval_strategy asks for evaluation, but {script.dataset_name} is one file without a test split; "
+            f"set dataset_test_name to the file to evaluate on, or eval_strategy to no"
+        )
+    name = script.dataset_test_name or script.dataset_name
+    return train, prepare(_load(name, script.dataset_test_split, script, "dataset_test_split"), script)
+
+
+def _load(name: str, split: str, script: TaskArguments, setting: str) -> Any:
+    import datasets
+
+    path = Path(name).expanduser()
+    if path.suffix in FILES:
+        if not path.is_file():
+            raise ValueError(f"there is no file {name}; set dataset_name (or dataset_test_name) to one that exists")
+        loader = FILES[path.suffix]
+        return datasets.load_dataset(loader, data_files=str(path), split="train", streaming=script.dataset_streaming)
+    is_saved = path.is_dir() and any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))
+    try:
+        if not is_saved:
+            return datasets.load_dataset(name, script.dataset_config, split=split, streaming=script.dataset_streaming)
+        dataset = datasets.load_from_disk(str(path))
+        dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{name} cannot be read with {setting}={split!r}: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"there is no data set {name!r} here or on the hub ({' '.join(str(error).split())}); set dataset_name (or "
+            "dataset_test_name) to a hub id, a folder, or a file"
+        ) from error
+    return dataset.to_iterable_dataset() if script.dataset_streaming else dataset
+
+
+def prepare(dataset: Any, script: TaskArguments) -> Any:
+    """Adds a `prompt` column, conversational if configured, and a `solution` column if one is named.
+
+    All other columns stay, for the reward functions. ValueError if a named column is missing or the pattern does not
+    match.
+    """
+    from groupgrad.data.prompts import like_prompts
+
+    source = script.prompt_column or "prompt"
+    columns = dataset.column_names
+    for setting, column in (("prompt_column", source), ("solution_column", script.solution_column)):
+        if columns is not None and column is not None and column not in columns:
+            similar = like_prompts(columns) if setting == "prompt_column" else None
+            which = f", such as {similar!r}" if similar else ""
+            raise ValueError(
+                f"the data set has no column {column!r}, only {', '.join(columns)}; set {setting} to one of them{which}"
+            )
+    pattern = _pattern(script)
+    renamed = source != "prompt"
+    chat = script.conversational
+    if chat is None:
+        chat = renamed or script.system_prompt is not None
+    if not chat and script.system_prompt is not None:
+        raise ValueError("system_prompt is a message, but conversational is False; set conversational to True")
+    if not (chat or renamed or script.solution_column):
+        return dataset
+
+    def convert(row: dict[str, Any]) -> dict[str, Any]:
+        columns: dict[str, Any] = {"prompt": conversation(row[source], script.system_prompt) if chat else row[source]}
+        if script.solution_column:
+            columns["solution"] = solution(row[script.solution_column], pattern)
+        return columns
+
+    return dataset.map(convert, remove_columns=[source] if renamed and source != script.solution_column else None)
+
+
+def conversation(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:
+    """Converts a prompt into messages. Text becomes a user message; a system prompt comes first unless there is one."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
+def solution(answer: Any, pattern: re.Pattern[str] | None) -> Any:
+    """Extracts the solution of an answer: the pattern's first group, or all of it. ValueError without a match."""
+    if pattern is None:
+        return answer
+    match = pattern.search(str(answer))
+    if match is None:
+        raise ValueError(
+            f"solution_pattern={pattern.pattern!r} is not found in the answer {answer!r}; change the pattern"
+        )
+    return match.group(1).strip()
+
+
+def _pattern(script: TaskArguments) -> re.Pattern[str] | None:
+    text = script.solution_pattern
+    if text is None:
+        return None
+    if script.solution_column is None:
+        raise ValueError(f"solution_pattern={text!r} has no column to search; set solution_column")
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise ValueError(f"solution_pattern={text!r} is not a regular expression: {error}") from error
+    if pattern.groups < 1:
+        raise ValueError(f"solution_pattern={text!r} has no group; put brackets around the solution, as in '#### (.+)'")
+    return pattern

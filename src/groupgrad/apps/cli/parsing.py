@@ -1,0 +1,420 @@
+"""Parses flags and YAML files into the three records of a training run.
+
+A YAML key is the default of the flag of the same name, so the command line wins. An unknown key or flag is an error
+that names the most similar one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import datetime
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import string_to_bool
+
+from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
+from groupgrad.apps.cli.command_parser import ChoiceParser, CommandHelp, epilog
+from groupgrad.apps.cli.launch import add_flags
+from groupgrad.apps.cli.yaml_numbers import NumberLoader, settings_from, value_from
+from groupgrad.config import GRPOConfig, legacy
+from groupgrad.config.hidden_secrets import without_secrets
+from groupgrad.config.unknown_names import advice
+
+SECTIONS: dict[str, str] = {
+    "dataset_name": "Data",
+    "reward_funcs": "Rewards",
+    "model_name_or_path": "Model",
+    "use_peft": "Adapter and quantization",
+    "model_init_kwargs": "Loading and precision of the model",
+    "beta": "Reference model",
+    "num_generations": "Groups and lengths",
+    "rollout_engine": "Generation",
+    "use_vllm": "vLLM",
+    "loss_type": "Objective",
+    "reward_weights": "Advantages",
+    "reward_model_init_kwargs": "Reward models",
+    "vllm_importance_sampling_correction": "Correction of the difference between vLLM and the trainer",
+    "log_completions": "Logging of completions",
+}
+"""First field of a section of `--help` -> the section's title."""
+
+_NO_FIELDS = ("help", "config", "set", "dry_run", "num_processes", "accelerate_config", "prompts", "no_round")
+
+TRAINING, OLD = "Training (transformers.TrainingArguments)", "Accepted for older scripts"
+
+
+@dataclass(slots=True)
+class Parsed:
+    """The records of one command line."""
+
+    script: TaskArguments
+    model: ModelArguments
+    config: GRPOConfig
+    own: dict[str, Any]
+    """Values of the flags that are no fields, such as `dry_run`."""
+    given: frozenset[str] = frozenset()
+    """Fields that the command line or the YAML file sets; the others have defaults or follow from these."""
+    command: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The command line and YAML file of the run, stored in its folder; tokens and passwords are hidden."""
+
+
+_SPELLINGS = "--x_y can be written --x-y, a switch that is on is turned off by --no_x_y, and none means unset.\n\n"
+
+_EXAMPLES = """\
+groupgrad train --config run.yaml
+groupgrad train --config run.yaml --learning_rate 2e-6 --set generation_kwargs.top_k=20 --dry-run
+groupgrad train --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name openai/gsm8k --dataset_config main \\
+    --prompt_column question --solution_column answer --solution_pattern '####\\s*(.+)' --reward_funcs accuracy_reward
+groupgrad train --config run.yaml --resume_from_checkpoint auto
+groupgrad train --config run.yaml --num-processes all --accelerate-config zero3
+"""
+
+
+class FieldParser(ChoiceParser, HfArgumentParser):
+    """Parser with the fields of dataclasses as flags, whose defaults may come from a YAML file."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._mappings: set[str] = set()
+        self._kinds: dict[str, set[Any]] = {}
+        super().__init__(*args, **kwargs)
+
+    def _add_dataclass_arguments(self, dtype: Any) -> None:
+        # The sections of `SECTIONS` first, then the fields of transformers, then those of earlier releases.
+        hints = typing.get_type_hints(dtype)
+        title = TRAINING if issubclass(dtype, TrainingArguments) else dtype.__name__
+        sections: dict[str, list[dataclasses.Field]] = {}
+        for field in self._fields_of(dtype):
+            title = SECTIONS.get(field.name, title)
+            if field.init:
+                field.type = hints[field.name]
+                sections.setdefault(OLD if field.name in legacy.LEGACY else title, []).append(field)
+        for title in sorted(sections, key=lambda name: (name == OLD, name == TRAINING)):
+            group = self.add_argument_group(title)
+            for field in sections[title]:
+                self._add_field(group, field)
+
+    def _fields_of(self, dtype: Any) -> Sequence[dataclasses.Field]:
+        """The fields of a dataclass that are flags."""
+        return dataclasses.fields(dtype)
+
+    def _add_field(self, group: Any, field: dataclasses.Field) -> None:
+        hint, num_actions = field.type, len(self._actions)
+        if typing.get_args(hint)[:2] == (list[str], str):  # a flag takes one value or several
+            field.type = list[str] | None
+        if set(typing.get_args(hint)) == {str, bool}:  # a name, or a switch for one of the names
+            field.type = str
+        self._parse_dataclass_field(group, field)
+        flag, *others = self._actions[num_actions:]
+        for other in others:  # --no_x_y
+            other.help = argparse.SUPPRESS
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        options = typing.get_args(hint) if is_union else (hint,)
+        self._kinds[field.name] = {typing.get_origin(option) or option for option in options}
+        if dict in self._kinds[field.name]:
+            self._mappings.add(field.name)
+        if bool in options and flag.nargs is None:
+            flag.nargs, flag.const = "?", True
+        if type(None) in options and str not in options and callable(flag.type):
+            flag.type = _Optional(flag.type)
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the problem and exits with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n(`{self.prog} --help` lists all fields)\n")
+
+    def fields(self) -> dict[str, argparse.Action]:
+        """Returns the flag of each field, not its `--no_` form."""
+        return {action.dest: action for action in reversed(self._actions) if action.dest not in _NO_FIELDS}
+
+    def read_config(self, path: str) -> dict[str, Any]:
+        """Takes a YAML file's keys as defaults and exports its `env:` mapping; the keys without a field, with values.
+
+        Exits with status 2 for a bad file.
+        """
+        return self.take_file(self.load_yaml(path), path)
+
+    def take_file(self, content: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        """`read_config` for a file with this content."""
+        environment = content.get("env") or {}
+        if not isinstance(environment, dict):
+            self.error(f"{path}: env={environment!r} is not a mapping of variables to values")
+        os.environ.update({str(name): str(value) for name, value in environment.items()})
+        return self.take_defaults({key: value for key, value in content.items() if key != "env"}, f"{path}: ")
+
+    def take_defaults(self, values: dict[Any, Any], origin: str = "") -> dict[str, Any]:
+        """Takes values as defaults of the fields of their names; those without a field. `origin` begins messages."""
+        fields, unknown = self.fields(), {}
+        for key, value in values.items():
+            flag = fields.get(str(key).replace("-", "_"))
+            if flag is None:
+                unknown[str(key)] = value
+                continue
+            shown = f"{origin}{key}={value!r}"
+            if flag.nargs == "+" and value is not None:
+                items = value if isinstance(value, list) else [value]
+                flag.default = [self._from_yaml(flag, shown, item) for item in items]
+            else:
+                flag.default = self._from_yaml(flag, shown, value)
+            flag.required = False
+        return unknown
+
+    def take_settings(self, settings: Sequence[str], argv: Sequence[str]) -> None:
+        """Takes the values of `--set KEY=VALUE`, read as YAML, as defaults.
+
+        KEY is a field, or a.b for the key b of the field a. Exits with status 2 for an unknown field, a key of a field
+        that is no dict, or a field that `argv` has as a flag.
+        """
+        fields = self.fields()
+        given = {word.partition("=")[0] for word in argv}
+        for setting in settings:
+            path, equals, text = setting.partition("=")
+            name, *keys = path.split(".")
+            name = name.replace("-", "_")
+            if not equals or name not in fields:
+                hint = _did_you_mean(name, fields) if equals else "; write it as KEY=VALUE"
+                self.error(f"--set {setting}: {'unknown field ' + repr(name) if equals else 'it has no value'}{hint}")
+            if not given.isdisjoint(fields[name].option_strings):
+                self.error(f"--set {setting}: --{name} is given too; set it in one place")
+            try:
+                value = value_from(yaml.load(text, NumberLoader), in_dict=bool(keys))
+            except yaml.YAMLError as error:
+                self.error(f"--set {setting}: the value is not YAML: {_one_line(error)}")
+            if keys:
+                value = self._with_key(fields[name], keys, value, setting)
+            self.take_defaults({name: value}, "--set ")
+
+    def _with_key(self, flag: argparse.Action, keys: Sequence[str], value: Any, setting: str) -> dict[str, Any]:
+        """Returns a copy of a flag's dict in which `value` stands under the nested `keys`."""
+        if flag.dest not in self._mappings:
+            self.error(f"--set {setting}: {flag.dest} has no keys; write --set {flag.dest}=VALUE")
+        content = yaml.safe_load(flag.default) if isinstance(flag.default, str) else copy.deepcopy(flag.default)
+        content = content or {}
+        inner = content
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict):
+            self.error(f"--set {setting}: {flag.dest}={content!r} has a value, not keys, at {'.'.join(keys[:-1])!r}")
+        inner[keys[-1]] = value
+        return content
+
+    def load_yaml(self, path: str) -> dict[Any, Any]:
+        """The keys of a YAML file. Exits with status 2 for a bad file."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = yaml.load(file, _Loader)
+        except OSError as error:
+            self.error(f"--config {path}: {error.strerror or error}")
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            self.error(f"--config {path} is not YAML: {_one_line(error)}")
+        if not isinstance(content, (dict, type(None))):
+            self.error(f"--config {path} holds a {type(content).__name__}, not keys with values")
+        return settings_from(content or {})
+
+    def _from_yaml(self, flag: argparse.Action, shown: str, value: Any) -> Any:
+        """Converts a YAML value as the flag would. Text is read as if it came from the command line."""
+        if value is None:
+            return None
+        kind: Any = flag.type.number if isinstance(flag.type, _Optional) else flag.type
+        if kind is string_to_bool:
+            return self._boolean(shown, value)
+        number = {int: "a whole number", float: "a number"}.get(kind)
+        if number is not None and not isinstance(value, str):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value != kind(value):
+                self.error(f"{shown} is not {number}")
+            return kind(value)
+        kinds = self._kinds.get(flag.dest, set())
+        is_wrong = kind in (None, str) if flag.nargs == "+" else bool(kinds) and type(value) not in kinds
+        if isinstance(value, (list, dict)) and is_wrong:
+            wanted = "a list of values" if flag.nargs == "+" else "one value"
+            self.error(f"{shown} has a {type(value).__name__}, and {flag.dest} takes {wanted}")
+        if value is False and "no" in (flag.choices or ()):  # YAML reads an unquoted no as False
+            return "no"
+        if dict not in kinds and type(value) in (int, float, datetime.date):  # and an unquoted 17 as a number
+            value = str(value)
+        if isinstance(value, str) and callable(flag.type):
+            try:
+                return flag.type(value)
+            except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+                self.error(f"{shown} cannot be read{f' as {number}' if number else f': {error}'}")
+        return value
+
+    def _boolean(self, shown: str, value: Any) -> bool | None:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("none", "null"):
+            return None
+        try:
+            return string_to_bool(value if isinstance(value, str) else str(int(value)) if value in (0, 1) else "?")
+        except (TypeError, argparse.ArgumentTypeError):
+            self.error(f"{shown} is neither true nor false")
+
+
+class TrainParser(FieldParser):
+    """Parser with all fields of the three records as flags, in sections."""
+
+    def __init__(self, *, prog: str, usage: str, description: str, epilog: str) -> None:
+        super().__init__(
+            [TaskArguments, ModelArguments, GRPOConfig],  # pyright: ignore[reportArgumentType]
+            prog=prog,
+            usage=usage,
+            description=f"{description} Every field is a flag and a key of the YAML file given by --config; the "
+            "command line wins.",
+            epilog=_SPELLINGS + epilog,
+            formatter_class=CommandHelp,
+            allow_abbrev=False,
+        )
+        self.add_argument("--config", metavar="FILE", help="YAML file with defaults; its `env:` mapping is exported")
+        self.add_argument(
+            "--set",
+            metavar="KEY=VALUE",
+            action="append",
+            help="set a field, or a key of a field that is a mapping (a.b=VALUE); VALUE is read as YAML; repeatable",
+        )
+
+    def take_run(self, content: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        """`take_file` for a run, whose keys are fields. Returns their converted values.
+
+        Exits with status 2, and the key that may have been meant, for another one.
+        """
+        for key, value in self.take_file(content, path).items():
+            hint = _did_you_mean(key.replace("-", "_"), self.fields())
+            if isinstance(value, dict) and any(str(name) in self.fields() for name in value):
+                hint = (
+                    f"; fields are not nested: write {', '.join(map(str, value))} at the left margin, without {key!r}"
+                )
+            self.error(f"{path}: unknown key {key!r}{hint}")
+        fields, names = self.fields(), (str(key).replace("-", "_") for key in content)
+        return {name: fields[name].default for name in names if name in fields}
+
+
+def train_parser() -> TrainParser:
+    """Returns the parser of `groupgrad train`."""
+    parser = TrainParser(
+        prog="groupgrad train",
+        usage="groupgrad train [--config FILE] [--FIELD VALUE ...] [--set KEY=VALUE ...] [--dry-run]",
+        description="Train a model with GRPO.",
+        epilog=epilog("train", _EXAMPLES),
+    )
+    parser.add_argument(
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="check and load everything, print what would be trained, and take no step",
+    )
+    add_flags(parser)
+    return parser
+
+
+def parse(
+    argv: Sequence[str], parser: TrainParser | None = None, *, content: Mapping[str, Any] | None = None
+) -> Parsed:
+    """Parses a command line, by default of `groupgrad train`; `content` replaces the content of the YAML file.
+
+    Exits with status 2 and a sentence that says what to change if it cannot.
+    """
+    parser = parser or train_parser()
+    known, unknown = parser.parse_known_args(argv)
+    if known.config is not None:
+        content = parser.load_yaml(known.config) if content is None else content
+        parser.take_run(content, known.config)
+    parser.take_settings(known.set or [], argv)
+    if unknown:
+        argument = unknown[0].split("=")[0]
+        flags = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+        hint = _did_you_mean(argument.lstrip("-").replace("-", "_"), flags, "--")
+        parser.error(f"unknown {'flag' if argument.startswith('-') else 'argument'} {argument!r}{hint}")
+    try:
+        script, model, config, *_ = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    own = {name: value for name, value in vars(known).items() if name in _NO_FIELDS}
+    given = _given(parser, argv, known.set or [], content or {})
+    return Parsed(script, model, config, own, given, command_of(argv, content))
+
+
+def _given(
+    parser: TrainParser, argv: Sequence[str], settings: Sequence[str], content: Mapping[Any, Any]
+) -> frozenset[str]:
+    """The fields that flags, `--set` and the keys of a YAML file set."""
+    words = {word.partition("=")[0] for word in argv}
+    flags = {action.dest for action in parser._actions if not words.isdisjoint(action.option_strings)}
+    keys = {str(key) for key in content} | {setting.partition("=")[0].partition(".")[0] for setting in settings}
+    return frozenset(parser.fields().keys() & (flags | {key.replace("-", "_") for key in keys}))
+
+
+def command_of(argv: Sequence[str], content: Mapping[Any, Any] | None) -> dict[str, Any]:
+    """A command line as it is stored: its words, the content of its YAML file, and the folder of relative paths."""
+    words: list[str] = []
+    for flag, word in zip(["", *argv], argv):
+        *names, value = word.split("=")  # --flag=value, and key=value after --set
+        name = names[-1] if names else flag
+        is_value = bool(names) or not word.startswith("-")
+        hidden = without_secrets(value, name.lstrip("-").rpartition(".")[2]) if is_value else value
+        words.append("=".join([*names, hidden]))
+    return {"argv": words, "yaml": without_secrets(content), "folder": os.getcwd()}
+
+
+class _Loader(NumberLoader):
+    """Refuses a key that is there twice, of which YAML would take the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if isinstance(name, str) and name.replace("-", "_") in seen and name != "<<":
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {name!r} is there twice; remove one", problem_mark=key.start_mark
+                )
+            seen.add(name.replace("-", "_") if isinstance(name, str) else None)
+        return super().construct_mapping(node, deep)
+
+
+def _one_line(error: Exception) -> str:
+    """Describes an error of several lines in one: the problem and its place."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    problem = (problem or "").replace("found character '\\t' that cannot start any token", "a tab; indent by spaces")
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+class _SettingsParser(TrainParser):
+    """Parser of settings that no command line has given: problems are errors."""
+
+    def error(self, message: str) -> NoReturn:
+        """ValueError with the problem."""
+        raise ValueError(message)
+
+
+def parse_settings(settings: Mapping[str, Any]) -> Parsed:
+    """Reads settings as the YAML file of `groupgrad train` would have them. ValueError, with what to change, if they
+    cannot work."""
+    parser = _SettingsParser(prog="groupgrad train", usage="", description="", epilog="")
+    for key in parser.take_defaults(dict(settings)):
+        parser.error(f"unknown field {key!r}{_did_you_mean(key.replace('-', '_'), parser.fields())}")
+    script, model, config, *_ = parser.parse_args_into_dataclasses([], look_for_args_file=False)
+    return Parsed(script=script, model=model, config=config, own={})
+
+
+class _Optional:
+    """Flag type that reads a number, or `none` and `null` as None."""
+
+    def __init__(self, number: Any):
+        self.number = number
+        self.__name__ = number.__name__  # argparse shows it in errors
+
+    def __call__(self, text: Any) -> Any:
+        return None if isinstance(text, str) and text.lower() in ("none", "null") else self.number(text)
+
+
+def _did_you_mean(name: str, known: Any, prefix: str = "") -> str:
+    text = advice(name, known, spelled=lambda similar: prefix + similar)
+    return text and f"; {text}"

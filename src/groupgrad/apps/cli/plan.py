@@ -1,0 +1,265 @@
+"""`groupgrad plan`: predicts the memory of a run from a model's configuration, and says what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from groupgrad.apps.cli.command_parser import refuse
+from groupgrad.apps.cli.plan_options import parsed, parser
+from groupgrad.imports import quick_imports
+
+__all__ = ["main", "parser"]
+
+_PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scratch", "keys_values", "peak")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
+    options = parsed(argv)
+    with quick_imports():
+        from groupgrad.apps.plan.fitting import choices, recommended
+        from groupgrad.apps.plan.shapes import has_tower, model_shape, read_config, whole_rows
+        from groupgrad.integrations.vllm.tensor_parallel import check_tensor_parallel
+
+    sizes = _run_sizes(options)
+    try:
+        if options.devices % options.context_parallel_size:
+            raise ValueError(
+                f"--context-parallel-size {options.context_parallel_size} devices train each row together, and "
+                f"--devices {options.devices} is no multiple of it; give a multiple"
+            )
+        config = read_config(options.model)
+        shape = model_shape(options.model, config, half=options.half)
+        obstacle = whole_rows(config, options.settings)
+        if options.context_parallel_size > 1 and obstacle is not None:
+            raise ValueError(
+                f"--context-parallel-size {options.context_parallel_size} cuts the tokens of a row over devices, and "
+                f"{obstacle}"
+            )
+        if sizes.colocate is not None:
+            check_tensor_parallel(shape.text, sizes.colocate.tensor_parallel_size, ranks=sizes.devices)
+        size = options.vllm_tensor_parallel_size
+        server = _server(shape, sizes, options.device, size) if options.vllm_server else None
+        found = choices(shape, sizes, options.device)
+        if all(choice.refused for choice in found):
+            raise ValueError(found[0].refused)
+    except ValueError as error:
+        return refuse("plan", error)
+    print(_table(shape, sizes, options.device, found))
+    if (remark := _context_remark(shape, sizes)) is not None:
+        print(remark)
+    if has_tower(config):
+        print("The weights outside the text decoder are counted; the activations and tokens of images are not.\n")
+    if options.cut is not None:
+        print(
+            f"num_generations={options.num_generations} does not divide the {options.cut} completions of a generation "
+            f"batch, so {sizes.generation_rows * sizes.devices} are planned.\n"
+        )
+    best = recommended(found)
+    print(_advice(shape, sizes, options.device, best, obstacle))
+    if server is not None:
+        print(server)
+    return 0 if best else 1
+
+
+def _run_sizes(options: Any) -> Any:
+    """The sizes and choices of a run that the options stand for."""
+    from groupgrad.apps.plan.memory import Colocate, RunSizes, ZeroBuffers
+
+    return RunSizes(
+        prompt=options.prompt,
+        completion=options.completion,
+        group=options.num_generations,
+        rows=options.rows,
+        micro_batch=options.micro_batch,
+        most_rows=0 if options.is_asked else options.step_rows,
+        step_rows=options.step_rows,
+        generation_rows=options.generation_rows,
+        lora_rank=options.lora_r,
+        optimizer=options.optim,
+        weight_bytes=2 if options.dtype == "bfloat16" else 4,
+        half=options.half,
+        checkpointing=options.gradient_checkpointing,
+        reference=options.beta > 0,
+        accumulates=options.accumulation > 1,
+        float32_gradients=options.gradient_dtype == "float32",
+        samples=not (options.vllm_server or options.vllm_colocate),
+        colocate=Colocate(*options.colocate) if options.vllm_colocate else None,
+        devices=options.devices,
+        context_parallel_size=options.context_parallel_size,
+        on_gpu=not options.cpu,
+        way=options.way,
+        only_sharding=options.sharding,
+        zero=ZeroBuffers(**options.zero),
+        settings=options.settings,
+    )
+
+
+def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
+    head = f"{shape.name}: {shape.parameters:,} parameters in {shape.layers} layers; {sizes.devices} x {_gib(device)}"
+    names = [part.replace("keys_values", "keys/values") for part in _PARTS]
+    if sizes.colocate:
+        names.append("vLLM")
+    lines = [head, "", f"{'GiB on a device':<16}" + "".join(f"{name:>12}" for name in names) + "  micro-batch"]
+    refusals: dict[str, list[str]] = {}
+    for choice in found:
+        numbers = "".join(f"{getattr(choice.memory, part) / 2**30:>12.2f}" for part in _PARTS)
+        if sizes.colocate:
+            numbers += f"{'-' if choice.vllm is None else f'{choice.vllm / 2**30:.2f}':>12}"
+        is_asked = sizes.most_rows == 0 and choice.sizes.micro_batch == sizes.micro_batch
+        how = (
+            f"  {choice.sizes.micro_batch:>3}"
+            + (" (asked for)" if is_asked else "")
+            + (" with checkpointing" if choice.sizes.checkpointing else "")
+        )
+        if choice.refused:
+            refusals.setdefault(choice.refused, []).append(choice.name)
+        lines.append(
+            f"{choice.name:<16}{numbers}{how if choice.fits else '  refused' if choice.refused else '  does not fit'}"
+        )
+    lines += ["", *(f"Refused ({'; '.join(names)}): {text}." for text, names in refusals.items())] if refusals else []
+    return "\n".join([*lines, ""])
+
+
+def _context_remark(shape: Any, sizes: Any) -> str | None:
+    """Returns a warning if a prompt and a completion are longer than the model's context; None if they fit."""
+    if shape.context is None or sizes.prompt + sizes.completion <= shape.context:
+        return None
+    room = shape.context - sizes.prompt
+    mend = f"lower --completion to {room:,}" if room > 0 else "lower --prompt and --completion"
+    return (
+        f"Warning: a prompt of {sizes.prompt:,} and a completion of {sizes.completion:,} tokens do not fit into the "
+        f"model's context of {shape.context:,} positions, so completions would be truncated there; {mend}, or take a "
+        "model with a longer context.\n"
+    )
+
+
+def _advice(shape: Any, sizes: Any, device: int, best: Any, obstacle: str | None) -> str:
+    """Says what to set, or that nothing fits. `obstacle` is the reason why devices cannot train each row together."""
+    from groupgrad.apps.plan.fitting import smallest_device
+
+    remedies = _with_server(shape, sizes, device)
+    if best is None:
+        remedies += _with_devices(shape, sizes, device, obstacle)
+        remedies = remedies or _with_both(shape, sizes, device)
+        least = smallest_device(shape, sizes)
+        texts = [
+            f"Nothing fits. With micro-batches of one row and checkpointing the least demanding way needs devices of "
+            f"{_gib(least)}; otherwise lower --completion ({sizes.completion}) or --rows ({sizes.rows})."
+        ]
+        return " ".join([*texts, *remedies])
+    rows = best.sizes.micro_batch
+    settings = {"lora": ["use_peft=True"], "4bit": ["use_peft=True", "load_in_4bit=True"]}.get(best.sizes.adapter, [])
+    settings += [f"per_device_train_batch_size={rows}", f"gradient_accumulation_steps={sizes.step_rows // rows}"]
+    if sizes.generation_rows != sizes.step_rows:
+        settings.append(f"generation_batch_size={sizes.generation_rows * sizes.devices}")
+    settings.append(f"gradient_checkpointing={best.sizes.checkpointing}")
+    if sizes.context_parallel_size > 1:
+        settings.append(f"context_parallel_size={sizes.context_parallel_size}")
+    given = {name: sizes.settings.get(name) for name in ("fsdp", "deepspeed")}
+    settings += [f"{name}={value!r}" for name, value in given.items() if value and isinstance(value, (bool, str))]
+    texts = [f"Recommended: {best.name}, {', '.join(settings)}."]
+    if sizes.on_gpu and (sizes.samples or sizes.colocate):
+        texts.append(_vllm_beside(shape, best, device))
+    if sizes.devices > 1:
+        texts.append(_start(best.sizes))
+    return "\n".join([" ".join(texts), *remedies])
+
+
+def _start(sizes: Any) -> str:
+    """The flags that start the processes of a way to run; the settings of a run may say themselves how to shard."""
+    is_set = sizes.sharding == "ddp" or sizes.only_sharding is not None
+    profile = "" if is_set else f" --accelerate-config {sizes.sharding}"
+    nodes = "" if sizes.devices <= 8 else " on one machine, or accelerate launch --num_machines on each of several"
+    return f"Start it with groupgrad train --num-processes {sizes.devices}{profile}{nodes}."
+
+
+def _vllm_beside(shape: Any, best: Any, device: int) -> str:
+    """The settings of a vLLM on the training devices, or why there is none."""
+    from groupgrad.apps.plan.fitting import vllm_share
+    from groupgrad.apps.plan.memory import Colocate
+    from groupgrad.apps.plan.refusals import refusal
+
+    is_refused = refusal(replace(best.sizes, samples=False, colocate=best.sizes.colocate or Colocate())) is not None
+    share = None if is_refused else vllm_share(shape, best.sizes, device)
+    if share is not None:
+        return f"{_vllm_settings(best.sizes, share)} leaves room for vLLM on the same device."
+    problem = f"go with {best.sizes.sharding}" if is_refused else "fit beside these settings"
+    return f"vLLM does not {problem} on the same device; use the native engine, or vllm_mode='server' on another one."
+
+
+def _server(shape: Any, sizes: Any, device: int, tensor_parallel_size: int | None) -> str:
+    """Says what each device of a vLLM server needs, and whether a training device has as much."""
+    from groupgrad.apps.plan.fitting import USABLE, server_need
+
+    need = server_need(shape, sizes, device, tensor_parallel_size)
+    size, usable = need.tensor_parallel_size, device * USABLE
+    text = (
+        f"A vLLM server (--tensor-parallel-size {size}) needs {_exact(need.total)} on each of its devices: weights "
+        f"{_exact(need.weights)}, workspace {_exact(need.workspace)}, and {_exact(need.keys_values)} for keys and "
+        f"values of the {need.rows} rows of a generation batch."
+    )
+    if need.total <= usable:
+        return text
+    if need.least <= usable:
+        return f"{text} A device of {_gib(device)} has room for {_exact(int(usable))}, so vLLM samples them in turns."
+    return f"{text} A device of {_gib(device)} is too small: with one row it needs {_exact(need.least)}."
+
+
+def _vllm_settings(sizes: Any, share: Any) -> str:
+    text = f"vllm_gpu_memory_utilization={share.utilization:g}"
+    asked = sizes.colocate.utilization if sizes.colocate else None
+    if asked not in (None, share.utilization):
+        text += f" (not {asked:g})"
+    if share.max_model_length is not None:
+        text += f" with vllm_max_model_length={share.max_model_length}"
+    return text
+
+
+def _with_server(shape: Any, sizes: Any, device: int) -> list[str]:
+    """A sentence about the way that fits if a vLLM server samples; empty without one."""
+    from groupgrad.apps.plan.fitting import with_server
+
+    served = with_server(shape, sizes, device) if sizes.samples or sizes.colocate else None
+    return [] if served is None else [f"If a vLLM server on other devices samples (--vllm-server), {served.name} fits."]
+
+
+def _with_devices(shape: Any, sizes: Any, device: int, obstacle: str | None) -> list[str]:
+    """Sentences about the ways that fit if devices train each row together, or if there are more of them."""
+    from groupgrad.apps.plan.fitting import with_context_parallel, with_more_devices
+
+    cuts = with_context_parallel(shape, sizes, device)
+    texts = [
+        f"If {number} devices train each row together (--context-parallel-size {number}), {cut.name} fits."
+        for cut in (cuts if cuts and obstacle is None else [])
+        for number in [cut.sizes.context_parallel_size]
+    ]
+    if (wider := with_more_devices(shape, sizes, device)) is not None:
+        number = wider.sizes.devices
+        texts.append(f"On {number} such devices (--devices {number}), {wider.name} fits.")
+    return texts
+
+
+def _with_both(shape: Any, sizes: Any, device: int) -> list[str]:
+    """A sentence about the way that fits on more devices if a vLLM server samples as well; empty without one."""
+    from groupgrad.apps.plan.fitting import with_more_devices
+
+    samples_here = sizes.samples or sizes.colocate
+    wider = with_more_devices(shape, replace(sizes, samples=False, colocate=None), device) if samples_here else None
+    if wider is None:
+        return []
+    number = wider.sizes.devices
+    return [
+        f"If a vLLM server on other devices samples (--vllm-server), {wider.name} fits on {number} such devices "
+        f"(--devices {number})."
+    ]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _exact(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,397 @@
+"""The options of `groupgrad plan`, from its flags and from the YAML file of a run."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+
+from groupgrad.apps.cli.command_parser import CommandParser
+from groupgrad.byte_sizes import parse_bytes
+from groupgrad.imports import quick_imports
+from groupgrad.spelling import did_you_mean
+
+_FIELDS = {
+    "model_name_or_path": "model",
+    "max_completion_length": "completion",
+    "num_generations": "num_generations",
+    "per_device_train_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "accumulation",
+    "context_parallel_size": "context_parallel_size",
+    "lora_r": "lora_r",
+    "dtype": "dtype",
+    "optim": "optim",
+    "beta": "beta",
+    "gradient_checkpointing": "gradient_checkpointing",
+    "gradient_dtype": "gradient_dtype",
+    "use_cpu": "cpu",
+}
+"""Keys of the YAML file of `groupgrad train` -> the options of this command that they set."""
+
+_COLOCATE = {
+    "gpu_memory_utilization": None,
+    "max_model_length": None,
+    "tensor_parallel_size": None,
+    "enable_sleep_mode": False,
+}
+"""Keys of the YAML file, after `vllm_` -> their defaults, in the order of the fields of `Colocate`."""
+
+_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+}
+"""Optimizers of transformers -> those of this command of the same size."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of this command."""
+    switch = argparse.BooleanOptionalAction
+    parser = CommandParser(
+        "plan",
+        description="Predict the memory of a run from a model's configuration, offline, and say which ways to run fit. "
+        "Each way is shown with the largest micro-batch that fits, a divisor of the step's completions.",
+        examples="groupgrad plan --config run.yaml --device 24GB\n"
+        "groupgrad plan --config run.yaml --device 24GB --set use_peft=true --set model_init_kwargs.dtype=bfloat16\n"
+        "groupgrad plan --model Qwen/Qwen2.5-7B-Instruct --device 80GB --devices 8 --completion 8192\n"
+        "groupgrad plan --model ./config.json --device 24GB --completion 1024 --dtype bfloat16",
+    )
+    run = parser.add_argument_group("Run")
+    run.add_argument(
+        "--config", metavar="FILE", help="YAML file of `groupgrad train`, whose model and sizes are taken; flags win"
+    )
+    run.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        help="a field of `groupgrad train`, or a key of a field that is a mapping (a.b=VALUE), as if the file had it; "
+        "VALUE is read as YAML; repeatable",
+    )
+    model = parser.add_argument_group("Model")
+    model.add_argument(
+        "--model", required=True, help="folder with a config.json, a config.json, or a name in the cache"
+    )
+    model.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
+    _add_count(model, "lora-r", 16, "rank of adapters, on all linear layers")
+    devices = parser.add_argument_group("Devices")
+    devices.add_argument(
+        "--device",
+        type=_bytes,
+        metavar="SIZE",
+        help="memory of a device, such as 80GB (default with --cpu: this machine's)",
+    )
+    _add_count(devices, "devices", 1, "number of devices")
+    _add_count(
+        devices, "context-parallel-size", 1, "devices that train each row together, with a part of its tokens each"
+    )
+    devices.add_argument("--cpu", action=switch, default=False, help="plan for training on a CPU")
+    batches = parser.add_argument_group("Groups and lengths")
+    _add_count(batches, "prompt", 512, "tokens of the longest prompt")
+    _add_count(batches, "completion", 256, "max_completion_length")
+    generations = _setting("num_generations", _count)
+    batches.add_argument("--num-generations", type=generations, default=8, help="completions of a prompt")
+    batches.add_argument(
+        "--micro-batch",
+        type=_count,
+        help="most per_device_train_batch_size (default: 8, up to the completions of a step where they fit)",
+    )
+    _add_count(
+        batches, "accumulation", 2, "gradient_accumulation_steps; from 2 on gradients are held beside activations"
+    )
+    batches.add_argument(
+        "--rows", type=_count, help="completions that a device samples at a time (default: those of a step)"
+    )
+    _add_training(parser)
+    _add_vllm(parser)
+    return parser
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    switch = argparse.BooleanOptionalAction
+    training = parser.add_argument_group("Training")
+    optimizers = ["adamw", "adamw_8bit", "adafactor", "sgd"]
+    training.add_argument(
+        "--optim",
+        type=lambda name: _OPTIMIZERS.get(name, name),
+        choices=optimizers,
+        default="adamw",
+        help=f"optimizer: {', '.join(optimizers)}, or a name of transformers for one of them",
+    )
+    training.add_argument(
+        "--beta",
+        type=_setting("beta", float),
+        default=0.0,
+        help="weight of the KL term; above 0 keeps a reference",
+    )
+    training.add_argument(
+        "--gradient-checkpointing", action=switch, default=False, help="use it even where it is not needed"
+    )
+    training.add_argument(
+        "--gradient-dtype",
+        choices=["float32", "weights"],
+        default="float32",
+        help="type in which gradients of bfloat16 weights are summed",
+    )
+
+
+def _add_vllm(parser: argparse.ArgumentParser) -> None:
+    switch = argparse.BooleanOptionalAction
+    vllm = parser.add_argument_group("vLLM")
+    vllm.add_argument("--vllm-colocate", action=switch, default=False, help="vLLM on the training devices samples")
+    vllm.add_argument("--vllm-server", action=switch, default=False, help="a vLLM server on other devices samples")
+    vllm.add_argument(
+        "--vllm-tensor-parallel-size",
+        type=_count,
+        help="devices that share the weights of a vLLM (default: 1; of a server the fewest with which it fits)",
+    )
+
+
+def _add_count(group: Any, name: str, default: int, help: str) -> None:
+    group.add_argument(f"--{name}", type=_count, default=default, help=help)
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line, with the values of a YAML file and of `--set` as defaults.
+
+    Exits with status 2 for a file or a setting that cannot be read or planned for.
+    """
+    flags = parser()
+    before = CommandParser("plan", description="", examples="", add_help=False)
+    before.add_argument("--config")
+    before.add_argument("--set", action="append", default=[])
+    asked = before.parse_known_args(argv)[0]
+    if asked.config is None and not asked.set:
+        return _checked_together(flags, _completed(flags.parse_args(argv), {}))
+    path = asked.config or "--set"
+    settings = _settings_of(asked)
+    if (clash := _exclusive(settings)) is not None:
+        flags.error(f"{path}: {clash}")
+    given = {word.partition("=")[0].replace("_", "-") for word in argv}
+    for setting in asked.set:
+        names = {**_FIELDS, "vllm_tensor_parallel_size": "vllm_tensor_parallel_size"}
+        flag = "--" + names.get(_name(setting), "").replace("_", "-")
+        if flag in given:
+            flags.error(f"--set {setting}: {flag} is given too; set it in one place")
+    vllm_flags = {"--vllm-server", "--vllm-colocate"}
+    if not given.isdisjoint(vllm_flags):
+        given |= vllm_flags
+    actions = {action.dest: action for action in flags._actions}
+    try:
+        for name, value in _options_of(settings).items():
+            action = actions[name]
+            if given.isdisjoint(action.option_strings):
+                action.default, action.required = _checked(action, name, value), False
+    except ValueError as error:
+        flags.error(f"{path}: {error}")
+    if actions["model"].required and given.isdisjoint(actions["model"].option_strings):
+        flags.error(f"{path} has no model_name_or_path; add it, or give --model")
+    ignored = sorted(name for name, value in settings.items() if name not in _used(settings) and value is not None)
+    if ignored:
+        print(f"Not considered of {path}: {', '.join(ignored)}", file=sys.stderr)
+    try:
+        return _checked_together(flags, _completed(flags.parse_args(argv), settings))
+    except ValueError as error:
+        flags.error(f"{path}: {error}")
+
+
+def _settings_of(asked: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a run in a YAML file, if there is one, and in `--set`, which wins."""
+    with quick_imports():
+        from groupgrad.apps.cli.parsing import TrainParser
+
+    run = TrainParser(prog="groupgrad plan", usage="", description="", epilog="")
+    settings = {} if asked.config is None else run.take_run(run.load_yaml(asked.config), asked.config)
+    run.take_settings(asked.set, [])
+    return settings | {name: run.fields()[name].default for name in map(_name, asked.set)}
+
+
+def _name(setting: str) -> str:
+    """The field that `KEY=VALUE` or `KEY.INNER=VALUE` sets."""
+    return setting.partition("=")[0].partition(".")[0].replace("-", "_")
+
+
+def _used(settings: dict[str, Any]) -> set[str]:
+    """Names of the settings of a run that this command considers."""
+    further = {"model_init_kwargs", "generation_batch_size", "steps_per_generation", "bf16", "fp16", "load_in_4bit"}
+    further |= {"use_peft", "use_vllm", "vllm_mode", "fsdp", "deepspeed", "disable_dropout", "router_aux_loss_coef"}
+    if settings.get("use_vllm") and settings.get("vllm_mode") != "server":
+        further |= {f"vllm_{name}" for name in _COLOCATE}
+    return {*_FIELDS, *further}
+
+
+def _exclusive(settings: dict[str, Any]) -> str | None:
+    """Names settings of a run that exclude each other, or that leave the way to shard unknown; None without any."""
+    fsdp, deepspeed = settings.get("fsdp"), settings.get("deepspeed")
+    uses_deepspeed = deepspeed not in (None, "")
+    if fsdp and uses_deepspeed:
+        return f"fsdp={fsdp!r} and deepspeed={deepspeed!r} exclude each other; remove one of them"
+    if uses_deepspeed and _sharding(settings) is None:
+        return f"deepspeed={deepspeed!r} has no ZeRO stage from 0 to 3 that can be read; give a file or a mapping"
+    if settings.get("load_in_4bit") and _sharding(settings) in ("zero3", "fsdp2"):
+        return "load_in_4bit=True with a model in shards cannot be planned for; remove fsdp, deepspeed or load_in_4bit"
+    return None
+
+
+def _sharding(settings: dict[str, Any]) -> str | None:
+    """The way to shard that the settings of a run ask for; None if they ask for none, or cannot be read."""
+    if settings.get("fsdp"):
+        return "fsdp2"
+    if settings.get("deepspeed") in (None, ""):
+        return None
+    from groupgrad.config.launcher import zero_stage
+
+    run: Any = SimpleNamespace(deepspeed=settings["deepspeed"])
+    ways: dict[int | None, str] = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+    return ways.get(zero_stage(run))
+
+
+def _zero_buffers(settings: dict[str, Any]) -> dict[str, int | None]:
+    """The fields of `ZeroBuffers` that a DeepSpeed configuration sets. ValueError for a value that is no number."""
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    config, found = HfDeepSpeedConfig(settings["deepspeed"]), {}
+    for name in ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        value = config.get_value(f"zero_optimization.{name}")
+        try:
+            # Only the size of the bucket may follow from the model. YAML reads 5e8 as a text.
+            is_derived = value == "auto" and name == "reduce_bucket_size"
+            if value is not None:
+                found[name] = None if is_derived else int(float(value))
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"deepspeed: {name}={value!r} is no number; give one, such as 500000000") from None
+    limits = [value for name, value in found.items() if name.startswith("stage3_") and value is not None]
+    buffers = {"live": min(limits)} if limits else {}
+    return {**buffers, "bucket": found["reduce_bucket_size"]} if "reduce_bucket_size" in found else buffers
+
+
+def _checked_together(flags: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
+    """The options. Exits with status 2 for those that exclude each other."""
+    if options.vllm_server and options.vllm_colocate:
+        flags.error("--vllm-server and --vllm-colocate exclude each other; give one of them")
+    if options.vllm_tensor_parallel_size is not None and not (options.vllm_server or options.vllm_colocate):
+        flags.error(
+            f"--vllm-tensor-parallel-size {options.vllm_tensor_parallel_size} is of a vLLM, and none samples; add "
+            "--vllm-colocate or --vllm-server, or leave it out"
+        )
+    if options.sharding is not None and options.context_parallel_size > 1:
+        flags.error(
+            f"fsdp and deepspeed exclude --context-parallel-size (now {options.context_parallel_size}); set it to 1"
+        )
+    if options.device is None:
+        if not options.cpu:
+            flags.error("the memory of a GPU is not known; give --device, such as --device 80GB")
+        options.device = psutil.virtual_memory().total
+    return options
+
+
+def _options_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """The options of this command that the settings of a run stand for."""
+    found = {option: settings[name] for name, option in _FIELDS.items() if settings.get(name) is not None}
+    loading = settings.get("model_init_kwargs") or {}
+    dtype = loading.get("dtype") or loading.get("torch_dtype") if isinstance(loading, dict) else None
+    if dtype is not None:
+        found["dtype"] = dtype
+    if "dtype" in found:
+        found["dtype"] = str(found["dtype"]).removeprefix("torch.")
+    if "optim" in found:
+        found["optim"] = _OPTIMIZERS.get(str(found["optim"]), str(found["optim"]))
+    if found.get("gradient_dtype") == "auto":
+        found["gradient_dtype"] = "float32"
+    found["vllm_server"] = bool(settings.get("use_vllm")) and settings.get("vllm_mode") == "server"
+    found["vllm_colocate"] = bool(settings.get("use_vllm")) and not found["vllm_server"]
+    if found["vllm_colocate"] and (size := settings.get("vllm_tensor_parallel_size")) is not None:
+        found["vllm_tensor_parallel_size"] = size
+    return {"accumulation": 1, **found}
+
+
+def _checked(action: argparse.Action, name: str, value: Any) -> Any:
+    """A value for an option. ValueError if the option cannot have it."""
+    flag = f"--{name.replace('_', '-')}"
+    if action.choices is not None and value not in action.choices:
+        known = ", ".join(str(choice) for choice in action.choices)
+        hint = did_you_mean(value, map(str, action.choices), before="; ")
+        raise ValueError(f"{name}={value!r} cannot be planned for; give {flag} with one of {known}{hint}")
+    if action.type is _count and int(value) < 1:
+        raise ValueError(f"{value} is no count; give {flag} with 1 or more")
+    if action.choices is None and (problem := _problem(name, value)) is not None:
+        raise ValueError(problem)
+    return value
+
+
+def _completed(options: argparse.Namespace, settings: dict[str, Any]) -> argparse.Namespace:
+    """The options with those that follow from others and from the settings of a run, such as `rows` and `half`."""
+    options.is_asked, options.micro_batch = options.micro_batch is not None, options.micro_batch or 8
+    _complete_batches(options, settings)
+    bf16 = settings.get("bf16")
+    by_autocast = settings.get("fp16") or (not options.cpu if bf16 is None else bf16)
+    options.half = options.dtype == "bfloat16" or bool(by_autocast)
+    colocate = {name: settings.get(f"vllm_{name}") or default for name, default in _COLOCATE.items()}
+    options.colocate = tuple((colocate | {"tensor_parallel_size": options.vllm_tensor_parallel_size or 1}).values())
+    is_kept = _OPTIMIZERS.get(str(settings.get("optim")), settings.get("optim")) == options.optim
+    options.settings = {name: value for name, value in settings.items() if is_kept or name != "optim"}
+    if options.gradient_dtype == "weights":
+        options.settings["gradient_dtype"] = "weights"
+    options.sharding = _sharding(settings)
+    options.zero = _zero_buffers(settings) if options.sharding == "zero3" else {}
+    options.way = "4-bit" if settings.get("load_in_4bit") else "LoRA" if settings.get("use_peft") else ""
+    return options
+
+
+def _complete_batches(options: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Sets `step_rows`, `generation_rows`, `rows`, and `cut`: completions that groups do not divide.
+
+    A generation batch over all devices holds whole groups, so one that would cut a group is made longer, together with
+    the step if both are the same.
+    """
+    step = generation = options.micro_batch * options.accumulation
+    if settings.get("generation_batch_size"):
+        generation = -(-settings["generation_batch_size"] // options.devices)
+    elif settings.get("steps_per_generation"):
+        generation = options.micro_batch * settings["steps_per_generation"]
+    elif options.rows is not None and options.rows % step == 0:
+        generation = options.rows
+    is_step, options.cut = generation == step, None
+    part = options.num_generations // math.gcd(options.num_generations, options.devices)
+    if generation % part:
+        options.cut, unit = generation * options.devices, math.lcm(part, options.micro_batch)
+        generation = -(-generation // unit) * unit
+    options.step_rows, options.generation_rows = generation if is_step else step, generation
+    options.rows = options.rows or generation
+
+
+def _bytes(text: str) -> int:
+    size = parse_bytes(text)
+    if size is None or text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no size; write it as 80GB or 24GiB")
+    return size
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no count; give 1 or more")
+    return int(text)
+
+
+def _setting(name: str, read: Callable[[str], float]) -> Callable[[str], float]:
+    """Reads a number that a run gets as the setting `name`, and refuses one that the run would refuse."""
+
+    def value_of(text: str) -> float:
+        value = read(text)
+        if (problem := _problem(name, value)) is not None:
+            raise argparse.ArgumentTypeError(problem)
+        return value
+
+    value_of.__name__ = read.__name__  # argparse names it where `read` raises ValueError
+    return value_of
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """Why a run refuses this value of the setting `name`; None if it does not, or has no such setting."""
+    from groupgrad.config.field_rules import field_problem  # loads transformers, which --help does without
+
+    return field_problem(name, value)

@@ -1,0 +1,278 @@
+"""`groupgrad train`: reads the arguments, builds the trainer, trains and saves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BitsAndBytesConfig
+
+from groupgrad import compat, dist
+from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
+from groupgrad.apps.cli.command_parser import refuse
+from groupgrad.apps.cli.dataset import load_splits
+from groupgrad.apps.cli.dry_run import describe
+from groupgrad.apps.cli.parsing import Parsed, parse, train_parser
+from groupgrad.checkpoints.saving import is_storage_error
+from groupgrad.config import GRPOConfig
+from groupgrad.config.field_rules import DTYPES, changed
+from groupgrad.config.settings import mapping
+from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED, CheckpointError, CheckpointNotSaved
+from groupgrad.models.model_names import check_model_name
+from groupgrad.rewards import REWARD_FUNCTIONS
+from groupgrad.rewards.model_loading import hub_kwargs
+from groupgrad.spelling import did_you_mean
+
+_ADAPTER_FLAGS: dict[str, dict[str, str]] = {
+    "lora": {
+        "lora_r": "r",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+        "lora_target_modules": "target_modules",
+        "lora_target_parameters": "target_parameters",
+        "lora_modules_to_save": "modules_to_save",
+        "lora_task_type": "task_type",
+        "use_rslora": "use_rslora",
+        "use_dora": "use_dora",
+    },
+    "ia3": {
+        "ia3_target_modules": "target_modules",
+        "ia3_feedforward_modules": "feedforward_modules",
+        "ia3_modules_to_save": "modules_to_save",
+    },
+}
+"""Adapter method -> its flags, and the arguments of peft's configuration that they set."""
+
+parser = train_parser
+"""Makes the parser of this command."""
+
+_FOUR_BIT_FLAGS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains as the command line says, or describes the run with `--dry-run`.
+
+    Returns 0, or 2 after a sentence that says what to change if the run cannot begin, or `EXIT_CHECKPOINT_NOT_SAVED` if
+    its last checkpoint could not be written. Other errors are raised.
+    """
+    parsed = parse(argv)
+    output_dir = Path(parsed.config.output_dir or "")
+    is_new = not output_dir.exists()
+    try:
+        trainer = build(parsed)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        return refuse("train", error)
+    if parsed.own["dry_run"]:
+        if dist.is_main():
+            print(describe(trainer, parsed), end="")
+        if is_new and output_dir.is_dir() and not any(output_dir.iterdir()):
+            output_dir.rmdir()
+        return 0
+    try:
+        run(trainer, parsed)
+    except CheckpointError as error:
+        return refuse("train", error)
+    except CheckpointNotSaved as error:
+        return refuse("train", error, EXIT_CHECKPOINT_NOT_SAVED)
+    return 0
+
+
+def build(
+    parsed: Parsed,
+    *,
+    rewards_of: Callable[[TaskArguments], list[Any]] | None = None,
+    splits_of: Callable[[TaskArguments, bool], tuple[Any, Any]] | None = None,
+) -> Any:
+    """Builds the trainer for a command line. Quick checks come first, then the data, and the model last.
+
+    `rewards_of` and `splits_of` load rewards and data in the place of `load_rewards` and `load_splits`.
+    """
+    from groupgrad.trainer import GRPOTrainer
+
+    rewards = (rewards_of or load_rewards)(parsed.script)
+    model = take_model_options(parsed.model, parsed.config)
+    check_model_name("model_name_or_path", model, mapping(parsed.config.model_init_kwargs))
+    if parsed.script.reward_model_name_or_path:
+        kwargs = hub_kwargs(mapping(parsed.config.model_init_kwargs)) | mapping(parsed.config.reward_model_init_kwargs)
+        check_model_name("reward_model_name_or_path", parsed.script.reward_model_name_or_path, kwargs)
+    options = {"peft_config": peft_config(parsed.model), "quantization_config": quantization_config(parsed.model)}
+    train_dataset, eval_dataset = (splits_of or load_splits)(parsed.script, parsed.config.evaluates)
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=rewards,
+        args=parsed.config,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        **{name: value for name, value in options.items() if value is not None},
+    )
+
+
+def run(trainer: Any, parsed: Parsed) -> None:
+    """Trains, saves the model to `output_dir`, and pushes it to the hub if `push_to_hub` is set.
+
+    CheckpointNotSaved if the disk refused the last checkpoint or the model. The model is smaller, so it is tried after
+    a checkpoint that was refused.
+    """
+    config = parsed.config
+    refused: CheckpointNotSaved | None = None
+    trainer.recorder.command = parsed.command
+    try:
+        trainer.train()
+    except CheckpointNotSaved as error:
+        refused = error
+    try:
+        trainer.save_model(config.output_dir)
+    except Exception as error:
+        if not is_storage_error(error):
+            raise
+        raise CheckpointNotSaved(
+            f"the model could not be written to {config.output_dir} ({error}); checkpoints there are as they were"
+        ) from error
+    if refused is not None:
+        raise CheckpointNotSaved(f"{refused}; `groupgrad train` has written the model to {config.output_dir}")
+    if config.push_to_hub:
+        trainer.push_to_hub(dataset_name=parsed.script.dataset_name)
+
+
+def load_rewards(script: TaskArguments) -> list[Any]:
+    """Loads the named reward functions; a reward model stays a name. ValueError if there are none or one is unknown."""
+    rewards: list[Any] = [load_reward(name) for name in script.reward_funcs or []]
+    if script.reward_model_name_or_path:
+        rewards.append(script.reward_model_name_or_path)
+    if not rewards:
+        raise ValueError(
+            f"no reward is given; set reward_funcs to built-in names ({', '.join(REWARD_FUNCTIONS)}) or dotted "
+            f"paths of your own functions, or set reward_model_name_or_path"
+        )
+    return rewards
+
+
+def load_reward(name: str) -> Callable[..., Any]:
+    """Returns a built-in reward function by its name, or imports one by its dotted path from the current folder."""
+    if name in REWARD_FUNCTIONS:
+        return REWARD_FUNCTIONS[name]
+    module_name, _, attribute = name.replace(":", ".").rpartition(".")
+    if not module_name:
+        hint = did_you_mean(name, REWARD_FUNCTIONS, before="; ")
+        raise ValueError(
+            f"there is no built-in reward function {name!r}{hint}. Built in are {', '.join(REWARD_FUNCTIONS)}; "
+            f"your own are given as module.function"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"reward function {name!r} cannot be imported from {os.getcwd()}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{name!r} is a {type(function).__name__}, not a reward function")
+    return function
+
+
+def take_model_options(model: ModelArguments, config: GRPOConfig) -> str:
+    """Writes the loading options into `config.model_init_kwargs` and returns the model's name. ValueError if an option
+    is set there too, to another value."""
+    if not model.model_name_or_path:
+        raise ValueError("no model is given; set model_name_or_path to a hub id or a local folder")
+    kwargs = mapping(config.model_init_kwargs)
+    flags = {"revision": "model_revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
+    for key, flag in flags.items():
+        value = getattr(model, flag)
+        if value is None:
+            continue
+        if kwargs.get(key, value) != value:
+            raise ValueError(f"{flag}={value!r}, but model_init_kwargs has {key}={kwargs[key]!r}; set it in one place")
+        kwargs[key] = value
+    if model.dtype is not None and model.dtype not in DTYPES:
+        raise ValueError(f"dtype={model.dtype!r} is not known; set it to one of {', '.join(DTYPES)}")
+    config.model_init_kwargs = kwargs or None
+    return model.model_name_or_path
+
+
+def peft_config(model: ModelArguments) -> Any:
+    """Returns peft's configuration of the adapter, or None without `use_peft`. ValueError for an unknown method, and
+    for flags of another method."""
+    method = model.peft_method
+    if not model.use_peft:
+        flags = ("peft_method", *_ADAPTER_FLAGS["lora"], *_ADAPTER_FLAGS["ia3"])
+        _warn_of_unused(model, flags, "without use_peft; set use_peft to train an adapter")
+        return None
+    if method not in _ADAPTER_FLAGS:
+        raise ValueError(f"peft_method={method!r} is not known; set it to one of {', '.join(_ADAPTER_FLAGS)}")
+    for other, flags in _ADAPTER_FLAGS.items():
+        if other != method and (unused := _changed(model, flags)):
+            raise ValueError(
+                f"peft_method={method!r} has no use for {', '.join(unused)}; leave that out, or set peft_method to "
+                f"{other!r}"
+            )
+    compat.require("peft", "use_peft")
+    from peft import IA3Config, LoraConfig
+
+    values = {key: _adapter_value(model, flag) for flag, key in _ADAPTER_FLAGS[method].items()}
+    kwargs = {key: value for key, value in values.items() if value not in (None, [])}
+    if method == "ia3":
+        targets = kwargs.get("target_modules", [])
+        alone = [name for name in kwargs.get("feedforward_modules", []) if name not in targets]
+        if alone and targets != "all-linear":  # peft would ignore them
+            raise ValueError(
+                f"ia3_feedforward_modules names {', '.join(alone)}, which ia3_target_modules does not; name them in "
+                "both"
+            )
+        return IA3Config(**{"task_type": "CAUSAL_LM", **kwargs})
+    return LoraConfig(**kwargs)
+
+
+def _adapter_value(model: ModelArguments, flag: str) -> Any:
+    value = getattr(model, flag)
+    if not isinstance(value, list):
+        return value
+    # The documents write --lora_target_modules "q_proj", "v_proj", and a shell keeps the comma.
+    names = [name.strip(",") for name in value]
+    return "all-linear" if names == ["all-linear"] else names
+
+
+def _changed(model: ModelArguments, flags: Iterable[str]) -> list[str]:
+    """Lists the flags that differ from their default, with their values."""
+    return [f"{name}={getattr(model, name)!r}" for name in changed(model, flags)]
+
+
+def _warn_of_unused(model: ModelArguments, flags: Sequence[str], why: str) -> None:
+    """Names in one warning the flags that are set without effect."""
+    if unused := _changed(model, flags):
+        warnings.warn(f"no effect: {', '.join(unused)} {why}")
+
+
+def quantization_config(model: ModelArguments) -> Any:
+    """Returns the configuration that loads weights in 4 or 8 bits, or None. ValueError if both are set, or for an
+    unknown value."""
+    if not model.load_in_4bit:
+        _warn_of_unused(model, _FOUR_BIT_FLAGS, "without load_in_4bit")
+    if not (model.load_in_4bit or model.load_in_8bit):
+        return None
+    if model.load_in_4bit and model.load_in_8bit:
+        raise ValueError("load_in_4bit and load_in_8bit are both True; set one of them to False")
+    choices = {
+        "bnb_4bit_quant_type": ("nf4", "fp4"),
+        "bnb_4bit_quant_storage": ("uint8", "float16", "float32", "bfloat16", None),
+    }
+    for name, known in choices.items():
+        if getattr(model, name) not in known:
+            names = ", ".join(choice for choice in known if choice is not None)
+            raise ValueError(f"{name}={getattr(model, name)!r} is not known; set it to one of {names}")
+    compat.require("bitsandbytes", "load_in_4bit" if model.load_in_4bit else "load_in_8bit")
+    if model.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = getattr(torch, model.dtype) if model.dtype not in (None, "auto") else torch.float32
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=model.bnb_4bit_quant_type,
+        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
+        bnb_4bit_quant_storage=model.bnb_4bit_quant_storage,
+    )

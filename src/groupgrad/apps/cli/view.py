@@ -1,0 +1,165 @@
+"""`groupgrad view`: shows runs as a local page, or writes them into one file."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import secrets
+import socket
+import sqlite3
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from groupgrad.apps.cli.command_parser import CommandParser, refuse
+from groupgrad.apps.cli.run_paths import RunPaths
+from groupgrad.apps.cli.sweep_on_page import CommandLinePanel
+from groupgrad.apps.view import LOCAL_HOSTS
+
+INSTALL = "the page needs Starlette and uvicorn; install them with `pip install 'starlette>=0.40' 'uvicorn>=0.30'`"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves the page of runs until it is interrupted. Returns 1 if a package is missing, 2 for no run."""
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.export is not None:
+            for flag, given in (("--host", arguments.host), ("--port", arguments.port), ("--token", arguments.token)):
+                if given is not None:
+                    raise ValueError(f"{flag} belongs to a served page, and --export writes a file; drop one of them")
+            _check_writable(arguments.export)
+        paths = RunPaths(arguments.runs or ["."])
+        sweeps = _panels(paths.sweeps)
+        if arguments.export is not None:
+            from groupgrad.apps.view.static_report import write_report
+
+            write_report(paths.runs(), arguments.export, sweeps)
+            print(f"{arguments.export} holds {_names(paths)}; it needs no server")
+            return 0
+    except (ValueError, OSError) as error:
+        return refuse("view", error)
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+        print(f"groupgrad view: error: {INSTALL}", file=sys.stderr)
+        return 1
+    return _serve(paths, sweeps, arguments.host or "127.0.0.1", arguments.port or 0, arguments.token)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of this command."""
+    parser = CommandParser(
+        "view",
+        description="Show runs, finished or in progress, as a local page.",
+        examples="groupgrad view runs/math\ngroupgrad view runs --port 8800\n"
+        "groupgrad view runs/a runs/b --export report.html",
+    )
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="*",
+        help="output_dir of a run or of a sweep, or a folder of them (default: this folder)",
+    )
+    page = parser.add_argument_group("Page")
+    page.add_argument("--host", help="address to serve at (default: 127.0.0.1); another one needs a token")
+    page.add_argument("--port", type=_port, help="port (default: any that is free, from 8765 on)")
+    page.add_argument("--token", help="token of the address (default: a random one for a sweep or another --host)")
+    report = parser.add_argument_group("Report")
+    report.add_argument("--export", metavar="FILE", type=Path, help="write a report that needs no server, and end")
+    return parser
+
+
+def _check_writable(path: Path) -> None:
+    """Opens the file of a report and closes it as it was. ValueError, with the reason, if it cannot be written."""
+    folder = path.parent
+    try:
+        if path.is_dir():
+            problem = f"it is a folder; set --export to a file in it, such as {str(path / 'report.html')!r}"
+        elif not folder.is_dir():
+            problem = f"there is no folder {str(folder)!r}; make it first, or set --export to a file in another one"
+        else:
+            is_new = not path.exists()
+            path.open("ab").close()
+            if is_new:
+                path.unlink()
+            return
+    except OSError as error:
+        problem = f"{error.strerror}; set --export to a file that you may write"
+    raise ValueError(f"--export {str(path)!r}: {problem}")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 1 to 65535, or 0 for any that is free")
+    return int(text)
+
+
+def _panels(folders: Sequence[Path]) -> list[CommandLinePanel]:
+    """The sweeps that can be read; a line on stderr for each other one."""
+    found: list[CommandLinePanel] = []
+    for folder in folders:
+        try:
+            panel = CommandLinePanel(folder)
+            panel.table()
+            found.append(panel)
+        except (ValueError, OSError, sqlite3.Error) as error:
+            print(f"groupgrad view: the sweep in {folder} cannot be read, its runs are shown: {error}", file=sys.stderr)
+    return found
+
+
+def _serve(paths: RunPaths, sweeps: Sequence[CommandLinePanel], host: str, port: int, token: str | None) -> int:
+    import uvicorn
+
+    from groupgrad.apps.view.server import make_app
+
+    is_local = host in LOCAL_HOSTS
+    if token is None and (sweeps or not is_local):
+        token = secrets.token_urlsafe(24)
+    is_any = host in ("0.0.0.0", "::", "")
+    hosts = () if is_any else (*LOCAL_HOSTS, host)
+    try:
+        listener = _listen(host, port)
+    except OSError as error:
+        place = f"{host}, port {port}" if port else host
+        print(
+            f"groupgrad view: error: a page cannot be served at {place} ({error.strerror or error}); set --host to an "
+            "address of this machine, or --port to a free port",
+            file=sys.stderr,
+        )
+        return 1
+    shown = socket.gethostname() if is_any else f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{listener.getsockname()[1]}/" + ("" if token is None else f"?token={token}")
+    app = make_app(paths.runs, sweeps, hosts=hosts, token=token)
+    config = uvicorn.Config(app, log_level="warning", access_log=False)
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            # Only from here on does a signal end the page as it should.
+            print(f"{_names(paths)} at {address} (Ctrl-C ends it)", flush=True)
+
+    try:
+        Server(config).run(sockets=[listener])
+    except KeyboardInterrupt:  # uvicorn raises it again once the page is closed
+        print()
+    return 0
+
+
+def _names(paths: RunPaths) -> str:
+    return ", ".join([run.name for run in paths.runs()] or [path.name for path in paths.sweeps])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at a port, or at the first free one of some if it is 0. OSError if there is none."""
+    ports = [port] if port else [*range(8765, 8785), 0]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for number in ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, number))
+            listener.listen(64)
+            return listener
+        except OSError:
+            listener.close()
+            if number == ports[-1]:
+                raise
+    raise AssertionError("a port or an error was found")

@@ -1,0 +1,281 @@
+"""Chooses settings with which a run fits into a device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupgrad.apps.plan.memory import Adapter, Colocate, Memory, RunSizes, Sharding, predict
+from groupgrad.apps.plan.refusals import refusal
+from groupgrad.apps.plan.shapes import ModelShape
+from groupgrad.integrations.vllm import memory_check
+from groupgrad.integrations.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
+from groupgrad.integrations.vllm.tensor_parallel import check_tensor_parallel
+
+USABLE = 0.92
+"""Share of a device that is planned for; the allocator's gaps take the rest."""
+
+MOST_TIMES = 8
+"""Times the asked number of devices up to which a plan looks for a number that would do."""
+
+
+@dataclass(slots=True, frozen=True)
+class Choice:
+    """One way to run, and its memory on a device."""
+
+    name: str
+    sizes: RunSizes
+    memory: Memory
+    fits: bool
+    refused: str | None = None
+    """The sentences of the trainer's rules that the way breaks; None if it breaks none."""
+    vllm: int | None = None
+    """Bytes of a colocated vLLM: its share where it fits, else the least that it needs; None without one."""
+
+
+def choices(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> list[Choice]:
+    """Returns the ways to run: full weights, LoRA and 4 bits, and with several devices the ways to shard.
+
+    Each has the largest micro-batch that fits, without checkpointing where one row fits so. Rows that devices train
+    together (`context_parallel_size`) leave the model whole on each, so none of the ways to shard is among them then.
+    """
+    return [_largest(shape, name, way, device_bytes) for name, way in _ways(sizes)]
+
+
+def recommended(found: list[Choice]) -> Choice | None:
+    """Returns the first way that fits; the ways are in the order of how little they change."""
+    return next((choice for choice in found if choice.fits), None)
+
+
+@dataclass(slots=True, frozen=True)
+class VLLMShare:
+    """Settings of a vLLM beside training that `memory_check.memory_problem` accepts."""
+
+    utilization: float
+    """`vllm_gpu_memory_utilization`: share of the device."""
+    max_model_length: int | None
+    """`vllm_max_model_length`, in tokens; None where a row of the model's whole context fits."""
+
+
+def vllm_share(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> VLLMShare | None:
+    """Returns the share of a device for vLLM beside a trainer that does not sample; None if it does not fit.
+
+    The share holds what the trainer demands (weights, a workspace and one row of the context), and the keys and values
+    of the rows that vLLM samples where there is room for them. Where no row of the model's whole context fits, rows of
+    the run's length are tried.
+    """
+    colocate, sampling = sizes.colocate or Colocate(), replace(sizes, samples=True, rows=min(sizes.rows, MAX_NUM_SEQS))
+    all_rows = predict(shape, sampling).keys_values
+    training = predicted_training_bytes(predict(shape, replace(sizes, samples=False)))
+    memory = memory_check.DeviceMemory(total=device_bytes, available=int(device_bytes * USABLE))
+    room = memory.available - (training.while_sampling if colocate.sleeps else training.total)
+    lengths = (
+        (None, sizes.prompt + sizes.completion) if colocate.max_model_length is None else (colocate.max_model_length,)
+    )
+    for length in lengths:
+        options = _vllm_options(sizes, length)
+        served = memory_check.ServedBytes.of_config(*_served(shape, sizes), options)
+        wanted = served.total + max(0, all_rows - served.one_row)
+        share = math.ceil(1000 * wanted / device_bytes) / 1000
+        share = min(share, math.floor(1000 * room / device_bytes) / 1000)
+        for tried in (share,) if colocate.utilization is None else (colocate.utilization, share):
+            of_share = replace(options, memory_utilization=tried)
+            if memory_check.memory_problem(served, training, memory, of_share) is None:
+                return VLLMShare(tried, length)
+    return None
+
+
+@dataclass(slots=True, frozen=True)
+class ServerNeed:
+    """Memory of each device of a vLLM server, in bytes."""
+
+    tensor_parallel_size: int
+    weights: int
+    workspace: int
+    keys_values: int
+    """Keys and values of `rows` rows of full length."""
+    rows: int
+    least: int
+    """All of it with the keys and values of one row."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.workspace + self.keys_values
+
+
+def server_need(
+    shape: ModelShape, sizes: RunSizes, device_bytes: int, tensor_parallel_size: int | None = None
+) -> ServerNeed:
+    """Returns what a vLLM server needs that samples the generation batches of all training devices.
+
+    Without `tensor_parallel_size`, its devices are the fewest of 1, 2, 4 and 8 that hold all rows, or else one row.
+    ValueError for a size that the model's heads do not allow.
+    """
+    needs = []
+    for size in (1, 2, 4, 8) if tensor_parallel_size is None else (tensor_parallel_size,):
+        try:
+            check_tensor_parallel(shape.text, size, ranks=size)
+        except ValueError:
+            if tensor_parallel_size is not None:
+                raise
+        else:
+            needs.append(_need_of_each(shape, sizes, size))
+    usable = device_bytes * USABLE
+    fitting = [need for need in needs if need.total <= usable] or [need for need in needs if need.least <= usable]
+    return (fitting or needs[-1:])[0]
+
+
+def _need_of_each(shape: ModelShape, sizes: RunSizes, tensor_parallel_size: int) -> ServerNeed:
+    """Returns the need of each device of a vLLM server on so many."""
+    rows = (sizes.generation_rows or sizes.rows) * sizes.devices
+    alone, served = (
+        _least_served(shape, replace(sizes, colocate=Colocate(tensor_parallel_size=size)))
+        for size in (1, tensor_parallel_size)
+    )
+    all_rows = predict(shape, replace(sizes, samples=True, rows=rows)).keys_values
+    return ServerNeed(
+        tensor_parallel_size=tensor_parallel_size,
+        weights=served.weights,
+        workspace=served.total - served.weights - served.one_row,
+        keys_values=all_rows * served.one_row // alone.one_row if alone.one_row else all_rows // tensor_parallel_size,
+        rows=rows,
+        least=served.total,
+    )
+
+
+def predicted_training_bytes(memory: Memory) -> memory_check.TrainingBytes:
+    """Returns the predicted memory of training in the parts that the trainer compares with vLLM's."""
+    return memory_check.TrainingBytes(
+        weights=memory.context + memory.weights + memory.reference,
+        gradients=memory.gradients,
+        optimizer=memory.optimizer,
+        activations=max(memory.activations + memory.scratch, memory.update),
+    )
+
+
+def smallest_device(shape: ModelShape, sizes: RunSizes) -> int:
+    """Returns the bytes of a device on which the least demanding of the ways fits that the trainer accepts."""
+    accepted = [_with_micro_batch(way, 1, checkpointing=True) for _, way in _ways(sizes) if refusal(way) is None]
+    least = min(_needed(shape, way) for way in accepted)
+    # The share of a colocated vLLM is a multiple of 1/1000.
+    return int(least / (USABLE if sizes.colocate is None else USABLE - 0.001))
+
+
+def with_server(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> Choice | None:
+    """Returns the first way that fits only if a vLLM server on other devices samples; None if there is none.
+
+    A model in shards is sampled from by the native engine as a whole copy, which a server does without.
+    """
+    here = recommended(choices(shape, sizes, device_bytes))
+    there = recommended(choices(shape, replace(sizes, samples=False, colocate=None), device_bytes))
+    return None if there is None or (here is not None and here.name == there.name) else there
+
+
+def with_more_devices(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> Choice | None:
+    """Returns the first way that fits on 2, 4, ... `MOST_TIMES` times as many devices; None if none does."""
+    times = 2
+    while times <= MOST_TIMES:
+        wider = replace(sizes, devices=times * sizes.devices)
+        if (found := recommended(choices(shape, wider, device_bytes))) is not None:
+            return found
+        times *= 2
+    return None
+
+
+def with_context_parallel(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> list[Choice]:
+    """Returns the ways that come to fit where 2, 4, 8, ... of the devices train each row together."""
+    found: dict[str, Choice] = {}
+    size = 2 * sizes.context_parallel_size
+    while size <= sizes.devices and sizes.only_sharding is None:
+        cut = replace(sizes, context_parallel_size=size)
+        if sizes.devices % size == 0 and (best := recommended(choices(shape, cut, device_bytes))) is not None:
+            found.setdefault(best.name, best)
+        size *= 2
+    return list(found.values())
+
+
+_WAYS: tuple[tuple[str, Adapter, tuple[Sharding, ...]], ...] = (
+    ("full", "full", ("zero1", "zero2", "zero3", "fsdp2")),
+    ("LoRA", "lora", ("zero3", "fsdp2")),
+    ("4-bit", "4bit", ()),
+)
+"""Name in the plan, kind of adapter, and the ways of sharding that are tried unless one is asked for."""
+
+
+def _ways(sizes: RunSizes) -> list[tuple[str, RunSizes]]:
+    only, may_shard = sizes.only_sharding, sizes.devices > 1 and sizes.context_parallel_size == 1
+    ways = []
+    for name, adapter, tried in _WAYS:
+        shardings = ["ddp", *(tried if may_shard else ())] if only is None else [only]
+        if adapter == "4bit" and only in ("zero3", "fsdp2"):  # bitsandbytes' packed weights are not divided
+            continue
+        for sharding in shardings:
+            ending = "" if sharding == "ddp" else f", {sharding}"
+            ways.append((name + ending, replace(sizes, adapter=adapter, sharding=sharding)))
+    return [(name, way) for name, way in ways if name.startswith(sizes.way)]
+
+
+def _largest(shape: ModelShape, name: str, sizes: RunSizes, device_bytes: int) -> Choice:
+    """A way with the largest micro-batch that fits, or of one row with checkpointing if none does or it is refused."""
+    least = _with_micro_batch(sizes, 1, checkpointing=True)
+    if (refused := refusal(sizes)) is not None:
+        return Choice(name, least, predict(shape, least), fits=False, refused=refused)
+    for checkpointing in (sizes.checkpointing, True):
+        for rows in _micro_batches(sizes):
+            tried = _with_micro_batch(sizes, rows, checkpointing=checkpointing)
+            memory = predict(shape, tried)
+            if memory.peak > device_bytes * USABLE:
+                continue
+            if tried.colocate is None:
+                return Choice(name, tried, memory, fits=True)
+            if (share := vllm_share(shape, tried, device_bytes)) is not None:
+                return Choice(name, tried, memory, fits=True, vllm=int(share.utilization * device_bytes))
+    vllm = None if sizes.colocate is None else _least_served(shape, sizes).total
+    return Choice(name, least, predict(shape, least), fits=False, vllm=vllm)
+
+
+def _needed(shape: ModelShape, sizes: RunSizes) -> int:
+    """Bytes of the peak, and of a colocated vLLM with rows of the run's length beside training."""
+    memory = predict(shape, sizes)
+    if sizes.colocate is None:
+        return memory.peak
+    training = predicted_training_bytes(memory)
+    beside = training.while_sampling if sizes.colocate.sleeps else training.total
+    return max(memory.peak, training.total, beside + _least_served(shape, sizes).total)
+
+
+def _least_served(shape: ModelShape, sizes: RunSizes) -> memory_check.ServedBytes:
+    """Bytes of a vLLM whose rows have the run's length."""
+    length = (sizes.colocate or Colocate()).max_model_length or sizes.prompt + sizes.completion
+    return memory_check.ServedBytes.of_config(*_served(shape, sizes), _vllm_options(sizes, length))
+
+
+def _vllm_options(sizes: RunSizes, length: int | None) -> ColocateOptions:
+    colocate = sizes.colocate or Colocate()
+    return ColocateOptions(
+        max_num_seqs=min(sizes.rows, MAX_NUM_SEQS),
+        max_model_len=length,
+        dtype="bfloat16" if sizes.half or sizes.weight_bytes == 2 else "float32",
+        tensor_parallel_size=colocate.tensor_parallel_size,
+        sleep_mode=colocate.sleeps,
+    )
+
+
+def _served(shape: ModelShape, sizes: RunSizes) -> tuple[int, Any]:
+    """Bytes of the weights that vLLM serves, and the configuration of the text decoder."""
+    return shape.parameters * (2 if sizes.half else sizes.weight_bytes), shape.text
+
+
+def _micro_batches(sizes: RunSizes) -> list[int]:
+    """Micro-batches up to the largest that is tried, in falling order; steps and generation batches are multiples."""
+    step = sizes.step_rows or sizes.micro_batch
+    both = math.gcd(step, sizes.generation_rows or step)
+    return [rows for rows in range(min(max(sizes.micro_batch, sizes.most_rows), both), 0, -1) if both % rows == 0]
+
+
+def _with_micro_batch(sizes: RunSizes, rows: int, *, checkpointing: bool) -> RunSizes:
+    """The same step in micro-batches of `rows`."""
+    accumulates = rows < sizes.step_rows if sizes.step_rows else sizes.accumulates
+    return replace(sizes, micro_batch=rows, checkpointing=checkpointing, accumulates=accumulates)

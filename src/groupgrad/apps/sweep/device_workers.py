@@ -1,0 +1,193 @@
+"""Worker processes of a sweep, one for each device, which train arms for a turn at a time."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from groupgrad.apps.sweep.devices import Device
+from groupgrad.apps.sweep.store import Arm, Store
+from groupgrad.concurrency.worker_process import WorkerDied, WorkerNotStarted, WorkerProcess
+from groupgrad.concurrency.workers import Outcome
+from groupgrad.stopping import Stopped
+
+if TYPE_CHECKING:
+    from groupgrad.apps.sweep.arm_turns import ArmTurns
+    from groupgrad.apps.sweep.factory import ArmFactory
+    from groupgrad.apps.sweep.sweep_plan import SweepPlan
+
+LOST = WorkerDied, WorkerNotStarted
+"""Errors of a turn whose process has ended; the arm can go on from its checkpoint."""
+
+END_S = 30.0
+"""Time for a worker process to end what libraries keep open, such as a tracker's run."""
+
+
+def check_sendable(arguments: Mapping[str, Any]) -> None:
+    """ValueError for an argument that cannot be sent to a worker process."""
+    for name, value in arguments.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:  # pickling runs code of the value, which may raise anything
+            raise ValueError(
+                f"{name}={value!r:.200} cannot be sent to a worker process ({type(error).__name__}: {error}); make "
+                "what it holds inside its function, or leave devices unset"
+            ) from error
+
+
+class TurnsOfWorker:
+    """The side of the worker process, which makes its `ArmTurns` when it is first called."""
+
+    def __init__(self, folder: Path, content: bytes, num_workers: int):
+        self._folder, self._content, self._num_workers = folder, content, num_workers
+        self._turns: ArmTurns | None = None
+
+    def __call__(self, log: Path, action: str, arm: Arm | int | None) -> None:
+        """`begin` and `end`; `take` trains an arm for a turn; `drop` gives up the trainer of the arm with a number."""
+        if self._turns is None:
+            _write_output_to(log)
+            from groupgrad.apps.sweep.arm_turns import ArmTurns
+
+            plan, factory = pickle.loads(self._content)
+            self._turns = ArmTurns(plan, Store(self._folder), factory, self._num_workers)
+        if isinstance(arm, Arm):
+            self._turns.take(arm)  # a signal to this process alone ends a turn, and the arm goes on with its next one
+        elif arm is not None:
+            self._turns.drop(arm)
+        if action == "end":
+            atexit._run_exitfuncs()  # which the end of a worker process leaves out
+
+
+def _write_output_to(path: Path) -> None:
+    """Appends what this process prints from now on to a file: the progress of several arms would mix in a terminal."""
+    with path.open("a") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    device: Device
+    process: WorkerProcess
+    log: Path
+    held: set[int] = field(default_factory=set)
+    """Arms whose trainers it may keep."""
+    arm: Arm | None = None
+    """The arm of the turn in progress."""
+    reply: futures.Future[Outcome] | None = None
+
+    def call(self, action: str, arm: Arm | int | None = None) -> futures.Future[Outcome]:
+        """Queues an action of `TurnsOfWorker` behind all earlier ones."""
+        return self.process.call(0, (self.log, action, arm))
+
+
+class DeviceWorkers:
+    """The worker processes, seen from the sweep's process. They end with the context, and with this process."""
+
+    def __init__(self, plan: SweepPlan, folder: Path, factory: ArmFactory, devices: Sequence[Device]):
+        folder = folder.resolve()
+        turns = TurnsOfWorker(folder, cloudpickle.dumps((plan, factory)), len(devices))
+        functions = [cloudpickle.dumps(turns)]
+        self._workers: list[_Worker] = []
+        for number, device in enumerate(devices, start=1):
+            process = WorkerProcess(functions, name=f"groupgrad-sweep-{number}", environment=device.environment)
+            self._workers.append(_Worker(device, process, folder / f"worker-{number}.log"))
+
+    def __enter__(self) -> DeviceWorkers:
+        """Starts the processes. ValueError if one cannot load what the sweep trains."""
+        try:
+            replies = [worker.call("begin") for worker in self._workers]
+            for worker, reply in zip(self._workers, replies):
+                error = reply.result().error
+                if error is not None:
+                    raise ValueError(
+                        f"devices: the worker process for {worker.device.name} cannot load what the sweep trains "
+                        f"({type(error).__name__}: {error}); see {worker.log}, or leave devices unset"
+                    ) from error
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        """Ends the processes, in order unless an error or a second Ctrl-C has ended the sweep."""
+        if kind is None or issubclass(kind, Stopped):
+            running = [worker for worker in self._workers if worker.process.pid is not None]
+            futures.wait([worker.call("end") for worker in running], END_S)
+        for worker in self._workers:
+            worker.process.close()
+
+    @property
+    def busy(self) -> set[int]:
+        """The arms whose turns are in progress."""
+        return {worker.arm.id for worker in self._workers if worker.arm is not None}
+
+    def hand_out(self, ready: Sequence[Arm]) -> list[tuple[Arm, Device]]:
+        """Gives each idle worker a turn of one of these arms, while there are some; the turns that were given.
+
+        A worker takes the first arm whose trainer it holds or no one does; only if there is none, one whose trainer
+        another worker holds, which goes on from its checkpoint.
+        """
+        left, given = [arm for arm in ready if arm.id not in self.busy], []
+        for takes_any in (False, True):
+            for worker in [worker for worker in self._workers if worker.arm is None]:
+                arm = next((arm for arm in left if takes_any or self._holder(arm.id) in (None, worker)), None)
+                if arm is not None:
+                    left.remove(arm)
+                    self._begin_turn(worker, arm)
+                    given.append((arm, worker.device))
+        return given
+
+    def _begin_turn(self, worker: _Worker, arm: Arm) -> None:
+        if self._holder(arm.id) is not worker:
+            self.drop(arm.id)
+        worker.held.add(arm.id)
+        worker.arm, worker.reply = arm, worker.call("take", arm)
+
+    def _holder(self, arm: int) -> _Worker | None:
+        return next((worker for worker in self._workers if arm in worker.held), None)
+
+    def drop(self, arm: int) -> None:
+        """Asks the worker that holds the trainer of an arm to drop it after the present turn."""
+        worker = self._holder(arm)
+        if worker is not None:
+            worker.held.remove(arm)
+            worker.call("drop", arm)
+
+    def wait(self, seconds: float) -> list[tuple[Arm, BaseException | None]]:
+        """The turns that have ended, with the error of each that its arm is not to blame for: at once if there are
+        some or none is in progress, after at most so many seconds otherwise."""
+        replies = [worker.reply for worker in self._workers if worker.reply is not None]
+        done, ended = futures.wait(replies, seconds, return_when=futures.FIRST_COMPLETED).done, []
+        for worker in self._workers:
+            if worker.arm is None or worker.reply is None or worker.reply not in done:
+                continue
+            error = worker.reply.result().error
+            ended.append((worker.arm, error))
+            worker.arm = worker.reply = None
+            if isinstance(error, LOST):
+                worker.held.clear()
+        return ended
+
+    def stop_turns(self) -> None:
+        """Ends the turns in progress after a checkpoint of their last whole step. To be repeated until they have
+        ended, since a process takes no notice while it makes a trainer."""
+        for worker in self._workers:
+            if worker.arm is not None and worker.process.pid is not None:
+                with suppress(OSError):
+                    os.kill(worker.process.pid, signal.SIGTERM)

@@ -1,0 +1,262 @@
+"""The plan of a sweep, as read from its YAML file or from arguments."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from groupgrad import compat
+from groupgrad.apps.sweep.choices import Choices, Values, number, read_choices
+from groupgrad.apps.sweep.store import Arm, Store
+from groupgrad.spelling import did_you_mean
+
+if TYPE_CHECKING:
+    from groupgrad.apps.sweep.factory import ArmFactory
+
+KEYS = ("base", "output_dir", "vary", "arms", "sample", "halving", "metric", "turn_steps", "cache_rewards", "devices")
+SAMPLES = ("grid", "random", "optuna")
+MAX_ARMS = 1000
+
+
+@dataclass(slots=True, frozen=True)
+class ArmSampling:
+    """The way in which arms are taken from the varied fields."""
+
+    kind: str = "grid"
+    num: int = 0
+    """Arms of a random sample; trials of Optuna."""
+    seed: int = 0
+    parallel: int = 4
+    """Trials of Optuna that are trained and compared together, before the next ones are asked for."""
+
+
+@dataclass(slots=True, frozen=True)
+class Halving:
+    """Successive halving: at each rung only the best of the arms that reached it go on (arXiv:1502.07943)."""
+
+    factor: int = 2
+    """One arm of this many goes on."""
+    first: float = 0.125
+    """The first rung, as a share of the steps of a run; each further one is `factor` times as far."""
+    confidence: float = 0.95
+    """Confidence with which an arm must be worse than the best one to count as clearly worse."""
+    undecided: str = "drop"
+    """Arms behind that are not clearly worse: "drop" drops them and keeps the compute fixed, "keep" trains them on."""
+
+    def rungs(self, max_steps: int) -> list[int]:
+        """The steps of the rungs of a run of `max_steps` steps."""
+        steps, share = [], self.first
+        while share < 1:
+            steps.append(max(1, math.ceil(round(share * max_steps, 6))))  # 0.1 * 3 * 10 is a little above 3
+            share *= self.factor
+        return sorted({step for step in steps if step < max_steps})
+
+
+@dataclass(slots=True, frozen=True)
+class SweepPlan:
+    """A sweep: a configuration, what is varied in it, and how arms are compared."""
+
+    base: dict[str, Any]
+    """Settings that all arms begin with, as in the YAML file of `groupgrad train`."""
+    vary: dict[str, Choices] = field(default_factory=dict)
+    arms: tuple[dict[str, Any], ...] = ()
+    """Arms that are named one by one: their changes of the base."""
+    sample: ArmSampling = ArmSampling()
+    halving: Halving | None = None
+    metric: str = "reward"
+    """The number by which arms are compared: the weighted reward, or the name of one reward."""
+    turn_steps: int | None = None
+    """Steps of an arm's turn; None for as many as keep the cost of switching under 5 %."""
+    cache_rewards: tuple[str, ...] = ()
+    """Reward functions whose values depend on their row alone, and are kept for all arms."""
+    devices: Any = None
+    """The devices that arms are spread over, see `find_devices`; None to train all arms in this process."""
+
+    def rungs(self, max_steps: int) -> list[int]:
+        """The steps of the rungs of a run of `max_steps` steps; none without halving."""
+        return [] if self.halving is None else self.halving.rungs(max_steps)
+
+    def is_at_rung(self, arm: Arm) -> bool:
+        """True if the arm waits for the others of its cohort at a rung."""
+        rungs = self.rungs(arm.max_steps) if arm.max_steps else []
+        return arm.rung < len(rungs) and arm.step >= rungs[arm.rung]
+
+    def name_of(self, number: int, changes: Mapping[str, Any]) -> str:
+        """The name of an arm: its number and what it changes, without what all arms have (a single value in `vary`)."""
+        vary = {} if self.arms else self.vary  # arms that are named one by one have the base's values instead
+        common = {name: choices.values for name, choices in vary.items() if isinstance(choices, Values)}
+        own = {name: value for name, value in changes.items() if common.get(name) != (value,)}
+        return arm_name(number, own or changes)
+
+    def first_arms(self) -> list[dict[str, Any]]:
+        """The changes of each arm that is known at the start. ValueError if there are none, or too many."""
+        changes = [dict(arm) for arm in self.arms]
+        if self.vary and self.sample.kind == "grid":
+            changes += self._grid()
+        elif self.vary and self.sample.kind == "random":
+            changes += self._random()
+        if not changes and self.sample.kind != "optuna":
+            raise ValueError("vary and arms are empty, so there is nothing to compare; name a field and its values")
+        if len(changes) > MAX_ARMS:
+            raise ValueError(
+                f"the sweep has {len(changes):,} arms, at most {MAX_ARMS:,} are trained in turns; vary less, or set "
+                "sample to {random: NUMBER}"
+            )
+        return changes
+
+    def _grid(self) -> list[dict[str, Any]]:
+        values = []
+        for name, choices in self.vary.items():
+            try:
+                values.append(choices.grid())
+            except ValueError as error:
+                raise ValueError(f"vary: {name}: {error}") from None
+        if math.prod(map(len, values)) > MAX_ARMS:
+            raise ValueError(
+                f"the grid has {math.prod(map(len, values)):,} arms, at most {MAX_ARMS:,} are trained in turns; vary "
+                "less, or set sample to {random: NUMBER}"
+            )
+        return [dict(zip(self.vary, combination)) for combination in itertools.product(*values)]
+
+    def _random(self) -> list[dict[str, Any]]:
+        rng, found = random.Random(self.sample.seed), []
+        for _ in range(100 * self.sample.num):  # a space of few values has fewer arms than were asked for
+            drawn = {name: choices.draw(rng) for name, choices in self.vary.items()}
+            if drawn not in found:
+                found.append(drawn)
+            if len(found) == self.sample.num:
+                break
+        return found
+
+
+def read_plan(content: Mapping[str, Any], base: Mapping[str, Any]) -> SweepPlan:
+    """Reads a sweep's plan from a mapping of `KEYS`; `base` holds the settings that its key `base` names.
+
+    ValueError, with what to set, if the plan cannot work; ImportError if it needs Optuna, which is missing.
+    """
+    _known("the sweep", content, KEYS)
+    vary = content.get("vary") or {}
+    if not isinstance(vary, Mapping):
+        raise ValueError(f"vary={vary!r} is not a mapping of fields to their values")
+    arms = content.get("arms") or []
+    if not isinstance(arms, (list, tuple)) or not all(isinstance(arm, Mapping) and arm for arm in arms):
+        raise ValueError(f"arms={arms!r} is not a list of mappings, each with the fields that an arm changes")
+    turn_steps = content.get("turn_steps")
+    if turn_steps == "auto":
+        turn_steps = None
+    if turn_steps is not None and (not isinstance(turn_steps, int) or turn_steps < 1):
+        raise ValueError(f"turn_steps={turn_steps!r} is no turn; set it to a number of steps from 1 on, or to auto")
+    cached = content.get("cache_rewards") or ()
+    if isinstance(cached, (str, bool)) or not all(isinstance(name, str) for name in cached):
+        raise ValueError(f"cache_rewards={cached!r} is not a list of names of reward functions")
+    plan = SweepPlan(
+        base=dict(base),
+        vary={str(name): read_choices(str(name), given) for name, given in vary.items()},
+        arms=tuple({str(key): number(value) for key, value in arm.items()} for arm in arms),
+        sample=_read_sample(content.get("sample", "grid"), bool(vary)),
+        halving=_read_halving(content.get("halving")),
+        metric=str(content.get("metric") or "reward"),
+        turn_steps=turn_steps,
+        cache_rewards=tuple(cached),
+        devices=content.get("devices"),
+    )
+    changed = {key.split(".")[0] for arm in plan.arms for key in arm} | {key.split(".")[0] for key in plan.vary}
+    rewards = sorted(changed & {"reward_funcs", "reward_weights", "reward_model_name_or_path"})
+    if rewards and plan.metric == "reward":
+        raise ValueError(
+            f"{' and '.join(rewards)} differ between arms, so their rewards cannot be compared; set metric to the name "
+            "of one reward function that all arms have"
+        )
+    plan.first_arms()
+    return plan
+
+
+def _read_sample(given: Any, has_choices: bool) -> ArmSampling:
+    if isinstance(given, str):
+        given = {given: None}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"sample={given!r} is not known; set it to grid, {{random: NUMBER}} or {{optuna: NUMBER}}")
+    kinds = [kind for kind in SAMPLES if kind in given]
+    _known("sample", given, (*SAMPLES, "seed", "parallel"))
+    if len(kinds) != 1:
+        raise ValueError(f"sample={dict(given)!r} names {len(kinds)} kinds; name one of {', '.join(SAMPLES)}")
+    kind, num = kinds[0], given[kinds[0]]
+    if kind == "grid":
+        return ArmSampling()
+    if not isinstance(num, int) or num < 1:
+        raise ValueError(f"sample: {kind}={num!r} is no number of arms; set it to how many are to be trained")
+    if not has_choices:
+        raise ValueError(f"sample is {kind}, but vary is empty; name the fields to vary")
+    if kind == "optuna":
+        compat.require("optuna", "sample: optuna")
+    seed, parallel = given.get("seed", 0), given.get("parallel", 4)
+    if not isinstance(seed, int) or not isinstance(parallel, int) or parallel < 1:
+        raise ValueError(f"sample: seed={seed!r} and parallel={parallel!r}; both are whole numbers, parallel from 1 on")
+    return ArmSampling(kind, num, seed, parallel)
+
+
+def _read_halving(given: Any) -> Halving | None:
+    if given in (None, False):
+        return None
+    given = {} if given is True else given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"halving={given!r} is not a mapping; set it to true or to {{factor: 2, confidence: 0.95}}")
+    _known("halving", given, ("factor", "first", "confidence", "undecided"))
+    halving = Halving(**given)
+    if not isinstance(halving.factor, int) or halving.factor < 2:
+        raise ValueError(f"halving: factor={halving.factor!r}; one arm of at least 2 goes on")
+    for name in ("first", "confidence"):
+        value = getattr(halving, name)
+        if not isinstance(value, (int, float)) or not 0 < value < 1:
+            raise ValueError(f"halving: {name}={value!r}; set it to a share between 0 and 1")
+    if halving.undecided not in ("drop", "keep"):
+        raise ValueError(f"halving: undecided={halving.undecided!r}; set it to drop or keep")
+    return halving
+
+
+def _known(where: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for key in given:
+        if key not in known:
+            hint = did_you_mean(key, known, before="; ", otherwise=f"; there are {', '.join(known)}")
+            raise ValueError(f"{where} has the unknown key {key!r}{hint}")
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an arm: the base with its changes. `a.b` is a key of the mapping a; ValueError if a is none."""
+    settings = deepcopy(dict(base))
+    for path, value in changes.items():
+        name, *keys = path.split(".")
+        if not keys:
+            settings[name] = deepcopy(value)
+            continue
+        inner = settings[name] = {} if settings.get(name) is None else settings[name]
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict):
+            raise ValueError(f"{path}={value!r}: {name}={settings[name]!r} is not a mapping with keys")
+        inner[keys[-1]] = deepcopy(value)
+    return settings
+
+
+def arm_name(number: int, changes: Mapping[str, Any]) -> str:
+    """A name for an arm and its folder: its number and what it changes."""
+    text = "-".join(f"{name}={_short(value)}" for name, value in changes.items())
+    return f"{number:02d}-{re.sub(r'[^A-Za-z0-9._=+-]+', '_', text)}"[:100].rstrip("-_")
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def arm_settings(plan: SweepPlan, store: Store, factory: ArmFactory, arm: Arm) -> dict[str, Any]:
+    """The settings of an arm's run, but for its folder."""
+    settings = merged(plan.base, arm.changes)
+    if arm.weights_step is not None:
+        settings = factory.with_weights(settings, store.folder_of(arm) / "start")
+    return settings

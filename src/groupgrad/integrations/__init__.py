@@ -1,0 +1,1 @@
+"""Outside engines and special kinds of model; each fills a protocol of the core."""

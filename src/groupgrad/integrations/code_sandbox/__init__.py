@@ -1,0 +1,1 @@
+"""Runs programs that a model wrote, and rewards those that pass their tests."""

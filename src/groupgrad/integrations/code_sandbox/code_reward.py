@@ -1,0 +1,199 @@
+"""A reward for code: the tests of a data set are run against it in a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from groupgrad.errors import RewardError
+from groupgrad.integrations.code_sandbox.code_tests import CodeTester, Outcome
+from groupgrad.integrations.code_sandbox.sandbox import MECHANISMS, Limits, Sandbox
+from groupgrad.rewards.text import completion_text
+
+logger = logging.getLogger(__name__)
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_Row = tuple[str | None, tuple[Any, ...]]
+"""Code, None where a completion has none, and tests."""
+_PYTHON_TAG = re.compile(r"py(thon)?[\d.]*")
+_FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")
+"""A CommonMark code fence: indentation, three or more backticks or tildes, and the info string."""
+_LINE_END = re.compile(r"\r\n|\r|\n")
+"""The ends of lines in Python; `str.splitlines` also cuts at characters that strings in the code may contain."""
+
+
+def last_code_block(text: str) -> str | None:
+    """The last fenced block that is marked as Python, else the last one without a mark; None without a closed one."""
+    marked, unmarked = None, None
+    indent, fence, tag = "", "", ""
+    block: list[str] = []
+    for line in _LINE_END.split(text):
+        match = _FENCE.fullmatch(line)
+        if not fence and match is not None:
+            indent, fence, info = match[1], match[2], match[3].strip()
+            tag, block = re.split(r"[\s:,{]", info.lower().lstrip("{."))[0].rstrip("}"), []
+        elif fence and match is not None and match[2].startswith(fence) and not match[3].strip():
+            if _PYTHON_TAG.fullmatch(tag):
+                marked = "\n".join(block)
+            elif tag == "":
+                unmarked = "\n".join(block)
+            fence = ""
+        else:
+            block.append(_without_indent(line, indent))
+    return unmarked if marked is None else marked
+
+
+def _without_indent(line: str, indent: str) -> str:
+    """A line of a block without the indentation of its fence, or without as much of it as the line has."""
+    num_blank = len(line) - len(line.lstrip(" \t"))
+    return line[min(num_blank, len(indent)) :]
+
+
+@dataclass(eq=False)
+class code_reward:
+    """A reward function that runs the Python code of completions against tests of the data set, in a sandbox.
+
+    ```python
+    trainer = GRPOTrainer(model=..., reward_funcs=code_reward(tests="test_list"), train_dataset=mbpp, ...)
+    ```
+
+    The column `tests` has a list a row: either texts of Python that raise if they fail, such as
+    `"assert add(1, 2) == 3"`, or pairs of standard input and expected standard output (`["1 2\\n", "3\\n"]`, or
+    `{"input": ..., "output": ...}`) for code that is a script. A row without tests is not scored. Code has no network,
+    no files but those of its interpreter and a folder in memory, an empty environment, and neither the expected values
+    nor the expected output in its process; docs/code-rewards.md says what each mechanism prevents. Metrics:
+    `code/no_code`, `code/timeouts` and `code/unusable` (code that does not load), shares of the call's completions.
+    The completions table gets a column `code_failure`, the first failed test of each row and its reason.
+
+    Raises:
+        ValueError: an option cannot work.
+        SandboxError: no mechanism holds on this machine.
+        RewardError: a row's tests have another form, or are no Python.
+    """
+
+    tests: str = "tests"
+    """Name of the column with the tests."""
+    score: Literal["share", "all"] = "share"
+    """"share": the share of tests that are passed; "all": 1 if all are, else 0."""
+    no_code: float | None = 0.0
+    """Reward of a completion without code; None leaves it unscored."""
+    extract: Literal["block", "all"] = "block"
+    """"block": the last fenced block of Python; "all": the whole completion is code."""
+    timeout_s: float = 10.0
+    """Wall-clock and CPU time of one test. After a test that exceeds it, the remaining tests of its code fail unrun."""
+    memory_mb: int = 512
+    """Memory of each process."""
+    folder_mb: int = 16
+    """Size of all files that code writes; they are in memory and go with the sandbox."""
+    output_kb: int = 1024
+    """Limit of the output of one test, and of one value that a test gets from code."""
+    max_processes: int = 1
+    """Processes and threads of code together; 1: it can start no process, and up to 32 threads."""
+    max_concurrency: int | None = None
+    """Completions at the same time; None: as many as this process has CPUs."""
+    python: str | None = None
+    """Interpreter, Python 3.10 or newer; None: that of the trainer. Its packages can be imported by code."""
+    mechanism: Literal["auto", "bubblewrap", "namespaces", "landlock"] = "auto"
+    """Kind of sandbox; "auto" is replaced by the first of these that holds on this machine, which is logged."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("score", ("share", "all")), ("extract", ("block", "all"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not known; set it to {' or '.join(choices)}")
+        if self.mechanism not in ("auto", *MECHANISMS):
+            raise ValueError(f"mechanism={self.mechanism!r} is not known; set it to auto or {', '.join(MECHANISMS)}")
+        for name in ("timeout_s", "folder_mb", "output_kb", "max_processes", "max_concurrency"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} lets no code run; set it above 0")
+        if self.memory_mb < 64:
+            raise ValueError(f"memory_mb={self.memory_mb} is less than an interpreter needs; set it to 64 or more")
+        limits = Limits(self.memory_mb << 20, self.folder_mb << 20, self.max_processes)
+        sandbox = Sandbox(limits, self.python, self.mechanism)
+        self.mechanism = sandbox.mechanism  # pyright: ignore[reportAttributeAccessIssue]
+        logger.info("code_reward runs code in a sandbox made by %s", self.mechanism)
+        self._tester = CodeTester(sandbox, self.timeout_s, self.output_kb << 10, self.score == "all")
+        self.__name__ = "code_reward"
+        # The trainer reads here which column the rows must have.
+        names = ("prompts", "completions", self.tests)
+        optional = [inspect.Parameter(name, _KEYWORD, default=None) for name in ("log_metric", "log_extra")]
+        self.__signature__ = inspect.Signature([*(inspect.Parameter(name, _KEYWORD) for name in names), *optional])
+
+    async def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        log_metric: Callable[[str, float], None] | None = None,
+        log_extra: Callable[[str, list[Any]], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """The reward of each completion. Equal code with equal tests runs once. Cancellation ends all sandboxes."""
+        texts = map(completion_text, completions)
+        codes = [text if self.extract == "all" else last_code_block(text) for text in texts]
+        rows: list[_Row] = [(code, tuple(read_tests(value))) for code, value in zip(codes, columns[self.tests])]
+        limit = asyncio.Semaphore(self.max_concurrency or len(os.sched_getaffinity(0)))
+        jobs = {
+            row: asyncio.create_task(self._run(limit, row))
+            for row in dict.fromkeys(rows)
+            if row[1] and (row[0] or "").strip()
+        }
+        try:
+            await asyncio.gather(*jobs.values())
+        finally:
+            for job in jobs.values():
+                job.cancel()
+            await asyncio.gather(*jobs.values(), return_exceptions=True)
+        outcomes = [jobs[row].result() if row in jobs else [] for row in rows]
+        if log_metric is not None:
+            kinds = [{outcome.kind for outcome in row} for row in outcomes]
+            log_metric("code/no_code", sum(row not in jobs and bool(row[1]) for row in rows) / len(rows))
+            log_metric("code/timeouts", sum("timeout" in row for row in kinds) / len(rows))
+            log_metric("code/unusable", sum("unusable" in row for row in kinds) / len(rows))
+        if log_extra is not None:
+            log_extra("code_failure", list(map(_first_failure, outcomes)))
+        return [self._reward(*row) for row in zip(rows, outcomes)]
+
+    async def _run(self, limit: asyncio.Semaphore, row: _Row) -> list[Outcome]:
+        code, tests = row[0] or "", row[1]
+        async with limit:
+            run = self._tester.run_asserts if isinstance(tests[0], str) else self._tester.run_scripts
+            return await run(code, tests)
+
+    def _reward(self, row: _Row, outcomes: list[Outcome]) -> float | None:
+        if not outcomes:
+            return self.no_code if row[1] else None
+        share = sum(outcome.kind == "passed" for outcome in outcomes) / len(outcomes)
+        return share if self.score == "share" else float(share == 1)
+
+
+def read_tests(value: Any) -> list[Any]:
+    """The tests of a row: texts of Python, or pairs of input and output. RewardError for another form."""
+    if isinstance(value, dict):  # lists of inputs and of outputs
+        parts = [value.get(name, value.get(f"{name}s")) for name in ("input", "output")]
+        items: list[Any] = (
+            list(zip(*parts, strict=True)) if all(isinstance(part, (list, tuple)) for part in parts) else [value]
+        )
+    else:
+        items = list(value or ()) if isinstance(value, (list, tuple, type(None))) else [value, None]
+    if all(isinstance(item, str) for item in items):
+        return items
+    pairs = [(item.get("input"), item.get("output")) if isinstance(item, dict) else item for item in items]
+    if all(isinstance(pair, (list, tuple)) and list(map(type, pair)) == [str, str] for pair in pairs):
+        return [(text, expected) for text, expected in pairs]
+    raise RewardError(
+        f"code_reward: the tests of a row are {repr(value)[:200]}; give a list of texts such as 'assert f(1) == 2', or "
+        "of pairs (standard input, expected output), both texts"
+    )
+
+
+def _first_failure(outcomes: list[Outcome]) -> str | None:
+    for number, outcome in enumerate(outcomes, 1):
+        if outcome.kind != "passed":
+            return f"test {number}: {outcome.why}"
+    return None

@@ -1,0 +1,1 @@
+"""Models with recurrent layers: linear attention, state-space layers, convolutions."""

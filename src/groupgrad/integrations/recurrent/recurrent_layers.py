@@ -1,0 +1,216 @@
+"""Routes the recurrent layers of transformers models through a `Recurrence` for the length of a pass.
+
+The model files of transformers compute recurrences in a few functions (`causal_conv1d_fn`,
+`torch_chunk_gated_delta_rule`, ...), which are globals of the file. Each is wrapped once: the wrapper calls the
+function's counterpart in `recurrent_scans` while a `Recurrence` is active, and the original otherwise. The layers'
+`forward` is wrapped too: the wrapper computes long rows in stretches, and replaces layers that compute their recurrence
+in `forward` itself (MiniMax). No model file is copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from groupgrad.integrations.recurrent import recurrent_packages, recurrent_scans
+from groupgrad.integrations.recurrent.stretches import STRETCH_TOKENS, Carried, Stretch, cut, is_long
+from groupgrad.integrations.sharding.zero3 import is_zero_sharded
+from groupgrad.models.families import is_transformers_class
+from groupgrad.scoring.recurrence import Recurrence
+
+
+def _not_fused(*_: object, **__: object) -> None:
+    """Returns None in place of a fused kernel, so that the layer calls the convolution and the scan separately."""
+
+
+_COUNTERPARTS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": recurrent_scans.causal_conv1d,
+    "torch_chunk_gated_delta_rule": recurrent_scans.gated_delta_rule,
+    "chunk_kimi_delta_attention": recurrent_scans.kimi_delta_rule,
+    "mamba2_chunk_scan": recurrent_scans.mamba2_scan,
+    "mamba_selective_scan": recurrent_scans.mamba_scan,
+    "mamba2_split_conv1d_scan_combined": _not_fused,
+    "mamba_inner_fn": _not_fused,
+}
+"""Name of a function in transformers' model files -> its counterpart for flat tokens."""
+
+
+def _lightning(module: Any, order: Recurrence, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+    """Lightning attention (arXiv:2401.04658): each token decays the state by a fixed factor and adds k v' to it.
+
+    This is Mamba-2's scan with all steps dt equal to 1.
+    """
+    states = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, -1))
+    query, key, value = states.split(module.head_dim, dim=-1)
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    with torch.autocast(value.device.type, enabled=False):
+        steps, decay = value.new_ones(value.shape[:-1], dtype=dtype), -module.slope_rate.flatten().to(dtype)
+        output = recurrent_scans.mamba2_scan(order, value.to(dtype), steps, decay, key.to(dtype), query.to(dtype))
+    output = module.norm(output.to(value.dtype).flatten(2))
+    return module.out_proj(module.output_gate(hidden_states).sigmoid() * output), None
+
+
+_LAYERS: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": _lightning}
+"""Class of layers that compute a recurrence in `forward` -> the counterpart of `forward` for flat tokens."""
+
+_classes: WeakKeyDictionary[nn.Module, list[type[nn.Module]]] = WeakKeyDictionary()
+
+_wrappers: set[Callable[..., Any]] = set()
+
+_stretches: WeakKeyDictionary[Recurrence, list[Stretch]] = WeakKeyDictionary()
+"""Recurrences of passes whose layers may be cut -> their stretches, made when a long row is computed."""
+
+
+class _Passes(threading.local):
+    """The recurrences of the passes that a thread runs, innermost last."""
+
+    def __init__(self) -> None:
+        self.orders: list[Recurrence] = []
+
+
+_running = _Passes()
+
+_kept: WeakKeyDictionary[nn.Module, Recurrence] = WeakKeyDictionary()
+"""The recurrence of the last pass of a model whose layers a backward pass computes again."""
+
+
+@contextmanager
+def routed(model: nn.Module, order: Recurrence, *, keep: bool) -> Iterator[None]:
+    """Makes the recurrent layers of `model` compute with `order` inside the context.
+
+    With `keep` they also do so in backward passes, where checkpointing computes layers again, until
+    `drop_kept_recurrence`.
+    """
+    for cls in recurrent_classes(model):
+        for name in _routable(cls):
+            _wrap(inspect.unwrap(cls.forward).__globals__, name)
+        _wrap_layer(cls)
+    if type(order) is Recurrence:  # sampling cuts its prompts itself
+        _stretches.setdefault(order, [])
+    _running.orders.append(order)
+    if keep:
+        _kept.pop(model, None)  # the last entry of the dict has to be the last pass
+        _kept[model] = order
+    order.begin_pass()
+    try:
+        yield
+    finally:
+        _running.orders.pop()
+
+
+def drop_kept_recurrence(model: nn.Module) -> None:
+    """Drops the recurrence that `routed` has kept for backward passes of `model`."""
+    _kept.pop(model, None)
+
+
+def _present() -> Recurrence | None:
+    """The recurrence of the running pass; inside a backward pass the one that `routed` kept last; else None."""
+    if _running.orders:
+        return _running.orders[-1]
+    is_backward = torch._C._current_graph_task_id() != -1
+    return list(_kept.values())[-1] if _kept and is_backward else None
+
+
+def recurrent_classes(model: nn.Module) -> list[type[nn.Module]]:
+    """The classes of layers in `model` that can be routed; decode steps ask often, so they are looked up once."""
+    if model not in _classes:
+        _classes[model] = [
+            cls for cls in {type(module) for module in model.modules()} if _routable(cls) or _is_own(cls)
+        ]
+    return _classes[model]
+
+
+def _is_own(cls: type[nn.Module]) -> bool:
+    """True if layers of a class compute their recurrence themselves and can be routed."""
+    return cls.__name__ in _LAYERS and is_transformers_class(cls)
+
+
+@cache
+def _routable(cls: type[nn.Module]) -> frozenset[str]:
+    """Names of the functions that layers of a class call and that can be routed."""
+    function = inspect.unwrap(cls.forward)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return frozenset()
+    return frozenset(code.co_names) & _COUNTERPARTS.keys() & function.__globals__.keys()
+
+
+def _wrap(namespace: dict[str, Any], name: str) -> None:
+    original = namespace[name]
+    if original in _wrappers:
+        return
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        order = _present()
+        if order is None:
+            return original(*args, **kwargs)
+        # Rounding of products adds up in a state, so autocast does not touch them.
+        with torch.autocast(args[0].device.type, enabled=False):
+            if not order.is_step and recurrent_packages.is_usable(name, args[0]):
+                return recurrent_packages.by_package(original, name, order, *args, **kwargs)
+            return _COUNTERPARTS[name](order, *args, **kwargs)
+
+    _wrappers.add(wrapper)
+    namespace[name] = wrapper
+
+
+def _wrap_layer(cls: type[nn.Module]) -> None:
+    original = cls.forward
+    if original in _wrappers:
+        return
+    own = _LAYERS[cls.__name__] if _is_own(cls) else None
+
+    @functools.wraps(original)
+    def wrapper(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        order = _present()
+        if order is None:
+            return original(module, hidden_states, *args, **kwargs)
+
+        def compute(order: Recurrence, states: torch.Tensor) -> Any:
+            return original(module, states, *args, **kwargs) if own is None else own(module, order, states)
+
+        if order in _stretches and is_long(hidden_states):
+            can_cut = own is not None or all(map(_is_for_all_tokens, (*args, *kwargs.values())))
+            if can_cut and not is_zero_sharded(module):  # all ranks have to call the layer's modules equally often
+                return _in_stretches(order, compute, hidden_states)
+        return compute(order, hidden_states)
+
+    _wrappers.add(wrapper)
+    cls.forward = wrapper
+
+
+def _is_for_all_tokens(option: object) -> bool:
+    """True for an argument of a layer that has no value per token, so that every stretch can take it."""
+    return option is None or isinstance(option, (bool, int, float, str))
+
+
+def _in_stretches(
+    order: Recurrence, compute: Callable[[Recurrence, torch.Tensor], Any], hidden_states: torch.Tensor
+) -> Any:
+    """A layer's output (1, T, H), computed stretch by stretch."""
+    stretches = _stretches[order]
+    if not stretches:
+        stretches += cut(order.segments, STRETCH_TOKENS)
+    outputs: list[Any] = []
+    carried: Carried = []
+    for stretch, states in zip(stretches, hidden_states.split([part.num_tokens for part in stretches], dim=1)):
+        stretch.begin_layer(carried)
+        _running.orders.append(stretch)
+        try:
+            outputs.append(compute(stretch, states))
+        finally:
+            _running.orders.pop()
+            stretch.begin_layer([])
+    if isinstance(outputs[0], tuple):
+        return torch.cat([output for output, *_ in outputs], dim=1), *outputs[0][1:]
+    return torch.cat(outputs, dim=1)

@@ -1,0 +1,267 @@
+"""Client of one vLLM server that `groupgrad vllm-serve` started: looks at it and pushes weights to it."""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad._version import __version__
+from groupgrad.integrations.sharding.fsdp import own_class
+from groupgrad.integrations.vllm.http import (
+    LOOK_TIMEOUT_S,
+    Address,
+    ServerRefused,
+    ServerTimeout,
+    ServerUnreachable,
+    call,
+    wait_until_up,
+)
+from groupgrad.integrations.vllm.lora import adapter_bytes
+from groupgrad.integrations.vllm.own_sender import sender_of
+from groupgrad.integrations.vllm.transfer_plugin import BACKEND, TRANSFER_CONFIG
+from groupgrad.integrations.vllm.vllm_engine import Push
+from groupgrad.integrations.vllm.vllm_params import refusal
+from groupgrad.integrations.vllm.weight_group import GroupBroken
+from groupgrad.integrations.vllm.weight_sender import PolicyWeights, WeightSender
+from groupgrad.integrations.vllm.weight_transport import GROUP_PORT, HttpTransport, choose_transport
+from groupgrad.integrations.vllm.wire import (
+    BUCKET_BYTES,
+    PROTOCOL,
+    model_sizes,
+    pack,
+    specs_of,
+    specs_to_json,
+    torch_dtype,
+)
+from groupgrad.models.unwrapping import base_model, unwrap
+from groupgrad.models.weights import adapter_files
+
+logger = logging.getLogger(__name__)
+
+
+class ServerClient:
+    """Looks at one vLLM server, checks that it fits, and pushes weights to it. `timeout_s` bounds every wait."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        timeout_s: float = 240.0,
+        bucket_bytes: int = BUCKET_BYTES,
+        transport: HttpTransport | None = None,
+        group_port: int = GROUP_PORT,
+    ):
+        self.address, self.timeout_s = address, timeout_s
+        self.bucket_bytes, self.transport, self._group_port = bucket_bytes, transport, group_port
+        self._chosen: tuple[str, HttpTransport] | None = None
+        """The transport of the last push, and the server's start id that it was chosen for."""
+        self._sender: WeightSender | None = None
+        self._served: tuple[nn.Module, int] | None = None
+        """The policy, and its longest prompt and completion together (0: unknown), which the server has to fit."""
+        self.info: dict[str, Any] = {}
+        """The server's answer to the last request for its `info`: `vocab_size`, `dtype`, ..."""
+        self._checked: list[dict[str, Any]] = []
+
+    def connect(self, model: nn.Module, num_tokens: int, is_given_up: Callable[[], bool]) -> None:
+        """Waits for the server, and checks that it serves this model and contexts of `num_tokens`.
+
+        TimeoutError if it does not come up in time; ValueError, with both sides' values, if it does not fit.
+        """
+        self._served = model, num_tokens
+        info = wait_until_up(self.address, timeout_s=self.timeout_s, is_given_up=is_given_up)
+        self._check_fit(info)
+        self.info = info
+
+    def check(self, fields: dict[str, Any], regex: str | None) -> None:
+        """ValueError if the server refuses these sampling options."""
+        if fields in self._checked:
+            return
+        try:
+            call(self.address, "check", {"sampling": fields}, timeout_s=self.timeout_s)
+        except ServerRefused as refused:
+            raise refusal(refused, fields, regex) from None
+        self._checked.append(fields)
+
+    def push(self, push: Push, base_version: str) -> None:
+        """Sends the weights or the adapter; the server does not sample until everything has arrived and was verified.
+
+        The weights below an adapter, of version `base_version`, are sent once to each start of the server.
+        """
+        started = time.monotonic()
+        try:
+            if push.kind == "weights":
+                self._push_weights(push.model, push.weight_version, merge=True, keeps_rows=push.keeps_rows)
+            else:
+                self._push_adapter(push, base_version)
+        except (ServerUnreachable, ServerTimeout, ServerRefused, GroupBroken) as error:
+            error.args = (f"pushing version {push.policy_step} to {self.address} failed: {error}{_remedy(error)}",)
+            raise
+        logger.debug("pushed %s in %.2f s", push.weight_version, time.monotonic() - started)
+
+    def close(self) -> None:
+        """Leaves the server; it keeps its weights, and another trainer may push to it."""
+        for transport in (self.transport, self._chosen[1] if self._chosen else None):
+            if transport is not None:
+                transport.close()
+        self._chosen = None
+
+    def look(self) -> dict[str, Any]:
+        """Asks the server for its `info`. ConnectionError if it does not answer, ValueError if it does not fit."""
+        info = call(self.address, "info", timeout_s=LOOK_TIMEOUT_S)
+        self._check_fit(info)
+        return info
+
+    def look_at_workers(self) -> None:
+        """ConnectionError or ServerRefused if the server's workers do not answer."""
+        call(self.address, "init", {}, timeout_s=LOOK_TIMEOUT_S)
+
+    def is_restarted(self) -> bool:
+        """True if the server has been restarted since `info` was read, or does not answer."""
+        try:
+            return self.look()["start_id"] != self.info.get("start_id")
+        except (ConnectionError, ServerRefused):
+            return True
+
+    def _check_fit(self, info: dict[str, Any]) -> None:
+        """ValueError if a server with this `info` does not fit."""
+        if info.get("protocol") != PROTOCOL:
+            raise ValueError(
+                f"the vLLM server {self.address} speaks protocol {info.get('protocol', 'none')} (groupgrad "
+                f"{info.get('release', 'of an older release')}), and this trainer speaks protocol {PROTOCOL} "
+                f"(groupgrad {__version__}); start the server with the trainer's release"
+            )
+        if (backend := info.get("backend", BACKEND)) != BACKEND:
+            raise ValueError(
+                f"the vLLM server {self.address} takes weights by the backend {backend!r}, which does not compare them "
+                f"with what was sent; start it by `groupgrad vllm-serve` (--weight-transfer-config {TRANSFER_CONFIG!r})"
+            )
+        if (count := info.get("num_processes", 1)) != 1:
+            raise ValueError(
+                f"the vLLM server {self.address} answers from {count} processes, and each would know of its own pushes "
+                "alone; start it with --api-server-count 1"
+            )
+        problems = incompatibilities(*self._served, info) if self._served is not None else []
+        if problems:
+            raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
+
+    def _push_weights(self, model: nn.Module, weight_version: str, *, merge: bool, keeps_rows: bool = False) -> None:
+        self._sender = sender_of(PolicyWeights(model, merge), self, self._sender)
+        self._sender.send_weights(weight_version, keeps_rows=keeps_rows)
+
+    def send(
+        self,
+        shapes: Iterable[tuple[str, Any]],
+        weights: Iterable[tuple[str, torch.Tensor]],
+        weight_version: str,
+        *,
+        device: torch.device,
+        keeps_rows: bool = False,
+    ) -> None:
+        """Runs the phases of a push: meeting the workers, start, an update per bucket, end. `WeightSender` calls it.
+
+        `weights` are all of a model's, on `device`, and `shapes` announces them in their order. ServerRefused if what
+        arrived is not what was sent, or is not all weights.
+        """
+        self.info = self.look()  # the server may have been restarted, in another dtype
+        specs = specs_of(shapes, torch_dtype(self.info["dtype"]))
+        body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
+        body |= {"push": self.info["next_push"], "keeps_rows": keeps_rows}
+        transport = self._current_transport(device)
+        transport.connect(self.address, self.info["num_workers"], timeout_s=self.timeout_s)
+        # The server waits that long for rows to end; its answer takes a moment more.
+        call(self.address, "start", body, timeout_s=self.timeout_s + 5.0)
+        checksum = 0
+        tensors = (tensor for _, tensor in weights)
+        for bucket in pack(specs, tensors, device=transport.device, bucket_bytes=self.bucket_bytes):
+            transport.send(self.address, weight_version, bucket, timeout_s=self.timeout_s)
+            checksum = bucket.checksum
+        body = {"weight_version": weight_version, "checksum": checksum}
+        call(self.address, "finish", body, timeout_s=self.timeout_s)
+
+    def _current_transport(self, device: torch.device) -> HttpTransport:
+        """The transport for this push, chosen once for each start of the server, which may be on another machine."""
+        if self.transport is not None:
+            return self.transport
+        start_id = self.info["start_id"]
+        if self._chosen is None or self._chosen[0] != start_id:
+            self.close()
+            num_workers, options = self.info["num_workers"], {"device": device, "group_port": self._group_port}
+            self._chosen = start_id, choose_transport(self.address, num_workers, timeout_s=self.timeout_s, **options)
+        return self._chosen[1]
+
+    def _push_adapter(self, push: Push, base_version: str) -> None:
+        self.info = self.look()  # the server may have been restarted, in another dtype
+        files = adapter_files(push.model)
+        rank, max_rank = int(files.config["r"]), int(self.info["max_lora_rank"])
+        if rank > max_rank:
+            has = f"takes adapters up to rank {max_rank}" if max_rank else "was started without --enable-lora"
+            raise ValueError(
+                f"the adapter has rank {rank}, but the vLLM server {self.address} {has}; start it with --enable-lora "
+                f"--max-lora-rank {rank} (or the next that vLLM knows), or merge the adapter into the weights"
+            )
+        if self.info["base_version"] != base_version:
+            self._push_weights(push.model, base_version, merge=False)
+            self.info = self.look()
+        config, tensors = adapter_bytes(files, torch_dtype(self.info["dtype"]))
+        query = {
+            "weight_version": push.weight_version,
+            "base_version": base_version,
+            "checksum": zlib.crc32(tensors, zlib.crc32(config)),
+            "config_bytes": len(config),
+            "push": self.info["next_push"],
+            "timeout_s": self.timeout_s,
+        }
+        call(self.address, "adapter", config + tensors, query=query, timeout_s=self.timeout_s + 5.0)
+
+
+def another_trainer(address: Address, theirs: str | None, ours: str | None) -> RuntimeError:
+    """The error for a server that has weights which this trainer has not pushed."""
+    return RuntimeError(
+        f"the vLLM server {address} has the weights {theirs!r}, but this trainer pushed {ours!r}: another trainer uses "
+        "the same server; give each a server of its own"
+    )
+
+
+def incompatibilities(policy: nn.Module, num_tokens: int, info: dict[str, Any]) -> list[str]:
+    """Reasons why a server with this `info` cannot serve contexts of `num_tokens` of the policy; empty if it can."""
+    base = base_model(unwrap(policy))
+    sizes = {**model_sizes(base.config), "architecture": own_class(base).__name__}
+    vocab_size = base.config.get_text_config().vocab_size
+    problems = []
+    wrong = [
+        f"{name} {value!r} (the policy has {sizes[name]!r})"
+        for name, value in info["sizes"].items()
+        if value is not None and sizes.get(name) not in (None, value)
+    ]
+    if wrong:
+        problems.append(
+            f"it serves {info['model']}, another model: {', '.join(wrong)}; start it with the policy's model"
+        )
+    if info["vocab_size"] != vocab_size:
+        problems.append(
+            f"its vocabulary has {info['vocab_size']} tokens, the policy's {vocab_size}; save the policy with "
+            "its resized embeddings and serve that"
+        )
+    if num_tokens > info["max_model_len"]:
+        problems.append(
+            f"its context holds {info['max_model_len']} tokens, but prompt and completion may have "
+            f"{num_tokens}; start it with --max-model-len {num_tokens} or more, or lower "
+            "max_completion_length"
+        )
+    return problems
+
+
+def _remedy(error: Exception) -> str:
+    """The settings to change if the server reports that it ran out of memory."""
+    if "out of memory" not in str(error).lower():
+        return ""
+    return (
+        "; the server ran out of memory: start it with a lower --gpu-memory-utilization or --max-model-len, or a "
+        "higher --tensor-parallel-size"
+    )

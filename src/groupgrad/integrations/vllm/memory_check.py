@@ -1,0 +1,201 @@
+"""Checks, before vLLM starts, that vLLM and training together fit into the memory of one device.
+
+vLLM takes its configured share of the device whatever it needs: its weights, a workspace, and the rest for keys and
+values. On a CPU the size of the cache may be set separately (`VLLM_CPU_KVCACHE_SPACE`, in GiB).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from groupgrad.integrations.vllm.colocate_start import ColocateOptions
+from groupgrad.integrations.vllm.wire import specs_of, torch_dtype
+from groupgrad.memory.free_memory import free_bytes
+from groupgrad.models.layer_configs import layer_configs
+from groupgrad.models.unwrapping import unwrap
+from groupgrad.models.weights import checkpoint_weights
+
+GIB = 2**30
+WORKSPACE = 0.1
+"""vLLM's workspace, as a share of its weights."""
+CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+
+
+@dataclass(slots=True, frozen=True)
+class TrainingBytes:
+    """Memory that training takes on this device."""
+
+    weights: int
+    """The policy, a reference model and other memory that stays."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """Activations of the largest micro-batch, scratch memory included."""
+
+    @property
+    def while_sampling(self) -> int:
+        """Memory that stays allocated during sampling."""
+        return self.weights + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Peak memory."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceMemory:
+    """Memory of the device, from this process's view."""
+
+    total: int
+    """Capacity of the device."""
+    available: int
+    """Free, or held by this process."""
+    held: int = 0
+    """Held by this process on a CPU, where vLLM counts it into its share; 0 on a GPU."""
+    cache: int | None = None
+    """Size set for the cache on a CPU; None: it follows from the share."""
+    is_cpu: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceMemory:
+        """The present state of the device."""
+        if device.type == "cuda":
+            held = torch.cuda.memory_allocated(device)
+            return cls(torch.cuda.mem_get_info(device)[1], free_bytes(device) + held)
+        held = psutil.Process().memory_info().rss
+        setting = os.environ.get(CACHE_VARIABLE, "")
+        cache = int(setting) * GIB if setting.isdigit() and int(setting) else None
+        return cls(psutil.virtual_memory().total, free_bytes(device) + held, held, cache, True)
+
+
+@dataclass(slots=True, frozen=True)
+class ServedBytes:
+    """Memory that vLLM needs at least, on each device."""
+
+    weights: int
+    one_row: int
+    """Keys and values of a row that fills the context."""
+    context: int
+    """Tokens of that row."""
+
+    @classmethod
+    def of(cls, model: nn.Module, options: ColocateOptions) -> ServedBytes:
+        """From the policy's shapes; nothing is gathered."""
+        dtype = torch_dtype(options.dtype)
+        shapes = checkpoint_weights(model, merge=False, shapes_only=True)
+        weights = sum(spec.num_bytes for spec in specs_of(shapes, dtype))
+        inner: Any = unwrap(model)
+        return cls.of_config(weights, inner.config.get_text_config(), options)
+
+    @classmethod
+    def of_config(cls, weights: int, text: Any, options: ColocateOptions) -> ServedBytes:
+        """From the bytes of all weights, in vLLM's type, and the configuration of the text decoder."""
+        context = options.max_model_len or int(getattr(text, "max_position_embeddings", 0) or 0)
+        itemsize = torch_dtype(options.dtype).itemsize
+        one_row = cache_bytes(text, context, itemsize, options.tensor_parallel_size)
+        return cls(weights // options.tensor_parallel_size, one_row, context)
+
+    @property
+    def total(self) -> int:
+        """Weights, workspace and one row."""
+        return self.weights + math.ceil(WORKSPACE * self.weights) + self.one_row
+
+
+def cache_bytes(config: Any, num_tokens: int, itemsize: int, tensor_parallel_size: int = 1) -> int:
+    """Bytes of the keys and values of so many tokens; `layer_types` has layers with a window, or without a cache.
+
+    The last `num_kv_shared_layers` read those of earlier layers.
+    """
+    layers = layer_configs(config)
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    num_own, num_values = len(layers) - (getattr(config, "num_kv_shared_layers", 0) or 0), 0
+    for layer, layer_type in list(zip(layers, layer_types))[:num_own]:
+        window = int(getattr(layer, "sliding_window", None) or num_tokens)
+        lengths = {"full_attention": num_tokens, "sliding_attention": min(window, num_tokens)}
+        num_values += lengths.get(layer_type, 0) * _values_per_token(layer, tensor_parallel_size)
+    return num_values * itemsize
+
+
+def _values_per_token(config: Any, tensor_parallel_size: int) -> int:
+    """Numbers of a token's keys and values in a layer with this configuration, on one rank."""
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    if not heads:
+        return 0
+    if getattr(config, "kv_lora_rank", None):
+        # Multi-head latent attention: one vector for all heads, replicated on every rank.
+        return int(config.kv_lora_rank) + int(getattr(config, "qk_rope_head_dim", 0))
+    kv_heads = max(1, int(getattr(config, "num_key_value_heads", None) or heads) // tensor_parallel_size)
+    return 2 * kv_heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def check_memory(model: nn.Module, options: ColocateOptions, *, training: TrainingBytes) -> None:
+    """ValueError, with the numbers and what to set, if vLLM and training do not both fit on the policy's device.
+
+    Call it before vLLM starts. With `sleep_mode` vLLM and training alternate: only training's resident memory counts
+    beside vLLM's.
+    """
+    device = next(model.parameters()).device
+    problem = memory_problem(ServedBytes.of(model, options), training, DeviceMemory.of(device), options)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def memory_problem(
+    served: ServedBytes, training: TrainingBytes, memory: DeviceMemory, options: ColocateOptions
+) -> str | None:
+    """Error message if vLLM and training do not both fit; None if they do."""
+    taken = taken_by_vllm(served, memory, options)
+    beside = training.while_sampling if options.sleep_mode else training.total
+    room = memory.available - beside
+    story = (
+        f"vLLM needs at least {_gib(served.total)} (weights {_gib(served.weights)}, one row of {served.context} tokens "
+        f"{_gib(served.one_row)}), takes {_gib(taken)}, and training takes {_gib(beside)} beside it, of "
+        f"{_gib(memory.available)} that this process may have"
+    )
+    if training.total > memory.available:
+        return (
+            f"{story}; training alone needs {_gib(training.total)}: set gradient_checkpointing=True, lower "
+            "per_device_train_batch_size or max_completion_length, or train an adapter (peft_config)"
+        )
+    if served.total > room:
+        sleep = "" if options.sleep_mode or memory.is_cpu else "set vllm_enable_sleep_mode=True, "
+        return (
+            f"{story}: both do not fit, whatever share vLLM is given; {sleep}lower vllm_max_model_length, train an "
+            'adapter (peft_config), raise vllm_tensor_parallel_size, or use vllm_mode="server" on another device'
+        )
+    if taken < served.total:
+        return f"{story}: too little for vLLM; {_shares_that_fit(served, room, memory)} or lower vllm_max_model_length"
+    if taken > room:
+        return f"{story}: too much for both; {_shares_that_fit(served, room, memory)}"
+    return None
+
+
+def taken_by_vllm(served: ServedBytes, memory: DeviceMemory, options: ColocateOptions) -> int:
+    """Bytes that vLLM allocates with these options."""
+    if memory.cache is not None:
+        return served.total - served.one_row + memory.cache
+    return max(0, int(options.memory_utilization * memory.total) - memory.held)
+
+
+def _shares_that_fit(served: ServedBytes, room: int, memory: DeviceMemory) -> str:
+    """Names the setting of vLLM's share and the range of values that fit."""
+    if memory.cache is not None:
+        low, high = math.ceil(served.one_row / GIB), (room - served.total + served.one_row) // GIB
+        if high < low:
+            return f"unset {CACHE_VARIABLE} and set vllm_gpu_memory_utilization"
+        return f"set {CACHE_VARIABLE} (GiB) between {low} and {high}"
+    low = math.ceil(1000 * (served.total + memory.held) / memory.total) / 1000
+    high = math.floor(1000 * (room + memory.held) / memory.total) / 1000
+    return f"set vllm_gpu_memory_utilization between {low:g} and {max(low, high):g}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3g} GiB"

@@ -1,0 +1,132 @@
+"""Server side of one `generate` call: samples its rows and streams each as a line of JSON when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from groupgrad import compat
+from groupgrad.integrations.vllm.media import check_prompt, decode, vllm_prompt
+from groupgrad.integrations.vllm.server_requests import Refusal, take
+from groupgrad.integrations.vllm.vllm_params import sampled_logprobs, sampling_params, version_counts
+
+HEARTBEAT_S = 1.0
+"""Seconds between heartbeat lines while no row ends."""
+
+
+@dataclass(slots=True)
+class ServerLoad:
+    """Counters of the work of a whole server."""
+
+    num_sampling: int = 0
+    """Rows, and calls of vLLM's own routes, under way."""
+    num_tokens: int = 0
+    """Tokens sampled for rows since the server started."""
+
+
+class RowStream:
+    """The rows of one `generate` call; each is sampled independently, from its own seed, from construction on.
+
+    `body` has `sampling`, `prompts` (lists of ids) and `rows`, each with `row` (its name in the answer), `prompt`
+    (index into `prompts`), `seed`, `max_tokens`, and with images `images`, a key of the body's `images`, which holds
+    lists of PNGs in base64. `weight_version` is that of the weights at the start: only rows that start with the same
+    weights share keys and values. `load` counts over all calls, since a row may have to wait for those of another rank.
+    ValueError if vLLM refuses the options; Refusal for a body without these fields.
+    """
+
+    def __init__(self, engine: Any, body: dict[str, Any], weight_version: str, adapter: Any, load: ServerLoad):
+        from vllm.sampling_params import RequestOutputKind
+
+        _check(body)
+        self._engine, self._body, self._adapter, self._load = engine, body, adapter, load
+        self._weight_version = weight_version
+        self._decoded: dict[str, asyncio.Future[Any]] = {}
+        self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        fields = [{"seed": row["seed"], "max_tokens": row["max_tokens"]} for row in body["rows"]]
+        params = [sampling_params(body["sampling"], own, output_kind=RequestOutputKind.DELTA) for own in fields]
+        self._tasks = [asyncio.create_task(self._sample(*pair)) for pair in zip(body["rows"], params)]
+        load.num_sampling += len(self._tasks)
+        for task in self._tasks:
+            task.add_done_callback(self._count_ended)
+
+    def _count_ended(self, _task: asyncio.Task[None]) -> None:
+        self._load.num_sampling -= 1
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """One line of JSON for each ended row: `ids`, `logprobs`, `finish_reason` and `weight_versions`, or an `error`.
+
+        `weight_versions` are pairs of a version and the number of consecutive tokens that its weights have sampled.
+        Heartbeat lines in between have `num_tokens`, the tokens that the server has sampled so far.
+        """
+        num_left = len(self._tasks)
+        while num_left:
+            try:
+                line = await asyncio.wait_for(self._lines.get(), HEARTBEAT_S)
+                num_left -= 1
+            except asyncio.TimeoutError:
+                line = {"num_tokens": self._load.num_tokens}
+            yield json.dumps(line).encode() + b"\n"
+
+    def abort(self) -> None:
+        """Stops sampling the rows that have not ended."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _sample(self, row: dict[str, Any], params: Any) -> None:
+        line: dict[str, Any] = {"row": row["row"]}
+        ids: list[int] = []
+        logprobs: list[float] = []
+        spans: Any = ()
+        try:
+            prompt = self._body["prompts"][row["prompt"]]
+            images = await self._images(row["images"]) if "images" in row else ()
+            outputs = self._engine.generate(
+                {**vllm_prompt(prompt, images, self._engine), "cache_salt": self._weight_version},
+                params,
+                f"groupgrad-{uuid.uuid4().hex}",  # vLLM keys its answers by request id, so ids must be unique
+                lora_request=self._adapter,
+            )
+            async for output in outputs:
+                if images:
+                    check_prompt(prompt, output.prompt_token_ids)
+                part = output.outputs[0]
+                ids.extend(part.token_ids)
+                logprobs.extend(sampled_logprobs(part.token_ids, part.logprobs if part.token_ids else []))
+                self._load.num_tokens += len(part.token_ids)
+                line["finish_reason"] = part.finish_reason
+                # vLLM's own record, at the end of a row; a row without tokens has none.
+                spans = getattr(part, "weight_versions", None) or ()
+            if compat.vllm_records_versions():
+                versions = version_counts(spans, len(ids))
+            else:  # then no push keeps rows, so the weights of a row are those at its start
+                versions = [(self._weight_version, len(ids))]
+            line |= {"ids": ids, "logprobs": logprobs, "weight_versions": versions}
+        except Exception as error:  # reported to the trainer, as the failure of this row alone
+            line["error"] = f"{type(error).__name__}: {error}"
+        self._lines.put_nowait(line)
+
+    async def _images(self, key: str) -> list[Any]:
+        """The images with this key, decoded once, in a thread."""
+        if key not in self._decoded:
+            decoding = asyncio.to_thread(lambda: [decode(text) for text in self._body["images"][key]])
+            self._decoded[key] = asyncio.ensure_future(decoding)
+        return await asyncio.shield(self._decoded[key])
+
+
+def _check(body: dict[str, Any]) -> None:
+    """Refuses a body whose rows lack a field or name a prompt or images that are not there."""
+    take(body, "sampling", dict)
+    prompts, images = take(body, "prompts", list), body.get("images", {})
+    for row in take(body, "rows", list):
+        if not isinstance(row, dict):
+            raise Refusal(400, f"the row {str(row)[:80]!r} is no object")
+        for name in ("row", "prompt", "seed", "max_tokens"):
+            take(row, name, int)
+        if not 0 <= row["prompt"] < len(prompts) or not isinstance(prompts[row["prompt"]], list):
+            raise Refusal(400, f"row {row['row']} has the prompt {row['prompt']}, and no list of ids is there")
+        if "images" in row and (not isinstance(images, dict) or take(row, "images", str) not in images):
+            raise Refusal(400, f"row {row['row']} has images that are not there")

@@ -1,0 +1,123 @@
+"""Converts the arguments of `groupgrad vllm-serve` into arguments of `vllm serve`."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from groupgrad.integrations.vllm.api_keys import VARIABLE, check_key
+from groupgrad.integrations.vllm.vllm_params import LOGPROBS_MODE
+
+_ALIASES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
+"""Names of vLLM's options that users of other servers know."""
+_RESERVED = ("--weight-transfer-config", "--api-server-count")
+LAST_PORT = 65535
+HOST = "127.0.0.1"
+"""Address of the server without `--host` and `--uds`."""
+
+
+def vllm_arguments(argv: Sequence[str]) -> list[str]:
+    """`argv` as arguments of `vllm serve`: the model first, then options.
+
+    ValueError without a model, or for an option that groupgrad sets.
+    """
+    words = [_spelled(word) for word in argv]
+    model = [] if not words or words[0].startswith("-") else [words.pop(0)]
+    named, arguments = _read(words, "--model")
+    if named["--model"] is None and not model:
+        raise ValueError("no model is given; add --model NAME")
+    given = {word.partition("=")[0] for word in arguments}
+    if reserved := [name for name in _RESERVED if name in given]:
+        raise ValueError(f"{reserved[0]} is set by groupgrad and cannot be given")
+    given |= config_file(arguments).keys()
+    # All requests go through one process, which tracks whether weights are complete.
+    arguments += ["--api-server-count", "1"]
+    if "--logprobs-mode" not in given:
+        arguments += ["--logprobs-mode", LOGPROBS_MODE]
+    if given.isdisjoint(("--host", "--uds")):
+        arguments += ["--host", HOST]
+    return [named["--model"] or model[0], *arguments]
+
+
+def take_key(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The key of `--api-key` or `VLLM_API_KEY` (None: neither), and the other arguments.
+
+    vLLM reads the variable as well, and a key in an argument would be in its log. ValueError for an invalid key.
+    """
+    given, others = _read(arguments, "--api-key")
+    key, origin = given["--api-key"], "--api-key"
+    if key is None:
+        key, origin = os.environ.get(VARIABLE), VARIABLE
+    return (None if key is None else check_key(key, origin)), others
+
+
+def check_port(arguments: Sequence[str]) -> tuple[str, int] | None:
+    """The server's host and port; None for a server without them. ValueError if it cannot listen there.
+
+    vLLM itself notices only after loading the model, or not at all if another server listens on all addresses.
+    """
+    given, _ = _read(arguments, "--host", "--port", "--uds")
+    in_file = config_file(arguments)
+    host, port, uds = (in_file.get(name) if value is None else value for name, value in given.items())
+    if uds is not None:
+        return None
+    host, port = host or "", port or "8000"
+    if not port.isdigit():
+        raise ValueError(f"--port {port!r} is no number")
+    if int(port) > LAST_PORT:
+        raise ValueError(f"--port {port} does not exist; give one up to {LAST_PORT}")
+    try:
+        family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As servers do: connections that an ended server has left do not block the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, int(port)))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} is in use by another program; end it, or give another with --port") from None
+        place = f"{host or 'any address'}, port {port}"
+        raise ValueError(f"a server cannot listen at {place}: {error}; see --host and --port") from None
+    return host, int(port)
+
+
+def config_file(arguments: Sequence[str]) -> dict[str, str]:
+    """The options in vLLM's `--config FILE`, as flags and texts. ValueError if it has a key, or is no YAML."""
+    path = _read(arguments, "--config")[0]["--config"]
+    if path is None:
+        return {}
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        options = {"--" + str(key).replace("_", "-"): str(value) for key, value in content.items()}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
+        raise ValueError(f"--config {path} cannot be read: {error}") from None
+    if "--api-key" in options:
+        raise ValueError(f"{path} has a key, which groupgrad's routes do not read there; set {VARIABLE} to it")
+    return options
+
+
+def _spelled(word: str) -> str:
+    """An option in vLLM's spelling. After a point comes a key of a JSON value, which keeps its own."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    name, point, key = name.partition(".")
+    name = name.replace("_", "-") + point + key
+    return _ALIASES.get(name, name) + equals + value
+
+
+def _read(arguments: Sequence[str], *names: str) -> tuple[dict[str, str | None], list[str]]:
+    """The values of these options (None: not given), and all other arguments. ValueError for an option without one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in names:
+        parser.add_argument(name, dest=name)
+    try:
+        found, others = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error.argument_name} has no value") from None
+    return vars(found), others

@@ -1,0 +1,491 @@
+"""Routes that groupgrad adds to vLLM's server: verified pushes of weights, and sampling from a named weight version.
+
+vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They are:
+
+- GET `/groupgrad/info`: the model, this start of the server, and its weights.
+- POST `/groupgrad/check`: reject sampling options that vLLM refuses.
+- POST `/groupgrad/generate`: rows in, a line of JSON for each row as it ends, and a heartbeat every second.
+- POST `/groupgrad/init`, `/groupgrad/shutdown`: a trainer meets the workers, or leaves them.
+- POST `/groupgrad/start`, `/groupgrad/update`, `/groupgrad/finish`: a push of weights, a bucket for each `update`.
+- POST `/groupgrad/adapter`: a push of an adapter.
+
+The routes of a push call the methods of vLLM's weight transfer. vLLM's own routes to them ask for no key, exist in its
+development mode alone, and check nothing (docs/vllm.md).
+
+Every route, vLLM's own included, needs the key (`api_keys.py`); without it only GET `/health` is answered.
+
+Weights are *complete* when a whole push has arrived and was verified. Until then no route samples: after a push that
+broke off, the server refuses to sample until another push has ended. A push first waits for rows under way; vLLM's own
+routes refuse new calls meanwhile, with a `Retry-After`. A push with `keeps_rows` pauses vLLM instead: rows under way,
+and those that arrive meanwhile, go on with the new weights. A push is announced with the token of `info`, which is
+another one after each announcement, so a recorded push that is sent again is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupgrad import compat
+from groupgrad._version import __version__
+from groupgrad.integrations.vllm.api_keys import VARIABLE, check_key
+from groupgrad.integrations.vllm.http import GROUP_LEFT_STATUS, MISSING_KEY_STATUS
+from groupgrad.integrations.vllm.lora import lora_request
+from groupgrad.integrations.vllm.row_stream import RowStream, ServerLoad
+from groupgrad.integrations.vllm.server_requests import (
+    UNREAD_S,
+    Call,
+    Refusal,
+    header,
+    read_in_time,
+    replayed,
+    reply,
+    take,
+    take_timeout,
+)
+from groupgrad.integrations.vllm.transfer_plugin import FLAGS
+from groupgrad.integrations.vllm.vllm_params import check_options
+from groupgrad.integrations.vllm.weight_receiver import REFUSED
+from groupgrad.integrations.vllm.wire import (
+    AS_LOADED,
+    PROTOCOL,
+    TensorSpec,
+    model_sizes,
+    padded_bytes,
+    specs_from_json,
+    specs_to_json,
+)
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "/groupgrad/"
+PORT_FIELDS = {"port": int, "timeout_s": float}
+GROUP_FIELDS = {**PORT_FIELDS, "group": str, "backend": str, "size": int, "peer": dict}
+"""Fields of a call of `init` that opens a port, or forms a process group there. The address is the server's own."""
+SPECS_BYTES, ROWS_BYTES, ADAPTER_BYTES = 2**26, 2**30, 2**33
+"""Largest announcement of a push, largest call for rows (with images, or of vLLM's own routes), and largest adapter."""
+OPEN_PATH = "/health"
+"""The only path that is answered without the key."""
+DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
+"""Environment variable of vLLM's development mode."""
+
+
+@dataclass(slots=True)
+class ServerWeights:
+    """State of the server's weights."""
+
+    version: str = AS_LOADED
+    """Weight version of the last push that was verified."""
+    base_version: str = AS_LOADED
+    """Weight version of the last verified push of whole weights; pushes of adapters leave it."""
+    is_complete: bool = True
+    """False from the start of a push until one has been verified."""
+    pending_version: str | None = None
+    """Weight version of the push under way, or of the last that broke off."""
+    adapter: Any = None
+    """vLLM's request for the adapter that rows are sampled with."""
+    num_adapters: int = 0
+    """Adapters pushed since the start."""
+    next_push: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Token that the next push has to name."""
+    specs: Sequence[TensorSpec] = ()
+    """Tensors that the push under way has announced."""
+    num_tensors: int = 0
+    """Number of announced tensors that the workers have received."""
+    group: str = ""
+    """The process group that the workers were asked to join last."""
+    push_is_waiting: bool = False
+    """True while a push waits for rows to end."""
+    is_paused: bool = False
+    """True from the pause for a push that keeps rows until the next push ends."""
+    keeps_rows: bool = False
+    """True if the push under way, or the last one, keeps rows that have not ended."""
+    outlived: set[str] = field(default_factory=set)
+    """Weight versions before the last pushes that kept rows; rows that name one go on with the present weights."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def not_complete(self) -> Refusal:
+        """Refuses to sample before a push has ended."""
+        return Refusal(
+            503, f"the push {self.pending_version!r} of weights has not ended; nothing is sampled until one has"
+        )
+
+    def check_announced(self, token: str) -> None:
+        """Refuses a push whose token is not the present token of `info`."""
+        if token != self.next_push:
+            raise Refusal(409, "another push has begun since this one asked for `info`, or this one was sent before")
+
+    def begin(self, version: str, specs: Sequence[TensorSpec] = (), *, keeps_rows: bool = False) -> None:
+        """Marks the weights incomplete until the push of these tensors ends."""
+        self.is_complete, self.pending_version, self.next_push = False, version, uuid.uuid4().hex
+        self.specs, self.num_tensors, self.keeps_rows = specs, 0, keeps_rows
+        self.outlived = {*self.outlived, self.version} if keeps_rows else set()
+
+    def check_pending(self, version: str) -> None:
+        """Refuses a part of another push than the one under way."""
+        if self.is_complete or self.pending_version != version:
+            raise Refusal(409, f"the push {version!r} is not under way on this server")
+
+    def next_bucket(self, first: int, count: int) -> Sequence[TensorSpec]:
+        """Tensors of this bucket, which have to be the next ones of the push."""
+        if first != self.num_tensors or not 0 < count <= len(self.specs) - first:
+            raise Refusal(
+                409,
+                f"a bucket has the tensors {first} to {first + count}, but {self.num_tensors} of {len(self.specs)} are "
+                "here",
+            )
+        return self.specs[first : first + count]
+
+
+class Routes:
+    """ASGI middleware in front of vLLM's application."""
+
+    def __init__(self, app: Any):
+        check_mode()
+        try:
+            self._key = check_key(os.environ.get(VARIABLE, ""), VARIABLE).encode()
+        except ValueError as error:
+            raise ValueError(f"{error}; `groupgrad vllm-serve` makes a key if none is given") from None
+        self._app = app
+        self._weights = ServerWeights()
+        self._load = ServerLoad()
+        self._start_id = uuid.uuid4().hex
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers groupgrad's routes; refuses calls without the key, and vLLM's own POST routes during a push."""
+        asks_health = scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == OPEN_PATH
+        if scope["type"] == "lifespan" or asks_health:
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":  # a websocket would sample whatever is pushed meanwhile
+            await send({"type": "websocket.close", "code": 1008})
+        elif not self._has_key(scope):
+            story = "this server answers only with its key, as a header `Authorization: Bearer KEY`"
+            await reply(MISSING_KEY_STATUS, {"error": story}, scope, receive, send)
+        elif scope["path"].startswith(PREFIX):
+            await self._answer(scope, receive, send)
+        else:
+            await self._call_vllm(scope, receive, send)
+
+    def _has_key(self, scope: Any) -> bool:
+        scheme, _, given = header(scope, b"authorization").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(given, self._key)
+
+    async def _call_vllm(self, scope: Any, receive: Any, send: Any) -> None:
+        """Calls one of vLLM's routes with its whole body; a POST only while weights are complete and no push waits.
+
+        A call counts as sampling from the arrival of its body until its answer was read, or was given up because the
+        caller does not read. So neither a missing body nor an unread answer keeps pushes waiting.
+        """
+        from starlette.requests import ClientDisconnect
+
+        samples = scope["method"] == "POST"
+        try:
+            if samples:
+                self._check_sampling()
+            body = await Call(scope, receive).body(ROWS_BYTES)
+            if samples:
+                self._check_sampling()  # a push may have begun meanwhile
+        except Refusal as refusal:
+            await reply(refusal.status, {"error": str(refusal)}, scope, receive, send)
+            return
+        self._load.num_sampling += samples
+        try:
+            await self._app(scope, replayed(body, receive), read_in_time(send))
+        except (ConnectionAbortedError, ClientDisconnect) as error:
+            # Starlette leaves out the reason.
+            reason = str(error) or f"the caller went away, or has read nothing for {UNREAD_S:g} s"
+            logger.warning("the answer of %s is given up: %s", scope["path"], reason)
+        finally:
+            self._load.num_sampling -= samples
+
+    def _check_sampling(self) -> None:
+        """Refuses a call of vLLM's routes while weights are incomplete or a push waits."""
+        if not self._weights.is_complete:
+            raise self._weights.not_complete()
+        if self._weights.push_is_waiting:  # new calls could keep a push waiting for ever
+            raise Refusal(503, "a push of weights waits for rows to end; ask again in a moment")
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        call = Call(scope, receive)
+        engine = scope["app"].state.engine_client
+        route = scope["path"].removeprefix(PREFIX).strip("/")
+        handler = getattr(self, f"route_{route}", None)
+        try:
+            if handler is not None:
+                status, answer = 200, await handler(engine, call)
+            else:
+                raise Refusal(404, f"there is no route {scope['path']}")
+        except Refusal as refusal:
+            status, answer = refusal.status, {"error": str(refusal)}
+        except Exception as error:  # vLLM's own failures, reported to the trainer as they are
+            status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+        if isinstance(answer, RowStream):
+            await _stream(answer, scope, receive, send)
+        else:
+            await reply(status, answer or {}, scope, receive, send)
+
+    async def route_info(self, engine: Any, call: Call) -> dict[str, Any]:
+        if engine.errored:
+            raise Refusal(503, "the engine of this server has died; the server is about to end")
+        config, parallel = engine.model_config, engine.vllm_config.parallel_config
+        lora, transfer = engine.vllm_config.lora_config, engine.vllm_config.weight_transfer_config
+        weights = self._weights
+        return {
+            "start_id": self._start_id,
+            "protocol": PROTOCOL,
+            "release": __version__,
+            "process": os.getpid(),
+            "num_processes": getattr(parallel, "_api_process_count", 1),
+            "vllm": _vllm_version(),
+            "records_versions": compat.vllm_records_versions(),
+            "backend": None if transfer is None else transfer.backend,
+            "model": config.model,
+            "sizes": model_sizes(config.hf_config),
+            "vocab_size": config.get_vocab_size(),
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "max_model_len": config.max_model_len,
+            "max_lora_rank": 0 if lora is None else int(lora.max_lora_rank),
+            "num_workers": parallel.world_size_across_dp,
+            "quantization": config.quantization,
+            "logprobs_mode": str(config.logprobs_mode),
+            "weight_version": weights.version,
+            "base_version": weights.base_version,
+            "complete": weights.is_complete,
+            "pending_version": weights.pending_version,
+            "next_push": weights.next_push,
+            "num_sampling": self._load.num_sampling,
+            "push_is_waiting": weights.push_is_waiting,
+        }
+
+    async def route_check(self, engine: Any, call: Call) -> None:
+        sampling = take(await call.json(), "sampling", dict)
+        with _refused_options():
+            await asyncio.to_thread(check_options, sampling, engine)  # a regex may take a while
+
+    async def route_generate(self, engine: Any, call: Call) -> RowStream:
+        """Starts the rows."""
+        body, weights = await call.json(ROWS_BYTES), self._weights
+        version = take(body, "weight_version", str)
+        # Nothing is awaited from here on: no push can begin between the check of the version and the rows' start.
+        present = weights.pending_version if weights.keeps_rows and not weights.is_complete else weights.version
+        if not weights.is_complete and not weights.keeps_rows:
+            raise weights.not_complete()
+        if version != present and version not in weights.outlived:
+            raise Refusal(409, f"this server has the weights {weights.version!r}, not {version!r}")
+        with _refused_options():
+            return RowStream(engine, body, str(present), weights.adapter, self._load)
+
+    async def route_init(self, engine: Any, call: Call) -> None:
+        """Makes all workers check the trainer's shared memory, open a port, form a process group, or only answer."""
+        body, weights = await call.json(), self._weights
+        kinds: dict[str, type] = {}
+        if body:
+            kinds = {"shared": str} if "shared" in body else GROUP_FIELDS if "group" in body else PORT_FIELDS
+        if unknown := body.keys() - kinds.keys():
+            raise Refusal(400, f"the route init takes no {', '.join(sorted(unknown))}")
+        fields: dict[str, Any] = {name: take(body, name, kind) for name, kind in kinds.items()}
+        if "port" in fields:
+            take_timeout(body)
+            if fields.get("backend", "gloo") not in ("nccl", "gloo"):
+                raise Refusal(400, f"the backend {fields['backend']!r} is neither nccl nor gloo")
+            if not 0 < fields["port"] < 65536:
+                raise Refusal(400, f"there is no port {fields['port']}")
+            fields["host"] = call.server_host
+        async with weights.lock:
+            if "port" in fields:
+                weights.group = fields.pop("group", "")
+            await self._init(engine, **fields)
+
+    async def _init(self, engine: Any, **init_info: Any) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def route_shutdown(self, engine: Any, call: Call) -> None:
+        """Leaves the process group of this name, if the workers are in it."""
+        name, weights = take(await call.json(), "group", str), self._weights
+        async with weights.lock:
+            if name == weights.group:
+                weights.group = ""
+                await self._init(engine, leaves=True)
+
+    async def route_start(self, engine: Any, call: Call) -> None:
+        body, weights = await call.json(SPECS_BYTES), self._weights
+        version, token, timeout_s = take(body, "weight_version", str), take(body, "push", str), take_timeout(body)
+        try:
+            specs = specs_from_json(take(body, "tensors", list))
+        except (ValueError, TypeError) as error:
+            raise Refusal(400, f"the announced tensors are no list of name, dtype and shape: {error}") from None
+        keeps_rows = take({"keeps_rows": False, **body}, "keeps_rows", bool)
+        if keeps_rows and not compat.vllm_records_versions():
+            story = "does not record which weights have sampled a token, so no push keeps rows"
+            raise Refusal(400, f"vLLM {_vllm_version()} {story}")
+        async with weights.lock:
+            weights.check_announced(token)
+            await (self._pause(engine, timeout_s) if keeps_rows else self._drain(timeout_s))
+            await self._end_update(engine)
+            weights.begin(version, specs, keeps_rows=keeps_rows)
+            weights.adapter = None
+            await engine.start_weight_update()
+
+    async def route_update(self, engine: Any, call: Call) -> None:
+        query, weights = call.query, self._weights
+        version, first, count = take(query, "weight_version", str), take(query, "first", int), take(query, "count", int)
+        weights.check_pending(version)
+        num_bytes = padded_bytes(weights.next_bucket(first, count))
+        is_here = query.keys().isdisjoint(("shared", "group"))
+        body = await call.body(num_bytes if is_here else 0)
+        if is_here and len(body) != num_bytes:
+            raise Refusal(422, f"a bucket has {len(body)} bytes, but its tensors have {num_bytes}")
+        source = {"body": body} if is_here else {"shared": query["shared"]} if "shared" in query else {}
+        async with weights.lock:
+            weights.check_pending(version)
+            specs = specs_to_json(weights.next_bucket(first, count))
+            if query.get("group", weights.group) != weights.group:  # another trainer has met the workers meanwhile
+                story = f"the workers are in the process group {weights.group!r}, not {query['group']!r}"
+                raise Refusal(GROUP_LEFT_STATUS, story)
+            await self._update(engine, specs=specs, **source)
+            weights.num_tensors += count
+
+    async def route_finish(self, engine: Any, call: Call) -> None:
+        body, weights = await call.json(), self._weights
+        version, checksum = take(body, "weight_version", str), take(body, "checksum", int)
+        async with weights.lock:
+            weights.check_pending(version)
+            if weights.num_tensors != len(weights.specs):
+                raise Refusal(422, f"{len(weights.specs)} tensors were announced, {weights.num_tensors} came")
+            try:
+                await self._update(engine, checksum=checksum)
+            except Exception as error:  # vLLM wraps the worker's error in others
+                raise Refusal(422, str(error)) if REFUSED in str(error) else error from None
+            await engine.finish_weight_update()
+            weights.base_version = version
+            await self._finish_push(engine, version)
+
+    async def _update(self, engine: Any, **update_info: Any) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await engine.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def _end_update(self, engine: Any) -> None:
+        """Ends an update that was started and not finished: vLLM refuses another, and ends it at an error alone."""
+        if not self._weights.is_complete:
+            with suppress(Exception):
+                await self._update(engine)
+
+    async def route_adapter(self, engine: Any, call: Call) -> None:
+        """Loads an adapter; the body is its configuration (`config_bytes` long), then its tensors."""
+        query, timeout_s = call.query, take_timeout(call.query)
+        version, base_version = take(query, "weight_version", str), take(query, "base_version", str)
+        config_bytes, checksum = take(query, "config_bytes", int), take(query, "checksum", int)
+        token = take(query, "push", str)
+        self._weights.check_announced(token)
+        data = await call.body(ADAPTER_BYTES)
+        if zlib.crc32(data) != checksum:
+            raise Refusal(422, f"the adapter {version!r} arrived with another checksum than it was sent with")
+        weights = self._weights
+        async with weights.lock:
+            weights.check_announced(token)
+            await self._drain(timeout_s)
+            if weights.base_version != base_version:
+                raise Refusal(
+                    409,
+                    f"the adapter {version!r} belongs to other weights than {weights.base_version!r}, which are here",
+                )
+            weights.num_adapters += 1
+            previous = weights.adapter
+            weights.begin(version)
+            with lora_request(version, weights.num_adapters, data[:config_bytes], data[config_bytes:]) as adapter:
+                if not await engine.add_lora(adapter):
+                    raise Refusal(422, f"vLLM did not load the adapter {version!r}")
+            if previous is not None:
+                await engine.remove_lora(previous.lora_int_id)
+            weights.adapter = adapter
+            await self._finish_push(engine, version)
+
+    async def _drain(self, timeout_s: float) -> None:
+        """Waits until nothing is sampled; vLLM's own routes refuse new calls meanwhile."""
+        weights, loop = self._weights, asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        weights.push_is_waiting = True
+        try:
+            while num_sampling := self._load.num_sampling:
+                if loop.time() > deadline:
+                    raise Refusal(409, f"{num_sampling} rows still sample after {timeout_s:g} s; weights cannot change")
+                await asyncio.sleep(0.01)
+        finally:
+            weights.push_is_waiting = False
+
+    async def _pause(self, engine: Any, timeout_s: float) -> None:
+        """Stops sampling after the present step; rows under way stay where they are, with their keys and values."""
+        self._weights.is_paused = True
+        try:
+            await asyncio.wait_for(engine.pause_generation(mode="keep", clear_cache=False), timeout_s)
+        except asyncio.TimeoutError:
+            # vLLM takes calls in order: it resumes as soon as it comes to the pause.
+            self._resuming = asyncio.create_task(engine.resume_generation())
+            raise Refusal(409, f"vLLM did not pause within {timeout_s:g} s; weights cannot change") from None
+
+    async def _finish_push(self, engine: Any, version: str) -> None:
+        """Lets sampling begin, or go on, with the weights of the push, and with nothing computed from earlier ones.
+
+        Rows that are kept are the exception: their keys and values stay, out of reach of other rows (`RowStream`).
+        """
+        weights = self._weights
+        if not weights.keeps_rows:
+            if not await engine.reset_prefix_cache():
+                raise Refusal(500, f"vLLM did not forget what it computed with the weights before {version!r}")
+            # Image features have a cache of their own.
+            await engine.reset_encoder_cache()
+        await engine.update_weight_version(version)
+        weights.version, weights.is_complete, weights.pending_version = version, True, None
+        if weights.is_paused:
+            await engine.resume_generation()
+            weights.is_paused = False
+
+
+@contextmanager
+def _refused_options() -> Iterator[None]:
+    """Turns a ValueError about sampling options into a refusal."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refusal(400, f"vLLM {_vllm_version()} refuses the sampling options: {error}") from None
+
+
+def _vllm_version() -> str:
+    return compat.installed_version("vllm") or "of unknown version"
+
+
+async def _stream(rows: RowStream, scope: Any, receive: Any, send: Any) -> None:
+    """Sends the rows' lines; rows are aborted when the caller disconnects."""
+    from starlette.responses import StreamingResponse
+
+    try:
+        await StreamingResponse(rows.lines(), media_type="application/x-ndjson")(scope, receive, send)
+    except OSError:
+        logger.info("a trainer went away while its rows were sampled")
+    finally:
+        rows.abort()
+
+
+def check_mode() -> None:
+    """ValueError for vLLM's development mode, whose routes change weights that no push has verified."""
+    if os.environ.get(DEVELOPMENT, "0").strip() not in ("", "0"):
+        raise ValueError(
+            f"{DEVELOPMENT} is {os.environ[DEVELOPMENT]!r}: in that mode vLLM has routes that change weights which no "
+            "push has verified, and samples would still name the last push; unset it"
+        )
+
+
+def server_command(arguments: list[str]) -> list[str]:
+    """vLLM's command line for a server with groupgrad's routes and its backend of weight transfer."""
+    return ["serve", *arguments, *FLAGS]

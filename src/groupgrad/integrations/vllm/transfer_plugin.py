@@ -1,0 +1,44 @@
+"""Plugin of vLLM that adds groupgrad's backend to its registries of weight transfers.
+
+vLLM loads it in each of its processes, from the entry point `vllm.general_plugins` of the installed package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+
+BACKEND = "groupgrad"
+"""Name of the backend, and of the plugin."""
+
+TRANSFER_CONFIG = json.dumps({"backend": BACKEND})
+"""Value of vLLM's `--weight-transfer-config`."""
+
+FLAGS = ("--weight-transfer-config", TRANSFER_CONFIG, "--middleware", "groupgrad.integrations.vllm.server.Routes")
+"""Arguments that make `vllm serve` a server for groupgrad's trainers."""
+
+
+def register() -> None:
+    """Adds the backend's two sides; their module is imported when a worker or a trainer needs it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    module = "groupgrad.integrations.vllm.transfer_engine"
+    with contextlib.suppress(ValueError):  # they are registered
+        WeightTransferEngineFactory.register_engine(BACKEND, module, "VerifiedWeightTransfer")
+        WeightTransferTrainerFactory.register_engine(BACKEND, module, "VerifiedWeightSender")
+
+
+def check_plugin() -> None:
+    """ValueError if the processes of a server would not load the plugin."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and BACKEND not in allowed.split(","):
+        raise ValueError(
+            f"VLLM_PLUGINS is {allowed!r}, so vLLM does not load the plugin that receives weights; add {BACKEND} to it"
+        )
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=BACKEND):
+        raise ValueError(
+            "groupgrad is not installed where vLLM looks for plugins, so the server could not receive weights; run "
+            "`pip install` on it, again if this installation is of an earlier release"
+        )

@@ -1,0 +1,155 @@
+"""Samples from the policy with vLLM, whose weights are refreshed before each generation batch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from torch import nn
+
+from groupgrad import dist, stopping
+from groupgrad.engines.base import Request, Sample, SamplingOptions, Session, sample_all
+from groupgrad.integrations.vllm.http import GIVEN_UP
+from groupgrad.integrations.vllm.vllm_engine import VLLMEngine
+from groupgrad.metrics import Metric
+
+POLL_S = 0.01
+"""Seconds between two looks of a sampling thread whether a push has ended."""
+
+LEAVE_PUSH_S = 10.0
+"""Seconds that a push may still take after a signal has asked for the end of the run."""
+
+
+class VLLMPolicy:
+    """An engine over vLLM whose weights are `model`'s at the last `refresh`.
+
+    With `sends_adapter` a LoRA adapter is sent alone, otherwise all weights. With `keeps_logprobs=False` samples carry
+    no log-probs: for sampling options under which vLLM's are of another distribution than training's.
+    """
+
+    is_exact = False
+    """vLLM computes with kernels of its own, from a copy of the weights."""
+    path = ""
+
+    def __init__(
+        self, engine: VLLMEngine, model: nn.Module, *, sends_adapter: bool = False, keeps_logprobs: bool = True
+    ):
+        self.engine, self._model = engine, model
+        self._lock = threading.Lock()
+        """Held by a push, and by what another thread does with rows that the push keeps."""
+        self._is_pushing = False
+        self._sends_adapter, self._keeps_logprobs = sends_adapter, keeps_logprobs
+        self.policy_step: int | None = None
+        """Optimizer step of the weights that samples come from; None before the first `refresh`."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Limit on the tokens of a prompt and its completion together."""
+        return self.engine.max_model_len
+
+    def refresh(self, policy_step: int, *, keeps_rows: bool = False) -> None:
+        """Collective. Pushes the policy's weights of this optimizer step, unless vLLM has them already.
+
+        Nothing may be sampled meanwhile, unless `keeps_rows`: then rows that other threads sample go on with the new
+        weights.
+        """
+        self.engine.is_stopped = False
+        if self.policy_step == policy_step:
+            return
+        self.policy_step = None
+        with self._push_under_way():
+            if keeps_rows:  # a rank reads no row of the new weights before it knows their version
+                dist.all_gather_objects(None)
+            # A push that a signal cuts in half would leave the server waiting; one that hangs does so anyway.
+            with stopping.finishing(within_s=LEAVE_PUSH_S), dist.errors_on_all_ranks():
+                if self._sends_adapter:
+                    self.engine.push_adapter(self._model, policy_step)
+                else:
+                    self.engine.push(self._model, policy_step, keeps_rows=keeps_rows)
+            self.engine.share_weight_version()
+        self.policy_step = policy_step
+
+    @contextmanager
+    def _push_under_way(self) -> Iterator[None]:
+        self._is_pushing = True
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._is_pushing = False
+
+    def invalidate(self) -> None:
+        """Makes the next `refresh` push the weights even if the step is the same: the policy may have changed."""
+        self.policy_step = None
+
+    def sleep(self) -> None:
+        """Frees vLLM's memory until the next `refresh`, where it was started for that."""
+        self.engine.sleep()
+
+    @contextmanager
+    def freeze_weights(self) -> Iterator[None]:
+        """Inside, the policy may change during sampling, so it is not pushed to a server that has lost its weights:
+        sampling fails with WeightsLost."""
+        self.engine.is_frozen = True
+        try:
+            yield
+        finally:
+            self.engine.is_frozen = False
+
+    def metrics(self) -> dict[str, Metric]:
+        """No numbers of its own."""
+        return {}
+
+    def stop(self) -> None:
+        """Makes sampling in another thread fail soon."""
+        self.engine.is_stopped = True
+
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        """One sample a request, in order."""
+        with self.session(options) as session:
+            return sample_all(session, requests)
+
+    @contextmanager
+    def session(self, options: SamplingOptions) -> Iterator[Session]:
+        """A session over vLLM."""
+        with ExitStack() as stack:
+            with self._lock:
+                session = stack.enter_context(self.engine.session(options))
+            yield _PolicySession(session, self)
+
+    def advance(self, session: Session) -> list[tuple[int, Sample]]:
+        """Samples a little; returns the rows that ended. RuntimeError once the policy is stopped."""
+        if self.engine.is_stopped:
+            raise RuntimeError(GIVEN_UP)
+        if self._is_pushing:  # leave the lock to the push
+            time.sleep(POLL_S)
+            return []
+        with self._lock:
+            ended = session.advance()
+        if self._keeps_logprobs:
+            return ended
+        return [(ticket, replace(sample, logprobs=None)) for ticket, sample in ended]
+
+    def close(self) -> None:
+        """Ends what this process started of vLLM."""
+        self.engine.close()
+
+
+class _PolicySession:
+    """An engine's session that ends when the policy is stopped, waits for pushes, and may drop log-probs."""
+
+    def __init__(self, inner: Session, policy: VLLMPolicy):
+        self._inner, self._policy = inner, policy
+        self.submit, self.release = inner.submit, inner.release
+
+    def advance(self) -> list[tuple[int, Sample]]:
+        """Samples a little; returns the rows that ended. RuntimeError once the policy is stopped."""
+        return self._policy.advance(self._inner)
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests submitted that have not ended."""
+        return self._inner.num_open

@@ -1,0 +1,240 @@
+"""Wire format of weights: tensor specs, buckets with a running checksum, and shared-memory files that carry them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import re
+import time
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from groupgrad.models.layer_configs import common_field
+
+PROTOCOL = 4
+"""Version of the routes under `/groupgrad` and of their payloads.
+
+Raise it by one with each change that an older trainer or server would misread.
+"""
+
+AS_LOADED = "as loaded"
+"""Version of the weights that a server read from disk when it started."""
+
+ALIGNMENT = 64
+"""Every tensor starts at a multiple of this many bytes, so that it can be read in place."""
+
+BUCKET_BYTES = 256 * 2**20
+"""A bucket holds tensors up to this size; a longer tensor has a bucket of its own."""
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Directory in memory that all processes of a machine (and of a container) share."""
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts",
+    "tie_word_embeddings",
+)
+_WORDS_AT_A_TIME = 1 << 21
+_FACTOR = 0x5851F42D4C957F2D
+
+
+@dataclass(slots=True, frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of a tensor, announced before its bytes are sent."""
+
+    name: str
+    """As in a checkpoint of the model."""
+    dtype: str
+    """A torch dtype's name, such as `bfloat16`."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the tensor's data."""
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+
+@dataclass(slots=True, frozen=True)
+class Bucket:
+    """Consecutive tensors in the order of their announcement, each padded with zeros to `ALIGNMENT` bytes."""
+
+    number: int
+    """0, 1, 2, ... within a push."""
+    first: int
+    """Index of the first tensor in the announcement."""
+    count: int
+    """Number of tensors."""
+    data: torch.Tensor
+    """(bytes,) uint8, on the device that sends it."""
+    checksum: int
+    """`running_checksum` of this bucket's bytes and of all buckets before it."""
+
+
+def model_sizes(config: Any) -> dict[str, Any]:
+    """The `architecture` and the sizes in a transformers config, which together identify a model."""
+    text = config.get_text_config()
+    sizes = {name: size for name in _SIZES if isinstance(size := common_field(text, name), int)}
+    architectures = getattr(config, "architectures", None) or [None]
+    return {"architecture": architectures[0], **sizes}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype with this name. ValueError for any other word."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not the name of a torch dtype, such as 'bfloat16'")
+    return dtype
+
+
+def specs_of(shapes: Iterable[tuple[str, Any]], dtype: torch.dtype | None = None) -> list[TensorSpec]:
+    """Specs of named tensors or of their metadata; floating-point ones are announced in `dtype` (None: their own)."""
+    specs = []
+    for name, tensor in shapes:
+        announced = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        specs.append(TensorSpec(name, str(announced).removeprefix("torch."), tuple(tensor.shape)))
+    return specs
+
+
+def specs_to_json(specs: Iterable[TensorSpec]) -> list[list[Any]]:
+    """Specs as plain lists."""
+    return [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
+
+
+def specs_from_json(lists: Iterable[list[Any]]) -> list[TensorSpec]:
+    """Inverse of `specs_to_json`. ValueError or TypeError for lists that are of no tensors."""
+    specs = [TensorSpec(str(name), str(dtype), tuple(int(size) for size in shape)) for name, dtype, shape in lists]
+    for spec in specs:
+        torch_dtype(spec.dtype)
+        if any(size < 0 for size in spec.shape):
+            raise ValueError(f"{spec.name} has the shape {spec.shape}")
+    return specs
+
+
+def pack(
+    specs: list[TensorSpec],
+    tensors: Iterable[torch.Tensor],
+    *,
+    device: torch.device | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[Bucket]:
+    """Buckets of the tensors on `device` (None: the CPU), cast to the announced dtypes.
+
+    Tensors are taken one by one as buckets are consumed. RuntimeError if they differ from the specs.
+    """
+    remaining = iter(tensors)
+    checksum = 0
+    for number, (first, end) in enumerate(bucket_ranges(specs, bucket_bytes)):
+        own = specs[first:end]
+        data = torch.zeros(padded_bytes(own), dtype=torch.uint8, device=device)
+        for index, (name, place) in enumerate(unpack(own, data), first):
+            tensor = next(remaining, None)
+            if tensor is None:
+                raise RuntimeError(f"{len(specs)} tensors were announced, but only {index} came")
+            if tensor.shape != place.shape:
+                raise _unannounced(index, tensor, f"{name} of shape {tuple(place.shape)}")
+            place.copy_(tensor.detach())
+        checksum = running_checksum(data, checksum)
+        yield Bucket(number, first, end - first, data, checksum)
+    for tensor in remaining:
+        raise _unannounced(len(specs), tensor, "no more tensors")
+
+
+def bucket_ranges(specs: list[TensorSpec], bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """First and last+1 index of the tensors in each bucket; a tensor longer than a bucket has one of its own."""
+    first = num_bytes = 0
+    for index, spec in enumerate(specs):
+        # An empty tensor starts no bucket: it would be one without data.
+        if index > first and spec.num_bytes and num_bytes + spec.num_bytes > bucket_bytes:
+            yield first, index
+            first, num_bytes = index, 0
+        num_bytes += padded_bytes([spec])
+    if specs:
+        yield first, len(specs)
+
+
+def padded_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Length of a bucket with these tensors."""
+    return sum(spec.num_bytes + -spec.num_bytes % ALIGNMENT for spec in specs)
+
+
+def _unannounced(index: int, tensor: torch.Tensor, expected: str) -> RuntimeError:
+    return RuntimeError(f"tensor {index} has the shape {tuple(tensor.shape)}, but {expected} was announced")
+
+
+def unpack(specs: Iterable[TensorSpec], data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The bucket's tensors by name, as views of `data`. ValueError if the specs need fewer or more bytes."""
+    tensors, offset = [], 0
+    for spec in specs:
+        end = offset + spec.num_bytes
+        if end > len(data):
+            raise ValueError(f"a bucket of {len(data)} bytes ends inside the tensor {spec.name}")
+        tensors.append((spec.name, data[offset:end].view(torch_dtype(spec.dtype)).view(spec.shape)))
+        offset += padded_bytes([spec])
+    if offset != len(data):
+        raise ValueError(f"a bucket has {len(data)} bytes, but its tensors have {offset}")
+    return tensors
+
+
+def running_checksum(data: torch.Tensor, before: int = 0) -> int:
+    """Checksum of (bytes,) uint8 data and of all data `before` it: CRC-32 on the CPU, `digest` on other devices."""
+    return zlib.crc32(data.numpy().data, before) if data.device.type == "cpu" else digest(data, before)
+
+
+def digest(data: torch.Tensor, before: int = 0) -> int:
+    """A 64-bit checksum computed on the data's device, which any changed bit changes.
+
+    `data` is (bytes,) uint8, a multiple of 8 long. The checksum is a sum modulo 2^64 of 64-bit words, each times an odd
+    weight. An odd weight has an inverse, so a change of one word always changes the sum. The weights differ, so
+    exchanged words are missed only by rare chance.
+    """
+    words = data.view(torch.int64)
+    total = torch.tensor(before - 2**64 if before >= 2**63 else before, dtype=torch.int64, device=data.device)
+    weights = torch.arange(min(len(words), _WORDS_AT_A_TIME), dtype=torch.int64, device=data.device)
+    weights = (weights * _FACTOR) | 1
+    for start in range(0, len(words), _WORDS_AT_A_TIME):
+        part = words[start : start + _WORDS_AT_A_TIME]
+        total = total * _FACTOR + (part * weights[: len(part)]).sum()
+    return int(total) % 2**64
+
+
+@contextlib.contextmanager
+def shared_file(data: bytes | memoryview) -> Iterator[str]:
+    """Name of a file in shared memory with these bytes, readable by this user's processes and removed afterwards.
+
+    Existing mappings of it stay valid. OSError if it cannot be written.
+    """
+    path = SHARED_MEMORY / f"groupgrad-{uuid.uuid4().hex}"
+    try:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(data)
+        yield path.name
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def read_shared(name: str) -> mmap.mmap:
+    """Maps a `shared_file` without a copy; writes stay private to this process. OSError if the file is gone."""
+    if not re.fullmatch(r"groupgrad-[0-9a-f]{32}", name):
+        raise OSError(f"{name!r} is not the name of a bucket of weights")
+    with open(SHARED_MEMORY / name, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def remove_stale() -> None:
+    """Removes files of this user's trainers that were killed during a push, an hour ago or more."""
+    for path in SHARED_MEMORY.glob("groupgrad-*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > 3600:
+                path.unlink()

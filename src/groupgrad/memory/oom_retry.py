@@ -1,0 +1,204 @@
+"""Trains micro-batches that do not fit into memory in parts, without changing the gradient."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from groupgrad.batch import Batch
+from groupgrad.batching.micro_batches import MicroBatch
+from groupgrad.memory.heap import large_tensors_mapped, return_free_memory
+from groupgrad.memory.oom import collect_what_failed, is_out_of_memory
+from groupgrad.objectives import FORWARD_AND_BACKWARD, PolicyLoss
+
+Forward = Callable[[MicroBatch], PolicyLoss]
+"""Gives the loss of a part whose rows all need the same passes."""
+Backward = Callable[[torch.Tensor, bool], object]
+"""Adds the gradient of a loss; True for the last backward pass of its micro-batch, unless that fails."""
+
+logger = logging.getLogger(__name__)
+
+TOKENS_PER_PASS_CPU, _WIDTH, _MOST_TIMES = 2048, 256, 8
+"""Tokens per training pass on a CPU, for models of hidden size `_WIDTH` or larger: larger passes only take more memory.
+
+Narrower models get more tokens, up to `_MOST_TIMES` as many. Python's overhead dominates their passes, and their
+activations are small.
+"""
+
+
+def tokens_per_pass(hidden_size: int = _WIDTH) -> int:
+    """Tokens of a training pass of a model on a CPU, unless the configuration sets them."""
+    return TOKENS_PER_PASS_CPU * min(_MOST_TIMES, max(1, _WIDTH // max(1, hidden_size)))
+
+
+class MemoryGuard:
+    """Trains the micro-batches of a step one after the other, and cuts a micro-batch that runs out of memory.
+
+    A failed backward pass may have added a part of its gradient. Then `clear` drops all gradients and the step's
+    earlier parts are trained again, so that no copy of the gradients is ever needed. (Dropout is drawn anew when that
+    happens, and a load-balancing loss is measured in each part.) The size that fitted is kept, also in checkpoints:
+    larger micro-batches are cut beforehand.
+
+    `obstacle` is the reason why this run cannot cut micro-batches; with None it can. Micro-batches above `max_tokens`
+    are cut beforehand: cost follows tokens, so smaller passes take less memory and hardly more time. Groups are cut
+    only where computing their prompt again costs little. Passes without gradients may have three times as many tokens.
+    `prepare` is called with each batch before its passes with a gradient. On CPUs, a pass
+    with a row of `long_row` tokens or more runs in `large_tensors_mapped`; with `returns_memory`, `return_free_memory`
+    runs before each backward pass.
+
+    `num_ranks` ranks make each pass together, with the rows of all of them, so none of them cuts a pass because of its
+    own memory. A micro-batch is cut beforehand into one part for each rank, and `max_tokens` are those of a rank.
+    """
+
+    def __init__(
+        self,
+        clear: Callable[[], None],
+        *,
+        obstacle: str | None = None,
+        max_tokens: int | None = None,
+        prepare: Callable[[Batch], None] | None = None,
+        num_ranks: int = 1,
+        long_row: int | None = None,
+        returns_memory: bool = False,
+    ):
+        self._clear, self._obstacle, self._prepare, self._num_ranks = clear, obstacle, prepare, num_ranks
+        self._long_row, self._returns_memory = long_row, returns_memory
+        self._max_cost = None if max_tokens is None or obstacle is not None else 3 * max_tokens * num_ranks
+        self._limit: int | None = None
+        self._done: list[MicroBatch] = []
+
+    def begin_step(self) -> None:
+        """Starts a step; the gradients must be empty."""
+        self._done = []
+
+    def train(self, micro_batch: MicroBatch, forward: Forward, backward: Backward) -> list[PolicyLoss]:
+        """The detached losses and the metrics of a micro-batch's parts, whose gradients are added.
+
+        Raises RuntimeError if one row alone does not fit.
+        """
+        waiting = [(part, True) for part in self._within_limit(micro_batch)]
+        losses: list[PolicyLoss] = []
+        while waiting:
+            part, is_first_time = waiting.pop(0)
+            is_last = all(other.passes != FORWARD_AND_BACKWARD for other, _ in waiting)
+            loss, gradients_are_valid = self._try(part, forward, backward, is_last=is_last)
+            if loss is None:
+                waiting[:0] = self._again(part, is_first_time, gradients_are_valid)
+                continue
+            if part.passes == FORWARD_AND_BACKWARD:
+                self._done.append(part)
+            if is_first_time:
+                losses.append(loss)
+        return losses
+
+    def _again(self, part: MicroBatch, is_first_time: bool, gradients_are_valid: bool) -> list[tuple[MicroBatch, bool]]:
+        """The parts to train after `part` did not fit, each with False if its loss has been recorded before."""
+        again = [(smaller, is_first_time) for smaller in self._smaller(part)]
+        if not gradients_are_valid:
+            self._clear()
+            again[:0] = [(done, False) for done in self._done]
+            self._done = []
+        return again
+
+    def _try(
+        self, part: MicroBatch, forward: Forward, backward: Backward, *, is_last: bool
+    ) -> tuple[PolicyLoss | None, bool]:
+        """The detached loss, or None if memory ran out; False if a failed backward pass may have added to gradients."""
+        gradients_are_valid, result = True, None
+        passes = self._passes_of(part)
+        try:
+            with passes:
+                result = forward(part)
+                if part.passes == FORWARD_AND_BACKWARD:
+                    gradients_are_valid = False
+                    if self._returns_memory:
+                        return_free_memory()
+                    backward(result.loss, is_last)
+            return replace(result, loss=result.loss.detach()), True
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if (problem := self._hopeless(part)) is not None:
+                raise RuntimeError(problem) from error
+        result = None  # its graph, and the exception with the frames of the failed pass, are gone now
+        collect_what_failed()
+        return None, gradients_are_valid
+
+    def _passes_of(self, part: MicroBatch) -> AbstractContextManager[None]:
+        """Prepares for a part; the context of its passes."""
+        if part.passes != FORWARD_AND_BACKWARD:
+            return nullcontext()
+        if self._prepare is not None:
+            self._prepare(part.batch)
+        is_long = self._long_row is not None and part.max_row_tokens >= self._long_row
+        return large_tensors_mapped() if is_long else nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The learned size."""
+        return {"limit": self._limit}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the learned size, except where several ranks make each pass together (`num_ranks`)."""
+        self._limit = state["limit"] if self._num_ranks == 1 else None
+
+    def join_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Returns None: with another number of ranks the size is learned anew."""
+
+    def _hopeless(self, part: MicroBatch) -> str | None:
+        """The error if a part that has run out of memory cannot be cut; None if it can."""
+        batch = part.batch
+        size = f"{batch.num_rows} completions, {batch.num_tokens} tokens besides {len(batch.prompt_ids)} of prompts"
+        if self._obstacle is not None:
+            return (
+                f"a micro-batch ({size}) does not fit into memory, and {self._obstacle}; lower "
+                "per_device_train_batch_size and raise gradient_accumulation_steps by as much, or set "
+                "gradient_checkpointing=True"
+            )
+        if self._num_ranks > 1:
+            return (
+                f"a pass ({size}) does not fit into memory on one of the {self._num_ranks} processes that make it "
+                "together; set gradient_checkpointing=True, lower per_device_train_batch_size or max_tokens_per_pass, "
+                "or raise context_parallel_size"
+            )
+        if batch.num_rows < 2:
+            return (
+                f"one row alone ({size}) does not fit into memory; lower max_completion_length, shorten the prompts, "
+                "set gradient_checkpointing=True or bf16=True, or train an adapter (peft_config) or a smaller model"
+            )
+        return None
+
+    def _smaller(self, part: MicroBatch) -> list[MicroBatch]:
+        halves = part.split(2)
+        size = max(half.cost for half in halves)
+        self._limit = size if self._limit is None else min(size, self._limit)
+        batch = part.batch
+        logger.warning(
+            "a micro-batch of %d completions and %d tokens does not fit into memory and is trained in parts from now "
+            "on, with the same result; a lower per_device_train_batch_size or gradient_checkpointing=True avoids that",
+            batch.num_rows,
+            batch.num_tokens,
+        )
+        return halves
+
+    def _within_limit(self, micro_batch: MicroBatch) -> list[MicroBatch]:
+        """Parts whose rows all need the same passes, as large as a pass may be, within the limit learned so far."""
+        parts = micro_batch.by_passes()
+        if self._num_ranks > 1:
+            parts = [one for part in parts for one in part.split(min(self._num_ranks, len(part.rows) or 1))]
+        if self._max_cost is not None:
+            parts = [smaller for part in parts for smaller in part.split_to_size(self._max_cost)]
+        if self._limit is not None:
+            parts = [smaller for part in parts for smaller in self._cut(part, self._limit)]
+        return parts
+
+    def _cut(self, part: MicroBatch, limit: int) -> list[MicroBatch]:
+        """Splits a part into as few parts of similar cost as the limit allows; a row is never split."""
+        parts = [part]
+        while max(p.cost for p in parts) > limit and len(parts) < len(part.rows):
+            parts = part.split(len(parts) + 1)
+        return parts

@@ -1,0 +1,319 @@
+"""PEFT adapters on the policy: adds and loads them, and rejects those that cannot be trained."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from groupgrad.models.quantized import is_packed, is_quantized
+
+_TASKS = (None, "CAUSAL_LM")
+
+_INITS_OVER_UNCHANGED_BASE = frozenset({"gaussian", "eva"})
+"""LoRA initialisations that leave the base weights unchanged; others subtract the adapter from them."""
+
+
+def is_adapted(model: Any) -> bool:
+    """True for a model with a PEFT adapter."""
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+
+
+def active_adapters(model: Any) -> list[str]:
+    """Names of the active adapters; empty without any."""
+    active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", None) or []
+    return [active] if isinstance(active, str) else list(active)
+
+
+def adapter_settings(model: Any) -> dict[str, Any] | None:
+    """The settings of the active adapter that are not None, sets sorted; None without an adapter."""
+    if not is_adapted(model):
+        return None
+    given = model.peft_config[next(iter(active_adapters(model)), next(iter(model.peft_config)))].to_dict()
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in given.items()}
+    return {name: getattr(value, "value", value) for name, value in plain.items() if value is not None}
+
+
+def leaves_base_unchanged(peft_config: Any) -> bool:
+    """True if an adapter of this configuration begins without a change of the base model's weights."""
+    return leaves_base_unchanged_by(getattr(peft_config, "init_lora_weights", True))
+
+
+def leaves_base_unchanged_by(init: Any) -> bool:
+    """The same for a value of `init_lora_weights`."""
+    return not isinstance(init, str) or init.lower() in _INITS_OVER_UNCHANGED_BASE
+
+
+def add_adapter(model: nn.Module, peft_config: Any, *, keep_dtype: bool = False) -> nn.Module:
+    """Wraps `model` in a new adapter described by `peft_config`, which stays unchanged.
+
+    The adapter's weights are float32 over weights in half precision, or of their dtype with `keep_dtype`.
+
+    ImportError without peft, TypeError for another config class, ValueError if the model has an adapter or the config
+    does not fit it. Warns about `target_modules` that the model lacks if it has others of them.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ImportError("peft_config is given, but peft is not installed: pip install 'peft>=0.20'")
+    from peft import PeftConfig, get_peft_model
+
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(
+            f"peft_config is a {type(peft_config).__name__}; it must be a peft.PeftConfig such as peft.LoraConfig(...)"
+        )
+    if is_adapted(model):
+        raise ValueError(
+            "the model already has an adapter and peft_config is given too; pass the PeftModel alone to go on training "
+            "its adapter, or the base model with peft_config to start a new one"
+        )
+    _check_config(model, peft_config)
+    try:
+        # peft completes the config it gets with facts about this model.
+        config: Any = copy.deepcopy(peft_config)
+        return get_peft_model(model, config, autocast_adapter_dtype=not keep_dtype)  # pyright: ignore
+    except (ValueError, NotImplementedError) as error:
+        linear = [name for name, module in model.named_modules() if "Linear" in type(module).__name__]
+        advice = (
+            f" Its linear layers are called {', '.join(_name_endings(linear, 1) or ['nothing'])}; name some of them in "
+            "target_modules, or set it to 'all-linear'"
+        )
+        if "feedforward_modules" in str(error):
+            advice = "; name those of target_modules whose input it is to scale, or set it to [] for none"
+        is_known = "target" in str(error) or "feedforward_modules" in str(error)
+        raise ValueError(
+            f"peft_config does not fit this {type(model).__name__}: {error}{advice if is_known else ''}"
+        ) from error
+
+
+def load_adapter(base: nn.Module, adapter_id: str, *, revision: str | None = None) -> nn.Module:
+    """Loads the trained adapter of an id or directory onto `base`, ready for further training.
+
+    ValueError if the adapter has modules that the model lacks, or of another shape.
+    """
+    from peft import PeftModel
+
+    problem: Any = None
+    cause: Exception | None = None
+    kwargs: Any = {} if revision is None else {"revision": revision}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            model = PeftModel.from_pretrained(base, adapter_id, is_trainable=True, **kwargs)  # pyright: ignore
+        except (ValueError, RuntimeError, KeyError) as error:
+            model, problem, cause = base, error, error
+    for warning in caught:
+        # peft only warns about missing weights, and initialises them at random.
+        if "missing adapter keys" in str(warning.message):
+            problem = warning.message
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if problem is not None:
+        name = getattr(base, "name_or_path", "")
+        described = f"{type(base).__name__} ({name})" if name else type(base).__name__
+        raise ValueError(
+            f"the adapter {adapter_id} does not fit {described}; it was made for another model: "
+            f"{' '.join(str(problem).split())[:600]}. Use the base model that its adapter_config.json names, or train "
+            "a new adapter (peft_config)"
+        ) from cause
+    return model
+
+
+@contextmanager
+def dora_scales_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, each DoRA layer computes the scale of its outputs once; the weights must not change meanwhile.
+
+    peft computes it in every pass, from the product of A and B: a decode step of few tokens takes ten times as long.
+    Its own `DoraCaching` would keep that product too, which is as large as the weight.
+    """
+    dora = sys.modules.get("peft.tuners.lora.dora")
+    layers: list[Any] = [] if dora is None else [part for part in model.modules() if type(part) is dora.DoraLinearLayer]
+    layers = [layer for layer in layers if "forward" not in vars(layer)]
+    for layer in layers:
+        vars(layer)["forward"] = _KeptScale(layer)  # `setattr` searches for parameters
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+
+
+def is_scale_kept(module: nn.Module) -> bool:
+    """True if `dora_scales_kept` has replaced the module's forward method."""
+    return isinstance(vars(module).get("forward"), _KeptScale)
+
+
+class _KeptScale:
+    """The forward pass of one DoRA layer, with the numbers of peft's to the bit.
+
+    What is added to the result of the base layer W is (s - 1) W x + s * scaling * B A x, where the scale s of each
+    output is its magnitude over the norm of its row of W + scaling * B A (section 4.3 of DoRA, arXiv 2402.09353).
+    """
+
+    def __init__(self, layer: Any):
+        self._layer = layer
+        self._scales: dict[tuple[str, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, x: torch.Tensor, *, base_result: torch.Tensor | None = None, **parts: Any) -> torch.Tensor:
+        if base_result is None or torch.is_grad_enabled():  # dropout is on, or the scale needs its gradient
+            return type(self._layer).forward(self._layer, x, base_result=base_result, **parts)
+        key = parts["adapter_name"], x.dtype
+        if key not in self._scales:
+            scale = self._scale(x.dtype, **parts)
+            self._scales[key] = scale - 1, scale
+        less_one, scale = self._scales[key]
+        bias = parts["base_layer"].bias
+        adapted = parts["lora_B"](parts["lora_A"](x))
+        return less_one * (base_result if bias is None else base_result - bias) + scale * adapted * parts["scaling"]
+
+    def _scale(
+        self, dtype: torch.dtype, *, lora_A: Any, lora_B: Any, scaling: float, base_layer: Any, adapter_name: str
+    ) -> torch.Tensor:
+        """(1, outputs) the factor of each output."""
+        from peft.utils.integrations import dequantize_module_weight
+
+        product = self._layer.get_lora_weight(lora_A=lora_A, lora_B=lora_B, adapter_name=adapter_name).to(dtype)
+        weight = dequantize_module_weight(base_layer).to(dtype)
+        norm = self._layer.get_weight_norm(
+            weight=weight, lora_weight=product, scaling=scaling, adapter_name=adapter_name
+        )
+        return (self._layer.weight / norm).view(1, -1)
+
+
+def check_adapter(model: Any) -> None:
+    """ValueError for an adapter that is merged into the weights, inactive, or trained on another class of model.
+
+    Warns if the base model's name differs from the one the adapter was trained on, which may be a copy of the same
+    weights, and if weights of the base model train, since they are not saved with an adapter.
+    """
+    if not is_adapted(model):
+        return
+    if not hasattr(model, "get_base_model"):
+        raise TypeError(
+            f"the model is a {type(model).__name__}, which mixes kinds of adapters and cannot be saved; use one kind, "
+            "by get_peft_model(model, config) with mixed=False"
+        )
+    merged = [name for name, module in model.named_modules() if getattr(module, "merged", False) is True]
+    if merged:
+        raise ValueError(
+            f"the adapter is merged into the weights ({merged[0]} and others), so that training it would change "
+            "nothing; call model.unmerge_adapter() first"
+        )
+    _check_trained_parameters(model)
+    base = model.get_base_model()
+    for name in active_adapters(model):
+        config = model.peft_config[name]
+        base_class = (getattr(config, "auto_mapping", None) or {}).get("base_model_class")
+        if base_class is not None and base_class not in {cls.__name__ for cls in type(base).__mro__}:
+            raise ValueError(
+                f"the adapter {name!r} was made for a {base_class}, and the model is a {type(base).__name__}; load the "
+                "base model that it was trained on, or train a new adapter (peft_config)"
+            )
+        trained_on, loaded = config.base_model_name_or_path, getattr(base, "name_or_path", None)
+        if trained_on and loaded and _base_name(trained_on) != _base_name(loaded):
+            warnings.warn(
+                f"the adapter {name!r} was trained on {trained_on}, and the model was loaded from {loaded}; on other "
+                "weights than its own it means nothing"
+            )
+
+
+def _check_trained_parameters(model: Any) -> None:
+    """ValueError if only inactive adapters train; a warning if weights of the base model do."""
+    active = active_adapters(model)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    adapters_of = {name: set(name.split(".")) & set(model.peft_config) for name in trained}
+    if trained and all(owners and not owners & set(active) for owners in adapters_of.values()):
+        raise ValueError(
+            f"only {trained[0]} and others of adapters that are not in use would train; the adapter in use is "
+            f"{', '.join(active) or 'none'}: call model.set_adapter(...) with the one to train"
+        )
+    saves_biases = any(getattr(model.peft_config[name], "bias", "none") != "none" for name in active)
+    base = [name for name, owners in adapters_of.items() if not owners and not (saves_biases and name.endswith("bias"))]
+    if base:
+        warnings.warn(
+            f"{base[0]} ({len(base)} weights of the base model) will train too, but only the adapter is saved; name "
+            "such modules in modules_to_save, or freeze them"
+        )
+
+
+def _check_config(model: nn.Module, config: Any) -> None:
+    """ValueError for a config of another task or for inference, or with names that the model lacks."""
+    task = getattr(config.task_type, "value", config.task_type)
+    if task not in _TASKS:
+        raise ValueError(
+            f"peft_config.task_type is {task!r}, which wraps the model in a head of another kind; set it to 'CAUSAL_LM'"
+        )
+    if config.inference_mode:
+        raise ValueError(
+            "peft_config.inference_mode is True, so the adapter would be frozen; set it to False for a new adapter. To "
+            "go on training a saved one, pass PeftModel.from_pretrained(model, folder, is_trainable=True) as the model"
+        )
+    if getattr(config.peft_type, "value", config.peft_type) == "ADALORA":
+        raise ValueError(
+            "peft_config is an AdaLoraConfig, whose ranks are moved between layers by the loss of a plain language "
+            "model; use LoraConfig (use_rslora=True, or rank_pattern for ranks by layer)"
+        )
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    for field, noun, names, keep in (
+        ("modules_to_save", "module", modules, 1),
+        ("feedforward_modules", "module", modules, 1),
+        ("target_parameters", "parameter", parameters, 3),
+    ):
+        if missing := _missing(getattr(config, field, None), names):
+            raise ValueError(
+                f"{field} names {', '.join(missing)}, and this {type(model).__name__} has no such {noun}; it has "
+                f"{', '.join(_name_endings(names, keep))}"
+            )
+    _check_saved_modules(model, config)
+    _check_target_parameters(config)
+    targets = getattr(config, "target_modules", None) or []
+    missing = _missing(targets, modules)
+    if missing and len(missing) < len(targets):
+        warnings.warn(
+            f"target_modules names {', '.join(missing)}, and this {type(model).__name__} has no such module: the "
+            "adapter is on the others alone"
+        )
+
+
+def _check_target_parameters(config: Any) -> None:
+    """ValueError for options of linear layers that `target_parameters` does not support."""
+    for name in ("lora_dropout", "use_dora", "lora_bias") if getattr(config, "target_parameters", None) else ():
+        if getattr(config, name, None):
+            raise ValueError(
+                f"target_parameters adapts parameters that no linear layer holds, and {name}={getattr(config, name)!r} "
+                f"is for linear layers; set {name} to {'0' if name == 'lora_dropout' else 'False'}"
+            )
+
+
+def _check_saved_modules(model: nn.Module, config: Any) -> None:
+    """ValueError if `modules_to_save` names a module with quantized weights."""
+    for name, module in model.named_modules() if is_quantized(model) else ():
+        is_saved = not _missing(getattr(config, "modules_to_save", None) or ["?"], [name])
+        if is_saved and any(map(is_packed, module.parameters())):
+            raise ValueError(
+                f"modules_to_save names {name}, whose weights are quantized and cannot be trained as a whole; "
+                "target it with the adapter instead, or leave it out of quantization (llm_int8_skip_modules)"
+            )
+
+
+def _missing(endings: Any, names: list[str]) -> list[str]:
+    """The endings that no dotted name has; empty for a str, which is a regular expression that peft matches."""
+    if not endings or isinstance(endings, str):
+        return []
+    return sorted(x for x in endings if not any(name == x or name.endswith("." + x) for name in names))
+
+
+def _name_endings(names: list[str], keep: int) -> list[str]:
+    """The distinct endings of dotted names, `keep` parts long, without numbers; 20 at most."""
+    ends = (".".join(part for part in name.split(".")[-keep:] if not part.isdigit()) for name in names)
+    return list(dict.fromkeys(end for end in ends if end))[:20]
+
+
+def _base_name(name: str) -> str:
+    return str(name).rstrip("/").rsplit("/", 1)[-1]

@@ -1,0 +1,231 @@
+"""Progress bar of a training run, and one readable line for each log event."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TextIO
+
+from tqdm import tqdm
+from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import has_length
+from transformers.utils import logging as hf_logging
+
+from groupgrad.run_folder.log_line import format_log
+from groupgrad.run_folder.standard_output import output_may_fail, write_line
+
+_BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {desc}"
+_BAR_UNSIZED = "{n_fmt} [{elapsed}] {desc}"
+
+# Columns of the bar itself: percentage, twelve cells, counts, elapsed and remaining time.
+_BAR_COLUMNS = 46
+_REFRESH_S = 0.5
+"""Least time between two drawings of the bar."""
+
+
+class ProgressCallback(TrainerCallback, AbstractContextManager):
+    """Shows a bar over optimizer steps with the latest reward, completion length, speed and phase of the trainer.
+
+    The bar is drawn at most twice a second.
+
+    On a terminal the bar is drawn on standard error and log lines go above it, on standard output. Without a terminal,
+    or with `disable_tqdm`, there is no bar and each log event is one line. Ranks other than the first show nothing. Use
+    the callback as a context manager around training, or call `close` in a `finally`, so that an exception or an
+    interrupt leaves no unfinished line on the terminal.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._bar: Any = None
+        self._evaluation_bar: Any = None
+        self.name = ""
+        """Name of the run at the beginning of its lines, where a process trains several."""
+        self.phase = "idle"
+        """Current phase of the trainer."""
+        self._numbers: dict[str, float] = {}
+        self._refreshed_at = float("-inf")
+        self._timer: threading.Timer | None = None
+        self._drawing = threading.RLock()  # a signal's handler may draw while its thread does
+        self._has_sampled = False
+        self._logged_at: float | None = None
+        self._logged_step = 0
+        self.first_step = 0
+        """Optimizer step that training started or resumed from."""
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def set_phase(self, name: str) -> None:
+        """Sets the current phase. A first step is not shown as training before it has sampled."""
+        self._has_sampled |= name == "sampling"
+        if name != self.phase and (self._has_sampled or name != "training"):
+            self.phase = name
+            if self._bar is not None:
+                self._refresh()
+
+    def set_numbers(
+        self, *, reward: float | None = None, length: float | None = None, tokens_per_second: float | None = None
+    ) -> None:
+        """Sets the latest mean reward, mean completion length (tokens) and speed; None keeps the last number."""
+        numbers = {"reward": reward, "len": length, "tok/s": tokens_per_second}
+        self._numbers.update({key: float(value) for key, value in numbers.items() if value is not None})
+        self._refresh()
+
+    def close(self) -> None:
+        """Stops the bars where they are and ends their lines. May be called at any time and any number of times."""
+        atexit.unregister(self.close)
+        self._close_evaluation()
+        bar, self._bar = self._bar, None
+        if (timer := self._timer) is not None:
+            timer.cancel()
+            timer.join()
+            self._timer = None
+        if bar is not None:
+            self.phase = "idle"
+            bar.set_description_str(self._description(), refresh=False)
+            bar.close()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Opens the bar at the step that training starts or resumes from."""
+        self.close()
+        self.phase, self._numbers, self._has_sampled = "idle", {}, False
+        self._logged_at, self._logged_step = self._clock(), state.global_step
+        self.first_step = state.global_step
+        if state.is_world_process_zero and _wants_bar(args):
+            self._bar = self._new_bar(total=state.max_steps, initial=state.global_step, bar_format=_BAR)
+            self._refresh()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Moves the bar to the current step."""
+        if self._bar is not None:
+            self._bar.n = state.global_step
+            self._refresh()
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Moves the evaluation bar, which opens with the first batch."""
+        if not state.is_world_process_zero or not _wants_bar(args):
+            return
+        if self._evaluation_bar is None:
+            total = len(eval_dataloader) if has_length(eval_dataloader) else None
+            bar_format = _BAR if total else _BAR_UNSIZED
+            self._evaluation_bar = self._new_bar(total=total, bar_format=bar_format, desc="evaluation", leave=False)
+        self._evaluation_bar.update(1)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Removes the evaluation bar."""
+        self._close_evaluation()
+
+    on_predict = on_evaluate  # pyright: ignore[reportAssignmentType]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Writes the log event as one line above the bar."""
+        if not state.is_world_process_zero or not logs:
+            return
+        name = f"{self.name}  " if self.name else ""
+        columns = shutil.get_terminal_size().columns - len(name) if _is_terminal(sys.stdout) else None
+        line = name + format_log(
+            logs,
+            step=state.global_step,
+            max_steps=state.max_steps,
+            seconds_per_step=self._seconds_per_step(state.global_step, logs),
+            width=columns,
+        )
+        if self._bar is None and self._evaluation_bar is None:
+            with output_may_fail():
+                print(line, flush=True)
+        else:
+            write_line(line)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Closes the bar."""
+        self.close()
+
+    def _seconds_per_step(self, step: int, logs: Mapping[str, Any]) -> float | None:
+        """Returns the wall-clock seconds a step since the last training log; None for other log events."""
+        if "loss" not in logs:
+            return None
+        now, last_logged, steps = self._clock(), self._logged_at, step - self._logged_step
+        self._logged_at, self._logged_step = now, step
+        return None if last_logged is None or steps <= 0 else (now - last_logged) / steps
+
+    def _refresh(self) -> None:
+        """Draws the bar now, or by a timer as soon as it may be drawn again."""
+        with self._drawing:
+            wait_s = _REFRESH_S - (self._clock() - self._refreshed_at)
+            if self._bar is None:
+                return
+            if wait_s <= 0:
+                self._draw()
+            elif self._timer is None:
+                self._timer = threading.Timer(wait_s, self._draw_pending)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _draw_pending(self) -> None:
+        with self._drawing:
+            if self._timer is threading.current_thread():  # else it was drawn meanwhile
+                self._draw()
+
+    def _draw(self) -> None:
+        bar, self._timer, self._refreshed_at = self._bar, None, self._clock()
+        if bar is not None:
+            bar.set_description_str(self._description(), refresh=False)
+            bar.refresh()
+
+    def _description(self) -> str:
+        """Formats `reward=... len=... tok/s=... | phase`, without the phase `idle`.
+
+        A narrow terminal drops the last numbers first, and never the phase.
+        """
+        numbers = [f"{key}={_short(key, value)}" for key, value in self._numbers.items()]
+        columns = shutil.get_terminal_size().columns - _BAR_COLUMNS - len(self.phase)
+        while numbers and len(" ".join(numbers)) + 3 > columns:
+            numbers.pop()
+        phase = "" if self.phase == "idle" else self.phase
+        return " | ".join(part for part in (" ".join(numbers), phase) if part)
+
+    def _close_evaluation(self) -> None:
+        bar, self._evaluation_bar = self._evaluation_bar, None
+        if bar is not None:
+            bar.close()
+
+    def _new_bar(self, **options: Any) -> Any:
+        # transformers does not notify callbacks of an exception, so the last bar would stay half drawn when the
+        # interpreter exits.
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+        return tqdm(dynamic_ncols=True, file=sys.stderr, mininterval=_REFRESH_S, **options)
+
+
+@contextmanager
+def bars_on_terminals_only() -> Iterator[None]:
+    """Inside, transformers draws no bars (of loading and saving weights) unless standard error is a terminal."""
+    if _is_terminal(sys.stderr) or not hf_logging.is_progress_bar_enabled():
+        yield
+        return
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.enable_progress_bar()
+
+
+def _wants_bar(args: Any) -> bool:
+    return not args.disable_tqdm and _is_terminal(sys.stderr)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and hasattr(stream, "isatty") and not getattr(stream, "closed", False) and stream.isatty()
+
+
+def _short(key: str, value: float) -> str:
+    if key == "reward":
+        return f"{value:.3f}"
+    return f"{value:.0f}" if abs(value) < 10_000 else f"{value / 1000:.0f}k"

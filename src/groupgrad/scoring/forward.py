@@ -1,0 +1,240 @@
+"""Log-probabilities and entropies of a batch's completion tokens.
+
+Models that support attention plans run on the flat layout of `layout.py`: each distinct prompt once, nothing padded.
+Other models run on dense rows padded on the right. In a decoder (attention, recurrence or convolution alike) such
+padding cannot reach a token on its left, so no mask is needed and the kernels for plain causal attention run. Only the
+load-balancing loss of a mixture of experts counts tokens and gets the mask. Layouts stay inside this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from groupgrad.batch import Batch, StepTotals, TokenScores, on_host, to_device
+from groupgrad.dist import RankGroup
+from groupgrad.integrations.sharding.context_split import cut_over_ranks
+from groupgrad.integrations.sharding.fsdp import is_fully_sharded, zero_of_vision_tower
+from groupgrad.integrations.sharding.sharding import gather_per_module, is_sharded
+from groupgrad.integrations.sharding.zero3 import is_zero_sharded
+from groupgrad.memory.oom import score_in_parts
+from groupgrad.models.adapters import dora_scales_kept
+from groupgrad.models.unwrapping import output_head, unwrap
+from groupgrad.scoring.attention import attention_dropout, plannable
+from groupgrad.scoring.cudnn_attention import without_cudnn_attention
+from groupgrad.scoring.fused_modules import compiled_parts
+from groupgrad.scoring.head_hook import HeadHook, StatesTap
+from groupgrad.scoring.layout import dense_inputs, flat_inputs
+from groupgrad.scoring.logit_transform import logit_transform
+from groupgrad.scoring.tiled_head import PrecomputedGradient
+from groupgrad.scoring.vlm import with_images
+from groupgrad.types import Media, Prompt
+
+InputLayout = Literal["shared", "packed", "dense"]
+
+
+@dataclass(slots=True, frozen=True)
+class ForwardOptions:
+    """Options for scoring completion tokens."""
+
+    temperature: float = 1.0
+    """Divides the logits, as in sampling."""
+    pad_id: int = 0
+    """Token id that fills the right of short rows; no token attends to it."""
+    entropy_gradient: bool = False
+    """Let gradients flow through the entropies."""
+    aux_loss: bool = False
+    """Compute the load-balancing loss of a mixture of experts."""
+    weighs_balance: bool = False
+    """The model's load-balancing loss weighs tokens by the attention mask (found by the start-up check), so sharing
+    prompts does not change it."""
+    layout: InputLayout | None = None
+    """Each prompt once (`shared`), once a row (`packed`), or padded (`dense`); None: the best that the model runs."""
+    tiled_head: bool = True
+    """Never keep the logits of all tokens, where the head's arithmetic is known."""
+    context: RankGroup | None = None
+    """Ranks that hold the same batches and share the tokens of each pass; None if this rank computes all tokens."""
+    image_example: Prompt | None = None
+    """A prompt with an image; None for text-only models. Under ZeRO-3 a rank adds it to passes without images, so that
+    all ranks gather the weights of the vision tower."""
+
+
+def layout_for(model: nn.Module, options: ForwardOptions) -> InputLayout:
+    """The layout that `model` runs in.
+
+    The load-balancing loss counts every token of every row. A model whose loss cannot weigh a shared prompt by its rows
+    gets a copy of the prompt for each row.
+    """
+    if options.layout is not None:
+        return options.layout
+    if plannable(model) is not None or (model.training and attention_dropout(model)):
+        return "dense"
+    return "packed" if options.aux_loss and not options.weighs_balance else "shared"
+
+
+def score_tokens(
+    model: nn.Module,
+    batch: Batch,
+    options: ForwardOptions,
+    precomputed: PrecomputedGradient | None = None,
+    tap: StatesTap | None = None,
+) -> TokenScores:
+    """Log-probs and entropies of the completion tokens of `batch` under `model`, differentiable in its parameters.
+
+    `model` may be wrapped for data parallelism. Logits are computed only for loss tokens (`trained`); all other tokens
+    (tool results, masked rows) score 0. The head's own scales, caps and biases are applied. `precomputed` saves the
+    tiled head work and changes no result. `tap` is called with the input of the output head, where the head is hooked.
+
+    Collective for a model whose parameters are sharded over ranks, even for a batch without tokens. Collective with
+    `options.context`, and so is the backward pass: all ranks of the group get the scores of all tokens, and the ranks'
+    gradients add up to the gradient of the sum of their losses.
+    """
+    if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
+        return _score_nothing(model, batch, options)
+    # Other ranks may run the vision tower in this pass, and its weights are gathered by all ranks together.
+    if options.image_example is not None and not batch.has_images and is_zero_sharded(model):
+        return _score_beside_an_image(model, batch, options, precomputed, tap)
+    layout = layout_for(model, options) if batch.num_tokens else "dense"
+    if layout == "dense":
+        inputs = dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
+    else:
+        inputs = flat_inputs(batch, share=layout == "shared", aux_loss=options.aux_loss)
+    tokens = batch.completion_ids
+    hook = HeadHook(tokens, inputs.rows, inputs.predictors, inputs.shape, options.temperature, options.entropy_gradient)
+    hook.precomputed, hook.tap = precomputed, tap
+    # Elsewhere a GPU computes tokens without a gradient too, since to find them the host would wait for it.
+    hook.has_few_gradients = tokens.device.type != "cuda" or batch.totals.entropy_threshold is not None
+    if not bool(on_host(batch.trained).all()):
+        hook = hook.at(_loss_tokens(batch))
+    part = None
+    if options.context is not None and layout != "dense":
+        part = cut_over_ranks(inputs, hook.positions, options.context)
+        inputs, hook = part.inputs, part.hook(hook)
+    transform = logit_transform(unwrap(model)) if options.tiled_head else None
+    images = with_images(model, batch, inputs) if batch.has_images else nullcontext(inputs)
+    head = (hook.on_shards if is_zero_sharded(model) else hook.on)(output_head(model), transform)
+    with images as inputs, compiled_parts(model, is_dense=layout == "dense"), head:
+        output = inputs.run(model)
+    scores = hook.scores_of(output.logits) if hook.scores is None else hook.scores
+    if is_fully_sharded(model) and (zero := zero_of_vision_tower(model)) is not None:
+        scores = replace(scores, logprobs=scores.logprobs + zero)
+    if part is not None:
+        scores = part.join(scores)
+    if options.aux_loss:
+        scores = replace(scores, aux_loss=getattr(output, "aux_loss", None))
+    return scores if hook.places is None else _scatter(scores, hook.places, batch.num_tokens)
+
+
+def _loss_tokens(batch: Batch) -> torch.Tensor:
+    """Indices of the loss tokens. Keeps at least one token: the head cannot run on an empty input."""
+    places = on_host(batch.trained).nonzero().flatten()
+    places = places if len(places) else places.new_zeros(min(1, batch.num_tokens))
+    return to_device(places, batch.trained.device)
+
+
+def _scatter(scores: TokenScores, places: torch.Tensor, num_tokens: int) -> TokenScores:
+    """Spreads the scores of the tokens at `places` over all tokens; the others score 0."""
+    logprobs, entropy = (
+        values.new_zeros(num_tokens).index_copy(0, places.to(values.device), values)
+        for values in (scores.logprobs, scores.entropy)
+    )
+    return replace(scores, logprobs=logprobs, entropy=entropy)
+
+
+def _score_nothing(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
+    """Empty scores from a pass over one placeholder token, whose collectives the other ranks of a sharded model need.
+
+    The scores depend on the pass, so a backward pass runs through the model too.
+    """
+    scores = score_tokens(model, _placeholder(options).to(batch.offsets.device), options)
+    return replace(scores, logprobs=scores.logprobs[:0], entropy=scores.entropy[:0])
+
+
+def _placeholder(options: ForwardOptions) -> Batch:
+    """A batch of one token, with an image where passes need one."""
+    example = options.image_example
+    if example is None:
+        return build_batch([[options.pad_id]], [0], [[options.pad_id]])
+    return build_batch([example.ids], [0], [[options.pad_id]], (example.media,))
+
+
+def _score_beside_an_image(
+    model: nn.Module,
+    batch: Batch,
+    options: ForwardOptions,
+    precomputed: PrecomputedGradient | None,
+    tap: StatesTap | None,
+) -> TokenScores:
+    """Scores of a pass that also computes a placeholder row with an image, whose gradients are 0."""
+    unjoined = dict.fromkeys(("old_logprobs", "ref_logprobs", "sampling_logprobs", "sampling_entropy"))
+    rows = Batch.concat([replace(batch, **unjoined), _placeholder(options).to(batch.offsets.device)])
+    if precomputed is not None:
+        parts = (precomputed.logprobs, torch.nan), (precomputed.gradient, 0.0)
+        precomputed = PrecomputedGradient(*(torch.cat([values, values.new_full((1,), last)]) for values, last in parts))
+
+    def tap_rows(states: torch.Tensor, places: torch.Tensor | None) -> None:
+        assert tap is not None
+        tap(states[:-1], None if places is None else places[:-1])
+
+    scores = score_tokens(model, rows, options, precomputed, None if tap is None else tap_rows)
+    return replace(scores, logprobs=scores.logprobs[:-1], entropy=scores.entropy[:-1])
+
+
+def build_batch(
+    prompts: list[list[int]],
+    prompt_of_row: Sequence[int],
+    completions: list[list[int]],
+    media: tuple[Media | None, ...] | None = None,
+) -> Batch:
+    """A batch on the CPU of completions and the prompts (indices into `prompts`) they continue; all tokens train."""
+    lengths, prompt_lengths = (torch.tensor([len(ids) for ids in rows]) for rows in (completions, prompts))
+    num_rows, num_tokens = len(completions), int(lengths.sum())
+    return Batch(
+        completion_ids=torch.tensor([token for ids in completions for token in ids], dtype=torch.int64),
+        row_of_token=torch.arange(num_rows).repeat_interleave(lengths),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        prompt_ids=torch.tensor([token for ids in prompts for token in ids], dtype=torch.int64),
+        prompt_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), prompt_lengths.cumsum(0)]),
+        prompt_of_row=torch.tensor(prompt_of_row),
+        trained=torch.ones(num_tokens, dtype=torch.bool),
+        advantages=torch.ones(num_rows),
+        totals=StepTotals(rows=num_rows, tokens=num_tokens),
+        media=media,
+    )
+
+
+@torch.no_grad()
+def score_without_gradient(
+    model: nn.Module, batch: Batch, options: ForwardOptions, *, aux_loss: bool = False
+) -> TokenScores:
+    """`score_tokens` in evaluation mode (no dropout) and without gradients; the model's modes are restored.
+
+    A batch that does not fit into memory is scored in parts, unless the model is sharded over ranks, which then run it
+    together. `aux_loss` keeps the options' auxiliary loss, which is computed on whole batches only.
+    """
+    options = replace(options, entropy_gradient=False, aux_loss=aux_loss and options.aux_loss)
+    with evaluation_mode(model), gather_per_module(model), without_cudnn_attention():
+        if options.aux_loss or is_sharded(model):
+            return score_tokens(model, batch, options)
+        return score_in_parts(batch, lambda part: score_tokens(model, part, options))
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts every module of `model` into evaluation mode; restores each module's own mode afterwards, also on errors.
+
+    The weights must not change inside: the norms of DoRA layers are computed once.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with dora_scales_kept(model):
+            yield
+    finally:
+        for module in training:
+            module.training = True

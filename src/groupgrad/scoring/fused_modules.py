@@ -1,0 +1,336 @@
+"""Replaces known modules of a model by faster or more exact computations during a pass.
+
+On a CPU, linear layers, RMS norms, gated layers and rotary embeddings run in the compiled kernels (see `kernels`).
+They give a token the same numbers when it is sampled and when it is trained. Norms are computed in float64: their
+factor scales all numbers of a vector together, so its rounding does not average out in the products that follow. The
+backward passes read memory fewer times than those that autograd composes.
+
+On a GPU, norms run in PyTorch's fused kernel: one launch, rounded once. transformers' modules take a launch for each
+operation and keep the results of several for the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+
+from groupgrad import kernels
+from groupgrad.integrations.recurrent.stretches import STRETCH_TOKENS, is_long
+from groupgrad.integrations.sharding.sharding import is_sharded
+from groupgrad.kernels import layers
+from groupgrad.models.families import (
+    CAUSAL_LMS,
+    CENTRED_NORMS,
+    GATED_NORMS,
+    GROUPED_NORMS,
+    MLPS,
+    NORMS,
+    is_transformers_class,
+)
+from groupgrad.scoring.attention import is_checkpointing
+
+_LINEAR_FORWARD = nn.Linear.forward
+
+_PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, nn.Parameter)
+"""Tensor classes without behaviour of their own."""
+
+_staying: WeakSet[nn.Module] = WeakSet()
+"""Modules whose forward methods stay replaced until `own_parts`."""
+
+_SILU = nn.SiLU()
+
+_TOP_HOOKS = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+"""The hooks on saved tensors that are in force; None in torch releases that do not tell."""
+
+ROTARY = "apply_rotary_pos_emb"
+"""Name of the function of rotary embeddings in transformers' model files."""
+
+_Compute = Callable[..., torch.Tensor | None]
+"""A module and its inputs -> its output, or None for unsupported inputs."""
+
+
+@contextmanager
+def compiled_parts(model: nn.Module, *, stays: bool | None = None, is_dense: bool = False) -> Iterator[None]:
+    """Replaces the forward methods of known modules inside `model`, as the head of this file describes.
+
+    On CPUs float32 modules are replaced, on GPUs norms of any type. Without compiled kernels only norms are replaced on
+    CPUs. With gradient checkpointing (or if `stays` is true) the modules stay replaced until `own_parts`, because it
+    computes layers again after the pass. Sharded and compiled models are left alone, and modules whose forward method
+    was replaced by other code. CPU computations have no second derivatives. With `is_dense`, models of the gated delta
+    rule keep their norms, so that a dense pass has the bits of transformers' own.
+    """
+    replaced: list[Any] = []
+    files: list[Any] = []
+    if stays is None:
+        stays = torch.is_grad_enabled() and is_checkpointing(model)
+    try:
+        modules = list(model.modules())
+        is_compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules)
+        if not is_compiled and not is_sharded(model):
+            has_kernels = any(p.device.type == "cpu" for p in model.parameters()) and kernels.library() is not None
+            for module in modules:
+                compute = _replacement(module, has_kernels=has_kernels, is_dense=is_dense)
+                if compute is not None:
+                    replaced.append(module)
+                    module.__dict__["forward"] = _Replaced(module, compute, stays)  # `setattr` searches for parameters
+            if stays:
+                _staying.update(replaced)
+            if has_kernels:
+                files = _rotary_files(modules)
+        for file in files:
+            setattr(file, ROTARY, _Rotary(getattr(file, ROTARY), stays))
+        yield
+    finally:
+        for file in files:
+            setattr(file, ROTARY, getattr(file, ROTARY).original)
+        for module in [] if stays else replaced:
+            module.__dict__.pop("forward", None)
+
+
+def own_parts(model: nn.Module) -> None:
+    """Restores the forward methods of the modules inside `model`."""
+    if not _staying:  # asked several times a step, mostly for nothing
+        return
+    for module in model.modules():
+        if is_replaced(module):
+            del module.forward
+        _staying.discard(module)
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """True if `compiled_parts` has replaced the module's forward method."""
+    return isinstance(module.__dict__.get("forward"), _Replaced)
+
+
+def is_silu(activation: Any) -> bool:
+    """True for a module without hooks that computes x * sigmoid(x)."""
+    return type(activation).__name__ in ("SiLU", "SiLUActivation") and _is_untouched(activation)
+
+
+def gate_activation(activation: Any) -> layers.Activation | None:
+    """The name that the kernels of gates have for a module without hooks; None if they do not compute it."""
+    if is_silu(activation):
+        return "silu"
+    # `act` may be another form of the same function, written in PyTorch's operations.
+    is_gelu = type(activation).__name__ == "GELUTanh" and isinstance(activation.act, functools.partial)
+    return "gelu_tanh" if is_gelu and _is_untouched(activation) else None
+
+
+def is_squared_relu(activation: Any) -> bool:
+    """True for a module without hooks that computes max(x, 0)^2."""
+    return type(activation).__name__ == "ReLUSquaredActivation" and _is_untouched(activation)
+
+
+def activation_of(mlp: Any) -> Any:
+    """The activation of an MLP of a known family; LFM2's has no module for it."""
+    return getattr(mlp, "act_fn", _SILU)
+
+
+def _is_untouched(activation: Any) -> bool:
+    return not (
+        activation._forward_hooks
+        or activation._forward_pre_hooks
+        or activation._backward_hooks
+        or activation._backward_pre_hooks
+        or "forward" in activation.__dict__
+    )
+
+
+class _Replaced:
+    """A replacement of a module's forward method; inputs that it does not support go to the original."""
+
+    def __init__(self, module: Any, compute: _Compute, stays: bool):
+        self._module, self._compute, self._stays = module, compute, stays
+
+    def computes(self, compute: _Compute) -> bool:
+        """True if `compute` is what replaces the method."""
+        return self._compute is compute
+
+    def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        module, output = self._module, None
+        if len(named) < 2 and _is_ordinary_pass(self._stays):
+            output = self._compute(module, *inputs, *named.values())
+        return type(module).forward(module, *inputs, **named) if output is None else output
+
+
+class _Rotary:
+    """A replacement of a model file's rotary function; inputs that the kernels do not support go to the original."""
+
+    def __init__(self, original: Callable[..., Any], has_checkpoints: bool):
+        self.original, self._has_checkpoints = original, has_checkpoints
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        library = kernels.library()
+        if library is None or named or not _supports_rotary(inputs) or not self._is_ordinary():
+            return self.original(*inputs, **named)
+        query, key, cosines, sines = inputs
+        return tuple(layers.rotated(library, x, cosines, sines) for x in (query, key))
+
+    def _is_ordinary(self) -> bool:
+        # Torch before 2.7 does not tell whether there are hooks; checkpointing has some.
+        return _is_ordinary_pass() and not (self._has_checkpoints and _TOP_HOOKS is None)
+
+
+def _supports_rotary(inputs: tuple[Any, ...]) -> bool:
+    """True for queries and keys (1, H, T, D) of flat tokens with cosines and sines (1, T, D)."""
+    if len(inputs) != 4 or not all(map(_is_plain_input, inputs)):
+        return False
+    query, key, cosines, sines = inputs
+    shape = (1, *query.shape[-2:])
+    return query.dim() == key.dim() == 4 and len(query) == 1 and cosines.shape == sines.shape == shape
+
+
+def _rotary_files(modules: list[nn.Module]) -> list[Any]:
+    """The model files of the decoders in `modules` that define a rotary function themselves."""
+    names = {type(m).__module__ for m in modules if type(m).__name__ in CAUSAL_LMS and is_transformers_class(type(m))}
+    files = [sys.modules[name] for name in names]
+    return [file for file in files if getattr(getattr(file, ROTARY, None), "__module__", None) == file.__name__]
+
+
+def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool) -> _Compute | None:
+    """The computation that replaces a module's forward method, if any. It returns None for unsupported inputs."""
+    if "forward" in module.__dict__:
+        return None
+    kind = type(module)
+    if kind is nn.Linear:
+        is_own = nn.Linear.forward is _LINEAR_FORWARD and _is_plain_parameter(module.weight)
+        return _linear if has_kernels and is_own else None
+    if not is_transformers_class(kind) or kind.forward.__module__ != kind.__module__:
+        return None
+    if kind.__name__ in NORMS:
+        weight: Any = module._parameters.get("weight")
+        if type(weight) in _PLAIN_TENSORS and weight.is_cuda:
+            return _norm_on_gpu if weight.numel() else None
+        return _norm if _is_plain_parameter(weight) else None
+    if kind.__name__ in GROUPED_NORMS:
+        return _grouped_norm if has_kernels and _is_plain_parameter(module.weight) else None
+    if kind.__name__ in CENTRED_NORMS | GATED_NORMS:
+        if is_dense or not has_kernels or not _is_plain_parameter(module.weight):
+            return None
+        return _centred_norm if kind.__name__ in CENTRED_NORMS else _gated_norm
+    return _gated if has_kernels and kind.__name__ in MLPS and gate_activation(activation_of(module)) else None
+
+
+def _is_plain_parameter(weight: Any) -> bool:
+    """True for a contiguous float32 parameter on a CPU."""
+    return type(weight) is nn.Parameter and _is_plain(weight) and weight.numel() > 0 and weight.is_contiguous()
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) in _PLAIN_TENSORS and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+
+
+def _is_plain_input(input: torch.Tensor) -> bool:
+    return _is_plain(input) and not torch.is_autocast_enabled("cpu")
+
+
+def _is_ordinary_pass(stays: bool = False) -> bool:
+    """True if a replaced module may compute this call itself: no forward-mode AD, no hooks on saved tensors.
+
+    Checkpointing sets such hooks, and a layer that it computes again has to save the same tensors as before. Modules
+    that stay replaced after the pass (`stays`) do, so hooks do not matter to them.
+    """
+    has_hooks = _TOP_HOOKS is not None and _TOP_HOOKS(True) is not None
+    return (stays or not has_hooks) and forward_ad._current_level < 0
+
+
+def _linear(module: nn.Linear, input: torch.Tensor) -> torch.Tensor | None:
+    library, weight, bias = kernels.library(), module.weight, module.bias
+    fits = _is_plain_input(input) and _is_plain(weight) and (bias is None or _is_plain(bias))
+    if library is None or not fits or input.shape[-1:] != weight.shape[1:]:
+        return None
+    return layers.linear(library, input, weight, bias)
+
+
+def _centred_norm(module: Any, input: torch.Tensor) -> torch.Tensor | None:
+    library, weight = kernels.library(), module.weight
+    if library is None or not _is_plain_input(input) or not _is_plain(weight) or input.shape[-1:] != weight.shape:
+        return None
+    return layers.norm(library, input, 1.0 + weight, module.eps)
+
+
+def _gated_norm(module: Any, input: torch.Tensor, gate: torch.Tensor) -> torch.Tensor | None:
+    library = kernels.library()
+    if library is None or not _is_plain(gate) or gate.shape != input.shape:
+        return None
+    normal = _norm(module, input)
+    return None if normal is None else layers.gated(library, gate, normal)
+
+
+def _grouped_norm(module: Any, input: torch.Tensor, gate: torch.Tensor) -> torch.Tensor | None:
+    library, weight = kernels.library(), module.weight
+    if library is None or not _is_plain_input(input) or not _is_plain(weight) or not _is_plain(gate):
+        return None
+    if gate.shape != input.shape or input.shape[-1:] != weight.shape:
+        return None
+    gated, width = layers.gated(library, gate, input), module.group_size
+    if width == len(weight):
+        return layers.norm(library, gated, weight, module.variance_epsilon)
+    groups = layers.norm(library, gated.unflatten(-1, (-1, width)), weight.new_ones(width), module.variance_epsilon)
+    return groups.flatten(-2) * weight
+
+
+def _norm(module: Any, input: torch.Tensor) -> torch.Tensor | None:
+    weight = module.weight
+    if not _is_plain_input(input) or not _is_plain(weight) or input.shape[-1:] != weight.shape:
+        return None
+    return layers.norm(kernels.library(), input, weight, module.variance_epsilon)
+
+
+def _projections(module: Any) -> tuple[Any, Any, Any]:
+    """The projections gate, up and down of a gated MLP."""
+    if hasattr(module, "w1"):  # of LFM2
+        return module.w1, module.w3, module.w2
+    return module.gate_proj, module.up_proj, module.down_proj
+
+
+def _is_linear(module: Any) -> bool:
+    """True for a linear layer that `_linear` computes, without hooks."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    replaced = module.__dict__.get("forward")
+    is_own = isinstance(replaced, _Replaced) and replaced.computes(_linear) and not any(hooks)
+    return is_own and _is_plain(module.weight) and (module.bias is None or _is_plain(module.bias))
+
+
+def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:
+    library = kernels.library()
+    (gate_of, up_of, down_of), activation = _projections(module), activation_of(module)
+    name = gate_activation(activation)
+    if library is None or not _is_plain_input(input) or name is None:
+        return None
+    # Tensors of the inner width stay small at any length of a row; see `stretches`. A gradient needs all of them.
+    is_cut = not torch.is_grad_enabled() and input.dim() > 1 and is_long(input)
+    parts = input.split(STRETCH_TOKENS, dim=-2) if is_cut else (input,)
+    outputs = []
+    for part in parts:
+        gate, up = gate_of(part), up_of(part)
+        if not (_is_plain(gate) and _is_plain(up) and gate.shape == up.shape):
+            outputs.append(down_of(activation(gate) * up))
+        elif _is_linear(down_of) and down_of.weight.shape[1:] == gate.shape[-1:]:
+            outputs.append(layers.gated_linear(library, gate, up, down_of.weight, down_of.bias, name))
+        else:
+            outputs.append(down_of(layers.gated(library, gate, up, name)))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
+
+
+def _norm_on_gpu(module: Any, input: torch.Tensor) -> torch.Tensor | None:
+    weight = module.weight
+    is_tensor = type(input) in _PLAIN_TENSORS and input.is_cuda
+    if not is_tensor or input.shape[-1:] != weight.shape:
+        return None
+    # The module's result has the wider of both types; under autocast the fused norm's would be float32.
+    if input.dtype in (torch.bfloat16, torch.float16) and weight.dtype == torch.float32:
+        input = input.float()
+    if input.dtype != weight.dtype:
+        return None
+    with torch.autocast("cuda", enabled=False):
+        return F.rms_norm(input, weight.shape, weight, module.variance_epsilon)

@@ -1,0 +1,156 @@
+"""Lays out a batch for the forward pass that scores it, in one of three layouts.
+
+The shared layout has each distinct prompt once, followed by its rows. The packed layout has a copy of the prompt for
+each row. Both are flat and without padding; the last token of a completion predicts nothing, so it is left out. The
+dense layout has a padded row for each completion.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from groupgrad.batch import Batch, on_host, to_device
+from groupgrad.scoring.attention import run_planned
+from groupgrad.scoring.attention_plan import AttentionPlan
+from groupgrad.scoring.block_attention import BlockPlan
+from groupgrad.scoring.blocks import Segment
+
+
+@dataclass(slots=True)
+class ForwardInputs:
+    """Arguments of a model's forward pass, and the places in them that predict the completion tokens."""
+
+    ids: torch.Tensor
+    """(B, T) int64 with padding on the right, or (T,) flat tokens."""
+    rows: torch.Tensor
+    """(L,) int64, the input row that predicts each completion token; 0 for flat tokens."""
+    predictors: torch.Tensor
+    """(L,) int64, the index within that input row whose output predicts the token."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the model."""
+    positions: torch.Tensor | None = None
+    """(T,) positions of flat tokens in their rows, the prompt counted; (3, T) or (3, B, T) where they depend on images.
+    None for dense rows, where the position is the index in the row."""
+    plan: AttentionPlan | None = None
+    """Attention of flat tokens; None for dense rows."""
+    segments: list[Segment] = field(default_factory=list)
+    """All flat tokens, in order; empty for dense rows."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, T), or (1, T) for flat tokens."""
+        return torch.Size((1, len(self.ids))) if self.ids.dim() == 1 else self.ids.shape
+
+    def run(self, model: nn.Module) -> Any:
+        """The model's output."""
+        if self.plan is not None and self.positions is not None:
+            return run_planned(model, self.ids, self.positions, self.plan, **self.arguments)
+        positions = {} if self.positions is None else {"position_ids": self.positions}
+        return model(input_ids=self.ids, use_cache=False, **positions, **self.arguments)
+
+
+def dense_inputs(batch: Batch, pad_id: int, *, aux_loss: bool) -> ForwardInputs:
+    """One row per completion, padded on the right. Causal models need no mask; the auxiliary loss does."""
+    device, prompt_of_row = batch.completion_ids.device, on_host(batch.prompt_of_row)
+    prompt_offsets, offsets, rows = (on_host(x) for x in (batch.prompt_offsets, batch.offsets, batch.row_of_token))
+    prompt_lengths = prompt_offsets.diff()[prompt_of_row]
+    lengths = prompt_lengths + offsets.diff()
+    num_rows, width = batch.num_rows, int(lengths.max()) if batch.num_rows else 0
+    place = torch.arange(width).expand(num_rows, width)
+    mask, is_prompt = place < lengths[:, None], place < prompt_lengths[:, None]
+    ids = torch.full((num_rows, width), pad_id, dtype=torch.int64)
+    source = prompt_offsets[prompt_of_row][:, None] + place
+    ids[is_prompt] = on_host(batch.prompt_ids)[source[is_prompt]]
+    ids[mask & ~is_prompt] = on_host(batch.completion_ids)
+    predictors = prompt_lengths[rows] + torch.arange(batch.num_tokens) - offsets[rows] - 1
+    arguments = {"attention_mask": to_device(mask.long(), device), "output_router_logits": True} if aux_loss else {}
+    return ForwardInputs(to_device(ids, device), batch.row_of_token, to_device(predictors, device), arguments)
+
+
+def flat_inputs(batch: Batch, *, share: bool, aux_loss: bool) -> ForwardInputs:
+    """All rows end to end, with each distinct prompt once (`share`) or once per row."""
+    inputs = flat_layout(batch, share=share, keep_last=aux_loss)
+    if aux_loss:
+        inputs.arguments["output_router_logits"] = True
+    if aux_loss and share:
+        # The plan replaces the mask in attention, so the mask is free to weigh the tokens of the auxiliary loss.
+        inputs.arguments["attention_mask"] = to_device(_rows_per_token(inputs.segments), inputs.ids.device)[None]
+    return inputs
+
+
+def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) -> ForwardInputs:
+    """Lays out each distinct prompt once (`share`) or once per row, on the batch's device.
+
+    A row with images of its own always has its own prompt, because a row's images go to the model together.
+    `keep_last` also computes the last tokens of completions and the prompts of empty ones. That matters only to sums
+    over all tokens (the load balancing of experts).
+    """
+    prompts, completions = _split(batch.prompt_ids, batch.prompt_offsets), _split(batch.completion_ids, batch.offsets)
+    ids: list[np.ndarray] = []
+    segments: list[Segment] = []
+    # (B,) places of each completion's first token, and of the token before it.
+    firsts, predecessors = np.zeros(batch.num_rows, np.int64), np.zeros(batch.num_rows, np.int64)
+
+    def append(tokens: np.ndarray, prompt: int, row: int | None = None, shared: Segment | None = None) -> Segment:
+        start = segments[-1].start + segments[-1].length if segments else 0
+        position = 0 if shared is None else shared.length
+        segments.append(Segment(start, len(tokens), position, prompt, row, shared))
+        ids.append(tokens)
+        return segments[-1]
+
+    rows_of_prompt: dict[int, list[int]] = {}
+    for row, prompt in enumerate(on_host(batch.prompt_of_row).tolist()):
+        if len(completions[row]) or keep_last:
+            rows_of_prompt.setdefault(prompt, []).append(row)
+    row_media = batch.row_media or (None,) * batch.num_rows
+    has_own_prompt = {row for row, media in enumerate(row_media) if media is not None or not share}
+    for prompt, rows in rows_of_prompt.items():
+        shared = None if has_own_prompt.issuperset(rows) else append(prompts[prompt], prompt)
+        for row in rows:
+            tokens = completions[row] if keep_last else completions[row][:-1]
+            if shared is None or row in has_own_prompt:
+                start = append(np.concatenate([prompts[prompt], tokens]), prompt, row).start
+                firsts[row] = start + len(prompts[prompt])
+                predecessors[row] = firsts[row] - 1
+            else:
+                firsts[row] = append(tokens, prompt, row, shared).start
+                predecessors[row] = shared.start + shared.length - 1
+    starts, begins, sizes = np.array([(s.start, s.position, s.length) for s in segments], np.int64).reshape(-1, 3).T
+    positions = np.arange(sizes.sum()) - np.repeat(starts - begins, sizes)
+    device = batch.completion_ids.device
+    return ForwardInputs(
+        ids=to_device(torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ids])), device),
+        rows=torch.zeros(batch.num_tokens, dtype=torch.int64, device=device),
+        predictors=to_device(torch.from_numpy(_predictors(batch, firsts, predecessors)), device),
+        positions=to_device(torch.from_numpy(positions), device),
+        plan=BlockPlan(segments),
+        segments=segments,
+    )
+
+
+def _split(flat: torch.Tensor, offsets: torch.Tensor) -> list[np.ndarray]:
+    values, ends = on_host(flat).numpy(), on_host(offsets).tolist()
+    return [values[a:b] for a, b in pairwise(ends)]
+
+
+def _predictors(batch: Batch, firsts: np.ndarray, predecessors: np.ndarray) -> np.ndarray:
+    """(L,) places before completion tokens, from the (B,) places of first tokens and of those before them."""
+    offsets = on_host(batch.offsets).numpy()
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    places = np.arange(batch.num_tokens) + np.repeat(firsts - starts - 1, lengths)
+    places[starts[lengths > 0]] = predecessors[lengths > 0]
+    return places
+
+
+def _rows_per_token(segments: list[Segment]) -> torch.Tensor:
+    """(T,) float: the number of rows that each flat token belongs to; more than 1 only in shared prompts."""
+    num_rows = Counter(segment.prompt for segment in segments if segment.shared is not None)
+    counts = [float(num_rows[s.prompt]) if s.row is None else 1.0 for s in segments]
+    return torch.tensor(counts).repeat_interleave(torch.tensor([s.length for s in segments], dtype=torch.int64))
