@@ -107,7 +107,7 @@ test-all: $(VENV)/.groupgrad-dev
 test-pages: $(VENV)/.groupgrad-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m slow \
 		tests/docs tests/contract/test_doc_blocks.py $(TEST_ARGS)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/cockpit $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/view $(TEST_ARGS)
 
 test-vllm: $(VLLM_VENV)/.groupgrad-vllm
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm \
@@ -143,7 +143,7 @@ test-extras-floor: $(VENV)/.groupgrad-dev
 	rm -rf $(EXTRAS_FOLDER)
 	sed -nE 's/^(view|telemetry|optuna) = \[(.*)\]/\2/p' pyproject.toml | tr -d '",' | tr ' ' '\n' | sed 's/>=/==/' \
 		| PIP_CONSTRAINT= xargs $(VENV)/bin/python -m pip install --quiet --target $(EXTRAS_FOLDER) "httpx<0.28"
-	PYTHONPATH=$(EXTRAS_FOLDER) $(VENV)/bin/python -m pytest -m "not slow" tests/cockpit tests/sweep/test_sweep_plan.py \
+	PYTHONPATH=$(EXTRAS_FOLDER) $(VENV)/bin/python -m pytest -m "not slow" tests/view tests/sweep/test_sweep_plan.py \
 		tests/trainer/test_run_spans.py $(TEST_ARGS)
 
 test-python:

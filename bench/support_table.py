@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
 TESTS = (
     "tests/support/test_paths.py",
-    "tests/modeling/scoring/test_vlm.py::test_path",
+    "tests/scoring/test_vlm.py::test_path",
     "tests/engines/native/test_vision.py::test_path",
 )
 PATHS = {

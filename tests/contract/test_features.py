@@ -69,4 +69,4 @@ def test_a_row_names_tests_that_exist(row: Row) -> None:
 def test_a_name_that_is_no_test_is_found_out() -> None:
     assert "test_every_feature_has_its_row" in names_in(Path(__file__))
     assert "read_rows" not in names_in(Path(__file__))
-    assert "TestTrackers::test_both_get_a_table_of_text" in names_in(ROOT / "tests/telemetry/test_completions.py")
+    assert "TestTrackers::test_both_get_a_table_of_text" in names_in(ROOT / "tests/run_folder/test_completions.py")

@@ -139,7 +139,7 @@ FIELDS: dict[str, Trainer | Changes | Warns | Raises | Listed] = {
     "include_num_input_tokens_seen": Trainer("trainer", TOKENS),
     "log_level": Trainer("training_args", f"{HERE}::test_log_levels"),
     "log_level_replica": Trainer("training_args", f"{HERE}::test_logging_and_saving_processes"),
-    "disable_tqdm": Changes("tests/telemetry/test_progress.py::test_without_a_bar_there_is_one_plain_line_a_log"),
+    "disable_tqdm": Changes("tests/run_folder/test_progress.py::test_without_a_bar_there_is_one_plain_line_a_log"),
     "report_to": Trainer("trainer", TRACKER.test),
     "run_name": TRACKER,
     "project": TRACKER,

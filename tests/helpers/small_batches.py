@@ -39,15 +39,15 @@ def row_logits(model: nn.Module, batch: Batch, **arguments: Any) -> torch.Tensor
 
 
 @pytest.fixture(name="make_batch")
-def _make_batch() -> Callable[..., Batch]:
+def make_batch_fixture() -> Callable[..., Batch]:
     return make_batch
 
 
-@pytest.fixture
-def batch() -> Batch:
+@pytest.fixture(name="batch")
+def batch_fixture() -> Batch:
     return make_batch()
 
 
 @pytest.fixture(name="row_logits")
-def _row_logits() -> Callable[..., torch.Tensor]:
+def row_logits_fixture() -> Callable[..., torch.Tensor]:
     return row_logits

@@ -1,5 +1,0 @@
-"""Fixtures of a small policy and its batches."""
-
-from bigram_step import policy, sample, step
-
-__all__ = ["policy", "sample", "step"]
