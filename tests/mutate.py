@@ -174,8 +174,8 @@ def table(results: Sequence[Result]) -> str:
     lines = [
         "# Mutations",
         "",
-        "Each row changes one line in a copy of the source: it disconnects an option, or makes a mistake that a careless",
-        "change would make. The test beside it then fails; that of an option goes from the configuration to the effect.",
+        "Each row changes one line in a copy of the source: it disconnects an option, or makes a mistake of a careless",
+        "change. The test beside it then fails; that of an option goes from the configuration to the effect.",
         f"{caught} of {len(results)} are caught. `python tests/mutate.py --write docs/mutations.md` writes this page;",
         "`tests/mutations.yaml` has the table.",
         "",

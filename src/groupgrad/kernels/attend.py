@@ -49,7 +49,7 @@ def slot_spans(
 
 
 class ScoreOptions(Protocol):
-    """Options of attention scores; see `modeling.scoring.attention.AttentionCall`."""
+    """Options of attention scores; see `scoring.attention_plan.AttentionCall`."""
 
     @property
     def scale(self) -> float: ...

@@ -2,7 +2,7 @@
 
 Of a conversation the search reads what was written and called, not the JSON that holds it: reasoning, content, and the
 names and arguments of calls, from the first message to the last. Any white space in the text that is sought matches any
-white space, also that between two messages. Case does not matter. `cockpit/static/source.js` has the same rule for
+white space, also that between two messages. Case does not matter. `apps/view/static/source.js` has the same rule for
 reports.
 """
 

@@ -50,7 +50,7 @@ class NativeEngine:
     `kv_memory` bounds the keys and values in bytes (None: half of the memory that is free when a session opens),
     `max_rows` the sequences that run at once (None: as many as fit). `pack_weights` trades memory for speed on a CPU
     where our kernels cannot be compiled (see `packed_linear`). `precision` makes training's autocast context. The model
-    has to pass `modeling.scoring.attention.plannable`.
+    has to pass `scoring.attention.plannable`.
     """
 
     _recorder = staticmethod(cuda_recorder)
