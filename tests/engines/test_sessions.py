@@ -461,6 +461,8 @@ def test_only_what_is_kept_is_continued_and_once(build, single_steps):
         with pytest.raises(ValueError, match="continues=5, but nothing is kept"):
             session.submit(Request([*context, 20], 0, 3, continues=5))
         continuation = session.submit(Request([*context, 20], 0, 3, continues=0))
+        with pytest.raises(ValueError, match="continues=0, but nothing is kept"):
+            session.submit(Request([*context, 21], 0, 3, continues=0))
         for _ in range(2):
             with pytest.raises(ValueError, match=f"continues={continuation}, but that request has not ended"):
                 session.submit(Request([*context, 20], 0, 3, continues=continuation))

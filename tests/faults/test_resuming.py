@@ -13,6 +13,7 @@ import torch
 
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.errors import CheckpointError
+from groupgrad.trainer.resumed_options import apply_learning_rate
 
 
 @pytest.fixture
@@ -147,6 +148,17 @@ def test_changed_options_are_listed(second, straight, new_trainer, caplog, appli
     assert lines["learning_rate"] == ["0.01", "0.005", rate]
     assert set(lines) == {"option", "temperature", "weight_decay", "learning_rate"}
     assert trainer.state.log_history[-2]["learning_rate"] == (5e-3 if applied else 1e-2)
+
+
+def test_a_schedule_that_multiplies_the_rate_goes_on_from_the_new_one():
+    """Three times the rate of 0.1, which the schedule then halves."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    apply_learning_rate(optimizer, scheduler, {"learning_rate": 0.3}, {"learning_rate": 0.1})
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3, rel=1e-12)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.15, rel=1e-12)
 
 
 def test_equal_options_give_no_table(second, new_trainer, caplog):

@@ -61,11 +61,12 @@ def test_attention_implementations_agree(attention: str, build, batch, row_logit
     torch.testing.assert_close(score_tokens(model, batch, ForwardOptions()).logprobs, logprobs, **TOLERANCE)
 
 
+@pytest.mark.parametrize("tiled_head", [True, False])
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 2.0])
-def test_temperature_divides_the_logits(temperature: float, build, batch, row_logits):
+def test_temperature_divides_the_logits(temperature: float, tiled_head: bool, build, batch, row_logits):
     model = build("gemma2 (soft caps)")
     logprobs, entropy = plain(row_logits(model, batch), batch.completion_ids, temperature)
-    scores = score_tokens(model, batch, ForwardOptions(temperature=temperature))
+    scores = score_tokens(model, batch, ForwardOptions(temperature=temperature, tiled_head=tiled_head))
     torch.testing.assert_close(scores.logprobs, logprobs, **TOLERANCE)
     torch.testing.assert_close(scores.entropy, entropy, **TOLERANCE)
 
@@ -88,10 +89,11 @@ def test_a_row_scores_the_same_in_any_company(build, make_batch):
     torch.testing.assert_close(swapped, torch.cat(alone[::-1]), **TOLERANCE)
 
 
-def test_entropy_carries_a_gradient_only_if_asked_for(build, batch, row_logits):
-    model = build("qwen3")
-    assert not score_tokens(model, batch, ForwardOptions()).entropy.requires_grad
-    scores = score_tokens(model, batch, ForwardOptions(temperature=0.8, entropy_gradient=True))
+@pytest.mark.parametrize("tiled_head", [True, False])
+def test_entropy_carries_a_gradient_only_if_asked_for(tiled_head: bool, build, batch, row_logits):
+    model, options = build("qwen3"), ForwardOptions(temperature=0.8, tiled_head=tiled_head)
+    assert not score_tokens(model, batch, options).entropy.requires_grad
+    scores = score_tokens(model, batch, replace(options, entropy_gradient=True))
     expected = plain(row_logits(model, batch), batch.completion_ids, 0.8)[1]
     weights = torch.linspace(0, 1, batch.num_tokens)
     assert_same_gradients(

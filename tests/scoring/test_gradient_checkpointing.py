@@ -76,7 +76,7 @@ def test_padding_counts_in_the_dense_layout(make_model, batch, monkeypatch, layo
 
 def test_copies_of_weights_in_another_precision_are_no_activations(make_model):
     """Under autocast a pass saves bfloat16 copies of the weights, which do not grow with its tokens."""
-    model = make_model()
+    model = make_model(hidden_size=128, intermediate_size=512)
     plain = activation_bytes_per_token(model, ForwardOptions())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert activation_bytes_per_token(model, ForwardOptions()) < 1.3 * plain
