@@ -129,3 +129,18 @@ def test_the_interpreter_ends_without_a_list_of_what_triton_has_left():
         command = [sys.executable, "-c", code.format(triton=triton)]
         ended = subprocess.run(command, capture_output=True, text=True, check=True)
         assert (int(ended.stdout) == 0) == expected
+
+
+def test_paths_of_an_earlier_release_lead_to_the_modules_of_now():
+    from groupgrad.apps.replay import replay as now
+    from groupgrad.engines.vllm.http import Address  # pyright: ignore
+    from groupgrad.replay import replay  # pyright: ignore
+
+    assert replay is now and Address.__module__ == "groupgrad.integrations.vllm.http"
+
+
+def test_a_name_of_trls_models_is_an_import_error():
+    with pytest.raises(ImportError, match="groupgrad has no create_reference_model: it trains by GRPO"):
+        from groupgrad.models import create_reference_model  # noqa: F401  # pyright: ignore
+    with pytest.raises(ImportError, match="AutoModelForCausalLMWithValueHead"):
+        from groupgrad.models import AutoModelForCausalLMWithValueHead  # noqa: F401  # pyright: ignore

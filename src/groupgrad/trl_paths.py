@@ -73,22 +73,18 @@ def refuse(name: str, where: str = "", names: Collection[str] = OF_TRL) -> None:
 
 
 class _Paths(MetaPathFinder, Loader):
-    """Finds modules of TRL and of earlier releases that groupgrad has no module for."""
+    """Finds TRL's modules that groupgrad has no module for."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, where = fullname.partition(".")
-        if package != _PACKAGE or not (_is_of_trl(where) or _moved(where)):
+        if package != _PACKAGE or not _is_of_trl(where):
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         where = spec.name.partition(".")[2]
-        if place := _moved(where):
-            module = ModuleType(spec.name, f"Names of {_PACKAGE}.{place}, where this module is now.")
-            module.__getattr__ = lambda name: getattr(import_module(f"{_PACKAGE}.{place}"), name)  # pyright: ignore[reportAttributeAccessIssue]
-            return module
         module = ModuleType(spec.name, f"Names that scripts import from trl.{where}.")
 
         def named(name: str) -> Any:
@@ -106,8 +102,29 @@ class _Paths(MetaPathFinder, Loader):
         """A module of other modules' names has nothing to run."""
 
 
+class _MovedPaths(MetaPathFinder, Loader):
+    """Finds modules of earlier releases; a folder that git has left behind for its caches does not count."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, where = fullname.partition(".")
+        return ModuleSpec(fullname, self, is_package=True) if package == _PACKAGE and _moved(where) else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        place = f"{_PACKAGE}.{_moved(spec.name.partition('.')[2])}"
+        module = ModuleType(spec.name, f"Names of {place}, where this module is now.")
+        module.__getattr__ = lambda name: getattr(import_module(place), name)  # pyright: ignore[reportAttributeAccessIssue]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """A module of other modules' names has nothing to run."""
+
+
 def _is_of_trl(where: str) -> bool:
     room, _, inner = where.partition(".")
+    if room == "models":  # which groupgrad has too
+        return inner == "utils"
     if room != "trainer":
         return room in _ROOMS
     return inner in _OF_TRAINER or inner.rpartition("_")[0] in _TRAINERS
@@ -122,6 +139,7 @@ def _moved(where: str) -> str | None:
 
 
 def install() -> None:
-    """Adds these paths behind all others. May be called any number of times."""
+    """Adds TRL's paths behind all others, and those of earlier releases before them. May be called repeatedly."""
     if not any(isinstance(finder, _Paths) for finder in sys.meta_path):
         sys.meta_path.append(_Paths())
+        sys.meta_path.insert(0, _MovedPaths())

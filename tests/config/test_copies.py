@@ -141,6 +141,22 @@ def test_checkpointing_has_two_names_and_one_value():
         on = dataclasses.replace(off, **changes)
         assert (on.gradient_checkpointing, on.activation_checkpointing) == (True, True)
     assert make(gradient_checkpointing_kwargs={"debug": True}).activation_checkpointing_kwargs == {"debug": True}
+    off = make(gradient_checkpointing=False, activation_checkpointing=False)
+    off.gradient_checkpointing = True
+    off.settle()
+    assert (off.gradient_checkpointing, off.activation_checkpointing) == (True, True)
+
+
+def test_what_a_pickled_config_is_assigned_later_is_kept_though_it_was_derived_so():
+    config = pickle.loads(pickle.dumps(make(eval_strategy="steps", logging_steps=10)))
+    config.logging_steps, config.eval_steps = 50, 10
+    config.settle()
+    assert config.eval_steps == 10
+
+
+def test_records_of_another_release_are_left_out():
+    for record in ("{}", {"a_setting_of_then": [None, 1]}):
+        assert "a_setting_of_then" not in make(derived_settings=record).derived_settings
 
 
 def test_checkpointing_is_by_need_on_a_cpu_and_on_elsewhere(monkeypatch):

@@ -245,6 +245,13 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"ddp_timeout": -1}, ["ddp_timeout=-1", "above 0"]),
     ({"dataloader_num_workers": -1}, ["dataloader_num_workers=-1", "0 or more"]),
     ({"dataloader_num_workers": 1, "dataloader_prefetch_factor": 0}, ["dataloader_prefetch_factor=0", "at least 1"]),
+    ({"lr_scheduler_kwargs": {"num_cycle": 2}}, ["'num_cycle', which the scheduler 'linear'", "It takes"]),
+    (
+        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycle": 2}},
+        ["'num_cycle'", "did you mean 'num_cycles'"],
+    ),
+    ({"lr_scheduler_kwargs": "abc"}, ["the value 'abc', which is no dict", "leave it unset"]),
+    ({"cache_implementation": "foo"}, ["cache_implementation='foo'", "Set it to one of", "static"]),
     ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["'reduce_lr_on_plateau'", "eval_strategy='no'", "'steps'"]),
     ({"load_best_model_at_end": True}, ["load_best_model_at_end=True", "eval_strategy='no'", "'steps' or 'epoch'"]),
     (

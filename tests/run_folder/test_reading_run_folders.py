@@ -345,7 +345,7 @@ def test_files_without_shares_and_phases_are_read(tmp_path, capsys):
 def test_the_page_on_curves_has_the_bounds_of_the_advice() -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "reading-a-run.md").read_text()
-    code = (root / "src" / "groupgrad" / "telemetry" / "advice.py").read_text()
+    code = (root / "src" / "groupgrad" / "run_folder" / "advice.py").read_text()
     bounds = dict(re.findall(r'_above\(\s*"([^"]+)",\s*(0[.]\d+),', code))
     assert bounds.pop("tools/failure_frequency") and len(bounds) == 3  # tools have no row there
     bounds["frac_reward_zero_std"] = re.findall(r"share < (0[.]\d+)", code)[0]

@@ -126,7 +126,7 @@ class GRPOConfig(GRPOSettings):
                 warnings.warn(text, UserWarning, stacklevel=3)
         self._settled = option_values(self)
         self.derived_settings = {
-            name: [value, derived]
+            name: [value, copy.deepcopy(derived)]
             for name, value in passed.items()
             if isinstance(value, (int, float, type(None)))
             and isinstance(derived := getattr(self, name), (int, float, str, dict, type(None)))
@@ -136,7 +136,7 @@ class GRPOConfig(GRPOSettings):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a setting, which then no longer follows from others."""
         super().__setattr__(name, value)
-        record = self.__dict__.get("derived_settings") if "_settled" in self.__dict__ else None
+        record = self.__dict__.get("derived_settings") if "_told" in self.__dict__ else None  # not while it is made
         if record and name in record and name not in _TWO_NAMES:  # another dict, since copies share this one
             self.__dict__["derived_settings"] = {other: pair for other, pair in record.items() if other != name}
 
@@ -151,6 +151,9 @@ class GRPOConfig(GRPOSettings):
         if now == then:
             return
         before = dict(self.__dict__)
+        for one, other in _TWO_NAMES.items():
+            if now.get(one) != then.get(one, now.get(one)) and now.get(other) == then.get(other, now.get(other)):
+                setattr(self, other, getattr(self, one))  # of the two names, the one that was assigned
         try:
             GRPOConfig.__post_init__(self)
         except Exception:
@@ -162,7 +165,10 @@ class GRPOConfig(GRPOSettings):
 
         Returns the values that they had. In a copy, one that was given again cannot be told from one that was copied.
         """
-        record, self.derived_settings = self.derived_settings or {}, None
+        record, self.derived_settings = self.derived_settings, None
+        if not isinstance(record, dict):
+            return {}
+        record = {name: pair for name, pair in record.items() if hasattr(self, name)}
         for one, other in _TWO_NAMES.items():
             # Only one of the two names has the new value.
             if one in record and getattr(self, one) != record[one][1] == getattr(self, other, None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from groupgrad import compat
@@ -35,6 +36,13 @@ RUN_RULES: tuple[Rule, ...] = (
         lambda c: conditions.strategy(c.eval_strategy) == "steps" and c.eval_steps is not None and not c.eval_steps > 0,
         "eval_steps={c.eval_steps} with eval_strategy='steps' never comes to an evaluation. Set it to 1 or more, or "
         "eval_strategy='no'",
+    ),
+    Rule(conditions.unknown_scheduler_kwargs, "lr_scheduler_kwargs has {found}"),
+    Rule(
+        lambda c: (
+            c.cache_implementation not in (None, *ALL_CACHE_IMPLEMENTATIONS) and ", ".join(ALL_CACHE_IMPLEMENTATIONS)
+        ),
+        "cache_implementation={c.cache_implementation!r} is no cache of transformers. Set it to one of {found}",
     ),
     Rule(
         conditions.unknown_trackers,

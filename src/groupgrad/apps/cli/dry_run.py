@@ -9,7 +9,7 @@ from groupgrad.apps.cli.parsing import Parsed
 from groupgrad.config.field_rules import changed
 from groupgrad.config.hidden_secrets import without_secrets
 
-_COMPUTED = ("logging_dir", "deepspeed_plugin")
+_COMPUTED = ("logging_dir", "deepspeed_plugin", "derived_settings")
 """Fields that are derived from others and say no more than they."""
 _CONVERTED = ("accelerator_config", "debug", "disable_tqdm")
 """Fields whose default transformers writes in another form."""

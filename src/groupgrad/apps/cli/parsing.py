@@ -104,7 +104,7 @@ class FieldParser(ChoiceParser, HfArgumentParser):
 
     def _fields_of(self, dtype: Any) -> Sequence[dataclasses.Field]:
         """The fields of a dataclass that are flags."""
-        return dataclasses.fields(dtype)
+        return [field for field in dataclasses.fields(dtype) if field.name != "derived_settings"]
 
     def _add_field(self, group: Any, field: dataclasses.Field) -> None:
         hint, num_actions = field.type, len(self._actions)
