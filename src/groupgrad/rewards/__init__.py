@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from groupgrad.integrations.code_sandbox.code_reward import code_reward
+if TYPE_CHECKING:
+    from groupgrad.integrations.code_sandbox.code_reward import code_reward
 from groupgrad.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
 from groupgrad.rewards.judge import judge
 from groupgrad.rewards.shaping import (
@@ -35,3 +37,11 @@ REWARD_FUNCTIONS: dict[str, Callable[..., list[float | None]]] = {
     "get_repetition_penalty_reward": get_repetition_penalty_reward(ngram_size=3, max_penalty=-1.0),
 }
 """Reward functions by their command-line name; a factory's name stands for its function with the arguments here."""
+
+
+def __getattr__(name: str) -> Any:
+    if name != "code_reward":
+        raise AttributeError(f"module 'groupgrad.rewards' has no attribute {name!r}")
+    from groupgrad.integrations.code_sandbox.code_reward import code_reward  # which imports this package
+
+    return code_reward
