@@ -16,7 +16,6 @@ from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.integrations.vllm import setup as vllm_setup
 from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
-from groupgrad.trainer import training_run as run
 
 
 class Copy(VLLMEngine):
@@ -76,5 +75,5 @@ def simulate_vllm(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
         sends_adapter = vllm_setup._sends_adapter(config, model)
         return VLLMPolicy(started[-1], model, sends_adapter=sends_adapter)
 
-    monkeypatch.setattr(run, "serve_policy", start)
+    monkeypatch.setattr(vllm_setup, "serve_policy", start)
     return started

@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 
 from groupgrad.integrations.sharding.fsdp import local_part
 from groupgrad.integrations.sharding.sharding import gather_all, is_sharded, num_parameters
+from groupgrad.integrations.vllm import setup as vllm_setup
 from groupgrad.models.weights import checkpoint_weights
-from groupgrad.trainer import training_run
 
 TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
 LARGE = {"optim": "sgd", "learning_rate": 0.3}
@@ -140,13 +140,13 @@ def full_disk(ranks: Any, out: Path) -> dict[str, Any]:
 
 def served(ranks: Any, out: Path) -> dict[str, Any]:
     """The case `lora`, sampled by an engine with weights of its own, which are pushed to it with adapters merged."""
-    ranks.FIRST, own = ranks.first_model(), training_run.serve_policy
+    ranks.FIRST, own = ranks.first_model(), vllm_setup.serve_policy
     load_ranks("zero_ranks").serve_copies(ranks)
     try:
         trainer = build(ranks, "lora", out, use_vllm=True, vllm_mode="server")
         trainer.train()
     finally:
-        training_run.serve_policy = own
+        vllm_setup.serve_policy = own
     return {"weights": whole_weights(ranks, trainer)}
 
 

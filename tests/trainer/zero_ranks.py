@@ -23,7 +23,6 @@ from groupgrad.integrations.vllm import setup as vllm_setup
 from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine, policy_step_of
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.integrations.vllm.weight_sender import PolicyWeights, WeightSender
-from groupgrad.trainer import training_run as groupgrad_run
 
 # AdamW blows up rounding in gradients that are almost zero, which all ways of adding them up differ by.
 COMMON = {"generation_batch_size": 32, "max_steps": 4, "adam_epsilon": 1e-5}
@@ -110,7 +109,7 @@ def serve_copies(ranks: Any, fails_at: int | None = None) -> None:
         assert not sends_adapter
         return VLLMPolicy(Copy(own, parts.tokenizer, fails_at), model)
 
-    groupgrad_run.serve_policy = start
+    vllm_setup.serve_policy = start
 
 
 def deepspeed_config(stage: int, persistent: bool) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from groupgrad.integrations.sharding.fsdp import (
     without_accelerate,
 )
 from groupgrad.integrations.sharding.sharding import is_sharded
-from groupgrad.integrations.vllm.setup import serve_policy
+from groupgrad.integrations.vllm import setup as vllm_setup
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.memory.oom_retry import MemoryGuard
 from groupgrad.metrics import latest
@@ -245,7 +245,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
 
     def _serve(self, policy: build.PolicyBundle) -> VLLMPolicy:
         """Collective. vLLM, started or found; ValueError if it or the data do not fit."""
-        served = serve_policy(self.args, self.model, policy, self.rollout_components)
+        served = vllm_setup.serve_policy(self.args, self.model, policy, self.rollout_components)
         # What this process started of vLLM ends with the trainer, or when the process does.
         weakref.finalize(self, served.close)
         own, longest = self.prompt_maker.max_context, served.max_model_len
