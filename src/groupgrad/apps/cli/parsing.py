@@ -104,7 +104,7 @@ class FieldParser(ChoiceParser, HfArgumentParser):
 
     def _fields_of(self, dtype: Any) -> Sequence[dataclasses.Field]:
         """The fields of a dataclass that are flags."""
-        return [field for field in dataclasses.fields(dtype) if field.name != "derived_settings"]
+        return dataclasses.fields(dtype)
 
     def _add_field(self, group: Any, field: dataclasses.Field) -> None:
         hint, num_actions = field.type, len(self._actions)
@@ -116,6 +116,8 @@ class FieldParser(ChoiceParser, HfArgumentParser):
         flag, *others = self._actions[num_actions:]
         for other in others:  # --no_x_y
             other.help = argparse.SUPPRESS
+        if field.name == "derived_settings":  # which configurations write for their copies
+            flag.help = argparse.SUPPRESS
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         options = typing.get_args(hint) if is_union else (hint,)
         self._kinds[field.name] = {typing.get_origin(option) or option for option in options}
