@@ -88,7 +88,7 @@ def test_columns_that_a_function_makes_are_not_read_for_a_line() -> None:
 
 
 def test_the_first_batch_of_a_process_tells_how_decode_steps_run(make_trainer: Any, capfd: Any, tmp_path: Any) -> None:
-    """Not the trial at the start, which may have run otherwise; a batch from a checkpoint tells nothing."""
+    """The trial at the start may take another path. A batch that comes from a checkpoint names none."""
     settings = {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
 
     def train(checkpoint: str | None) -> tuple[list[str], dict[str, Any]]:

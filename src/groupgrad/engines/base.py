@@ -81,7 +81,7 @@ class Engine(Protocol):
 
     @property
     def path(self) -> str:
-        """How the tokens sampled last were computed, and what was slower and why; empty if the engine does not say."""
+        """Which decode path the last sampling took, and each slower fallback with its reason; empty if unknown."""
         ...
 
     def metrics(self) -> dict[str, Metric]:

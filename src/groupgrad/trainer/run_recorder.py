@@ -107,7 +107,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._num_skipped = 0
         self._config: dict[str, Any] = {}
         self._path = ""
-        """How decode steps ran that the configuration or the last event tells of; empty before the first of them."""
+        """The decode path that the record names now; empty before the first generation batch."""
 
     # ------------------------------------------------------------------------------------- what a step has computed
 
@@ -253,7 +253,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             self._tell_path()
 
     def _tell_path(self) -> None:
-        """Tells how decode steps of the present step ran: the first time in the configuration, then if it changes."""
+        """Records the decode path of this step: first in the configuration, later as an event when it changes."""
         path = path_of_step(self._trainer)
         if not path or path == self._path:
             return

@@ -144,7 +144,7 @@ class CommonSamples:
 
     @property
     def path(self) -> str:
-        """How the engine computed the tokens that it sampled last."""
+        """The engine's `path`."""
         return self.engine.path
 
     def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
