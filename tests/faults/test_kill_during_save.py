@@ -40,7 +40,7 @@ def prepare(saver, straight, folder: Path, *names: str) -> None:
 def save(saver, *, behind: bool = False) -> None:
     saver.args.save_in_background = behind
     saver._save_checkpoint(saver.model, None)
-    saver._finish_save()
+    saver.saves.finish()
 
 
 def check(folder: Path) -> str:

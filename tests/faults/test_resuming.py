@@ -284,7 +284,7 @@ def test_other_sizes_of_steps_continue_the_data(new_trainer, tmp_path, caplog, s
     # Four prompts a step, then two, then one, in two starts: 16 rows are an epoch of eight, four and two steps.
     trainer = new_trainer(tmp_path, max_steps=6, per_device_train_batch_size=16, **settings)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer._data_offset == 6 - 12
+    assert trainer.resume.data_offset == 6 - 12
     new_trainer(tmp_path, max_steps=9, per_device_train_batch_size=4, **settings).train(resume_from_checkpoint=True)
     assert len(seen) == 3 * 2 + 3 * 4 + 3
     assert seen == expected[: len(seen)]

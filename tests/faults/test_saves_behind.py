@@ -17,7 +17,7 @@ from groupgrad.checkpoints.choosing import choose
 from groupgrad.checkpoints.saving import UNFINISHED, checkpoints_in
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import EXIT_STOPPED, Stopped
-from groupgrad.trainer import checkpointed_run
+from groupgrad.trainer import saves
 
 TIMED = ("manifest.json", "trainer_state.json", "training_args.bin")
 """Files that name the run's folder or measured times."""
@@ -102,9 +102,9 @@ def test_the_files_are_those_of_a_save_that_training_waits_for(new_trainer, tmp_
     trainer = new_trainer(tmp_path / "run", max_steps=2, save_strategy="no", peft=peft, **settings)
     trainer.train()
     first, second = tmp_path / "first", tmp_path / "second"
-    saving.save(first, 2, trainer._save_parts(first), trainer._description)
+    saving.save(first, 2, trainer.saves._parts(first), trainer.saves._description)
     gate = Gate(monkeypatch)
-    under_way = saving.save_behind(second, 2, trainer._save_parts(second), trainer._description)
+    under_way = saving.save_behind(second, 2, trainer.saves._parts(second), trainer.saves._description)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.zero_()
@@ -164,7 +164,7 @@ def test_a_full_disk_behind_training(new_trainer, straight, weights_of, tmp_path
     trainer = new_trainer(tmp_path, save_in_background=True)
 
     def fill(step: int) -> None:
-        trainer._finish_save()
+        trainer.saves.finish()
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000 if step == full_at else hard, hard))
 
     watch = Watch(tmp_path, fill)
@@ -202,7 +202,7 @@ def test_an_error_of_another_kind_ends_the_run(new_trainer, tmp_path, monkeypatc
 )
 def test_short_memory_has_training_wait(new_trainer, tmp_path, monkeypatch, caplog):
     gate = Gate(monkeypatch, seconds=0)
-    monkeypatch.setattr(checkpointed_run, "free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(saves, "free_bytes", lambda device: 100_000)
     new_trainer(tmp_path, save_in_background=True, max_steps=2).train()
     (line,) = [r.getMessage() for r in caplog.records if "save_in_background" in r.getMessage()]
     assert "bytes of memory, and 100,000 are free" in line and "training waits for this checkpoint" in line

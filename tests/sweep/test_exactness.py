@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from groupgrad.trainer import checkpointed_run
+from groupgrad.trainer import resuming
 
 VARY = {"learning_rate": [1e-2, 3e-2], "loss_type": ["grpo", "dapo"]}
 
@@ -38,8 +38,8 @@ def test_a_trainer_in_memory_goes_on_without_reading_its_checkpoint(
     make_sweep, train_alone, tools, tmp_path, monkeypatch
 ):
     chosen: list[Any] = []
-    choose = checkpointed_run.choose
-    monkeypatch.setattr(checkpointed_run, "choose", lambda *a, **k: chosen.append(a[1]) or choose(*a, **k))
+    choose = resuming.choose
+    monkeypatch.setattr(resuming, "choose", lambda *a, **k: chosen.append(a[1]) or choose(*a, **k))
     # The schedule, the entropy coefficient and the numbers since the last log event differ from step to step.
     args = {"lr_scheduler_type": "cosine", "logging_steps": 4, "use_adaptive_entropy": True, "entropy_coef": 0.1}
     results = make_sweep({"learning_rate": [1e-2, 3e-2]}, args=args, turn_steps=1).run()

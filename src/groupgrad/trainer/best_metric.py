@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from transformers import TrainerCallback
 
+from groupgrad import dist
 from groupgrad.config import GRPOConfig
 from groupgrad.objectives import LOSSES
 from groupgrad.rewards.call_inputs import TRAINER_METRIC_PREFIXES, TRAINER_METRICS
@@ -15,6 +17,8 @@ from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.spelling import did_you_mean
 from groupgrad.types import FinishReason
+
+logger = logging.getLogger(__name__)
 
 _ALWAYS = (
     *("loss", "reward", "reward_std", "frac_reward_zero_std", "entropy", "num_tokens"),
@@ -74,10 +78,27 @@ def may_add_metrics(callbacks: Sequence[Any] | None) -> bool:
     return any(getattr(kind, "on_evaluate", None) is not TrainerCallback.on_evaluate for kind in own)
 
 
-def value_of_best_metric(config: GRPOConfig, metrics: Mapping[str, float]) -> float | None:
-    """The value in an evaluation's `metrics` by which the best model is chosen; None if they lack it."""
-    wanted = str(config.metric_for_best_model)
-    return metrics.get(wanted if wanted.startswith("eval_") else f"eval_{wanted}")
+class BestMetric:
+    """Looks the metric up by which the best model is chosen, or a schedule is steered."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def value(self, config: GRPOConfig, metrics: Mapping[str, float], step: int) -> float | None:
+        """The metric's value in an evaluation; None, with one warning a run, if nothing was measured for it."""
+        wanted = str(config.metric_for_best_model)
+        value = metrics.get(wanted if wanted.startswith("eval_") else f"eval_{wanted}")
+        if value is None and not self._told:
+            self._told = True
+            if dist.is_main():
+                logger.warning(
+                    "step %d: the evaluation measured nothing for metric_for_best_model=%r, as where no row gives a "
+                    "loss or a function did not log it; it counts as not better than others. It has %s",
+                    step,
+                    config.metric_for_best_model,
+                    ", ".join(sorted(metrics)),
+                )
+        return value
 
 
 def _of_objective(config: GRPOConfig) -> list[str]:

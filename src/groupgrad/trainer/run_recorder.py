@@ -166,7 +166,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._files: dict[str, RolloutFiles] = {}
         self._texts = TokenTexts(trainer.prompt_maker.tokenizer)
         self._num_skipped = trainer.finite_steps.num_skipped
-        resumed = trainer._resumed_from
+        resumed = trainer.resume.point
         self._is_open = self._is_usable = self._prepare(step, None if resumed is None else Path(resumed.folder))
         if self._is_open and state.is_world_process_zero:
             self._digest = self._weights_to_digest()

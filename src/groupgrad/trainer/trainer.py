@@ -1,7 +1,7 @@
 """`GRPOTrainer`: one optimizer step, in reading order.
 
 `training_step` → `_begin_step` → `_sample` → `_loss` → `batch_loss`. The rest joins these to the training loop of
-`transformers.Trainer`; `trainer/training_run.py` logs, saves and resumes the run.
+`transformers.Trainer`; `trainer/hooks.py` logs, saves and resumes the run.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ from groupgrad.trainer.constructor_arguments import (
     use_one_device,
 )
 from groupgrad.trainer.finite_steps import FiniteSteps
+from groupgrad.trainer.hooks import STEPS_IN_BACKWARD, Hooks
 from groupgrad.trainer.mismatch_watch import MismatchWatch, tolerance
 from groupgrad.trainer.precomputed_gradient import precompute_gradient
 from groupgrad.trainer.step_log import StepLog
-from groupgrad.trainer.training_run import STEPS_IN_BACKWARD, TrainingRun
 from groupgrad.trainer.trl_names import check_overrides
 from groupgrad.types import RewardTable, Rollout
 
@@ -82,7 +82,7 @@ class MicroBatchStep:
     index: int
 
 
-class GRPOTrainer(TrainingRun):
+class GRPOTrainer(Hooks):
     """Trains a language model by group relative policy optimization (arXiv:2402.03300).
 
     ```python
@@ -219,8 +219,7 @@ class GRPOTrainer(TrainingRun):
 
     def _begin_step(self, model: nn.Module, keys: Sequence[MicroBatchKey]) -> list[MicroBatch]:
         """Collective. The step's micro-batches on this rank, with the denominators of the whole step."""
-        if self._save_under_way is not None:
-            self._finish_save(wait=False)
+        self.saves.finish(wait=False)
         self._step_log = StepLog()
         model.train()
         self.optimizer.train()  # pyright: ignore  # some optimizers train at other weights than they evaluate
@@ -429,7 +428,7 @@ class GRPOTrainer(TrainingRun):
                 "loss": self._loss_window,
                 "memory": self.memory,
                 "finite_steps": self.finite_steps,
-                "evaluation": self.due_evaluation,
+                "evaluation": self.stops.due_evaluation,
             },
             shared={"reference": self.reference} if self.reference is not None and self.args.sync_ref_model else {},
         )
@@ -456,14 +455,14 @@ class GRPOTrainer(TrainingRun):
     def _hp_search_setup(self, trial: Any) -> None:
         super()._hp_search_setup(trial)
         follow_options(self)
-        self.changed_options.check_optimizer(self.args, self.optimizer, is_restored=self._resumed_from is not None)
+        self.changed_options.check_optimizer(self.args, self.optimizer, is_restored=self.resume.point is not None)
         self._start_anew()
 
     # --------------------------------------------------------------------------------------------- data and log
 
     def get_train_dataloader(self) -> DataLoader:
         """Yields micro-batch keys; the first of each generation batch brings the prompts that this rank needs."""
-        options = replace(component_options.loader_options(self.args), offset=self._data_offset)
+        options = replace(component_options.loader_options(self.args), offset=self.resume.data_offset)
         return make_train_loader(self.train_dataset, self.plan, dist.rank(), options)
 
     # ----------------------------------------------------------------------------------------------- evaluation

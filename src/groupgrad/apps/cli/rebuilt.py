@@ -95,11 +95,11 @@ def at_training_of(script: str, arguments: Sequence[str], records: RunRecords, a
     a script that does not exist, makes no such call, or has another sweep; its own errors are raised.
     """
     from groupgrad.apps.sweep.script import Sweep
-    from groupgrad.trainer.training_run import TrainingRun
+    from groupgrad.trainer.hooks import Hooks
 
     if not Path(script).is_file():
         raise ReplayError(f"there is no script {script}; give the path of the one that made the run")
-    original = TrainingRun.train
+    original = Hooks.train
 
     def instead(trainer: Any, *_: Any, **__: Any) -> None:
         other = Path(trainer.args.output_dir).resolve()
@@ -108,7 +108,7 @@ def at_training_of(script: str, arguments: Sequence[str], records: RunRecords, a
                 f"{script} trains another run first, that of {other}, and {records.name} is to be replayed; give the "
                 "script arguments with which it trains that one first, or replay in Python with its trainer"
             )
-        with mock.patch.object(TrainingRun, "train", original):
+        with mock.patch.object(Hooks, "train", original):
             act(trainer)
         raise _Done
 
@@ -121,13 +121,13 @@ def at_training_of(script: str, arguments: Sequence[str], records: RunRecords, a
                 "start it with the arguments and in the folder that the sweep had, or make the trainer in Python by "
                 "`Sweep.trainer_of`"
             )
-        with mock.patch.object(TrainingRun, "train", original):
+        with mock.patch.object(Hooks, "train", original):
             act(sweep.trainer_of(records.path.name))
         raise _Done
 
     path = [str(Path(script).resolve().parent), *sys.path]
     with (
-        mock.patch.object(TrainingRun, "train", instead),
+        mock.patch.object(Hooks, "train", instead),
         mock.patch.object(Sweep, "run", instead_of_sweep),
         mock.patch.object(sys, "argv", [script, *arguments]),
         mock.patch.object(sys, "path", path),

@@ -48,7 +48,7 @@ class ArmRun(TrainerCallback):
         """Trains from `step` to the step that `until` gives for the run's length; the turn, the run's length, and the
         rewards of the turn's steps. The model is saved after the last step of all."""
         trainer, started = self.trainer, time.perf_counter()
-        self._rewards, self._first_began, trainer.pause_at = {}, None, until
+        self._rewards, self._first_began, trainer.stops.pause_at = {}, None, until
         resume_from = str(self.folder / f"checkpoint-{step}") if step else None
         with existing_objects_skipped():  # each training begins with a garbage collection
             try:

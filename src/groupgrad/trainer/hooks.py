@@ -1,7 +1,25 @@
-"""Logs, shows, evaluates and publishes a training run, and searches its hyperparameters.
+"""The hooks of `transformers.Trainer`: what groupgrad does at each, in the order in which `Trainer` calls them.
 
-What a step computes is in `trainer/trainer.py`; this file joins groupgrad's metrics and state to what
-`transformers.Trainer` logs and saves.
+    hook                                         what we do                            why
+    create_accelerator_and_postprocess           hides FSDP from accelerate            the model is sharded already
+    train                                        run folder, watches, signals          a run cannot hang or be lost
+    _hp_search_setup *                           components of the trial's options     they were those of the first trial
+    get_train_dataloader *                       keys of micro-batches                 batches are sampled, not loaded
+    get_optimizer_cls_and_kwargs                 AdamW with stochastic rounding        `Trainer` has none
+    _move_model_to_device, _wrap_model           `GradientSync` in place of a wrapper  gradients are averaged once a step
+    _load_from_checkpoint to _load_rng_state     `Resume`: verified, by name           a run goes on bit for bit
+    _run_epoch                                   no step after the last; signals       `Trainer` would take one more
+    get_batch_samples *, training_step *         one optimizer step                    what all the rest is for
+    _clip_grad_norm, _get_grad_norm              norms of shards, finite steps         one bad step ruins the weights
+    floating_point_ops, _track_num_input_tokens  true tokens                           nothing is padded
+    log                                          metrics of all ranks                  `Trainer` logs those of one
+    _evaluate, _determine_best_metric            nothing measured is not better        `Trainer` ends in a KeyError
+    get_eval_dataloader, evaluation_loop *       sample and score groups               there are no predictions
+    _save_checkpoint, save_model                 `Saves`: aside, then renamed          a checkpoint is whole or not there
+    _finalize_training                           end of a save; loss of all ranks      `Trainer` takes this rank's alone
+    _load_best_model                             `Resume`                              weights are verified before
+
+Those with a star are overridden in `trainer/trainer.py`, which has what a step computes.
 """
 
 from __future__ import annotations
@@ -12,8 +30,9 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +43,9 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from transformers.training_args import OptimizerNames
 
 from groupgrad import dist
-from groupgrad.activity import Hung, doing
+from groupgrad.activity import Hung
 from groupgrad.batching.eval_loader import EvalLoader
+from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.config import GRPOConfig
 from groupgrad.config.settings import mapping
@@ -54,47 +74,60 @@ from groupgrad.rollout.collector import Experience
 from groupgrad.rollout.custom import sample_completions
 from groupgrad.rollout.requests import row_seed
 from groupgrad.rollout.sources import RolloutComponents
+from groupgrad.run_folder.completions import CompletionLog
 from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback, bars_on_terminals_only
 from groupgrad.run_folder.run_card import write_run_card
-from groupgrad.run_folder.run_lock import locked
 from groupgrad.scoring.attention import unplug
 from groupgrad.scoring.cudnn_attention import without_cudnn_attention
 from groupgrad.scoring.fused_modules import own_parts
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.batch_findings import FirstBatch
+from groupgrad.trainer.best_metric import BestMetric
 from groupgrad.trainer.build import TrainerComponents
-from groupgrad.trainer.callbacks import LossWindow
+from groupgrad.trainer.callbacks import LossWindow, RunState
 from groupgrad.trainer.changed_options import ChangedOptions
 from groupgrad.trainer.checked_entry import entry
 from groupgrad.trainer.deterministic_cpu import deterministic_cpu
-from groupgrad.trainer.exit_guard import exits_are_errors
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.gradient_sums import GradientSums
 from groupgrad.trainer.gradient_sync import GradientSync
-from groupgrad.trainer.launcher_watch import LauncherWatch
-from groupgrad.trainer.rank_watch import RankWatch
 from groupgrad.trainer.replaceable_loss import ReplaceableLoss
+from groupgrad.trainer.resuming import Resume, without_second_names
 from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
+from groupgrad.trainer.saves import Saves
 from groupgrad.trainer.signal_watch import SignalWatch
 from groupgrad.trainer.step_log import StepLog, StepWatches
 from groupgrad.trainer.stochastic_adamw import StochasticAdamW
-from groupgrad.trainer.stoppable_run import DueEvaluation, StoppableRun
+from groupgrad.trainer.stops import Stops
+from groupgrad.trainer.surroundings import in_run_folder, shown, watched
 from groupgrad.trainer.trl_names import TRLNames
-from groupgrad.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 STEPS_IN_BACKWARD = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
 
 
-class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
-    """`transformers.Trainer` with groupgrad's logs and checkpoints; subclasses set the attributes named here."""
+class Hooks(TRLNames, ReplaceableLoss, Trainer):
+    """The overrides of `transformers.Trainer`, but for those of a step; `GRPOTrainer` sets the attributes."""
 
     args: GRPOConfig
     model: Any
+    optimizer: Any
     callback_handler: Any
+    plan: GenerationPlan
+    trial: Any = None
+    """The trial of a hyperparameter search that is under way, whose run has a folder of its own."""
+    saves: Saves
+    resume: Resume
+    stops: Stops
+    best_metric: BestMetric
+    run_state: RunState
+    """Everything that a step depends on beyond what `transformers.Trainer` saves."""
+    completion_log: CompletionLog
+    _start_folder: str
+    """Working directory in which the trainer was made, to which a relative `output_dir` belongs."""
     progress: ProgressCallback
     finite_steps: FiniteSteps
     signal_watch: SignalWatch | None
@@ -155,29 +188,22 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         dist.limit_waiting(self.args.ddp_timeout)
         self.trial = trial
         folder = os.path.join(self._start_folder, self._get_output_dir(trial))
-        watched = folder, lambda: self.state.global_step + 1, self.args.hang_timeout_s
         try:
             with (
-                self._whole_output_dir(),
-                self.progress,
-                bars_on_terminals_only(),
-                configured_kernels(self.args),
-                self._lock_of_run(),
-                self.recorder,
-                LauncherWatch(),
-                RankWatch(*watched) as ranks,
-                Watchdog(*watched, tell=ranks.tell_hang),
-                doing("the training loop"),
-                self._waits_for_save(),
-                self._stops_at_signals(),
-                exits_are_errors(),
+                shown(self.progress),
+                in_run_folder(self),
+                watched(folder, lambda: self.state.global_step + 1, self.args.hang_timeout_s),
+                self.saves.until_written(),
+                self.stops.at_signals(),
             ):
                 if resume_from_checkpoint is None and trial is None:
                     resume_from_checkpoint = self.args.resume_from_checkpoint
-                resume_from_checkpoint = self._begin_training(resume_from_checkpoint)
-                result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
-            self._raise_if_not_saved()
-            self._check_weights()
+                self.saves.begin_training()
+                resume_from_checkpoint = self.resume.begin(resume_from_checkpoint)
+                with configured_kernels(self.args):
+                    result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+            self.saves.raise_if_not_saved()
+            self.saves.check_weights()
             if resume_from_checkpoint:
                 self._warn_if_finished(self.progress.first_step)
             return result
@@ -192,26 +218,30 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
     def _follow_steps(self) -> None:
         """Adds the callbacks that keep or record a part of the run."""
         self.changed_options = ChangedOptions(self.args)
-        self._loss_window, self.due_evaluation, self.recorder = LossWindow(self), DueEvaluation(self), RunRecorder(self)
+        self.saves, self.resume, self.stops = Saves(self), Resume(self), Stops(self)
+        self.best_metric = BestMetric()
+        self._loss_window, self.recorder = LossWindow(self), RunRecorder(self)
         watches = StepWatches(self), FirstBatch(self)
-        for callback in (self._loss_window, self.due_evaluation, *watches, self.recorder, StartLines(self)):
+        for callback in (self._loss_window, self.stops.due_evaluation, *watches, self.recorder, StartLines(self)):
             self.add_callback(callback)
-
-    @contextmanager
-    def _lock_of_run(self) -> Iterator[None]:
-        """Collective at its start. The main process holds the lock of the run's folder."""
-        with ExitStack() as stack:
-            with dist.errors_on_all_ranks():
-                if dist.is_main():
-                    stack.enter_context(locked(self._get_output_dir(self.trial)))
-            yield
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """`Trainer._run_epoch`, which would take a step after the last one of a finished run."""
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **kwargs)
-        else:
+        if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+        self.stops.end_epoch()
+
+    def _warn_if_finished(self, first_step: int) -> None:
+        """Warns if a resumed run was already finished at its `first_step`."""
+        if self.state.global_step == first_step >= self.state.max_steps:
+            logger.warning(
+                "the checkpoint is at step %d and the run has %d, so it is finished and no step was taken; raise "
+                "max_steps or num_train_epochs to train further",
+                self.state.global_step,
+                self.state.max_steps,
+            )
 
     @entry
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -345,7 +375,7 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
 
         Collective for a sharded model, whose weights the main process writes whole.
         """
-        self._check_weights()
+        self.saves.check_weights()
         if output_dir in (None, self.args.output_dir):
             output_dir = os.path.join(self._start_folder, str(self.args.output_dir))
         with bars_on_terminals_only():
@@ -403,21 +433,22 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
             self._flush_completions("train")
             for text in self.changed_options.without_effect(self.args):
                 logger.warning(text)
-        with self._without_end("a log"):
+        with self.goes_on_without("a log"):
             super().log(logs, start_time)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Collective. `Trainer`'s, which would take the losses since the last log event from this rank alone."""
         self._tr_loss.fill_(dist.all_sum([float(self._tr_loss)])[0] / dist.world_size())
+        self.saves.finish()
         return super()._finalize_training(*args, **kwargs)
 
     def _flush_completions(self, phase: str) -> None:
         """Writes, shows and drops the completions of a phase."""
-        with self._without_end(f"completions in {self.completion_log.folder}"):
+        with self.goes_on_without(f"completions in {self.completion_log.folder}"):
             self.completion_log.flush(self.state.global_step, phase)
 
     @contextmanager
-    def _without_end(self, what: str) -> Iterator[None]:
+    def goes_on_without(self, what: str) -> Iterator[None]:
         """Context in which a file that cannot be written is a warning, not the end of training."""
         try:
             yield
@@ -484,11 +515,55 @@ class TrainingRun(TRLNames, ReplaceableLoss, StoppableRun):
         if self.model_wrapped is self.model and not self._policy.given.is_prepared:
             self._prepare_model(self.model)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if not self._is_pausing:
-            with self._without_end("the model card"):
-                self.create_model_card()  # before the checkpoint, which is pushed with it
-        super()._save_checkpoint(*args, **kwargs)
+    # ------------------------------------------------------------------------------------- checkpoints and resume
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """In place of `Trainer`'s, which writes into the folder that a resume would read."""
+        self.saves.write(trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Also weights that FSDP has saved in shards, or that have other names."""
+        load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        self.resume.load_weights(resume_from_checkpoint, model or self.model, otherwise=load)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Names of tied weights that no checkpoint has are no news."""
+        super()._issue_warnings_after_load(without_second_names(load_result, self.model))
+
+    def _load_best_model(self) -> None:
+        """As `_load_from_checkpoint`."""
+        self.resume.load_best_weights(otherwise=super()._load_best_model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """By the parameters' names; `Trainer` goes by their order."""
+        self.resume.load_optimizer(checkpoint, otherwise=partial(super()._load_optimizer_and_scheduler, checkpoint))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Unless its file is damaged and the user goes on without."""
+        self.resume.load_scaler(checkpoint, otherwise=partial(super()._load_scaler, checkpoint))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The same."""
+        self.resume.load_random_streams(checkpoint, otherwise=partial(super()._load_rng_state, checkpoint))
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """`Trainer._evaluate`; a schedule that follows a metric stays where it is if nothing was measured for it."""
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        if not skip_scheduler and type(self.lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR"):
+            scheduler: Any = self.lr_scheduler
+            value = self.best_metric.value(self.args, metrics, self.state.global_step)
+            if value is not None:
+                scheduler.step(value)
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """`Trainer._determine_best_metric`; an evaluation that measured nothing for the metric is not better."""
+        best = self.best_metric.value if self.args.metric_for_best_model is not None else None
+        if best is not None and best(self.args, metrics, self.state.global_step) is None:
+            return False
+        return super()._determine_best_metric(metrics, trial)
 
     def create_model_card(
         self, model_name: Any = None, dataset_name: Any = None, tags: Any = None, **fields: Any

@@ -1,0 +1,327 @@
+"""Writes the checkpoints of a run: whole or not there, at once or behind training."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
+
+from groupgrad import dist, stopping
+from groupgrad.activity import Hung, doing
+from groupgrad.checkpoints import saving, sharded_files
+from groupgrad.checkpoints.manifest import file_names
+from groupgrad.checkpoints.plausible import SCHEDULER, TRAINER_STATE
+from groupgrad.errors import CheckpointNotSaved, NonFiniteError
+from groupgrad.integrations.sharding.fsdp import is_fully_sharded
+from groupgrad.memory.free_memory import free_bytes
+from groupgrad.models.adapters import adapter_settings, is_adapted
+from groupgrad.models.policy_checks import nonfinite_weights
+from groupgrad.models.unwrapping import unwrap
+from groupgrad.trainer import resumed_optimizer, resumed_options, resumed_parameters
+
+logger = logging.getLogger(__name__)
+
+
+FRACTION_FOR_COPY = 0.5
+"""Fraction of the free memory that the copy of a checkpoint may take; sampling and training need the rest."""
+
+WAIT_OF_HUNG_S = 5.0
+"""Time that a run which ends because a phase hangs waits for a checkpoint under way."""
+
+
+@dataclass(slots=True, frozen=True)
+class SaveUnderWay:
+    """A checkpoint that is written while training goes on."""
+
+    save: saving.SaveBehind
+    state: Any
+    """`TrainerState` of its step, for `on_save`."""
+    best: str | None
+    """The best checkpoint before it."""
+
+
+class Saves:
+    """The checkpoints of one trainer. It takes the place of `Trainer._save_checkpoint`, which writes in place."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self.not_saved: str | None = None
+        """Why the last checkpoint of this training could not be written; None if it was."""
+        self.last_step: int | None = None
+        """The last step that this training has saved in its folder."""
+        self._under_way: SaveUnderWay | None = None
+        """The checkpoint that is being written behind training; the same on all ranks."""
+        self._last_size: int | None = None
+        """Bytes of the last checkpoint."""
+        self._told_of_memory = False
+
+    def begin_training(self) -> None:
+        """Forgets what an earlier training has saved, and sweeps unfinished checkpoints. Collective."""
+        trainer, run_folder = self._trainer, self._run_folder()
+        self._end()
+        with dist.errors_on_all_ranks():
+            if trainer.args.should_save and os.access(run_folder, os.W_OK):
+                saving.sweep(run_folder)
+        self.not_saved = self.last_step = None
+
+    def write(self, trial: Any) -> None:
+        """Collective. Writes the checkpoint of the present step, or begins to; without space training goes on and a
+        later save may succeed."""
+        trainer = self._trainer
+        if not trainer.stops.is_pausing:  # a run without pauses has no such checkpoint
+            with trainer.goes_on_without("the model card"):
+                trainer.create_model_card()  # before the checkpoint, which is pushed with it
+        with stopping.finishing(), doing("saving"):
+            self.finish()
+            if trainer.hp_search_backend is None and trial is None:
+                trainer.store_flos()
+            best, expected = trainer.state.best_model_checkpoint, self._expected_bytes()
+            vars(trainer.callback_handler).pop("on_save", None)
+            begin = saving.save_behind if self._may_save_behind(expected) else saving.save
+            folder, step = Path(trainer._get_output_dir(trial=trial)), trainer.state.global_step
+            try:
+                saved = begin(folder, step, self._parts(folder), self._description, expected_bytes=expected)
+            except saving.SaveFailed as error:
+                self._note_not_saved(error, best)
+                self._skip_on_save()
+                return
+            if isinstance(saved, saving.SaveBehind):
+                self._under_way = SaveUnderWay(saved, copy.copy(trainer.state), best)
+                self._skip_on_save()
+            else:
+                self._note_saved(saved)
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Collective where a save is under way. Waits for it, or, without `wait`, returns if some rank still writes;
+        then does what follows a save: rotation, push, `on_save`."""
+        trainer, under_way = self._trainer, self._under_way
+        if under_way is None:
+            return
+        if not wait and not all(dist.all_gather_objects(under_way.save.is_done())):
+            return
+        self._under_way = None
+        with doing("saving"):
+            try:
+                folder = under_way.save.finish()
+            except saving.SaveFailed as error:
+                self._note_not_saved(error, under_way.best)
+                return
+            self._note_saved(folder)
+        should_save = trainer.control.should_save
+        vars(trainer.callback_handler).pop("on_save", None)
+        trainer.control = trainer.callback_handler.on_save(trainer.args, under_way.state, trainer.control)
+        trainer.control.should_save = should_save
+
+    @contextmanager
+    def until_written(self) -> Iterator[None]:
+        """Context of training, which does not end while this rank writes a checkpoint; a second interrupt ends it."""
+        self._told_of_memory = False
+        wait_s: float | None = None
+        try:
+            yield
+        except KeyboardInterrupt:
+            wait_s = 0.0
+            raise
+        except Hung:
+            wait_s = WAIT_OF_HUNG_S
+            raise
+        finally:
+            self._end(wait_s)
+
+    def raise_if_not_saved(self) -> None:
+        """CheckpointNotSaved if the training that has just ended could not write its last checkpoint."""
+        if self.not_saved is not None:
+            raise CheckpointNotSaved(
+                f"{self.not_saved}; all {self._trainer.state.global_step} steps were made, and the weights are in "
+                "memory: trainer.save_model(folder) writes them where there is space"
+            )
+
+    def check_weights(self) -> None:
+        """NonFiniteError, on every rank that has them, for trained weights that are not finite.
+
+        Collective for a model that FSDP shards, of which one rank may have them alone: all ranks raise.
+        """
+        trainer = self._trainer
+        with dist.errors_on_all_ranks() if is_fully_sharded(trainer.model) else nullcontext():
+            if bad := nonfinite_weights(unwrap(trainer.model), trained_only=True):
+                raise NonFiniteError(
+                    f"step {trainer.state.global_step}: {bad}, so they are not saved; go on from the last checkpoint "
+                    "with a lower learning_rate"
+                )
+
+    def _run_folder(self) -> Path:
+        return Path(self._trainer._get_output_dir(self._trainer.trial))
+
+    def _may_save_behind(self, expected_bytes: int) -> bool:
+        """Collective. True if the next checkpoint is written while training goes on, which a signal would end."""
+        args = self._trainer.args
+        if not args.save_in_background:
+            return False
+        free = free_bytes(torch.device("cpu"))
+        is_short = args.should_save and expected_bytes > FRACTION_FOR_COPY * free
+        is_short, is_last = (any(c) for c in zip(*dist.all_gather_objects((is_short, bool(stopping.requested())))))
+        if is_short and not self._told_of_memory:
+            self._told_of_memory = True
+            if dist.is_main():
+                logger.warning(
+                    "save_in_background: a copy of the checkpoint takes about %s bytes of memory, and %s are free, "
+                    "half of them for training; so training waits for this checkpoint to be written",
+                    f"{expected_bytes:,}",
+                    f"{free:,}",
+                )
+        return not is_short and not is_last
+
+    def _end(self, timeout_s: float | None = None) -> None:
+        """Waits for what this rank writes, without the other ranks."""
+        under_way = self._under_way
+        if under_way is None:
+            return
+        with doing("saving"):
+            if not under_way.save.wait(timeout_s):
+                return
+        self._under_way = None
+        if under_way.save.error is not None:
+            logger.error("%s; older checkpoints are as they were", under_way.save.error)
+
+    def _note_saved(self, folder: Path) -> None:
+        """After a checkpoint has its name: push it, and remove older ones."""
+        trainer, self.not_saved = self._trainer, None
+        self.last_step = saving.step_of(folder)
+        self._last_size = sum((folder / name).stat().st_size for name in file_names(folder))
+        if trainer.args.push_to_hub:
+            trainer._push_from_checkpoint(str(folder))
+        if trainer.args.should_save:
+            best = trainer.state.best_model_checkpoint
+            saving.rotate(folder.parent, trainer.args.save_total_limit, folder, best)
+
+    def _note_not_saved(self, error: saving.SaveFailed, best: str | None) -> None:
+        """After a checkpoint could not be written; `best` is the best one without it."""
+        self.not_saved, self._trainer.state.best_model_checkpoint = str(error), best
+        logger.error("%s; older checkpoints are as they were, and training goes on without this one", error)
+
+    def _skip_on_save(self) -> None:
+        """Skips `on_save` for a checkpoint that is not there, or not yet: some callbacks would read it."""
+        handler: Any = self._trainer.callback_handler
+
+        def skipped(args: Any, state: Any, control: Any) -> Any:
+            vars(handler).pop("on_save")
+            control.should_save = False
+            return control
+
+        handler.on_save = skipped
+
+    # ------------------------------------------------------------------------------------------- what is written
+
+    def _parts(self, run_folder: Path) -> list[Callable[[Path], None]]:
+        """Functions that write this rank's parts of a checkpoint into a folder; the ranks meet between them."""
+        parts = [self._write_model]
+        if not self._trainer.args.save_only_model:
+            parts += [self._write_optimizer, self._write_run_state]
+        return [*parts, lambda aside: self._write_trainer_state(run_folder, aside)]
+
+    def _write_model(self, aside: Path) -> None:
+        """Collective. The model as `save_model` writes it; for a run that FSDP shards and may resume, in shards."""
+        trainer = self._trainer
+        if not is_fully_sharded(trainer.model) or trainer.args.save_only_model:
+            trainer.save_model(str(aside), _internal_call=True)
+            return
+        self.check_weights()
+        sharded_files.save_model(aside, trainer.model, trained_only=is_adapted(trainer.model))
+        if trainer.args.should_save:
+            self._write_beside_weights(str(aside))
+
+    def _write_beside_weights(self, folder: str) -> None:
+        """Writes the configurations, the tokenizer and the arguments, as `Trainer._save` does beside the weights."""
+        model: Any = self._trainer.model
+        for config in (*getattr(model, "peft_config", {}).values(), model.config, model.generation_config):
+            config.save_pretrained(folder)
+        if self._trainer.processing_class is not None:
+            self._trainer.processing_class.save_pretrained(folder)
+        torch.save(self._trainer.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _write_optimizer(self, aside: Path) -> None:
+        """Collective under FSDP, whose optimizer is written in shards."""
+        trainer = self._trainer
+        if is_fully_sharded(trainer.model):
+            sharded_files.save_optimizer(aside, trainer.model, trainer.optimizer)
+            if trainer.args.should_save:
+                scheduler: Any = trainer.lr_scheduler
+                torch.save(scheduler.state_dict(), aside / SCHEDULER)
+        else:
+            with saving.refusals_at_the_end(aside) if trainer.is_deepspeed_enabled else nullcontext():
+                trainer._save_optimizer_and_scheduler(str(aside))
+        trainer._save_scaler(str(aside))
+
+    def _write_run_state(self, aside: Path) -> None:
+        """Random streams, and all state beyond them that a step depends on."""
+        self._trainer._save_rng_state(str(aside))
+        self._trainer.run_state.save(aside)
+        if self._trainer.stops.is_pausing:
+            self._trainer.resume.keep(self._run_folder() / aside.name)
+
+    def _write_trainer_state(self, run_folder: Path, aside: Path) -> None:
+        trainer = self._trainer
+        self._note_best(run_folder, aside)
+        if trainer.args.should_save:
+            self._collect_callback_states()
+            trainer.state.save_to_json(str(aside / TRAINER_STATE))
+
+    def _note_best(self, run_folder: Path, aside: Path) -> None:
+        """Names the best checkpoint by the path that it has, or will have, in the run's folder."""
+        state = self._trainer.state
+        if state.best_global_step:
+            best = run_folder / f"checkpoint-{state.best_global_step}"
+            if best.name == aside.name or best.exists():
+                state.best_model_checkpoint = str(best)
+
+    def _collect_callback_states(self) -> None:
+        trainer = self._trainer
+        states: dict[str, Any] = {}
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(callback, ExportableState):
+                states.setdefault(type(callback).__name__, []).append(callback.state())
+        known: Any = trainer.state.stateful_callbacks
+        for name, found in states.items():
+            known[name] = found if len(found) > 1 else found[0]
+
+    def _expected_bytes(self) -> int:
+        """Expected bytes of the next checkpoint: as many as the last one has, or else weights and optimizer state."""
+        if self._last_size is not None:
+            return self._last_size
+        trainer = self._trainer
+        model, optimizer = unwrap(trainer.model), trainer.optimizer
+        adapter = hasattr(model, "peft_config")
+        # ZeRO-3 leaves a parameter without numbers between passes.
+        sizes = [(p, getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad or not adapter]
+        weights = sum(num_numbers * p.element_size() for p, num_numbers in sizes)
+        if trainer.args.save_only_model or optimizer is None:
+            return weights
+        if trainer.is_deepspeed_enabled:  # two moments and the weights in float32, over all ranks
+            return weights + sum(12 * num_numbers for p, num_numbers in sizes if p.requires_grad)
+        states = getattr(optimizer, "state", {}).values()
+        tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+        return weights + sum(tensor.nbytes for tensor in tensors)
+
+    def _description(self) -> dict[str, Any]:
+        """The manifest's fields beside step, ranks and files."""
+        trainer = self._trainer
+        has_optimizer = not trainer.args.save_only_model
+        return {
+            "versions": resumed_options.installed_versions(),
+            "options": resumed_options.deciding_options(trainer.args),
+            "optimizer": resumed_optimizer.class_name(trainer.optimizer) if has_optimizer else None,
+            "prompts_used": trainer.resume.prompts_used(trainer.state.global_step),
+            "trained": resumed_parameters.trained_parameters(trainer.model, trainer.optimizer),
+            "adapter": json.loads(json.dumps(adapter_settings(unwrap(trainer.model)), default=str)),
+            "reference": trainer.resume.reference_identity(),
+        }
