@@ -42,7 +42,7 @@ done
 (PLAN_COMMAND,) = re.findall(r"^groupgrad plan (.*)$", SECTION.replace("\\\n", ""), re.MULTILINE)
 PLAN = re.findall(r"^(?:GiB on a device|full, zero3|A vLLM server) .*$", SECTION, re.MULTILINE)
 """The lines of `groupgrad plan` that the page shows; the slow test compares them with what it prints."""
-SERVING_GIB = re.findall(r"([\d.]+) GiB of weights on each of the serving GPUs", SECTION)
+SERVING_GIB = re.findall(r"each serving GPU holds ([\d.]+) GiB of weights", SECTION)
 QWEN_72B = {
     "model_type": "qwen2",
     "hidden_size": 8192,
