@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from collectors import make_collector
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from groupgrad import dist
@@ -24,7 +25,6 @@ from groupgrad.rollout.collector import ExperienceCollector, ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.run_folder.timings import Timings
 from groupgrad.scoring.forward import ForwardOptions
 from groupgrad.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.types import Rollout, Trace
@@ -61,10 +61,10 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
     scoring = ScoringOptions((1.0,), keep_records=True)
-    maker = ExperienceCollector(rollouts, RewardRunner(reward), scoring, Timings())
+    maker = make_collector(rollouts, RewardRunner(reward), scoring)
 
     def failing(*rows: int) -> ExperienceCollector:
-        return ExperienceCollector(Failing(rollouts, *rows), RewardRunner(reward), scoring, Timings())
+        return make_collector(Failing(rollouts, *rows), RewardRunner(reward), scoring)
 
     plan = GenerationPlan(4 // world_size, world_size, 1, 2, 1, 2)
     results = {

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from collectors import make_collector
 
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Sample, SamplingOptions
 from groupgrad.errors import RewardError, RolloutError
 from groupgrad.rewards.reward_runner import RewardRunner
-from groupgrad.rollout.collector import Experience, ExperienceCollector, ScoringOptions
+from groupgrad.rollout.collector import Experience, ScoringOptions
 from groupgrad.rollout.requests import GenerationRequest, report_failures
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.run_folder.timings import Timings
@@ -36,7 +37,7 @@ def make_generation(
     rewards = RewardRunner(functions)
     scoring = ScoringOptions(reward_weights=options.pop("reward_weights", (1.0,) * len(rewards.names)), **options)
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0)
-    collector = ExperienceCollector(rollouts, rewards, scoring, Timings())
+    collector = make_collector(rollouts, rewards, scoring)
     return collector(batch_request or request(), trainer_state=None)
 
 
@@ -144,7 +145,7 @@ def test_timings_tell_sampling_from_scoring(play, tokenizer):
     ids = tokenizer("ab")["input_ids"]
     timings = Timings()
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), play([Sample(ids, "eos")] * 4), SamplingOptions(8), seed=0)
-    collector = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), timings)
+    collector = make_collector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), timings)
     collector(request(), trainer_state=None)
     assert list(timings.take()) == ["sampling", "rewards"]
 
@@ -174,6 +175,6 @@ def test_a_generation_batch_is_sampled_in_the_context_given(play, tokenizer):
             return super().sample(*args)
 
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), NotingEngine([]), SamplingOptions(8), seed=0)
-    collector = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings(), around=around)
+    collector = make_collector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), around=around)
     collector(request(rows=[]), trainer_state=None)
     assert events == ["in", "sample", "out"]

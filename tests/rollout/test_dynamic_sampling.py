@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from collectors import make_collector
 from datasets import Dataset
 
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import BatchEngine, Sample, SamplingOptions
 from groupgrad.objectives import Advantages, compute_advantages
 from groupgrad.rewards.reward_runner import RewardRunner
-from groupgrad.rollout.collector import Experience, ExperienceCollector, ScoringOptions
+from groupgrad.rollout.collector import Experience, ScoringOptions
 from groupgrad.rollout.dynamic_sampling import DynamicSampling
 from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.run_folder.timings import Timings
 
 DATA = Dataset.from_dict({"prompt": list("abcdefgh"), "row": list(range(8))})
 
@@ -67,7 +67,7 @@ def collect(
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0)
     dynamic = DynamicSampling(num_rounds, dataset, seed=3) if num_rounds else None
     scoring = ScoringOptions((1.0,), scale_rewards="none", keep_records=True)
-    collector = ExperienceCollector(rollouts, RewardRunner([rewards]), scoring, Timings(), dynamic=dynamic)
+    collector = make_collector(rollouts, RewardRunner([rewards]), scoring, dynamic=dynamic)
     rows = {group: DATA[group] for group in range(groups)}
     size = 2 * groups
     return collector(GenerationRequest(rows, range(size), size, 2, phase, number, 9), trainer_state=None), engine
@@ -129,22 +129,16 @@ def test_rounds_end_with_their_number(tokenizer):
 def test_groups_stay_whole_where_advantages_flag_single_rows(tokenizer):
     """A subclass may find no signal in one row of a group: the group stays."""
 
-    class Hooks:
-        score_rollouts = None
-
-        def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages:
-            result = compute_advantages(rewards, [1.0], num_generations)
-            return replace(result, zero_std=torch.tensor([True, False, True, True, False, False]))
+    def advantages(rewards: torch.Tensor, num_generations: int) -> Advantages:
+        result = compute_advantages(rewards, [1.0], num_generations)
+        return replace(result, zero_std=torch.tensor([True, False, True, True, False, False]))
 
     rewards, engine = Rewards(), Asked()
-    hooks: Any = Hooks()
-    hooks.score_rollouts = RewardRunner([rewards]).score
-    collector = ExperienceCollector(
+    collector = make_collector(
         SingleTurnRollouts(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0),  # pyright: ignore
         RewardRunner([rewards]),
         ScoringOptions((1.0,)),
-        Timings(),
-        hooks=hooks,
+        advantages=advantages,
         dynamic=DynamicSampling(1, DATA, seed=3),
     )
     experience = collector(

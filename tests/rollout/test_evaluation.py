@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from collectors import make_collector
 
 from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.data.prompts import PromptMaker
@@ -16,10 +17,9 @@ from groupgrad.models.reference import Reference
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout import evaluation
-from groupgrad.rollout.collector import ExperienceCollector, ScoringOptions
+from groupgrad.rollout.collector import ScoringOptions
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.single_turn import SingleTurnRollouts
-from groupgrad.run_folder.timings import Timings
 from groupgrad.scoring.forward import ForwardOptions
 from groupgrad.scoring.old_and_ref import OldAndRefScorer
 
@@ -33,7 +33,7 @@ def length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 def evaluator(model: Any, tokenizer: Any, **options: Any) -> Evaluator:
     sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
-    maker = ExperienceCollector(rollouts, RewardRunner(length), ScoringOptions((1.0,)), Timings())
+    maker = make_collector(rollouts, RewardRunner(length), ScoringOptions((1.0,)))
     reference = Reference(model, adapter_is_fresh=False, is_synced=False) if options.get("beta") else None
     frozen = OldAndRefScorer(model, reference, ForwardOptions(), "cpu")
     return Evaluator(model, maker, frozen, PolicyOptions(**options), ForwardOptions(), 2, 0.0, "cpu")

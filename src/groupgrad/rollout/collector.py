@@ -18,7 +18,6 @@ from groupgrad.objectives import (
     Advantages,
     Aggregation,
     ScaleRewards,
-    compute_advantages,
     reward_metrics,
     reward_spread,
 )
@@ -69,21 +68,23 @@ class Experience:
     """(B,) weighted sums of the rollouts' rewards, NaN where nothing was scored."""
 
 
-class ScoringHooks(Protocol):
-    """Methods by which a subclass of the trainer may change rewards and advantages."""
+class ScoreRollouts(Protocol):
+    """The rewards of finished rollouts of this rank, at least one: (B, R) in their order, NaN where not scored."""
 
-    def score_rollouts(self, rollouts: Sequence[Rollout], *, trainer_state: Any, step: int) -> RewardTable: ...
+    def __call__(self, rollouts: Sequence[Rollout], *, trainer_state: Any, step: int) -> RewardTable: ...
 
-    def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages: ...
+
+ComputeAdvantages = Callable[[torch.Tensor, int], Advantages]
+"""The advantages of all ranks' N rows from their (N, R) rewards and the completions of a group."""
 
 
 class ExperienceCollector:
     """Makes scored generation batches. Collective: every rank takes part, also without rows of its own.
 
+    `score` and `advantages` are the trainer's `score_rollouts` and `compute_advantages`, which a subclass may define.
     vLLM samples through a `prefetcher`, which sends it the policy's weights. Any other engine samples inside the
-    context that `around` makes, which all ranks enter and leave together. `hooks` is the trainer, whose
-    `score_rollouts` and `compute_advantages` a subclass may define; None for those of this room. `dynamic` replaces
-    groups without a signal in training.
+    context that `around` makes, which all ranks enter and leave together. `dynamic` replaces groups without a signal in
+    training.
     """
 
     def __init__(
@@ -94,13 +95,13 @@ class ExperienceCollector:
         timings: Timings,
         prefetcher: RolloutPrefetcher | None = None,
         *,
+        score: ScoreRollouts,
+        advantages: ComputeAdvantages,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
-        hooks: ScoringHooks | None = None,
         dynamic: DynamicSampling | None = None,
     ):
         self.rollouts, self.rewards = rollouts, rewards
-        self._score = rewards.score if hooks is None else hooks.score_rollouts
-        self._advantages = self.compute_advantages if hooks is None else hooks.compute_advantages
+        self._score, self._advantages = score, advantages
         self.options, self.timings = options, timings
         self._around, self._dynamic = around, dynamic
         self._prefetcher, self._sample = prefetcher, prefetcher or self._sample_here
@@ -158,13 +159,6 @@ class ExperienceCollector:
         if problems:
             report_failures(problems, request)
         return ScoredRollouts(rollouts, table, rewards, tokens)
-
-    def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages:
-        """The advantages of all N rows of a generation batch from (N, R) rewards, NaN where not scored."""
-        weights = self.options.reward_weights
-        return compute_advantages(
-            rewards, weights, num_generations, self.options.scale_rewards, self.options.aggregation
-        )
 
     @staticmethod
     def spread(batches: Sequence[tuple[RewardTable, Sequence[float]]]) -> dict[str, float]:

@@ -378,9 +378,12 @@ def build_components(
     rewards: RewardRunner,
     timings: Timings,
     rollout_components: RolloutComponents,
-    trainer: Any = None,
+    trainer: Any,
 ) -> TrainerComponents:
-    """Makes the components of a run from the configuration. A user's rollout function is called with `trainer`."""
+    """Makes the components of a run from the configuration.
+
+    A user's rollout function is called with `trainer`, whose `score_rollouts` and `compute_advantages` serve.
+    """
     pad_id = int(policy.tokenizer.pad_token_id)
     policy_options = component_options.policy_options(config, prompt_maker.max_context)
     forward_options = component_options.forward_options(config, pad_id=pad_id, aux_loss=policy.aux_loss_coef != 0.0)
@@ -414,7 +417,11 @@ def build_components(
         component_options.dynamic_sampling(config, trainer.train_dataset) if config.dynamic_sampling_rounds else None
     )
     collector = ExperienceCollector(
-        rollouts, rewards, scoring, timings, prefetcher, around=around, hooks=trainer, dynamic=dynamic
+        *(rollouts, rewards, scoring, timings, prefetcher),
+        score=trainer.score_rollouts,
+        advantages=trainer.compute_advantages,
+        around=around,
+        dynamic=dynamic,
     )
     evaluator = Evaluator(
         model=policy.model,

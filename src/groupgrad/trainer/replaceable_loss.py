@@ -28,15 +28,19 @@ class ReplaceableLoss:
         return self.batch_loss(model, inputs).loss
 
     @property
-    def _has_own_compute_loss(self) -> bool:
+    def _uses_builtin_compute_loss(self) -> bool:
         """True if neither a subclass nor a script has replaced `compute_loss`."""
         return getattr(self.compute_loss, "__func__", None) is ReplaceableLoss.compute_loss
 
     @property
-    def _has_own_loss(self) -> bool:
-        """True if `batch_loss` and `compute_loss` are the trainer's own: rows without advantage then have no loss."""
-        own = getattr(self.batch_loss, "__func__", None)
-        return self._has_own_compute_loss and getattr(own, "__module__", "") == "groupgrad.trainer.trainer"
+    def _uses_builtin_loss(self) -> bool:
+        """True if neither `batch_loss` nor `compute_loss` is replaced: rows without advantage then have no loss."""
+        function = getattr(self.batch_loss, "__func__", None)
+        return self._uses_builtin_compute_loss and getattr(function, "__module__", "") == "groupgrad.trainer.trainer"
+
+    def _loss_with_gradient(self, model: nn.Module, batch: Batch) -> PolicyLoss:
+        """`batch_loss`, by way of `compute_loss` if that is replaced."""
+        return self.batch_loss(model, batch) if self._uses_builtin_compute_loss else self._replaced_loss(model, batch)
 
     def _replaced_loss(self, model: nn.Module, batch: Batch) -> PolicyLoss:
         """The replaced `compute_loss`, with the metrics of each `batch_loss` that it calls."""

@@ -42,6 +42,7 @@ from groupgrad.objectives import (
     Advantages,
     OnPolicyInfo,
     PolicyLoss,
+    compute_advantages,
     known_scores,
     policy_loss,
 )
@@ -243,7 +244,7 @@ class GRPOTrainer(Hooks):
             self._rules,
             self._on_policy,
             entropy_coef=self.entropy_controller.applied,
-            every_row=not self._has_own_loss,
+            every_row=not self._uses_builtin_loss,
         )
 
     def _sample(self, key: MicroBatchKey, index: int) -> Batch:
@@ -305,14 +306,16 @@ class GRPOTrainer(Hooks):
             return self.components.scorer.policy(batch, rows_per_pass=self.plan.micro_batch_rows).entropy
 
     def _loss(self, model: nn.Module, part: MicroBatch) -> PolicyLoss:
-        """The loss of rows that all need the same passes, with a gradient if they need a backward pass."""
+        """The loss of rows that all need the same passes, with a gradient if they need a backward pass.
+
+        Rows without a gradient are scored for the loss's value and its metrics alone, by the model without DeepSpeed's
+        wrapper: ranks may differ in the number of such passes.
+        """
         batch = part.batch.to(self.args.device)
         with self.compute_loss_context_manager():
             if part.passes == FORWARD_AND_BACKWARD:
-                loss_of = self.batch_loss if self._has_own_compute_loss else self._replaced_loss
-                return loss_of(model, batch)
+                return self._loss_with_gradient(model, batch)
             with torch.no_grad():
-                # The model without DeepSpeed's wrapper: ranks may differ in the number of such passes.
                 return self.batch_loss(unwrap(model), batch, known=part.passes == NO_PASS)
 
     def batch_loss(self, model: nn.Module, batch: Batch, *, known: bool = False) -> PolicyLoss:
@@ -352,7 +355,9 @@ class GRPOTrainer(Hooks):
 
         Every rank gets the same rewards and must return the same advantages. A subclass may change them.
         """
-        return self.components.collector.compute_advantages(rewards, num_generations)
+        options = self.components.collector.options
+        weights, scale, aggregation = options.reward_weights, options.scale_rewards, options.aggregation
+        return compute_advantages(rewards, weights, num_generations, scale, aggregation)
 
     def _end_step(self, step: int) -> None:
         """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""
@@ -414,7 +419,7 @@ class GRPOTrainer(Hooks):
         limit, is_native = tolerance(self.rounding, self.args.temperature), isinstance(self.engine, NativeEngine)
         self.mismatch_watch = MismatchWatch(limit, is_native=is_native)
         self.signal_watch = None
-        if self._has_own_compute_loss and type(self).batch_loss is GRPOTrainer.batch_loss:
+        if self._uses_builtin_compute_loss and type(self).batch_loss is GRPOTrainer.batch_loss:
             self.signal_watch = build.signal_watch(self.args, self._policy)
         self.gradient_sums, self.memory = build.gradient_memory(
             self.args, self.model, self.components.forward_options, self.checkpointing, self.accelerator
