@@ -117,8 +117,8 @@ def ranks_of(case: dict[str, Any]) -> int:
 
 
 def predicted(case: dict[str, Any]) -> int:
-    """Bytes that the plan predicts."""
-    from groupgrad.apps.plan.memory import RunSizes, predict
+    """Bytes that the plan predicts, less those of the process without a model."""
+    from groupgrad.apps.plan.memory import CPU_PROCESS, RunSizes, predict
     from groupgrad.apps.plan.shapes import model_shape
 
     names = ("prompt", "completion", "group", "adapter", "checkpointing", "reference", "half", "weight_bytes")
@@ -126,7 +126,7 @@ def predicted(case: dict[str, Any]) -> int:
     sizes["devices"] = ranks_of(case)
     sizes |= {"rows": case["group"] * case["accumulation"], "accumulates": case["accumulation"] > 1}
     shape = model_shape("case", make_config(case), half=case["half"])
-    return predict(shape, RunSizes(**sizes, micro_batch=case["group"], on_gpu=False)).peak
+    return predict(shape, RunSizes(**sizes, micro_batch=case["group"], on_gpu=False)).peak - CPU_PROCESS
 
 
 def sharded(case: dict[str, Any]) -> dict[str, Any]:

@@ -222,13 +222,13 @@ def test_the_table_has_the_share_of_a_colocated_vllm(planned: Any, capsys: Any) 
     assert planned(f"{words} --vllm-colocate") == 0
     shown = capsys.readouterr().out
     rows = {line[:16].strip(): line[16:].split() for line in shown.split("\n\n")[1].splitlines()}
-    assert rows["GiB on a device"][8:] == ["vLLM", "micro-batch"]
+    assert rows["GiB on a device"][9:] == ["vLLM", "micro-batch"]
     share = re.search(r"vllm_gpu_memory_utilization=([\d.]+)", shown)
-    assert share is not None and float(rows["full, zero1"][8]) == round(float(share[1]) * 80e9 / 2**30, 2)
+    assert share is not None and float(rows["full, zero1"][9]) == round(float(share[1]) * 80e9 / 2**30, 2)
     # At least 2 bytes a weight, a tenth of that as a workspace, and a row of 8,192 + 512 tokens.
     least = 2.2 * 7_615_616_512 + (8192 + 512) * 28 * 2 * 4 * 128 * 2
-    assert rows["full"][8:] == [f"{least / 2**30:.2f}", "does", "not", "fit"]
-    assert rows["full, fsdp2"][8:] == ["-", "refused"]
+    assert rows["full"][9:] == [f"{least / 2**30:.2f}", "does", "not", "fit"]
+    assert rows["full, fsdp2"][9:] == ["-", "refused"]
     assert planned(words) == 0
     assert " vLLM " not in capsys.readouterr().out.split("\n\n")[1]
 

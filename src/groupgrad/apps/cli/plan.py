@@ -12,7 +12,7 @@ from groupgrad.imports import quick_imports
 
 __all__ = ["main", "parser"]
 
-_PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scratch", "keys_values", "peak")
+_PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scratch", "keys_values", "context", "peak")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -99,7 +99,7 @@ def _run_sizes(options: Any) -> Any:
 
 def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
     head = f"{shape.name}: {shape.parameters:,} parameters in {shape.layers} layers; {sizes.devices} x {_gib(device)}"
-    names = [part.replace("keys_values", "keys/values") for part in _PARTS]
+    names = [{"keys_values": "keys/values", "context": "libraries"}.get(part, part) for part in _PARTS]
     if sizes.colocate:
         names.append("vLLM")
     lines = [head, "", f"{'GiB on a device':<16}" + "".join(f"{name:>12}" for name in names) + "  micro-batch"]

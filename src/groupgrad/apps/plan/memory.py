@@ -27,6 +27,8 @@ _HEAD_SCRATCH = {"cpu": 3 * 512 * 2048 * 4, "cuda": 3 * 4096 * 8192 * 4}
 _CUDA_CONTEXT = 600 * 2**20
 _CPU_CONTEXT = 32 * 2**20
 """Code and tables that the first step of a process loads; measured, see `bench/plan_accuracy.py`."""
+CPU_PROCESS = 470 * 2**20
+"""Python with torch, transformers and datasets in a process on a CPU, before it has a model; measured."""
 
 
 _SHARDS_CODE = 35 * 2**20
@@ -128,7 +130,7 @@ class Memory:
     keys_values: int
     """Keys, values and recurrent states of the rows that are sampled at a time, and of their prompts."""
     context: int
-    """Bytes that the device's library takes for itself."""
+    """Bytes that the device's library takes for itself; on a CPU the interpreter and its libraries."""
     accumulates: bool
     """Gradients are held beside whole activations."""
 
@@ -179,7 +181,7 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
     if sizes.sharding != "ddp":
         optimizer //= sizes.devices
     passes = pass_sizes(sizes, shape.hidden)
-    tokens = max(passes)
+    tokens = _largest_pass(passes, sizes, shape.hidden)
     one_layer = int(shape.layer_bytes * tokens)
     activations = int((shape.all_layers_bytes + shape.other_bytes) * tokens)
     if sizes.checkpointing:
@@ -204,7 +206,9 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         + _ring(shape, sizes, tokens),
         keys_values=_keys_values(shape, sizes) if sizes.samples else 0,
         update=_update(shape, sizes) + _before_update(trained, sizes),
-        context=_CUDA_CONTEXT if sizes.on_gpu else _CPU_CONTEXT + (sizes.sharding != "ddp") * _SHARDS_CODE,
+        context=_CUDA_CONTEXT
+        if sizes.on_gpu
+        else CPU_PROCESS + _CPU_CONTEXT + (sizes.sharding != "ddp") * _SHARDS_CODE,
         accumulates=sizes.accumulates or len(passes) > 1,
     )
 
@@ -220,6 +224,12 @@ def pass_sizes(sizes: RunSizes, hidden_size: int) -> list[int]:
     limit = tokens_per_pass(hidden_size) * ranks
     parts = [range(len(costs))] if sizes.on_gpu else split_to_size(costs, limit)
     return [-(-total_cost(costs[row] for row in rows) // ranks) for rows in parts] * ranks
+
+
+def _largest_pass(passes: list[int], sizes: RunSizes, hidden_size: int) -> int:
+    """Tokens of the largest pass. Where passes are cut on a CPU, rows that end earlier fill one up to the limit."""
+    total = sum(passes) // sizes.context_parallel_size
+    return max(*passes, 0 if sizes.on_gpu else min(tokens_per_pass(hidden_size), total))
 
 
 def _update(shape: ModelShape, sizes: RunSizes) -> int:
