@@ -29,8 +29,6 @@ _CPU_CONTEXT = 32 * 2**20
 """Code and tables that the first step of a process loads; measured, see `bench/plan_accuracy.py`."""
 CPU_PROCESS = 470 * 2**20
 """Python with torch, transformers and datasets in a process on a CPU, before it has a model; measured."""
-
-
 _SHARDS_CODE = 35 * 2**20
 """Code and tables of FSDP or DeepSpeed in a process on a CPU; measured."""
 
@@ -211,6 +209,13 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         else CPU_PROCESS + _CPU_CONTEXT + (sizes.sharding != "ddp") * _SHARDS_CODE,
         accumulates=sizes.accumulates or len(passes) > 1,
     )
+
+
+def _context(sizes: RunSizes) -> int:
+    """Bytes of the device's library, or of a process on a CPU."""
+    if sizes.on_gpu:
+        return _CUDA_CONTEXT
+    return CPU_PROCESS + _CPU_CONTEXT + (0 if sizes.sharding == "ddp" else _SHARDS_CODE)
 
 
 def pass_sizes(sizes: RunSizes, hidden_size: int) -> list[int]:
