@@ -47,8 +47,10 @@ _TRAINERS = (
 _MOVED = {
     **{name: f"apps.{name}" for name in ("cli", "demo", "replay", "sweep")},
     "engines.vllm": "integrations.vllm",
+    "rewards.accuracy_rewards": "rewards.accuracy",
+    **{f"rewards.{name}_rewards": "rewards.shaping" for name in ("format", "other")},
 }
-"""Folders of earlier releases: where they are now."""
+"""Modules of earlier releases and of TRL: where their names are now."""
 
 
 def find(name: str, where: str) -> Any:
