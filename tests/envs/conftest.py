@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from example_environments import Base
 
 from groupgrad.concurrency.workers import Workers
+from groupgrad.envs.environments import Environments
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +17,20 @@ def workers() -> Iterator[Workers]:
     pool = Workers(8, blocked_s=0.2)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Environments]]:
+    """Makes environments that are closed after the test."""
+    made: list[Environments] = []
+
+    def make(*arguments: Any, **options: Any) -> Environments:
+        made.append(Environments(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for environments in made:
+        environments.close()
 
 
 @pytest.fixture(autouse=True)

@@ -22,12 +22,12 @@ from groupgrad.envs.tools import make_tools
 # What they may look like
 
 
-def test_public_methods_of_the_class_are_tools(workers: Workers):
+def test_public_methods_of_the_class_are_tools(workers: Workers, make: Any):
     def ping() -> str:
         """Pings."""
         return "pong"
 
-    environments = Environments(Counter, make_tools([ping]))
+    environments = make(Counter, make_tools([ping]))
     handle = start(environments, workers)
     assert names(handle) == ["ping", "increment", "decrement", "limit", "hang"]
     assert environments.schemas == {"Counter": handle.toolbox.schemas}
@@ -41,22 +41,10 @@ def test_public_methods_of_the_class_are_tools(workers: Workers):
     assert handle.instance.count == 3
     for name in ("reset", "get_reward", "close", "twice", "_private", "count"):
         assert call_method(handle, workers, name).content.startswith(f"there is no tool '{name}'")
-    environments.close()
-
-
-def test_inherited_methods_are_tools_unless_a_subclass_hides_them(workers: Workers):
-    environments = Environments(Child)
-    handle = start(environments, workers)
-    assert names(handle) == ["increment", "decrement", "limit", "extra"]
-    assert call_method(handle, workers, "increment", step=5).content == "10"
-    environments.close()
-
-
-def test_an_environment_without_tools(workers: Workers):
-    environments = Environments(Silent)
-    handle = start(environments, workers, {"prompt": []})
-    assert handle.toolbox.schemas == []
-    environments.close()
+    child = start(make(Child), workers)  # it hides one of the inherited methods
+    assert names(child) == ["increment", "decrement", "limit", "extra"]
+    assert call_method(child, workers, "increment", step=5).content == "10"
+    assert start(make(Silent), workers, {"prompt": []}).toolbox.schemas == []
 
 
 def fails() -> Any:
@@ -115,23 +103,22 @@ def test_factories_that_cannot_be_used_are_refused(factories: Any, error: type[E
     assert all(instance.log == ["close"] for instance in Base.made)
 
 
-def test_a_factory_that_returns_one_instance_twice_is_refused(workers: Workers):
-    environments = Environments(functools.cache(Counter))
+def test_a_factory_that_returns_one_instance_twice_is_refused(workers: Workers, make: Any):
+    environments = make(functools.cache(Counter))
     first, second = (environments.acquire({}) for _ in range(2))
-    assert first.reset({}, workers, 5).result(5).problem == ""
-    problem = second.reset({}, workers, 5).result(5).problem
+    assert first.reset({}, workers, 5).result(5).error is None
+    problem = str(second.reset({}, workers, 5).result(5).error)
     assert "the same Counter twice" in problem
     with pytest.raises(ValueError, match="the same Counter twice"):
         one = Counter()
         Environments({"a": lambda: one, "b": lambda: one})
-    environments.close()
 
 
 # Which one a row gets
 
 
-def test_a_rows_column_chooses_and_is_not_given_to_reset(workers: Workers):
-    environments = Environments({"easy": Counter, "hard": Child, "silent": Silent})
+def test_a_rows_column_chooses_and_is_not_given_to_reset(workers: Workers, make: Any):
+    environments = make({"easy": Counter, "hard": Child, "silent": Silent})
     assert list(environments.schemas) == ["easy", "hard", "silent"]
     handle = start(environments, workers, {"prompt": [], "environment": "hard", "goal": 3})
     assert (handle.spec.name, handle.spec.reward_name, type(handle.instance)) == ("hard", "Child", Child)
@@ -147,28 +134,25 @@ def test_a_rows_column_chooses_and_is_not_given_to_reset(workers: Workers):
         with pytest.raises(ValueError) as raised:
             environments.acquire(row)
         assert words in str(raised.value)
-    environments.close()
 
 
-def test_a_single_environment_is_given_every_column(workers: Workers):
-    environments = Environments(Counter)
+def test_a_single_environment_is_given_every_column(workers: Workers, make: Any):
+    environments = make(Counter)
     row = {"prompt": [{"role": "user", "content": "go"}], "environment": "any"}
     assert start(environments, workers, row).instance.log == [row]
-    environments.close()
 
 
-def test_reset_is_given_the_columns_that_it_names(workers: Workers):
-    environments = Environments(Silent)
+def test_reset_is_given_the_columns_that_it_names(workers: Workers, make: Any):
+    environments = make(Silent)
     handle = start(environments, workers, {"prompt": ["a"], "level": 4, "answer": 2})
     assert handle.instance.log == [(["a"], 4)]
     environments.release(handle)
     outcome = environments.acquire({}).reset({"level": 1}, workers, 5).result(5)
-    assert outcome.problem.startswith("Silent.reset failed: TypeError")
-    assert "prompt" in outcome.problem
-    environments.close()
+    assert str(outcome.error).startswith("Silent.reset failed: TypeError")
+    assert "prompt" in str(outcome.error)
 
 
-def test_reset_cannot_change_the_data_set(workers: Workers):
+def test_reset_cannot_change_the_data_set(workers: Workers, make: Any):
     def reset(self: Any, prompt: Any, table: Any, numbers: Any, image: Any, **kwargs: Any) -> None:
         prompt[0]["content"] += "!"
         prompt.append("more")
@@ -176,7 +160,7 @@ def test_reset_cannot_change_the_data_set(workers: Workers):
         numbers += 1
         self.image = image
 
-    environments = Environments(variant(reset))
+    environments = make(variant(reset))
     image = object()
     row = {"prompt": [{"content": "x"}], "table": {"a": ([1, 2],)}, "numbers": np.zeros(2), "image": image}
     handle = start(environments, workers, row)
@@ -184,14 +168,13 @@ def test_reset_cannot_change_the_data_set(workers: Workers):
     assert row["table"] == {"a": ([1, 2],)}
     assert row["numbers"].tolist() == [0, 0]
     assert handle.instance.image is image  # what containers hold is not copied
-    environments.close()
 
 
 # The pool
 
 
-def test_instances_are_reused_and_their_number_grows_with_need(workers: Workers):
-    environments = Environments(Counter, reuse=True)
+def test_instances_are_reused_and_their_number_grows_with_need(workers: Workers, make: Any):
+    environments = make(Counter, reuse=True)
     assert len(Base.made) == 1
     for count in (3, 2, 4):
         handles = [start(environments, workers) for _ in range(count)]
@@ -201,7 +184,6 @@ def test_instances_are_reused_and_their_number_grows_with_need(workers: Workers)
             environments.release(handle)
             environments.release(handle)  # the second time changes nothing
     assert len(Base.made) == 4
-    environments.close()
 
 
 def test_instances_of_one_rollout_each_are_closed_after_it(workers: Workers):
@@ -223,7 +205,7 @@ def test_an_instance_with_a_running_call_is_not_reused(workers: Workers):
     assert handle.must_discard
     busy = call_method(handle, workers, "increment", step=1)
     assert (busy.failed, "still busy with an earlier call" in busy.content) == (True, True)
-    assert "still busy" in handle.get_reward(workers, 5).result(5).problem
+    assert "still busy" in str(handle.get_reward(workers, 5).result(5).error)
 
     handle.instance.release.set()
     end = time.monotonic() + 5
@@ -238,8 +220,8 @@ def test_an_instance_with_a_running_call_is_not_reused(workers: Workers):
     assert [instance.log.count("close") for instance in Base.made] == [1, 1]
 
 
-def test_an_instance_released_during_a_call_is_not_reused(workers: Workers):
-    environments = Environments(Counter)
+def test_an_instance_released_during_a_call_is_not_reused(workers: Workers, make: Any):
+    environments = make(Counter)
     handle = start(environments, workers)
     running = handle.toolbox.call(ToolCall("hang"), workers, PATIENT)
     queued = handle.toolbox.call(ToolCall("increment", {"step": 1}), workers, PATIENT)
@@ -250,16 +232,14 @@ def test_an_instance_released_during_a_call_is_not_reused(workers: Workers):
     handle.instance.release.set()
     assert running.result(5).content == "late"
     assert queued.result(5).content == "Error: the episode is over"
-    environments.close()
 
 
-def test_calls_of_one_message_reach_the_environment_in_their_order(workers: Workers):
-    environments = Environments(Counter)
+def test_calls_of_one_message_reach_the_environment_in_their_order(workers: Workers, make: Any):
+    environments = make(Counter)
     handles = [start(environments, workers) for _ in range(8)]
     calls = [ToolCall("increment", {"step": 5}), ToolCall("decrement", {"step": 2}), ToolCall("increment", {"step": 1})]
     futures = [[handle.toolbox.call(call, workers, PATIENT) for call in calls] for handle in handles]
     assert [[future.result(5).content for future in of_handle] for of_handle in futures] == [["5", "3", "4"]] * 8
-    environments.close()
 
 
 # Closing
@@ -355,7 +335,7 @@ Environments(Counter)  # dropped at once, as by a trainer whose constructor fail
 environments, workers = Environments(Counter), Workers(2)
 handles = [environments.acquire({}) for _ in range(2)]
 for handle in handles:
-    assert handle.reset({}, workers, 5).result(10).problem == ""
+    assert handle.reset({}, workers, 5).result(10).error is None
 workers.call(handles[0].method("hang"), {}, timeout_s=60)
 """
 

@@ -16,34 +16,89 @@ from example_environments import Base, Child, Counter, Silent, call_method, star
 from groupgrad.concurrency.workers import Workers
 from groupgrad.envs.environments import Environments, add_observation
 
-# Resets
-
-
 BLOCKS = [{"type": "text", "text": "look"}, {"type": "image", "image": 1}]
 
 
-@pytest.mark.parametrize("value", [None, "", "hello", BLOCKS, []])
-@pytest.mark.parametrize("is_async", [False, True])
-def test_observations(workers: Workers, value: Any, is_async: bool):
-    async def later(self: Any, **kwargs: Any) -> Any:
-        await asyncio.sleep(0)
+def returning(value: Any, is_async: bool) -> Any:
+    """A method that returns or raises `value`."""
+
+    def now(self: Any, **kwargs: Any) -> Any:
+        if isinstance(value, Exception):
+            raise value
         return value
 
-    environments = Environments(variant(later if is_async else lambda self, **kwargs: value))
-    outcome = environments.acquire({}).reset({}, workers, 5).result(5)
-    assert (outcome.value, outcome.problem) == (value, "")
-    environments.close()
+    async def later(self: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)
+        return now(self)
+
+    return later if is_async else now
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(
-    "value, type_name", [(3, "int"), ({"a": 1}, "dict"), (["a"], "list"), ([{"text": "a"}], "list")]
+    "value, problem",
+    [
+        *((value, None) for value in (None, "", "hello", BLOCKS, [])),
+        (3, "Variant.reset returned a int"),
+        ({"a": 1}, "Variant.reset returned a dict"),
+        (["a"], "Variant.reset returned a list"),
+        ([{"text": "a"}], "Variant.reset returned a list"),
+        (ConnectionError("no server"), "Variant.reset failed: ConnectionError: no server"),
+    ],
 )
-def test_a_return_value_that_is_no_observation_fails_the_reset(workers: Workers, value: Any, type_name: str):
-    environments = Environments(variant(lambda self, **kwargs: value))
-    outcome = environments.acquire({}).reset({}, workers, 5).result(5)
-    assert outcome.value is None
-    assert f"Variant.reset returned a {type_name}" in outcome.problem
-    environments.close()
+def test_observations(workers: Workers, make: Any, value: Any, problem: str | None, is_async: bool):
+    handle = make(variant(returning(value, is_async))).acquire({})
+    outcome = handle.reset({}, workers, 5).result(5)
+    assert outcome.value == (value if problem is None else None)
+    assert outcome.error is None if problem is None else problem in str(outcome.error)
+    assert handle.must_discard == (problem is not None)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    "value, reward, problem",
+    [
+        (1, 1.0, None),
+        (True, 1.0, None),
+        (0.5, 0.5, None),
+        (None, None, None),
+        (float("nan"), None, None),
+        (np.float32(0.25), 0.25, None),
+        (np.bool_(False), 0.0, None),
+        (torch.tensor(2.0), 2.0, None),
+        ("1", None, "Variant.get_reward returned a str; return a number, or None"),
+        ([1.0], None, "returned a list"),
+        (torch.ones(2), None, "returned a Tensor"),
+        (float("inf"), None, "returned inf; return a finite number"),
+        (ZeroDivisionError("no steps"), None, "Variant.get_reward failed: ZeroDivisionError: no steps"),
+    ],
+)
+def test_rewards(workers: Workers, make: Any, value: Any, reward: float | None, problem: str | None, is_async: bool):
+    handle = start(make(variant(get_reward=returning(value, is_async))), workers)
+    outcome = handle.get_reward(workers, 5).result(5)
+    assert outcome.value == reward
+    assert outcome.error is None if problem is None else problem in str(outcome.error)
+    assert not handle.must_discard
+
+
+def test_resets_and_rewards_have_deadlines(workers: Workers, make: Any):
+    def hang(self: Any, **kwargs: Any) -> None:
+        self.release.wait()
+
+    async def hang_async(self: Any, **kwargs: Any) -> None:
+        await asyncio.Event().wait()
+
+    for methods in ({"reset": hang}, {"reset": hang_async}, {"get_reward": hang}):
+        handle = make(variant(**methods)).acquire({})
+        began = time.monotonic()
+        outcome = handle.reset({}, workers, 0.2).result(5)
+        if "get_reward" in methods:
+            assert outcome.error is None
+            outcome = handle.get_reward(workers, 0.2).result(5)
+        (method,) = methods
+        assert outcome.value is None
+        assert str(outcome.error) == f"Variant.{method} failed: no answer within 0.2 seconds"
+        assert time.monotonic() - began < 2 and handle.must_discard
 
 
 def test_an_instance_whose_reset_fails_is_replaced(workers: Workers):
@@ -53,31 +108,11 @@ def test_an_instance_whose_reset_fails_is_replaced(workers: Workers):
 
     environments = Environments(variant(reset))
     handle = environments.acquire({})
-    outcome = handle.reset({"fail": True}, workers, 5).result(5)
-    assert outcome.problem == "Variant.reset failed: ConnectionError: no server"
-    assert handle.must_discard
+    assert handle.reset({"fail": True}, workers, 5).result(5).error is not None
     environments.release(handle)
     assert start(environments, workers, {"fail": False}).instance is Base.made[1]
     environments.close()
     assert [instance.log for instance in Base.made] == [["close"], ["close"]]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_reset_that_hangs_has_a_deadline(workers: Workers, is_async: bool):
-    def hang(self: Any, **kwargs: Any) -> None:
-        self.release.wait()
-
-    async def hang_async(self: Any, **kwargs: Any) -> None:
-        await asyncio.Event().wait()
-
-    environments = Environments(variant(hang_async if is_async else hang))
-    handle = environments.acquire({})
-    began = time.monotonic()
-    outcome = handle.reset({}, workers, 0.2).result(5)
-    assert outcome.problem == "Variant.reset failed: no answer within 0.2 seconds"
-    assert time.monotonic() - began < 2
-    assert handle.must_discard
-    environments.close()
 
 
 class Flaky:
@@ -102,10 +137,10 @@ def test_a_factory_that_fails_later_fails_the_reset(workers: Workers):
     problems = []
     for _ in range(2):
         handle = environments.acquire({})
-        problems.append(handle.reset({}, workers, 5).result(5).problem)
+        problems.append(str(handle.reset({}, workers, 5).result(5).error))
         assert handle.instance is None
         assert call_method(handle, workers, "limit").content == "Error: the environment was not started"
-        assert "not started" in handle.get_reward(workers, 5).result(5).problem
+        assert "not started" in str(handle.get_reward(workers, 5).result(5).error)
         environments.release(handle)
     assert problems[0] == "the environment 'Counter' could not be created: OSError: full"
     assert "made a Silent, but a Counter at first" in problems[1]
@@ -118,7 +153,7 @@ def test_an_instance_that_is_created_too_late_serves_a_later_rollout(workers: Wo
     environments = Environments(Flaky(Counter, event))
     first = start(environments, workers)
     handle = environments.acquire({})
-    assert "no answer within" in handle.reset({}, workers, 0.2).result(5).problem
+    assert "no answer within" in str(handle.reset({}, workers, 0.2).result(5).error)
     environments.release(handle)
     event.set()
     end = time.monotonic() + 5
@@ -128,69 +163,6 @@ def test_an_instance_that_is_created_too_late_serves_a_later_rollout(workers: Wo
     assert handle.instance.log == []  # it was not reset for the rollout that had given up
     environments.close()
     assert Base.made[1].log == ["close"]
-
-
-# Rewards
-
-
-@pytest.mark.parametrize(
-    "value, reward",
-    [
-        (1, 1.0),
-        (True, 1.0),
-        (0.5, 0.5),
-        (None, None),
-        (float("nan"), None),
-        (np.float32(0.25), 0.25),
-        (np.bool_(False), 0.0),
-        (torch.tensor(2.0), 2.0),
-    ],
-)
-@pytest.mark.parametrize("is_async", [False, True])
-def test_rewards(workers: Workers, value: Any, reward: float | None, is_async: bool):
-    async def later(self: Any) -> Any:
-        await asyncio.sleep(0)
-        return value
-
-    environments = Environments(variant(get_reward=later if is_async else lambda self: value))
-    outcome = start(environments, workers).get_reward(workers, 5).result(5)
-    assert (outcome.value, outcome.problem) == (reward, "")
-    environments.close()
-
-
-@pytest.mark.parametrize(
-    "value, words",
-    [
-        ("1", "Variant.get_reward returned a str; return a number, or None"),
-        ([1.0], "returned a list"),
-        (torch.ones(2), "returned a Tensor"),
-        (float("inf"), "returned inf; return a finite number"),
-        (ZeroDivisionError("no steps"), "Variant.get_reward failed: ZeroDivisionError: no steps"),
-    ],
-)
-def test_a_reward_that_cannot_be_used_is_recorded(workers: Workers, value: Any, words: str):
-    def get_reward(self: Any) -> Any:
-        if isinstance(value, Exception):
-            raise value
-        return value
-
-    environments = Environments(variant(get_reward=get_reward))
-    handle = start(environments, workers)
-    outcome = handle.get_reward(workers, 5).result(5)
-    assert outcome.value is None
-    assert words in outcome.problem
-    assert not handle.must_discard
-    environments.close()
-
-
-def test_a_reward_that_hangs_has_a_deadline(workers: Workers):
-    environments = Environments(variant(get_reward=lambda self: self.release.wait()))
-    handle = start(environments, workers)
-    outcome = handle.get_reward(workers, 0.2).result(5)
-    assert outcome.value is None
-    assert outcome.problem == "Variant.get_reward failed: no answer within 0.2 seconds"
-    assert handle.must_discard
-    environments.close()
 
 
 def test_rewards_go_by_the_names_of_classes(workers: Workers):
@@ -206,9 +178,16 @@ def test_rewards_go_by_the_names_of_classes(workers: Workers):
 # Observations in the prompt
 
 
-USER = {"role": "user", "content": "Go."}
 SYSTEM = {"role": "system", "content": "Be brief."}
 IMAGE = {"type": "image", "image": 1}
+
+
+def user(content: Any = "Go.") -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
 
 
 def text(words: str) -> dict[str, Any]:
@@ -218,34 +197,19 @@ def text(words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "messages, observation, expected",
     [
-        ([SYSTEM, USER], " Now.", [SYSTEM, {"role": "user", "content": "Go. Now."}]),
-        ([SYSTEM, USER], None, [SYSTEM, USER]),
-        ([SYSTEM, USER], "", [SYSTEM, USER]),
-        ([SYSTEM, USER], [], [SYSTEM, USER]),
-        ([USER], [IMAGE], [{"role": "user", "content": [text("Go."), IMAGE]}]),
+        ([SYSTEM, user()], " Now.", [SYSTEM, user("Go. Now.")]),
+        *(([SYSTEM, user()], nothing, [SYSTEM, user()]) for nothing in (None, "", [])),
+        ([user()], [IMAGE], [user([text("Go."), IMAGE])]),
+        ([user([IMAGE])], "Now.", [user([IMAGE, text("Now.")])]),
+        ([user([IMAGE])], [text("Now.")], [user([IMAGE, text("Now.")])]),
+        ([user(None)], "Now.", [user("Now.")]),
+        ([{"role": "user"}], [IMAGE], [user([IMAGE])]),
+        ([SYSTEM], "Now.", [SYSTEM, user("Now.")]),
+        ([], [IMAGE], [user([IMAGE])]),
         (
-            [{"role": "user", "content": [IMAGE]}],
-            "Now.",
-            [{"role": "user", "content": [IMAGE, text("Now.")]}],
-        ),
-        (
-            [{"role": "user", "content": [IMAGE]}],
-            [text("Now.")],
-            [{"role": "user", "content": [IMAGE, text("Now.")]}],
-        ),
-        ([{"role": "user", "content": None}], "Now.", [{"role": "user", "content": "Now."}]),
-        ([{"role": "user"}], [IMAGE], [{"role": "user", "content": [IMAGE]}]),
-        ([SYSTEM], "Now.", [SYSTEM, {"role": "user", "content": "Now."}]),
-        ([], [IMAGE], [{"role": "user", "content": [IMAGE]}]),
-        (
-            [USER, {"role": "assistant", "content": "Yes?"}, USER, {"role": "assistant", "content": "So"}],
+            [user(), assistant("Yes?"), user(), assistant("So")],
             "!",
-            [
-                USER,
-                {"role": "assistant", "content": "Yes?"},
-                {"role": "user", "content": "Go.!"},
-                {"role": "assistant", "content": "So"},
-            ],
+            [user(), assistant("Yes?"), user("Go.!"), assistant("So")],
         ),
     ],
 )

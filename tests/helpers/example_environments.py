@@ -116,7 +116,7 @@ def call_method(
 
 def start(environments: Environments, workers: Workers, row: dict[str, Any] | None = None) -> EnvHandle:
     handle = environments.acquire(row or {})
-    assert handle.reset(row or {}, workers, 5).result(10).problem == ""
+    assert handle.reset(row or {}, workers, 5).result(10).error is None
     return handle
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
+import dataclasses
 import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.chat.tool_messages import is_image
@@ -32,16 +31,6 @@ from groupgrad.run_folder.completions import distinct_names
 logger = logging.getLogger(__name__)
 
 Observation = str | list[dict[str, Any]] | None
-
-
-@dataclass(slots=True, frozen=True)
-class EnvOutcome:
-    """The end of an environment's `reset` or `get_reward`."""
-
-    value: Any = None
-    """The observation (text, content blocks or None) or the reward (finite float or None); None after a failure."""
-    problem: str = ""
-    """The reason of a failure, for people; empty if there was none."""
 
 
 class Environments:
@@ -70,10 +59,8 @@ class Environments:
         self._reuse = reuse
         self._chosen_by_column = isinstance(factories, Mapping)
         self._lock = threading.Lock()
-        self._alive: dict[int, Any] = {}
-        """Instances that have not been closed, by `id`."""
-        self._threads: dict[int, OwnThread] = {}
-        """The thread of each of these instances, by the same key."""
+        self._alive: dict[int, tuple[Any, OwnThread]] = {}
+        """Instances that have not been closed, each with the thread of its plain methods, by `id`."""
         self._close_timeout_s = close_timeout_s
         self._closers = Workers(16)
         self._closing: set[Future[None]] = set()
@@ -144,7 +131,7 @@ class Environments:
         spec, tools = self.spec_of(row), chosen_tools(self._tools, row)
         with self._lock:
             instance = spec.pool.pop() if spec.pool else None
-            thread = OwnThread("environment") if instance is None else self._threads[id(instance)]
+            thread = OwnThread("environment") if instance is None else self._alive[id(instance)][1]
         return EnvHandle(self, spec, instance, tools, thread)
 
     def release(self, handle: EnvHandle) -> None:
@@ -161,8 +148,7 @@ class Environments:
             if is_reusable:
                 spec.pool.append(instance)
                 return
-            del self._alive[id(instance)]
-            thread = self._threads.pop(id(instance))
+            _, thread = self._alive.pop(id(instance))
         self._start_closing(instance, thread)
 
     def close(self) -> None:
@@ -172,7 +158,7 @@ class Environments:
         """
         with self._lock:
             atexit.unregister(self.close)
-            instances = [(instance, self._threads.pop(key)) for key, instance in self._alive.items()]
+            instances = list(self._alive.values())
             self._alive.clear()
             for spec in self._specs.values():
                 spec.pool.clear()
@@ -210,7 +196,7 @@ class Environments:
                     f"the factory of the environment '{name}' gave the same {type(instance).__name__} twice; rollouts "
                     "run side by side, so it must make a new one at each call"
                 )
-            self._alive[id(instance)], self._threads[id(instance)] = instance, thread
+            self._alive[id(instance)] = instance, thread
             if len(self._alive) == 1:
                 # The reference also keeps this object alive until its instances have been closed.
                 atexit.register(self.close)
@@ -238,7 +224,10 @@ class Environments:
 
 
 class EnvHandle:
-    """One rollout's use of an environment: first `reset`, then calls of the toolbox, then `get_reward`."""
+    """One rollout's use of an environment: first `reset`, then calls of the toolbox, then `get_reward`.
+
+    The outcome of a failed `reset` or `get_reward` has an `EnvironmentFault` that says why, for people.
+    """
 
     def __init__(
         self, environments: Environments, spec: EnvSpec, instance: Any, tools: Sequence[Tool], thread: OwnThread
@@ -253,38 +242,27 @@ class EnvHandle:
         """True if `release` must close the instance: a reset failed, or a call may still be inside it."""
         self._environments = environments
         self._lock = threading.Lock()
-        self._num_running = 0
-        """Methods of the instance that run now."""
         self._is_detached = False
 
-    def reset(self, row: Mapping[str, Any], workers: Workers, timeout_s: float) -> Future[EnvOutcome]:
-        """Begins an episode with the row's columns, in a new instance if the pool had none. Never raises."""
+    def reset(self, row: Mapping[str, Any], workers: Workers, timeout_s: float) -> Future[Outcome]:
+        """Begins an episode with the row's columns, in a new instance if the pool had none. Never raises.
+
+        The value is the observation: text, content blocks or None.
+        """
         begin = functools.partial(self._begin, self.spec.reset_arguments(row))
         return self._call("reset", begin, self._check_observation, workers, timeout_s)
 
-    def get_reward(self, workers: Workers, timeout_s: float) -> Future[EnvOutcome]:
-        """The own reward of an environment that has one: a finite number, or None. Never raises."""
+    def get_reward(self, workers: Workers, timeout_s: float) -> Future[Outcome]:
+        """The reward of an environment that computes one: a finite number, or None. Never raises."""
         if (problem := self.problem()) is not None:
-            future: Future[EnvOutcome] = Future()
-            future.set_result(EnvOutcome(problem=f"{self.spec.reward_name}.get_reward: {problem}"))
+            future: Future[Outcome] = Future()
+            future.set_result(Outcome(error=EnvironmentFault(f"{self.spec.reward_name}.get_reward: {problem}")))
             return future
         return self._call("get_reward", self.method("get_reward"), self._check_reward, workers, timeout_s)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """A method of the instance that counts as running while it runs."""
-        method = getattr(self.instance, name)
-
-        @functools.wraps(method)
-        def run(**kwargs: Any) -> Any:
-            with self._running():
-                return method(**kwargs)
-
-        @functools.wraps(method)
-        async def run_async(**kwargs: Any) -> Any:
-            with self._running():
-                return await method(**kwargs)
-
-        return run_async if is_async(method) else run
+        """A method of the instance, to be called with keywords."""
+        return getattr(self.instance, name)
 
     def problem(self) -> str | None:
         """The reason why no method can be called now, in words for the model; None if one can."""
@@ -296,9 +274,8 @@ class EnvHandle:
 
     @property
     def is_busy(self) -> bool:
-        """True while one of the instance's methods runs."""
-        with self._lock:
-            return self._num_running > 0
+        """True while one of the instance's plain methods runs; a late async one is cancelled."""
+        return self.thread.is_busy
 
     def detach(self) -> Any:
         """Ends the episode and returns the instance; None if there is none, and from the second call on."""
@@ -306,16 +283,6 @@ class EnvHandle:
             instance = None if self._is_detached else self.instance
             self._is_detached = True
         return instance
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        with self._lock:
-            self._num_running += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_running -= 1
 
     def _begin(self, arguments: dict[str, Any]) -> Any:
         """Calls `reset` on a worker, in a new instance if there is none yet. It may return an awaitable."""
@@ -335,20 +302,21 @@ class EnvHandle:
 
     def _call(
         self, method: str, function: Callable[..., Any], check: Callable[[Any], Any], workers: Workers, timeout_s: float
-    ) -> Future[EnvOutcome]:
+    ) -> Future[Outcome]:
         """Runs `check(function())` on the workers. After a failed reset or a timeout the instance is discarded."""
         name = f"{self.spec.reward_name}.{method}"
-        answered: Future[EnvOutcome] = Future()
+        answered: Future[Outcome] = Future()
 
         def answer(running: Future[Outcome]) -> None:
-            outcome, problem = running.result(), ""
+            outcome = running.result()
             if outcome.error is not None:
                 if outcome.timed_out or method == "reset":
                     self.must_discard = True
                 logger.debug("%s failed", name, exc_info=outcome.error)
-                is_complete = isinstance(outcome.error, EnvironmentFault)
-                problem = str(outcome.error) if is_complete else f"{name} failed: {error_text(outcome.error)}"
-            answered.set_result(EnvOutcome(outcome.value, problem))
+                if not isinstance(outcome.error, EnvironmentFault):
+                    fault = EnvironmentFault(f"{name} failed: {error_text(outcome.error)}")
+                    outcome = dataclasses.replace(outcome, error=fault)
+            answered.set_result(outcome)
 
         running = workers.call(function, {}, timeout_s=timeout_s, then=check, name=name, thread=self.thread)
         running.add_done_callback(answer)

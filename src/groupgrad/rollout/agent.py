@@ -261,8 +261,8 @@ class _Agent:
         if self._handle is not None:
             reset = self._handle.reset(self._data, self._workers, self._tool_options.timeout_s)
             (outcome,) = await self._wait_for([reset])
-            if outcome.problem:
-                raise _RolloutFailed(outcome.problem)
+            if outcome.error is not None:
+                raise _RolloutFailed(str(outcome.error))
             placed = add_observation(placed, outcome.value)
         images = [_image_key(image) for image in self._prompt_maker.conversation_images(placed)]
         key = (self._group, str(self._prompt_maker.template_messages(placed)), *images)
@@ -360,9 +360,9 @@ class _Agent:
             return {}
         reward = self._handle.get_reward(self._workers, self._tool_options.timeout_s)
         (outcome,) = await self._wait_for([reward], samples_next=False)
-        if outcome.problem:
-            self._problem = outcome.problem
-            logger.warning("row %d gets no reward of its environment: %s", self._row, outcome.problem)
+        if outcome.error is not None:
+            self._problem = str(outcome.error)
+            logger.warning("row %d gets no reward of its environment: %s", self._row, self._problem)
         return {self._handle.spec.reward_name: outcome.value}
 
     async def _wait_for(self, futures: Sequence[Future[Any]], *, samples_next: bool = True) -> list[Any]:
