@@ -12,6 +12,7 @@ import logging
 import pathlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
@@ -27,15 +28,19 @@ from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply, make_too
 # What is wrong with a call
 
 
-def test_a_call_of_an_unknown_tool(workers: Workers):
-    reply = call_tool(workers, [multiply, async_add], ToolCall("divide", {"a": 1}))
-    assert reply == ToolReply("divide", "there is no tool 'divide'; the tools are: multiply, async_add", failed=True)
+def test_a_call_that_cannot_be_made(workers: Workers):
+    tools = [multiply, async_add, returning("x"), Shop().price]
+    for call, content in [
+        (ToolCall("divide", {"a": 1}), "there is no tool 'divide'; the tools are: multiply, async_add, give, price"),
+        (ToolCall("multiply", {}, problem="the arguments are not valid JSON"), "the arguments are not valid JSON"),
+        (ToolCall("give", {"a": 1}), "there is no argument 'a'. 'give' takes no arguments"),
+        (
+            ToolCall("price"),
+            "the argument 'item' is missing. 'price' takes: item (a string), count (an integer, may be left out)",
+        ),
+    ]:
+        assert call_tool(workers, tools, call) == ToolReply(call.name, content, failed=True)
     assert call_tool(workers, [], ToolCall("divide")).content == "there is no tool 'divide'; there are no tools"
-
-
-def test_a_call_with_a_problem(workers: Workers):
-    reply = call_tool(workers, [multiply], ToolCall("multiply", {}, problem="the arguments are not valid JSON"))
-    assert reply == ToolReply("multiply", "the arguments are not valid JSON", failed=True)
 
 
 class Colour(enum.Enum):
@@ -162,16 +167,6 @@ def test_arguments_of_wrong_names(workers: Workers, arguments: Any, content: str
     assert content in reply.content
 
 
-def test_a_tool_without_arguments_says_so(workers: Workers):
-    content = call_tool(workers, [returning("x")], ToolCall("give", {"a": 1})).content
-    assert content == "there is no argument 'a'. 'give' takes no arguments"
-
-
-def test_arguments_that_may_be_left_out_are_named_as_such(workers: Workers):
-    content = call_tool(workers, [Shop().price], ToolCall("price")).content
-    assert content.endswith("'price' takes: item (a string), count (an integer, may be left out)")
-
-
 # How a call ends
 
 
@@ -192,8 +187,7 @@ class Unprintable(Exception):
         (Unprintable(), "Error: Unprintable"),
     ],
 )
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_tool_that_raises(workers: Workers, error: BaseException, content: str, is_async: bool):
+def test_a_tool_that_raises(workers: Workers, error: BaseException, content: str):
     def fail() -> str:
         """Fails."""
         raise error
@@ -202,13 +196,12 @@ def test_a_tool_that_raises(workers: Workers, error: BaseException, content: str
         """Fails."""
         raise error
 
-    function = fail_later if is_async else fail
-    reply = call_tool(workers, [function], ToolCall(function.__name__))
-    assert (reply.content, reply.failed, reply.timed_out) == (content, True, False)
+    for function in (fail, fail_later):
+        reply = call_tool(workers, [function], ToolCall(function.__name__))
+        assert (reply.content, reply.failed, reply.timed_out) == (content, True, False)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_tool_that_hangs(workers: Workers, is_async: bool):
+def test_a_tool_that_hangs(workers: Workers):
     event = threading.Event()
 
     def hang() -> str:
@@ -221,11 +214,11 @@ def test_a_tool_that_hangs(workers: Workers, is_async: bool):
         await asyncio.Event().wait()
         return "late"
 
-    function = hang_async if is_async else hang
-    reply = call_tool(workers, [function], ToolCall(function.__name__), HASTY)
+    for function in (hang, hang_async):
+        reply = call_tool(workers, [function], ToolCall(function.__name__), HASTY)
+        assert (reply.content, reply.failed, reply.timed_out) == ("Error: no answer within 0.2 seconds", True, True)
+        assert 0.2 <= reply.seconds < 2
     event.set()
-    assert (reply.content, reply.failed, reply.timed_out) == ("Error: no answer within 0.2 seconds", True, True)
-    assert 0.2 <= reply.seconds < 2
 
 
 def test_replies_are_in_the_order_of_the_calls_whatever_ends_first(workers: Workers):
@@ -347,18 +340,14 @@ def test_a_long_result_is_cut_with_a_notice(workers: Workers):
     assert million == "x" * 20_000 + "\n[cut: 20000 characters of 1000000 shown]"
 
 
-def test_a_long_error_is_cut_too(workers: Workers):
+def test_long_errors_and_the_texts_of_blocks_are_cut_too(workers: Workers):
     def fail() -> str:
         """Fails."""
         raise ValueError("y" * 100)
 
     reply = call_tool(workers, [fail], ToolCall("fail"), ToolOptions(max_result_chars=30))
     assert reply.content == f"Error: ValueError: {'y' * 11}\n[cut: 30 characters of 119 shown]"
-
-
-def test_the_texts_of_blocks_are_cut_together(workers: Workers):
-    image = Image.new("RGB", (2, 2))
-    show = {"type": "image", "image": image}
+    show = {"type": "image", "image": Image.new("RGB", (2, 2))}
     blocks = [{"type": "text", "text": text} for text in ("abc", "defgh", "ij")]
     value = [blocks[0], show, *blocks[1:], show]
     reply = call_tool(workers, [returning(value)], ToolCall("give"), ToolOptions(max_result_chars=5))
@@ -459,3 +448,32 @@ def test_an_owner_that_fails_is_a_reply(workers: Workers):
     owner: Any = Broken()
     reply = ToolBox((), method_tools(), owner).call(ToolCall("step", {"a": 1}), workers, PATIENT).result(5)
     assert (reply.content, reply.failed) == ("Error: AttributeError: there is no step", True)
+
+
+# Tools that work on the main thread alone (tests/contract/test_thread_bound_tools.py trains with them)
+
+
+def look_up() -> str:
+    """Looks up."""
+    raise ValueError("signal only works in main thread of the main interpreter")
+
+
+COMPLAINT = "Error: ValueError: signal only works in main thread of the main interpreter"
+
+
+def test_a_run_on_another_thread_is_told_once(workers: Workers, caplog: pytest.LogCaptureFixture):
+    box, call = ToolBox(make_tools([look_up])), ToolCall("look_up")
+
+    def reply() -> ToolReply:
+        return box.repeat_here(call, box.call(call, workers, PATIENT).result(5), PATIENT)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert [pool.submit(reply).result().content for _ in range(2)] == [COMPLAINT] * 2
+    assert caplog.text.count("set rollout_ahead=0") == 1
+
+
+def test_a_page_with_the_words_of_such_an_error_is_a_result_like_any_other():
+    box = ToolBox(make_tools([look_up]))
+    for content in (f"{COMPLAINT} " + "Read on in the next chapter. " * 20, [{"type": "image"}], "3"):
+        page = ToolReply("look_up", content)
+        assert box.repeat_here(ToolCall("look_up"), page, PATIENT) is page

@@ -22,7 +22,7 @@ import torch
 
 from groupgrad.concurrency.workers import Workers
 from groupgrad.errors import RewardError
-from groupgrad.rewards import accuracy_reward, function_calls, supervision
+from groupgrad.rewards import accuracy_reward, supervision
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rewards.supervision import SupervisionOptions
 
@@ -73,8 +73,7 @@ def numbers(table: Any) -> dict[str, float | None]:
     "(`on_reward_failure`), and the run goes on",
     "nothing, or the steps since the last checkpoint",
 )
-def test_a_late_call_is_named_or_unscored(make, function, num_workers, monkeypatch):
-    monkeypatch.setattr(function_calls, "BLOCKED_S", 0.3)
+def test_a_late_call_is_named_or_unscored(make, function, num_workers):
     late = make([function, lambda completions: [1.0, 2.0]], timeout_s=0.3, num_workers=num_workers)
     name = late.runner.names[0]
     started = time.monotonic()

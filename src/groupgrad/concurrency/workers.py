@@ -1,4 +1,4 @@
-"""Runs tools and environments on threads and an event loop; each call has a deadline that holds even if it hangs."""
+"""Runs users' functions on threads, an event loop or this thread; a deadline holds even if a call hangs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextvars
 import functools
 import inspect
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,10 +15,11 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupgrad.concurrency.callables import function_name, is_async
+from groupgrad.concurrency.callables import is_async
 from groupgrad.concurrency.daemon_threads import DaemonThreads, OwnThread
+from groupgrad.concurrency.deadline import DeadlinePassed, call_within
 from groupgrad.concurrency.event_loop import USER_LOOP, LoopThread
-from groupgrad.concurrency.running_time import SLICE_S, slices
+from groupgrad.concurrency.running_time import slices
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,18 @@ def late(timeout_s: float | None, seconds: float) -> Outcome:
     return Outcome(error=NoAnswer(f"no answer within {timeout_s:g} seconds"), timed_out=True, seconds=seconds)
 
 
+def call_here(call: Callable[[], Any], timeout_s: float | None, message: str) -> Outcome:
+    """Makes a call on this thread, see `call_within`. Raises KeyboardInterrupt and what ends the run."""
+    began = time.monotonic()
+    try:
+        value = call() if timeout_s is None else call_within(timeout_s, call, message)
+        return Outcome(value, seconds=time.monotonic() - began)
+    except DeadlinePassed:
+        return late(timeout_s, time.monotonic() - began)
+    except (Exception, SystemExit) as error:
+        return Outcome(error=error, seconds=time.monotonic() - began)
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
     """One call under way."""
@@ -61,10 +75,6 @@ class _Call:
     """`time.monotonic()` when it started running."""
     awaitable: Any = None
     """The awaitable that a plain function returned."""
-    on_loop: Future[Outcome] = field(default_factory=Future[Outcome])
-    """Its run on the event loop that it was submitted to last."""
-    loop: asyncio.AbstractEventLoop | None = None
-    """That event loop."""
     _claimed: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -126,8 +136,6 @@ class Workers:
         self._supervisors = LoopThread("tool-supervisor")
         # The fields below are used on the supervisors' loop only.
         self._free_threads = asyncio.Semaphore(num_threads)
-        self._on_loop: set[_Call] = set()
-        self._used_loop = False
         self._warned: set[str] = set()
 
     def call(
@@ -135,9 +143,9 @@ class Workers:
         function: Callable[..., Any],
         kwargs: Mapping[str, Any],
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         then: Callable[[Any], Any] | None = None,
-        name: str | None = None,
+        name: str = "",
         thread: OwnThread | None = None,
     ) -> Future[Outcome]:
         """Starts `function(**kwargs)`; the future is done by about `timeout_s` seconds after it started running.
@@ -145,22 +153,17 @@ class Workers:
         `then` is applied to the return value, on the same thread and within the same deadline. An awaitable that a
         plain function returns is awaited on the event loop. The future never raises and cannot be cancelled: any
         exception of the function, `SystemExit` and `KeyboardInterrupt` too, is the outcome's `error`. The function has
-        the caller's context variables. `name` stands for the function in warnings. A plain function runs on `thread`,
-        if one is given, after the functions before it.
+        the caller's context variables. Late calls are warned of by their `name`, if they have one. A plain function
+        runs on `thread`, if one is given, after the functions before it.
         """
-        call = _Call(
-            functools.partial(function, **kwargs),
-            is_async(function),
-            then,
-            timeout_s,
-            name or function_name(function),
-            thread,
-        )
+        run = functools.partial(function, **kwargs)
+        limit_s = math.inf if timeout_s is None else timeout_s
+        call = _Call(run, is_async(function), then, limit_s, name, thread)
         future: Future[Outcome] = Future()
         future.set_running_or_notify_cancel()
 
         def answer(ended: Future[Outcome]) -> None:
-            error = RuntimeError("the tools were closed") if ended.cancelled() else ended.exception()
+            error = RuntimeError("its workers were closed") if ended.cancelled() else ended.exception()
             future.set_result(ended.result() if error is None else Outcome(error=error))
 
         self._supervisors.submit(self._supervise(call))[0].add_done_callback(answer)
@@ -170,8 +173,7 @@ class Workers:
         """Answers every open call with an error and ends the threads. May be called any number of times."""
         self._supervisors.close()
         self._free_threads = asyncio.Semaphore(self._num_threads)  # a semaphore belongs to one loop
-        if USER_LOOP.loop is not None and self._used_loop:
-            self._used_loop = False
+        if USER_LOOP.loop is not None:  # no supervisor is left to find that a call blocks it
             heartbeat, loop = USER_LOOP.submit(asyncio.sleep(0))
             if wait([heartbeat], timeout=self._blocked_s).not_done:
                 USER_LOOP.give_up(loop)
@@ -201,55 +203,41 @@ class Workers:
                 running.add_done_callback(lambda late: _discard(late.result().value))
 
     async def _supervise_on_loop(self, call: _Call) -> Outcome:
-        self._on_loop.add(call)
-        # A blocked loop never starts a call, so before the start the deadline counts from the submission.
-        has_started, left_s = call.started is not None, call.timeout_s - call.seconds
+        running, loop = call.context.run(USER_LOOP.submit, call.run_async())
         try:
-            self._start_on_loop(call)
-            while True:
+            # A blocked loop never starts a call, so before the start the deadline counts from the submission.
+            while (left_s := call.timeout_s - call.seconds) > 0:
                 for wait_s in slices(left_s):
-                    await asyncio.wait({asyncio.wrap_future(call.on_loop)}, timeout=wait_s)
-                    if call.on_loop.done():
-                        return call.on_loop.result()
-                    if call.started is not None and not has_started:
-                        break
-                if call.started is not None and not has_started:
-                    has_started, left_s = True, call.timeout_s - min(call.seconds, SLICE_S)
-                    continue
+                    await asyncio.wait({asyncio.wrap_future(running)}, timeout=wait_s)
+                    if running.done():
+                        return running.result()
+                    if loop is not USER_LOOP.loop and not call.is_claimed:  # given up before it came to this call
+                        running.cancel()
+                        running, loop = call.context.run(USER_LOOP.submit, call.run_async())
                 self._check_loop()
-                if has_started:
-                    return self._time_out(call)
-                left_s = call.timeout_s
+            return self._time_out(call)
         finally:
-            self._on_loop.remove(call)
-            call.on_loop.cancel()
+            running.cancel()
             if call.claim():  # no loop has started it
                 _discard(call.awaitable)
-
-    def _start_on_loop(self, call: _Call) -> None:
-        self._used_loop = True
-        call.on_loop, call.loop = call.context.run(USER_LOOP.submit, call.run_async())
 
     def _check_loop(self) -> None:
         """Replaces the event loop unless it runs a coroutine within `blocked_s` seconds."""
         heartbeat, loop = USER_LOOP.submit(asyncio.sleep(0))
-        asyncio.get_running_loop().call_later(self._blocked_s, self._replace_blocked_loop, loop, heartbeat)
 
-    def _replace_blocked_loop(self, loop: asyncio.AbstractEventLoop | None, heartbeat: Future[None]) -> None:
-        if not heartbeat.done() and USER_LOOP.give_up(loop):
-            logger.warning(
-                "an async reward function, tool or environment method blocks its event loop; the loop was given up and "
-                "replaced. Await what takes time, or make the function a plain one: plain tools run on threads of "
-                "their own"
-            )
-        # Calls that have started stay on the old loop, each with its deadline.
-        for call in self._on_loop:
-            if call.loop is not USER_LOOP.loop and not call.is_claimed:
-                call.on_loop.cancel()
-                self._start_on_loop(call)
+        def replace() -> None:
+            # Calls that have started stay on the old loop, each with its deadline; the others' supervisors move them.
+            if not heartbeat.done() and USER_LOOP.give_up(loop):
+                logger.warning(
+                    "an async reward function, tool or environment method blocks its event loop; the loop was given up "
+                    "and replaced. Await what takes time, or make the function a plain one: plain tools run on threads "
+                    "of their own"
+                )
+
+        asyncio.get_running_loop().call_later(self._blocked_s, replace)
 
     def _time_out(self, call: _Call) -> Outcome:
-        if call.name not in self._warned:
+        if call.name and call.name not in self._warned:
             self._warned.add(call.name)
             logger.warning(
                 "'%s' did not end within %g seconds and was answered as timed out; should it still end, its result "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import keyword
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,9 +15,8 @@ from groupgrad.chat import ToolCall
 from groupgrad.chat.tool_messages import Content, NotJson, cut, render, returned
 from groupgrad.concurrency.callables import function_name
 from groupgrad.concurrency.daemon_threads import OwnThread
-from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers
+from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers, call_here
 from groupgrad.data.values import short_repr
-from groupgrad.envs.main_thread import MainThreadNeed, call_here
 from groupgrad.envs.schemas import argument_problem, describe
 
 logger = logging.getLogger(__name__)
@@ -39,6 +38,23 @@ class ToolOptions:
     """Plain functions that run at once; the number of async ones has no limit."""
 
 
+_MAIN_THREAD_ERRORS = ("only works in main thread", "There is no current event loop in thread")
+"""Parts of the errors of `signal.signal` and of `asyncio.get_event_loop` on other threads."""
+_MAX_ERROR_CHARS = 400
+"""Longest result that counts as such an error; a tool may find the same words in a page or in the output of code."""
+
+
+@dataclass(slots=True)
+class ToolHistory:
+    """Findings from the calls of one tool."""
+
+    warned_types: set[str] = field(default_factory=set[str])
+    """Types of results without a JSON form that the user has been warned of."""
+    needs_main_thread: bool | None = None
+    """True once a call has failed on another thread and gone well on the main one, as if it limits its time by
+    `signal.alarm`; False if the main thread does not help; None: not known."""
+
+
 @dataclass(slots=True, frozen=True)
 class Tool:
     """A function that the model may call, inspected once."""
@@ -50,9 +66,7 @@ class Tool:
     """Plain or async, called with keywords."""
     defaults: dict[str, Any]
     """Default values of the arguments that may be left out."""
-    warned_types: set[str] = field(default_factory=set[str], compare=False, repr=False)
-    """Types of results without a JSON form that the user has been warned of."""
-    main_thread: MainThreadNeed = field(default_factory=MainThreadNeed, compare=False, repr=False)
+    history: ToolHistory = field(default_factory=ToolHistory, compare=False, repr=False)
 
 
 @dataclass(slots=True, frozen=True)
@@ -185,26 +199,46 @@ class ToolBox:
         if tool is None or problem is not None:
             reply.set_result(ToolReply(call.name, cut(problem or "", options.max_result_chars), failed=True))
             return reply
-        owner = self._owner if call.name in self._methods else None
-        if tool.main_thread.calls_here() and (owner is None or self._last_method_call.done()):
-            reply.set_result(_reply_here(tool, call.arguments, owner, options))
-            return reply
-        start = functools.partial(_start, tool, call.arguments, owner, reply, workers, options)
-        if owner is None:
-            start()
+        is_method = call.name in self._methods
+        runs_here = tool.history.needs_main_thread and _is_main_thread()
+        if runs_here and (not is_method or self._last_method_call.done()):
+            self._start(tool, call.arguments, reply, None, options)
+        elif not is_method:
+            self._start(tool, call.arguments, reply, workers, options)
         else:
             previous, self._last_method_call = self._last_method_call, reply
-            previous.add_done_callback(lambda _: start())
+            previous.add_done_callback(lambda _: self._start(tool, call.arguments, reply, workers, options))
         return reply
 
     def repeat_here(self, call: ToolCall, reply: ToolReply, options: ToolOptions) -> ToolReply:
-        """The reply to a call, made again on this thread if it is the main one and the tool works there alone."""
+        """The reply to a call, made again if this is the main thread and its error says that it works there alone.
+
+        Where that helps, the next calls run on the main thread at once. Warns once of such a tool.
+        """
         tool = self._tools.get(call.name)
-        if tool is None or not tool.main_thread.may_help(reply.content, tool.name):
+        if tool is None or tool.history.needs_main_thread is False or not _is_main_thread_error(reply.content):
             return reply
-        repeated = _reply_here(tool, call.arguments, self._owner if call.name in self._methods else None, options)
-        tool.main_thread.learn(repeated.content, tool.name, reply.content)
-        return repeated
+        if not _is_main_thread():
+            tool.history.needs_main_thread = False
+            logger.warning(
+                "the tool '%s' works on the main thread alone (%s), and this run makes its rollouts on another one; "
+                "set rollout_ahead=0 and start the training on the main thread, or take signals out of the tool: "
+                "tool_timeout_s bounds its time",
+                *(tool.name, reply.content),
+            )
+            return reply
+        repeated: Future[ToolReply] = Future()
+        self._start(tool, call.arguments, repeated, None, options)
+        if tool.history.needs_main_thread is None:
+            tool.history.needs_main_thread = not _is_main_thread_error(repeated.result().content)
+            if tool.history.needs_main_thread:
+                logger.warning(
+                    "the tool '%s' works on the main thread alone (%s): its calls run there, one after another, while "
+                    "nothing is sampled. Without signals in the tool they run side by side, and tool_timeout_s bounds "
+                    "their time",
+                    *(tool.name, reply.content),
+                )
+        return repeated.result()
 
     def _problem(self, call: ToolCall, tool: Tool | None) -> str | None:
         if call.problem:
@@ -215,50 +249,58 @@ class ToolBox:
             return f"there is no tool {call.name!r}; {there_are}"
         return argument_problem(tool.schema, tool.defaults, call.arguments)
 
+    def _start(
+        self,
+        tool: Tool,
+        arguments: dict[str, Any],
+        reply: Future[ToolReply],
+        workers: Workers | None,
+        options: ToolOptions,
+    ) -> None:
+        """Runs a tool with valid arguments on the workers, or without them on this thread. Raises KeyboardInterrupt.
 
-def _start(
-    tool: Tool,
-    arguments: dict[str, Any],
-    owner: MethodOwner | None,
-    reply: Future[ToolReply],
-    workers: Workers,
-    options: ToolOptions,
-) -> None:
-    """Runs a tool with valid arguments on the workers, a method only if its owner has no problem. Never raises."""
+        A method runs only if its owner has no problem.
+        """
+        owner = self._owner if tool.name in self._methods else None
 
-    def finish(running: Future[Outcome]) -> None:
-        outcome = running.result()
-        if outcome.timed_out and owner is not None:
-            owner.must_discard = True  # before its next call starts
-        reply.set_result(_reply(tool, outcome, options))
+        def finish(outcome: Outcome) -> None:
+            if outcome.timed_out and owner is not None:
+                owner.must_discard = True  # before its next call starts
+            reply.set_result(_reply(tool, outcome, options))
 
-    try:
-        if owner is not None and (problem := owner.problem()) is not None:
-            reply.set_result(ToolReply(tool.name, f"Error: {problem}", failed=True))
-            return
-        function = tool.function if owner is None else owner.method(tool.name)
-        render_result = functools.partial(_rendered, max_chars=options.max_result_chars)
-        thread = None if owner is None else owner.thread
-        running = workers.call(
-            function, arguments, timeout_s=options.timeout_s, then=render_result, name=tool.name, thread=thread
-        )
-    except Exception as error:
-        reply.set_result(_reply(tool, Outcome(error=error), options))
-    else:
-        running.add_done_callback(finish)
+        def render_result(value: Any) -> tuple[Content, Any]:
+            content = render(value, options.max_result_chars)
+            return content, returned(value, content, options.max_result_chars)
+
+        try:
+            if owner is not None and (problem := owner.problem()) is not None:
+                reply.set_result(ToolReply(tool.name, f"Error: {problem}", failed=True))
+                return
+            function = tool.function if owner is None else owner.method(tool.name)
+            if workers is None:
+                message = (
+                    f"the tool '{tool.name}' did not end within tool_timeout_s={options.timeout_s:g} and could not be "
+                    "interrupted on the main thread; have it end by itself"
+                )
+                finish(call_here(lambda: render_result(function(**arguments)), options.timeout_s, message))
+                return
+            thread = None if owner is None else owner.thread
+            running = workers.call(
+                function, arguments, timeout_s=options.timeout_s, then=render_result, name=tool.name, thread=thread
+            )
+        except Exception as error:
+            finish(Outcome(error=error))
+        else:
+            running.add_done_callback(lambda ended: finish(ended.result()))
 
 
-def _reply_here(tool: Tool, arguments: dict[str, Any], owner: MethodOwner | None, options: ToolOptions) -> ToolReply:
-    """Runs a plain tool with valid arguments on this thread. Raises KeyboardInterrupt."""
-    if owner is not None and (problem := owner.problem()) is not None:
-        return ToolReply(tool.name, f"Error: {problem}", failed=True)
-    function = tool.function if owner is None else owner.method(tool.name)
-    render_result = functools.partial(_rendered, max_chars=options.max_result_chars)
-    return _reply(
-        tool,
-        call_here(function, arguments, timeout_s=options.timeout_s, then=render_result, name=tool.name),
-        options,
-    )
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _is_main_thread_error(content: Content) -> bool:
+    is_short = isinstance(content, str) and len(content) <= _MAX_ERROR_CHARS
+    return is_short and any(part in content for part in _MAIN_THREAD_ERRORS)
 
 
 def _reply(tool: Tool, outcome: Outcome, options: ToolOptions) -> ToolReply:
@@ -274,15 +316,9 @@ def _reply(tool: Tool, outcome: Outcome, options: ToolOptions) -> ToolReply:
     return ToolReply(tool.name, text, failed=True, timed_out=outcome.timed_out, seconds=outcome.seconds)
 
 
-def _rendered(value: Any, max_chars: int) -> tuple[Content, Any]:
-    """A result as the model and as reward functions get it."""
-    content = render(value, max_chars)
-    return content, returned(value, content, max_chars)
-
-
 def _warn_not_json(tool: Tool, error: NotJson) -> None:
-    if error.type_name not in tool.warned_types:
-        tool.warned_types.add(error.type_name)
+    if error.type_name not in tool.history.warned_types:
+        tool.history.warned_types.add(error.type_name)
         logger.warning(
             "the tool '%s' returned a %s, which cannot be written as JSON (%s); the model was told so. Return text, "
             "numbers, lists, dicts or dataclasses. Said once for each type",

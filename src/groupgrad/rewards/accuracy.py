@@ -116,7 +116,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def requires_math_verify(function: F) -> F:
     """Decorator: `RewardRunner` checks for math-verify at its construction and calls the function in this process."""
-    function.__dict__.update(check_ready=_require_math_verify, has_own_workers=True)
+    function.__dict__.update(check_ready=_require_math_verify, starts_processes=True)
     return function
 
 

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from groupgrad import dist
 from groupgrad.concurrency.callables import bound_keywords, function_name, is_async
+from groupgrad.concurrency.worker_process import WorkerDied
+from groupgrad.concurrency.workers import NoAnswer
 from groupgrad.data.values import real_number, short_repr
 from groupgrad.errors import RewardError
-from groupgrad.rewards.call_inputs import ALIASES, GROUND_TRUTH_COLUMNS, HIDDEN_COLUMNS, CallInputs, CallLog
+from groupgrad.rewards.call_inputs import GROUND_TRUTH_COLUMNS, HIDDEN_COLUMNS, CallInputs, CallLog
 
 LARGEST_REWARD = float(torch.finfo(torch.float32).max)
 """A batch holds advantages in float32."""
@@ -50,10 +53,9 @@ class RewardFunction:
     def arguments(self, inputs: CallInputs, log: CallLog) -> dict[str, Any]:
         """Returns copies of the keyword arguments for one call. RewardError if a required one does not exist."""
         names = [name for name in inputs.names if self.takes_all or name in self.takes]
-        if not self.takes.isdisjoint(ALIASES):
-            names += [name for name in inputs.aliases if name in self.takes]
-        if not set(self.requires).issubset(names):
-            raise self._lacks([name for name in self.requires if name not in names], inputs)
+        names += [name for name in inputs.aliases if name in self.takes]
+        if missing := [name for name in self.requires if name not in names]:
+            raise self._lacks(missing, inputs)
         loggers = {"log_extra": log.log_extra, "log_metric": log.log_metric}
         return {name: loggers.get(name) or inputs.value(name) for name in names if name not in self.bound}
 
@@ -103,46 +105,54 @@ def read_rewards(returned: Any, name: str, inputs: CallInputs, *, largest: float
     row, for anything else, a wrong number of rewards, and one beyond `largest`.
     """
     values = returned.tolist() if callable(getattr(returned, "tolist", None)) else returned
-    is_list = isinstance(values, (list, tuple)) and len(values) == len(inputs.rollouts)
-    rewards = [_as_float(value) for value in values] if is_list else []
-    usable = [reward for reward in rewards if reward is not None and not abs(reward) > largest]
-    if not is_list or len(usable) < len(rewards):
-        problem = _problem(returned, values, inputs, largest)
-        raise RewardError(f"reward function '{name}', step {inputs.step}: it returned {problem}")
-    return usable
-
-
-def _problem(returned: Any, values: Any, inputs: CallInputs, largest: float) -> str:
-    """Why a return value, whose `tolist()` are the values, is no list of one reward a row."""
-    num_rows = len(inputs.rollouts)
+    num_rows, problem = len(inputs.rollouts), ""
+    rewards: list[Any] = []
     if isinstance(returned, (torch.Tensor, np.ndarray)) and returned.ndim != 1:
-        return f"an array of shape {tuple(returned.shape)}; return shape ({num_rows},)"
-    if not isinstance(values, (list, tuple)):
-        return f"{short_repr(returned)}; return a list with one number or None a completion"
-    if len(values) != num_rows:
-        return (
+        problem = f"an array of shape {tuple(returned.shape)}; return shape ({num_rows},)"
+    elif not isinstance(values, (list, tuple)):
+        problem = f"{short_repr(returned)}; return a list with one number or None a completion"
+    elif len(values) != num_rows:
+        problem = (
             f"{len(values)} rewards for {num_rows} completions (the first is {inputs.describe(0)}); return one number "
             "or None a completion, in their order"
         )
-    rewards = [_as_float(value) for value in values]
-    row = next(row for row, reward in enumerate(rewards) if reward is None or abs(reward) > largest)
-    if rewards[row] is None:
-        what = f"{short_repr(values[row])} for {inputs.describe(row)}"
-        return f"{what}; return a number, or None where the function does not apply"
-    return (
-        f"{values[row]!r} for {inputs.describe(row)}; an infinite reward, or one beyond {largest:.2g}, makes "
-        "the advantages of its whole group meaningless: return a smaller number, or None where the function does not "
-        "apply. One that is only to be logged gets the weight 0 in reward_weights"
-    )
+    else:
+        rewards = [math.nan if value is None else real_number(value) for value in values]
+    for row, reward in enumerate(rewards):
+        if reward is None:
+            what = f"{short_repr(values[row])} for {inputs.describe(row)}"
+            problem = f"{what}; return a number, or None where the function does not apply"
+        elif abs(reward) > largest:
+            problem = (
+                f"{values[row]!r} for {inputs.describe(row)}; an infinite reward, or one beyond {largest:.2g}, makes "
+                "the advantages of its whole group meaningless: return a smaller number, or None where the function "
+                "does not apply. One that is only to be logged gets the weight 0 in reward_weights"
+            )
+        if problem:
+            break
+    if problem:
+        raise RewardError(f"reward function '{name}', step {inputs.step}: it returned {problem}")
+    return rewards
 
 
-def _as_float(value: Any) -> float | None:
-    """Converts a real number (inf if it exceeds a float's range) and None (NaN); returns None for anything else."""
-    return math.nan if value is None else real_number(value)
+def call_error(
+    error: BaseException, name: str, inputs: CallInputs, *, row: int | None = None, timeout_s: float | None = None
+) -> RewardError:
+    """Builds the error that replaces an exception of a reward function, a missed deadline or the end of its process.
 
-
-def call_error(error: BaseException, name: str, inputs: CallInputs, row: int | None = None) -> RewardError:
-    """Builds the error that replaces an exception of a reward function; `row` is the row that caused it, if known."""
+    `row` is the row that caused the exception, if known.
+    """
+    place = f"(step {inputs.step}, rank {dist.rank()}, {inputs.describe_all()})"
+    if isinstance(error, NoAnswer):
+        return RewardError(
+            f"reward function '{name}' took longer than reward_timeout_s={timeout_s:g} {place}; make it faster, raise "
+            "reward_timeout_s, or set on_reward_failure to 'none' or a reward"
+        )
+    if isinstance(error, WorkerDied):
+        return RewardError(
+            f"the worker process of reward function '{name}' {error} {place}; set on_reward_failure to 'none' or a "
+            "reward to go on without these rows"
+        )
     where = f"a batch of {len(inputs.rollouts)} rows" if row is None else inputs.describe(row)
     return RewardError(
         f"reward function '{name}' failed at step {inputs.step} on {where}: {type(error).__name__}: {error}"

@@ -172,7 +172,7 @@ class RewardModel:
             # A template has already written the special tokens.
             ids = self._outside_text.encode(text, add_special_tokens=not is_conversation)
         except Exception as error:  # a chat template may raise anything
-            raise call_error(error, self.name, inputs, row) from error
+            raise call_error(error, self.name, inputs, row=row) from error
         if not ids:
             raise RewardError(f"reward model '{self.name}', step {inputs.step}: {inputs.describe(row)} has no tokens")
         return ids

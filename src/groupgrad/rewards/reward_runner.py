@@ -13,18 +13,18 @@ import torch
 
 from groupgrad.activity import doing
 from groupgrad.concurrency.callables import innermost, qualified_name
+from groupgrad.concurrency.worker_process import WorkerDied
 from groupgrad.concurrency.workers import NoAnswer
 from groupgrad.data.completions import CompletionTexts
 from groupgrad.metrics import merge_all
 from groupgrad.models.model_names import folder_as_text, model_source
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, CallInputs, CallLog, LogMisuse
-from groupgrad.rewards.function_calls import BegunCall, FunctionCalls
+from groupgrad.rewards.function_calls import BegunCall, FunctionCalls, torch_settings_kept
 from groupgrad.rewards.functions import LARGEST_REWARD, RewardFunction, call_error, inspect_function, read_rewards
 from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
-from groupgrad.rewards.supervision import CallStatistics, SupervisionOptions, failure, pause_s
-from groupgrad.rewards.torch_settings import torch_settings_kept
+from groupgrad.rewards.supervision import CallStatistics, SupervisionOptions
 from groupgrad.run_folder.completions import TABLE_COLUMNS, distinct_names
 from groupgrad.types import RewardTable, Rollout
 
@@ -77,13 +77,6 @@ class RewardRunner:
         self._functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
         _check_failure_names(self.supervision, [function.name for function in self._functions])
         self._calls = FunctionCalls(self._functions, self.supervision)
-        self._early = {
-            place: scorer
-            for place, scorer in enumerate(self._scorers)
-            if isinstance(scorer, RewardFunction) and self._calls.runs_at_once(scorer)
-        }
-        """Functions that are async or have a worker process: they start before all others and are waited for last."""
-        self._order = [*(place for place in range(len(self._scorers)) if place not in self._early), *self._early]
         self._statistics = {function.name: CallStatistics() for function in self._functions}
         self._logs_calls = self.supervision.is_active
         self._warned_unscored = False
@@ -199,9 +192,11 @@ class RewardRunner:
         begun: dict[int, BegunCall] = {}
         rewards: dict[int, list[float]] = {}
         try:
-            for i, function in self._early.items():
-                begun[i] = self._calls.begin(function, inputs, logs[i])
-            for i in self._order:
+            for i, scorer in enumerate(self._scorers):
+                if isinstance(scorer, RewardFunction):
+                    begun[i] = self._calls.begin(scorer, inputs, logs[i])
+            # What runs elsewhere is waited for last.
+            for i in sorted(range(len(logs)), key=lambda i: i in begun and begun[i].runs_elsewhere):
                 scorer = self._scorers[i]
                 if isinstance(scorer, RewardFunction):
                     rewards[i] = self._score(i, scorer, inputs, logs, begun)
@@ -231,10 +226,10 @@ class RewardRunner:
                 finally:
                     logs[index].close()
                 seconds += outcome.seconds
-                if outcome.error is None or not self.supervision.allows_retry(outcome.error, attempt):
+                error = outcome.error
+                if error is None or (pause := self.supervision.pause_s(error, attempt)) is None:
                     break
-                pause = pause_s(attempt)
-                logger.warning("%s; called again in %g s", call_error(outcome.error, function.name, inputs), pause)
+                logger.warning("%s; called again in %g s", call_error(error, function.name, inputs), pause)
                 time.sleep(pause)
             logs[index] = CallLog(function.name, len(inputs.rollouts), inputs.step)
             del begun[index]
@@ -251,25 +246,25 @@ class RewardRunner:
         if isinstance(error, (LogMisuse, KeyboardInterrupt)):
             raise error
         action = self.supervision.action(function.name)
-        described = failure(error, function.name, inputs, self.supervision.timeout_s)
+        row = self._failing_row(function, inputs, error) if action == "error" else None
+        described = call_error(error, function.name, inputs, row=row, timeout_s=self.supervision.timeout_s)
         if action == "error":
-            if described is None:
-                row = self._failing_row(function, inputs, error) if isinstance(error, Exception) else None
-                described = call_error(error, function.name, inputs, row)
             raise described from error
         if function.name not in self._warned_failed:
             self._warned_failed.add(function.name)
             logger.warning(
                 "%s. These rows get %s, as on_reward_failure says; said once for each function, "
                 "rewards/%s/failures counts the calls",
-                described or call_error(error, function.name, inputs),
+                described,
                 "no reward" if action is None else f"the reward {action:g}",
                 function.name,
             )
         return [torch.nan if action is None else action] * len(inputs.rollouts)
 
-    def _failing_row(self, function: RewardFunction, inputs: CallInputs, error: Exception) -> int | None:
+    def _failing_row(self, function: RewardFunction, inputs: CallInputs, error: BaseException) -> int | None:
         """Finds the row that raises `error` by calling a plain function on one row at a time."""
+        if not isinstance(error, Exception) or isinstance(error, (NoAnswer, WorkerDied)):
+            return None
         if len(inputs.rollouts) == 1:
             return 0
         gives_up_at = time.monotonic() + (self.supervision.timeout_s or math.inf)

@@ -10,13 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from groupgrad import dist
 from groupgrad.concurrency.worker_main import class_names
-from groupgrad.concurrency.worker_process import WorkerDied
 from groupgrad.concurrency.workers import NoAnswer
-from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, maximum, total
-from groupgrad.rewards.call_inputs import CallInputs
 
 FailureAction = Literal["error"] | float | None
 """The reward of the rows of a failed call: a number, None for no reward, or an error."""
@@ -54,16 +50,15 @@ class SupervisionOptions:
         """Returns the outcome of a failed call of this function."""
         return self.on_failure.get(name, "error") if isinstance(self.on_failure, Mapping) else self.on_failure
 
-    def allows_retry(self, error: BaseException, attempt: int) -> bool:
-        """True if a function is called again after this attempt: for a transient error, never for a passed deadline."""
-        if attempt > self.retries or isinstance(error, NoAnswer):
-            return False
-        return not set(class_names(error)).isdisjoint(self.transient_errors)
+    def pause_s(self, error: BaseException, attempt: int) -> float | None:
+        """Seconds to wait before a function is called again after this attempt; None unless its error is transient.
 
-
-def pause_s(attempt: int) -> float:
-    """Seconds to wait before the next attempt, after `attempt` failed ones: doubling up to `LONGEST_PAUSE_S`."""
-    return min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S)
+        A missed deadline never is. Pauses double.
+        """
+        is_transient = not set(class_names(error)).isdisjoint(self.transient_errors)
+        if attempt > self.retries or isinstance(error, NoAnswer) or not is_transient:
+            return None
+        return min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S)
 
 
 @dataclass(slots=True)
@@ -88,19 +83,3 @@ class CallStatistics:
         }
         self.failures = self.timeouts = 0
         return metrics
-
-
-def failure(error: BaseException, name: str, inputs: CallInputs, timeout_s: float | None) -> RewardError | None:
-    """The error for a call that passed its deadline or whose worker process died; None if the function raised."""
-    place = f"(step {inputs.step}, rank {dist.rank()}, {inputs.describe_all()})"
-    if isinstance(error, NoAnswer):
-        return RewardError(
-            f"reward function '{name}' took longer than reward_timeout_s={timeout_s:g} {place}; make it faster, raise "
-            "reward_timeout_s, or set on_reward_failure to 'none' or a reward"
-        )
-    if isinstance(error, WorkerDied):
-        return RewardError(
-            f"the worker process of reward function '{name}' {error} {place}; set on_reward_failure to 'none' or a "
-            "reward to go on without these rows"
-        )
-    return None
