@@ -72,7 +72,12 @@ def test_calls_are_answered_whatever_the_function_does():
         died = call(number)
         assert type(died.error) is WorkerDied and str(died.error) == end and not died.timed_out
     assert call(0, 3).value[0] == 13
-    worker.close()
+    between = psutil.Process(worker.pid)
+    between.kill()  # between two calls
+    while is_alive(between):
+        time.sleep(0.01)
+    assert call(0, 3).value[0] == 13
+    worker.kill()
     assert worker.pid is None or not psutil.pid_exists(worker.pid)
     assert call(0, 4).value[0] == 14
 

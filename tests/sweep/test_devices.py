@@ -122,7 +122,7 @@ class Process:
             future.set_result(Outcome(self._function(*arguments)))
         return future
 
-    def close(self) -> None:
+    def kill(self) -> None:
         self.is_closed = True
 
 

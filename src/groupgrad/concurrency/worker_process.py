@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import os
 import pickle
-import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from multiprocessing import util
 from multiprocessing.connection import wait
 from typing import Any
 
 import cloudpickle
 
+from groupgrad.concurrency.daemon_threads import OwnThread
 from groupgrad.concurrency.running_time import slices
 from groupgrad.concurrency.worker_main import RemoteTraceback, serve
 from groupgrad.concurrency.workers import Outcome, late
@@ -40,22 +39,12 @@ class WorkerNotStarted(RuntimeError):
     """A worker process could not start or load its functions."""
 
 
-@dataclass(slots=True)
-class _Call:
-    request: bytes | None
-    """Pickled function number and arguments; None only has the process started."""
-    timeout_s: float | None
-    epoch: int
-    """Number of `kill`s before the call; a later one takes it back."""
-    future: Future[Outcome] = field(default_factory=Future[Outcome])
-
-
 class WorkerProcess:
     """Runs calls in a child process, one after another. Thread-safe.
 
     The process starts with the first call, and again after it has ended. A call past its deadline costs its process, as
-    does one that crashes it; the next call gets a new one. The process and its descendants end with `close`, with this
-    object, or with the interpreter; it ends also if this process is killed.
+    does one that crashes it; the next call gets a new one. The process and its descendants end with `kill`, with this
+    object, or with the interpreter; it ends also if this process is killed. After a fork it is the parent's alone.
     """
 
     def __init__(
@@ -69,7 +58,7 @@ class WorkerProcess:
     ):
         setup = None if initializer is None else cloudpickle.dumps(initializer)
         self._child = _Child(name, (tuple(functions), setup, memory_bytes), dict(environment or {}))
-        self._start_anew()
+        self._thread = OwnThread(name)  # the process ends with the thread that has started it
         # Before multiprocessing waits for its processes at exit.
         util.Finalize(self, _Child.end, args=(self._child,), exitpriority=10)
 
@@ -84,71 +73,29 @@ class WorkerProcess:
         The future never raises: the outcome has the exception that the function raised, `NoAnswer` past the deadline,
         `WorkerDied`, or `WorkerNotStarted`. What pickle raises for arguments that cannot be sent is raised at once.
         """
-        return self._submit(cloudpickle.dumps((function, arguments)), timeout_s)
+        request = cloudpickle.dumps((function, arguments))
+        return self._thread.submit(self._child.run, request, timeout_s, self._child.num_kills)
 
     def start(self) -> Future[Outcome]:
         """Starts the process if it is not running. The outcome has `WorkerNotStarted` if it fails."""
-        return self._submit(None, None)
+        return self._thread.submit(self._child.run, None, None, self._child.num_kills)
 
     def kill(self) -> None:
         """Ends the process and takes back all calls, whose outcomes then have `WorkerDied`. The next call starts it."""
         self._child.kill()
 
-    def close(self) -> None:
-        """`kill`, and ends the thread. May be called any number of times; the object can be used again."""
-        self.kill()
-        thread, self._thread = self._thread, None
-        if thread is not None and self._owner == os.getpid():
-            self._child.calls.put(None)
-            thread.join(EXIT_S)
-
-    def _start_anew(self) -> None:
-        self._owner = os.getpid()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def _submit(self, request: bytes | None, timeout_s: float | None) -> Future[Outcome]:
-        if self._owner != os.getpid():  # after a fork, thread and process are the parent's
-            self._child = self._child.copy()
-            self._start_anew()
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                # The process ends with the thread that starts it, so that thread waits for it.
-                calls = self._child.calls = queue.SimpleQueue()
-                arguments = calls, self._child
-                self._thread = threading.Thread(
-                    target=_answer_calls, args=arguments, name=self._child.name, daemon=True
-                )
-                self._thread.start()
-            call = _Call(request, timeout_s, self._child.epoch)
-            self._child.calls.put(call)
-        return call.future
-
-
-def _answer_calls(calls: queue.SimpleQueue[_Call | None], child: _Child) -> None:
-    while (call := calls.get()) is not None:
-        future = call.future
-        if future.set_running_or_notify_cancel():
-            future.set_result(child.run(call))
-        del call, future
-
 
 class _Child:
-    """The process and its connection. `kill` is for any thread, the rest for one."""
+    """The process and its connection. `kill` and `end` are for any thread, the rest for one."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...], environment: dict[str, str]):
-        self.name, self._arguments, self._environment = name, arguments, environment
-        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self.epoch = 0
+        self._name, self._arguments, self._environment = name, arguments, environment
+        self.num_kills = 0
+        """A call made before the last of them is taken back."""
         self._is_final = False
-        self._owner = os.getpid()
         self._process: Any = None
         self._connection: Any = None
         self._lock = threading.Lock()
-
-    def copy(self) -> _Child:
-        """The same without a process, for a fork of this one."""
-        return _Child(self.name, self._arguments, self._environment)
 
     @property
     def pid(self) -> int | None:
@@ -156,46 +103,47 @@ class _Child:
         return None if process is None else process.pid
 
     def end(self) -> None:
-        """`kill`, for good, and ends the thread."""
+        """`kill`, for good."""
         self._is_final = True
         self.kill()
-        self.calls.put(None)
 
     def kill(self) -> None:
         """Ends the process and its descendants and takes back the calls made so far."""
-        if self._owner != os.getpid():
-            return
         with self._lock:
-            self.epoch += 1
+            self.num_kills += 1
             if self._process is not None:
                 _kill_tree(self._process)
 
-    def run(self, call: _Call) -> Outcome:
-        """Runs one call in the process, which is started if need be."""
+    def run(self, request: bytes | None, timeout_s: float | None, num_kills: int) -> Outcome:
+        """Sends a request (function number and arguments, pickled) to the process, which is started if need be.
+
+        None only has it started. `num_kills` is that of the time when the call was made.
+        """
         began = time.monotonic()
         try:
-            self._ensure_started(call.epoch)
-            if call.request is None:
+            self._ensure_started(num_kills)
+            if request is None:
                 return Outcome(seconds=time.monotonic() - began)
             with self._lock:  # a later kill ends the process
-                self._check_wanted(call.epoch)
+                self._check_wanted(num_kills)
             began = time.monotonic()
-            self._connection.send_bytes(call.request)
-            reply = self._receive(call.timeout_s)
+            self._connection.send_bytes(request)
+            reply = self._receive(timeout_s)
             with self._lock:  # a function may still return when the processes that it waits for are killed
-                self._check_wanted(call.epoch)
+                self._check_wanted(num_kills)
         except (WorkerDied, WorkerNotStarted) as error:
-            return Outcome(error=error, seconds=time.monotonic() - began)
+            # Its frames would keep the thread alive, and with it the process.
+            return Outcome(error=error.with_traceback(None), seconds=time.monotonic() - began)
         except (EOFError, OSError):
             return Outcome(error=WorkerDied(_ending(self._end())), seconds=time.monotonic() - began)
         seconds = time.monotonic() - began
         if reply is None:
             self._end()
-            return late(call.timeout_s, seconds)
+            return late(timeout_s, seconds)
         value, error = _loaded(reply)
         return Outcome(value, error, seconds=seconds)
 
-    def _ensure_started(self, epoch: int) -> None:
+    def _ensure_started(self, num_kills: int) -> None:
         if self._process is not None and not self._process.is_alive():
             self._end()
         if self._process is not None:
@@ -205,9 +153,9 @@ class _Child:
         context: Any = get_context("loky")
         self._connection, theirs = context.Pipe()
         arguments = theirs, *self._arguments, os.getpid()
-        process = context.Process(target=serve, args=arguments, name=self.name, env=self._environment)
+        process = context.Process(target=serve, args=arguments, name=self._name, env=self._environment)
         with self._lock:
-            self._check_wanted(epoch)
+            self._check_wanted(num_kills)
             process.start()
             self._process = process
         theirs.close()
@@ -222,8 +170,8 @@ class _Child:
             self._end()
             raise WorkerNotStarted(f"{type(error).__name__}: {error}") from error
 
-    def _check_wanted(self, epoch: int) -> None:
-        if epoch != self.epoch or self._is_final:
+    def _check_wanted(self, num_kills: int) -> None:
+        if num_kills != self.num_kills or self._is_final:
             raise WorkerDied("was stopped")
 
     def _receive(self, timeout_s: float | None) -> bytes | None:

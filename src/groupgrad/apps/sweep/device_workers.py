@@ -130,7 +130,7 @@ class DeviceWorkers:
             running = [worker for worker in self._workers if worker.process.pid is not None]
             futures.wait([worker.call("end") for worker in running], END_S)
         for worker in self._workers:
-            worker.process.close()
+            worker.process.kill()
 
     @property
     def busy(self) -> set[int]:
