@@ -19,7 +19,7 @@ from groupgrad.apps.cli.main import main
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.models.rounding import Rounding
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.run_folder.findings import Finding, as_text, in_numbers
+from groupgrad.run_folder.advice import Finding, as_text, in_numbers
 
 PLAN = GenerationPlan(
     micro_batch_rows=8, world_size=1, accumulation=4, steps_per_generation=4, num_iterations=1, num_generations=4

@@ -152,7 +152,7 @@ def test_a_run_goes_on_without_standard_output(
     caplog: pytest.LogCaptureFixture,
     output: str,
 ) -> None:
-    monkeypatch.setattr("groupgrad.run_folder.standard_output._failures", [])
+    monkeypatch.setattr("groupgrad.run_folder.terminal._failures", [])
     trainer = make_trainer(
         log_completions=True,
         eval_strategy="no",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from groupgrad.run_folder.writers import token_writers
+from groupgrad.run_folder.token_texts import token_writers
 from groupgrad.types import Prompt, Rollout
 
 LETTERS = {"p": "policy", "t": "tool", "m": "template"}

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset
 
 from groupgrad.errors import ConfigError
-from groupgrad.run_folder import traces
+from groupgrad.run_folder import senders
 from groupgrad.run_folder.run_files import read_lines
 from groupgrad.trainer.resumed_options import deciding
 
@@ -90,7 +90,7 @@ def test_rollouts_and_events_are_traces(make_trainer, tmp_path, trackio):
 
 
 def test_conversations_stay_messages_and_long_ones_are_cut(make_trainer, trackio, monkeypatch):
-    monkeypatch.setattr(traces, "MAX_CHARS", 10)
+    monkeypatch.setattr(senders, "MAX_CHARS", 10)
     prompt = [{"role": "system", "content": "be short"}, {"role": "user", "content": "0123456789abc"}]
     rows = Dataset.from_list([{"prompt": prompt}] * 4)
     make_trainer(max_steps=1, train_dataset=rows, rollouts_keep="0", **SETTINGS).train()

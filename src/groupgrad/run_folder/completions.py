@@ -15,11 +15,10 @@ from tqdm import tqdm
 
 from groupgrad import dist
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
-from groupgrad.run_folder.completions_table import print_table
 from groupgrad.run_folder.completions_upload import CompletionsUpload
 from groupgrad.run_folder.parquet import write_records
 from groupgrad.run_folder.render import plain_value
-from groupgrad.run_folder.standard_output import output_may_fail
+from groupgrad.run_folder.terminal import output_may_fail, print_table
 from groupgrad.run_folder.trackers import log_to_trackers, unique_by_prompt
 
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "finish_reason", "num_tokens")

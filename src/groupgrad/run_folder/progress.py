@@ -17,7 +17,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging as hf_logging
 
 from groupgrad.run_folder.log_line import format_log
-from groupgrad.run_folder.standard_output import output_may_fail, write_line
+from groupgrad.run_folder.terminal import output_may_fail, write_line
 
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {desc}"
 _BAR_UNSIZED = "{n_fmt} [{elapsed}] {desc}"

@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 
 from groupgrad.data.images import digest
 from groupgrad.run_folder.render import plain_value
-from groupgrad.run_folder.writers import token_writers
+from groupgrad.run_folder.token_texts import token_writers
 
 if TYPE_CHECKING:
-    from groupgrad.run_folder.writers import Writer
+    from groupgrad.run_folder.token_texts import Writer
     from groupgrad.types import Media, Prompt, Rollout
 
 REWARD = "reward/"

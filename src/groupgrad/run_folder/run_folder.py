@@ -19,9 +19,8 @@ import pyarrow.parquet as pq
 
 from groupgrad.run_folder import run_files
 from groupgrad.run_folder.rollout_table import REWARD, SECONDS, TRAINING
-from groupgrad.run_folder.row_selection import Selection, ordered, pc, select
 from groupgrad.run_folder.run_files import parse_rollout_file, read_lines, read_lines_from
-from groupgrad.run_folder.text_search import rows_with, words
+from groupgrad.run_folder.selection import Selection, ordered, pc, rows_with, select, words
 
 SAME_START_S = 2.0
 """Difference up to which two times of a process's start are the same."""
@@ -257,7 +256,7 @@ class RunFolder:
         return pa.table({**columns, "tools": tools})
 
     def _matching(self, text: str, table: pa.Table) -> pa.Array:
-        """(rows of the index,) true where prompt or completion contains a text, by the rule of `text_search`."""
+        """(rows of the index,) true where prompt or completion contains a text, by the rule of `rows_with`."""
         known = self._matches.get(text)
         if known is not None and known[0] == table.num_rows:
             return known[1]

@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from groupgrad.run_folder.advice import advice_on_step
-from groupgrad.run_folder.findings import Finding, Status
+from groupgrad.run_folder.advice import Finding, Status, advice_on_step
 from groupgrad.run_folder.metric_store import MetricStore
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupgrad.run_folder.findings import Finding
+from groupgrad.run_folder.advice import Finding
 
 SLOW = 2.0
 """Times as long as in float32 from which on products count as slow: on a busy machine clocks may err by as much."""

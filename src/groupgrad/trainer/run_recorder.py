@@ -38,9 +38,8 @@ from groupgrad.run_folder import run_files
 from groupgrad.run_folder.render import plain_value
 from groupgrad.run_folder.rollout_files import RolloutFiles
 from groupgrad.run_folder.run_files import LineFile
-from groupgrad.run_folder.spans import RunSpans
+from groupgrad.run_folder.senders import RunSpans, RunTraces
 from groupgrad.run_folder.token_texts import TokenTexts
-from groupgrad.run_folder.traces import RunTraces
 from groupgrad.run_folder.write_behind import WriteBehind
 from groupgrad.scoring.head_hook import StatesTap
 from groupgrad.stopping import Paused, Stopped

@@ -16,7 +16,7 @@ from groupgrad.data.columns import is_transformed
 from groupgrad.data.completions import THINK, opened_by
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.models.load import inner_tokenizer
-from groupgrad.run_folder.standard_output import write_line
+from groupgrad.run_folder.terminal import write_line
 from groupgrad.trainer.half_precision import half_precision
 
 PROMPTS_AT_START = 64

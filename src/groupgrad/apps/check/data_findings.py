@@ -6,7 +6,7 @@ from typing import Any
 
 from groupgrad.chat import ChatFormat
 from groupgrad.models.load import inner_tokenizer
-from groupgrad.run_folder.findings import Finding
+from groupgrad.run_folder.advice import Finding
 from groupgrad.trainer import dataset_checks, run_summary
 from groupgrad.trainer.half_precision import half_precision
 

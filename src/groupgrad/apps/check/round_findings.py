@@ -8,8 +8,7 @@ from typing import Any
 
 from groupgrad.apps.check.small_round import DIFFERENCE, Round
 from groupgrad.batching.generation_plan import GenerationPlan
-from groupgrad.run_folder.advice import Advice, advice_on_step
-from groupgrad.run_folder.findings import Finding
+from groupgrad.run_folder.advice import Advice, Finding, advice_on_step
 from groupgrad.trainer.batch_findings import NO_VARIANCE, TRUNCATED, ending, percent, variance
 from groupgrad.trainer.mismatch_watch import MISMATCH, tolerance
 

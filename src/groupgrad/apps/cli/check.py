@@ -13,7 +13,7 @@ from typing import Any
 from groupgrad.apps.cli.command_parser import epilog, refuse
 from groupgrad.apps.cli.launch import add_flags
 from groupgrad.apps.cli.parsing import Parsed, TrainParser, parse
-from groupgrad.run_folder.findings import Finding, as_text, count, in_numbers
+from groupgrad.run_folder.advice import Finding, as_text, count, in_numbers
 
 _EXAMPLES = """\
 groupgrad check --config run.yaml

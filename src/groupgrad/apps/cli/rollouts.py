@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from groupgrad.apps.cli.command_parser import CommandParser, refuse
-from groupgrad.run_folder.completions_table import print_table
 from groupgrad.run_folder.render import duration, visible
 from groupgrad.run_folder.rollout_table import REWARD, SECONDS, TRAINING
-from groupgrad.run_folder.row_selection import Selection
 from groupgrad.run_folder.run_folder import RunFolder
+from groupgrad.run_folder.selection import Selection
+from groupgrad.run_folder.terminal import print_table
 from groupgrad.spelling import did_you_mean
 
 SHADES = ("", "on grey19", "on grey30", "on dark_goldenrod", "on dark_orange3", "on red3")

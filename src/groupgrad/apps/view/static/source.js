@@ -57,7 +57,7 @@ class ReportSource {
   }
 }
 
-/** Compares two rows by a column, rows without a value last; equal ones as the server does (`row_selection.py`). */
+/** Compares two rows by a column, rows without a value last; equal ones as the server does (`selection.py`). */
 function inOrder(column, sign) {
   const compare = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
   const isMissing = (row) => (row[column] ?? null) === null;
@@ -71,7 +71,7 @@ function toolNames(row) {
   return [...new Set((row.tool_calls ?? []).map((call) => call.name))].sort();
 }
 
-/** A text as it is sought: any white space matches any white space, and case does not matter, as in `text_search.py`. */
+/** A text as it is sought: any white space matches any white space, and case does not matter, as in `selection.py`. */
 function textPattern(text) {
   const space = "[ \\t\\n\\x0b\\f\\r]+";
   const pieces = text.split(new RegExp(space)).map((piece) => piece.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"));
