@@ -60,7 +60,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
-    scoring = ScoringOptions((1.0,), keep_records=True)
+    scoring = ScoringOptions((1.0,))
     maker = make_collector(rollouts, RewardRunner(reward), scoring)
 
     def failing(*rows: int) -> ExperienceCollector:
@@ -99,7 +99,6 @@ def one_batch(maker: ExperienceCollector, plan: GenerationPlan, dataset: list[di
         "metrics": {key: metric.read() for key, metric in metrics.items()},
         "num_tokens": scored.num_tokens,
         "mean_reward": scored.mean_reward,
-        "records": scored.records,
     }
 
 

@@ -103,18 +103,6 @@ def test_a_failing_reward_is_raised_with_its_name_and_step(play, tokenizer):
         make_generation(broken, play, tokenizer)
 
 
-def test_records_come_in_row_order_if_asked_for(play, tokenizer):
-    assert make_generation(length, play, tokenizer).records == []
-    experience = make_generation(length, play, tokenizer, request(rows=[2, 0, 3, 1]), keep_records=True)
-    assert [rollout.index for rollout in experience.rollouts] == [2, 0, 3, 1]
-    assert [record["prompt"] for record in experience.records] == ["x", "x", "yy", "yy"]
-    assert [record["completion"] for record in experience.records] == ["a", "", "ab", "cab"]
-    assert [record["length"] for record in experience.records] == [1.0, 0.0, 2.0, 3.0]
-    assert [record["step"] for record in experience.records] == [5] * 4
-    by_row = dict(zip([2, 0, 3, 1], experience.advantages.tolist()))
-    assert [record["advantage"] for record in experience.records] == [by_row[row] for row in range(4)]
-
-
 def test_the_batch_holds_the_rows_in_order(play, tokenizer):
     experience = make_generation(length, play, tokenizer)
     batch = experience.batch.select([3, 1])

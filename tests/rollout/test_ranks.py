@@ -51,13 +51,6 @@ def test_every_rank_has_the_totals_of_the_whole_generation_batch(results):
         assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-9)
 
 
-def test_the_main_process_has_all_records_in_row_order(results):
-    alone, first, second = (results[name]["batch"]["records"] for name in ("0of1", "0of2", "1of2"))
-    assert first == alone
-    assert len(alone) == 8
-    assert second == []
-
-
 def test_a_reward_that_fails_on_one_rank_stops_all(results):
     assert results["1of2"]["broken"][0] == "RewardError"
     assert results["0of2"]["broken"][0] == "RankError"

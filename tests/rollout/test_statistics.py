@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from groupgrad.metrics import merge_all
-from groupgrad.rollout.statistics import completion_metrics, lag_metrics, log_records, num_tokens
-from groupgrad.types import RewardTable
+from groupgrad.rollout.statistics import completion_metrics, lag_metrics, num_tokens
 
 
 def read(metrics: dict) -> dict[str, float | None]:
@@ -65,34 +62,3 @@ def test_tokens_seen_are_prompt_and_sampled_tokens_of_every_row(make_rollout):
     assert num_tokens(
         [make_rollout(4), make_rollout(5, sampled=[True, False, False, True, True]), make_rollout(0)]
     ) == ((3 + 4) + (3 + 3) + (3 + 0))
-
-
-def test_records_of_the_completions_table(make_rollout):
-    table = RewardTable(
-        torch.tensor([[1.0, float("nan")], [0.5, 2.0]], dtype=torch.float64), ["f", "g"], {"note": ["x", None]}
-    )
-    records = log_records([make_rollout(2), make_rollout(3, "length")], table, [0.25, -0.25], 7)
-    assert records == [
-        {
-            "step": 7,
-            "prompt": "abc",
-            "completion": "text",
-            "f": 1.0,
-            "g": None,
-            "advantage": 0.25,
-            "finish_reason": "eos",
-            "num_tokens": 2,
-            "note": "x",
-        },
-        {
-            "step": 7,
-            "prompt": "abc",
-            "completion": "text",
-            "f": 0.5,
-            "g": 2.0,
-            "advantage": -0.25,
-            "finish_reason": "length",
-            "num_tokens": 3,
-            "note": None,
-        },
-    ]

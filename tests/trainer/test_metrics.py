@@ -319,6 +319,7 @@ def stored(trainer) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_each_log_event_and_phase_has_a_file(make_trainer, watch, tools):
+    """The fifth step, which fills no window, is logged at the end of training, with its completions."""
     seen, rewards = watch()
     trainer = make_trainer(
         reward_funcs=rewards,
@@ -327,30 +328,28 @@ def test_each_log_event_and_phase_has_a_file(make_trainer, watch, tools):
         eval_steps=2,
         per_device_eval_batch_size=8,
         logging_steps=2,
-        max_steps=4,
+        max_steps=5,
         log_completions=True,
         num_completions_to_print=0,
     )
     trainer.train()
     trainer.evaluate()
     files = stored(trainer)
-    assert {name: len(rows) for name, rows in files.items()} == {
-        "completions_00002.parquet": 16,
-        "completions_00004.parquet": 16,
-        "eval_dev_00002.parquet": 12,
-        "eval_dev_00004.parquet": 12,
-        "eval_dev_00004_2.parquet": 12,
+    trained = {"completions_00002": 16, "completions_00004": 16, "completions_00005": 8}
+    evaluated = ("eval_dev_00002", "eval_dev_00004", "eval_dev_00005", "eval_dev_00005_2")
+    assert {name.removesuffix(".parquet"): len(rows) for name, rows in files.items()} == {
+        **trained,
+        **dict.fromkeys(evaluated, 12),
     }
     rows = files["completions_00002.parquet"]
     columns = ["step", "prompt", "completion", "length", "odd", "advantage", "finish_reason", "num_tokens", "first"]
     assert list(rows[0]) == columns
     assert [row["step"] for row in rows] == [0] * 8 + [1] * 8
-    first, second = seen.batches[0], seen.batches[1]
-    assert [row["num_tokens"] for row in rows] == first["lengths"] + second["lengths"]
-    assert [row["length"] for row in rows] == first["length"] + second["length"]
-    assert [row["odd"] for row in rows] == first["odd"] + second["odd"]
-    assert [row["first"] for row in rows] == [ids[0] for r in (first, second) for ids in r["ids"]]
-    assert [row["finish_reason"] == "eos" for row in rows] == first["ended"] + second["ended"]
+    batches = [batch for batch in seen.batches if len(batch["ids"]) == 8][:2]
+    for name, key in (("num_tokens", "lengths"), ("length", "length"), ("odd", "odd")):
+        assert [row[name] for row in rows] == [value for batch in batches for value in batch[key]], name
+    assert [row["first"] for row in rows] == [ids[0] for batch in batches for ids in batch["ids"]]
+    assert [row["finish_reason"] == "eos" for row in rows] == [end for batch in batches for end in batch["ended"]]
     for start in range(0, 16, 4):
         assert math.fsum(row["advantage"] for row in rows[start : start + 4]) == pytest.approx(0, abs=1e-9)
 
@@ -360,16 +359,3 @@ def test_without_log_completions_nothing_is_gathered_or_written(make_trainer):
     trainer.train()
     assert stored(trainer) == {}
     assert not any(trainer.completion_log.state_dict()["records"].values())
-
-
-def test_completions_after_the_last_log_event_are_written(make_trainer):
-    """With five steps and a log event every two, the last step is logged at the end of training."""
-    trainer = make_trainer(logging_steps=2, max_steps=5, log_completions=True, num_completions_to_print=0)
-    trainer.train()
-    assert {name: len(rows) for name, rows in stored(trainer).items()} == {
-        "completions_00002.parquet": 16,
-        "completions_00004.parquet": 16,
-        "completions_00005.parquet": 8,
-    }
-    assert trainer.state.log_history[-1]["step"] == 5
-    assert trainer.state.log_history[-1]["reward"] > 0

@@ -25,8 +25,7 @@ from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.dynamic_sampling import DynamicSampling, ScoredRollouts
 from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, report_failures
-from groupgrad.rollout.statistics import completion_metrics, lag_metrics, log_records, num_tokens
-from groupgrad.run_folder.render import without_images
+from groupgrad.rollout.statistics import completion_metrics, lag_metrics, num_tokens
 from groupgrad.run_folder.timings import Timings
 from groupgrad.types import RewardTable, Rollout
 
@@ -40,10 +39,6 @@ class ScoringOptions:
     aggregation: Aggregation = "sum_then_normalize"
     mask_truncated: bool = False
     """Take the tokens of truncated completions out of the loss."""
-    keep_records: bool = False
-    """Gather every rollout on the main process for the completions table."""
-    keep_images: bool = False
-    """With their images, for trackers that show them."""
 
 
 @dataclass(slots=True)
@@ -60,8 +55,6 @@ class Experience:
     """Over all ranks."""
     mean_reward: float
     """Over all ranks; NaN if nothing was scored."""
-    records: list[dict[str, Any]]
-    """One for each rollout of all ranks, in row order, for the completions table; empty unless asked for."""
     table: RewardTable
     """(B, R) rewards of the rollouts."""
     combined_rewards: list[float]
@@ -134,7 +127,6 @@ class ExperienceCollector:
         if self._measures_lag and rollouts:
             metrics |= lag_metrics(rollouts, request.step)
         batch = collate(rollouts, advantages, mask_truncated=self.options.mask_truncated)
-        records = self._records(rollouts, table, advantages, request.step) if self.options.keep_records else []
         return Experience(
             rollouts,
             advantages,
@@ -142,7 +134,6 @@ class ExperienceCollector:
             metrics,
             num_tokens=scored.num_tokens,
             mean_reward=float(result.combined.nanmean()),
-            records=records,
             table=table,
             combined_rewards=result.combined[rows].tolist(),
         )
@@ -187,17 +178,6 @@ class ExperienceCollector:
         """Collective. This rank's rollouts, in the order of its row numbers."""
         with self.timings.phase("sampling"), self._around(), dist.errors_on_all_ranks():
             return self.rollouts(request)
-
-    def _records(
-        self, rollouts: list[Rollout], table: RewardTable, advantages: torch.Tensor, step: int
-    ) -> list[dict[str, Any]]:
-        """Collective. Records of all ranks in row order, on the main process."""
-        records = log_records(rollouts, table, advantages.tolist(), step)
-        if not self.options.keep_images:
-            records = [without_images(record) for record in records]
-        parts = dist.all_gather_objects({rollout.index: record for rollout, record in zip(rollouts, records)})
-        by_row = {row: record for part in parts for row, record in part.items()}
-        return [by_row[row] for row in sorted(by_row)] if dist.is_main() else []
 
 
 def _gather_rewards(

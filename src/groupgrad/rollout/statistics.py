@@ -1,14 +1,12 @@
-"""Metrics and log records of finished rollouts."""
+"""Metrics of finished rollouts."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from math import isnan
-from typing import Any
 
 from groupgrad.metrics import Metric, maximum, mean_of, minimum
-from groupgrad.types import FinishReason, RewardTable, Rollout, ToolUse
+from groupgrad.types import FinishReason, Rollout, ToolUse
 
 _NEXT_TO_NOTHING = sys.float_info.min
 """Weight of the failure share of no calls: the metric reads 0, and the weight vanishes beside any count."""
@@ -95,22 +93,3 @@ def ending_metrics(rollouts: Sequence[Rollout], reasons: Sequence[FinishReason])
 def num_tokens(rollouts: Sequence[Rollout]) -> int:
     """Prompt tokens and sampled completion tokens, each row with its own prompt."""
     return sum(len(rollout.prompt.ids) + rollout.num_sampled for rollout in rollouts)
-
-
-def log_records(
-    rollouts: Sequence[Rollout], table: RewardTable, advantages: Sequence[float], step: int
-) -> list[dict[str, Any]]:
-    """Records for the completions table, one a rollout."""
-    return [
-        {
-            "step": step,
-            "prompt": rollout.prompt.row["prompt"],
-            "completion": rollout.completion,
-            **{name: None if isnan(reward) else reward for name, reward in zip(table.names, rewards)},
-            "advantage": advantages[i],
-            "finish_reason": rollout.finish_reason,
-            "num_tokens": rollout.num_sampled,
-            **{column: values[i] for column, values in table.columns.items()},
-        }
-        for i, (rollout, rewards) in enumerate(zip(rollouts, table.rewards.tolist()))
-    ]

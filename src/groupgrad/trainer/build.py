@@ -57,8 +57,7 @@ from groupgrad.rollout.collector import ExperienceCollector
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.run_folder.completions import CompletionLog
-from groupgrad.run_folder.completions_upload import CompletionsUpload
+from groupgrad.run_folder.completions import CompletionLog, CompletionsUpload
 from groupgrad.run_folder.progress import bars_on_terminals_only
 from groupgrad.run_folder.timings import Timings
 from groupgrad.scoring.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight

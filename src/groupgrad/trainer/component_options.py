@@ -188,6 +188,4 @@ def scoring_options(config: GRPOConfig, num_rewards: int, num_own: int = 0) -> S
         scale_rewards=cast(ScaleRewards, str(config.scale_rewards)),
         aggregation=cast(Aggregation, config.multi_objective_aggregation),
         mask_truncated=config.mask_truncated_completions,
-        keep_records=config.log_completions,
-        keep_images=config.log_multimodal and not {"wandb", "trackio", "all"}.isdisjoint(config.report_to or ()),
     )

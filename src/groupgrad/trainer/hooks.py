@@ -458,8 +458,13 @@ class Hooks(TRLNames, ReplaceableLoss, Trainer):
     def _log_experience(self, experience: Experience) -> None:
         """Logs a generation batch of the step that has ended."""
         self.metric_store.add({**experience.metrics, "num_tokens": latest(float(self.state.num_input_tokens_seen))})
-        if experience.records:
-            self.completion_log.add(experience.records, reward_names=self.rewards.names)
+        self._log_completions(experience, self.state.global_step - 1, "train")
+
+    def _log_completions(self, experience: Experience, step: int, phase: str) -> None:
+        """Collective if `log_completions`. Keeps the completions of a generation batch for the next log event."""
+        if self.args.log_completions:
+            rows = experience.rollouts, experience.table, experience.advantages.tolist()
+            self.completion_log.add(*rows, step, phase=phase)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:

@@ -493,7 +493,7 @@ class GRPOTrainer(Hooks):
                 store.add(metrics)
                 rewarded.append((experience.table, experience.combined_rewards))
                 self.recorder.add_evaluation(experience, metric_key_prefix, num_samples)
-                self.completion_log.add(experience.records, phase=metric_key_prefix, reward_names=self.rewards.names)
+                self._log_completions(experience, self.state.global_step, metric_key_prefix)
                 num_samples += len(batch.rows) * self.args.num_generations_eval_resolved
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         numbers = {**store.flush(), **self.components.collector.spread(rewarded)}
