@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from groupgrad.data.images import digest
 from groupgrad.run_folder import run_files
 from groupgrad.run_folder.rollout_files import RolloutFiles
-from groupgrad.run_folder.rollout_table import StoredRows
+from groupgrad.run_folder.rollout_table import StoredRows, images_by_name, to_table
 from groupgrad.run_folder.run_files import LineFile
-from groupgrad.types import Media, Prompt, Rollout, ToolUse, Trace
+from groupgrad.types import Media, Prompt, RewardTable, Rollout, ToolUse, Trace
 
 WORDS = ["the", "answer", "is", "carried", "over", "since", "seven", "times", "eight", "makes", "fifty", "six"]
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -60,14 +61,15 @@ def write_run(
             held_out = RolloutFiles(folder / run_files.EVAL_ROLLOUTS / "eval", rank=0, keep_bytes=10**9, seed=seed)
             part = _rows(1.0, 8, tokens, generator, numbers, hostile=False)
             part.phase, part.gradient_shares = "eval", None
-            held_out.write(step, [part], max_steps=steps)
+            held_out.write(step, [to_table(step, part)], max_steps=steps)
         if step == 0:
             continue
         part = _rows(step / steps, rows, tokens, generator, numbers, hostile, turns)
         if images:
             part.rollouts = [_with_images(rollout) for rollout in part.rollouts]
         metrics.append({"step": step, "time": 1.7e9 + 5 * step, **_metrics(step, steps, part, numbers)})
-        files.write(step, [part], max_steps=steps)
+        table = to_table(step, part)
+        files.write(step, [table], max_steps=steps, images=images_by_name(part, table))
         if step % max(2, steps // 4) == 0:
             saved = {"event": "checkpoint", "folder": f"checkpoint-{step}"}
             events.append({"time": 1.7e9 + 5 * step, "step": step, **saved})
@@ -124,12 +126,14 @@ def _rows(
         offsets=offsets,
         texts=texts,
         advantages=[float(value - mean) for value, mean in zip(combined, means)],
-        reward_names=["correct", "short"],
-        rewards=[list(pair) for pair in zip(correct, short)],
+        table=RewardTable(
+            torch.tensor([correct, short], dtype=torch.float64).T,
+            ["correct", "short"],
+            {"extracted": [str(row) for row in range(rows)]},
+            seconds={"correct": 0.3, "short": 0.001},
+        ),
         combined=combined,
         num_generations=8,
-        reward_seconds={"correct": 0.3, "short": 0.001},
-        columns={"extracted": [str(row) for row in range(rows)]},
         logprobs=-numbers.exponential(1.2 - progress, offsets[-1]).astype(np.float32),
         entropy=numbers.exponential(1.2 - progress, offsets[-1]).astype(np.float32),
         gradient_shares=shares.astype(np.float32),
@@ -167,8 +171,8 @@ def _metrics(step: int, steps: int, part: StoredRows, numbers: np.random.Generat
         "learning_rate": 1e-6 * (1 - progress),
         "reward": float(np.mean(part.combined)),
         "reward_std": float(np.std(part.combined)),
-        "rewards/correct/mean": float(np.mean([pair[0] for pair in part.rewards])),
-        "rewards/short/mean": float(np.mean([pair[1] for pair in part.rewards])),
+        "rewards/correct/mean": float(part.table.rewards[:, 0].mean()),
+        "rewards/short/mean": float(part.table.rewards[:, 1].mean()),
         "frac_reward_zero_std": 0.1 + 0.7 * progress,
         "entropy": 1.2 - progress + noise,
         "kl": 0.01 * math.sqrt(step),

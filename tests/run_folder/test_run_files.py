@@ -1,17 +1,12 @@
-"""Files of a run folder: whole lines, texts of tokens, writes behind a run."""
+"""Files of a run folder: whole lines, and writes behind a run."""
 
 from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from groupgrad.run_folder.run_files import LineFile, read_lines, read_lines_from
-from groupgrad.run_folder.token_texts import TokenTexts
-from groupgrad.run_folder.write_behind import WriteBehind
+from groupgrad.run_folder.run_files import LineFile, WriteBehind, read_lines, read_lines_from
 
 
 def test_torn_lines_are_skipped_and_the_next_line_is_whole(tmp_path):
@@ -45,41 +40,15 @@ def test_a_file_that_was_written_anew_is_noticed_whatever_its_length(tmp_path):
         read_lines_from(path, "x")
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
-
-
-def spaced_tokenizer() -> PreTrainedTokenizerFast:
-    inner = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "<unk>": 2, "▁a": 3}, unk_token="<unk>"))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "text", "expected"),
-    [
-        (byte_tokenizer(), "a é€!", ["a", " ", "é€", "", "", "", "", "!"]),
-        (spaced_tokenizer(), "one two one", [" one", " two", " one"]),
-    ],
-)
-def test_texts_of_tokens_join_to_the_text(tokenizer, text, expected):
-    ids = np.array(tokenizer.encode(text))
-    assert TokenTexts(tokenizer)(ids) == expected
-
-
 def test_a_slow_disk_drops_records_and_holds_up_nothing():
-    gate, done, errors = threading.Event(), [], []
+    gate, started, done, errors = threading.Event(), threading.Event(), [], []
     writer = WriteBehind(errors.append, capacity=2)
-    writer.put(gate.wait)
-    while writer._jobs.qsize():  # until the thread waits in the first job
-        pass
+    writer.put(lambda: (started.set(), gate.wait()))
+    assert started.wait(5)
     accepted = [writer.put(lambda: done.append(1) or 1 / 0) for _ in range(4)]
     assert accepted == [True, True, False, False] and writer.num_dropped == 2
     assert writer.put(lambda: done.append("small"), is_large=False)
     assert not writer.drain(0.01)
     gate.set()
-    assert writer.close(5.0) and done == [1, 1, "small"]
+    assert writer.drain(5.0) and done == [1, 1, "small"]
     assert [type(error) for error in errors] == [ZeroDivisionError] * 2

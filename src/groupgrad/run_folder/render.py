@@ -82,11 +82,6 @@ def images_of(messages: Any) -> list[Any]:
     return [image for image in images if image is not None and not (isinstance(image, str) and image == IMAGE_MARKER)]
 
 
-def without_images(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces every image in the prompt and the completion of a record by a marker."""
-    return {**record, **{key: plain_value(record[key]) for key in ("prompt", "completion") if key in record}}
-
-
 def plain_value(value: Any) -> Any:
     """Converts to dicts, lists, texts, bytes, numbers, booleans and None only; images become a marker."""
     if value is None or isinstance(value, (bool, int, float, bytes)):

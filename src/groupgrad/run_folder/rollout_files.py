@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from groupgrad.byte_sizes import bytes_text
-from groupgrad.run_folder.rollout_table import StoredRows, images_of, to_parquet, to_table
+from groupgrad.run_folder.rollout_table import to_parquet
 from groupgrad.run_folder.run_files import IMAGES, parse_rollout_file, replace_file, rollout_file
 
 logger = logging.getLogger(__name__)
@@ -48,73 +49,64 @@ class RolloutFiles:
         """Bytes of a row in the last file."""
         self._last_step: int | None = None
         """The last step that has sampled, whether its rows were kept or left out."""
-        self._images: set[str] = set()
         self._has_thinned = False
 
-    def write(self, step: int, parts: Sequence[StoredRows], *, max_steps: int) -> None:
-        """Writes the file of a step of `max_steps`; `parts` are the generation batches that the step sampled.
+    def write(
+        self, step: int, tables: Sequence[pa.Table], *, max_steps: int, images: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes the file of a step of `max_steps`; `tables` are the generation batches that the step sampled.
 
-        OSError if it cannot be written.
+        `images` has the images that the tables name. OSError if a file cannot be written.
         """
         if self._used is None:
             self._used = self._bytes_on_disk()
-        found = self._fitting(step, parts, max_steps)
+        found = self._fitting(step, tables, max_steps)
         self._last_step = step
         if found is None:
             return
-        kept, tables, data = found
+        table, data = found
         path = self.folder / rollout_file(step, self._rank)
         before = path.stat().st_size if path.exists() else 0
         replace_file(path, lambda aside: aside.write_bytes(data))
         self._used += data.size - before
-        for part, table in zip(kept, tables):
-            self._write_images(part, table["images"].to_pylist())
+        for name in dict.fromkeys(name for names in table["images"].to_pylist() for name in names) if images else ():
+            self._write_image(name, images[name])
 
-    def _fitting(
-        self, step: int, parts: Sequence[StoredRows], max_steps: int
-    ) -> tuple[list[StoredRows], list[Any], Any] | None:
-        """The rows that are kept, their tables and the bytes of the file; None if no group fits.
+    def _fitting(self, step: int, tables: Sequence[pa.Table], max_steps: int) -> tuple[pa.Table, pa.Buffer] | None:
+        """The rows that are kept and the bytes of their file; None if no group fits.
 
         A file that is too large is made again with at most half of the groups. That happens to the first one, before
         the bytes of a row are known, and to one with longer rows than the last one.
         """
-        import pyarrow as pa
-
         assert self._used is not None
-        most = sys.maxsize
-        while kept := self._sample(step, parts, max_steps, most):
-            tables = [to_table(step, part) for part in kept]
-            data = to_parquet(pa.concat_tables(tables, promote_options="default"))
-            self._row_bytes = data.size / sum(len(part.rollouts) for part in kept)
+        whole, groups = pa.concat_tables(tables, promote_options="default"), _groups(tables)
+        kept = self._sample(step, groups, max_steps, most=len(groups))
+        while kept:
+            table = whole if len(kept) == len(groups) else whole.take([row for group in kept for row in group])
+            data = to_parquet(table)
+            self._row_bytes = data.size / table.num_rows
             if self._used + data.size <= self._keep_bytes:
-                return kept, tables, data
+                return table, data
             self._thin()
-            most = sum(len(_groups(part)) for part in kept) // 2
+            kept = self._sample(step, groups, max_steps, most=len(kept) // 2)
         return None
 
-    def _sample(self, step: int, parts: Sequence[StoredRows], max_steps: int, most: int) -> list[StoredRows]:
-        """The rows that fit into this step's share of the space that is left, of at most `most` groups."""
+    def _sample(self, step: int, groups: list[list[int]], max_steps: int, most: int) -> list[list[int]]:
+        """The groups that fit into this step's share of the space that is left, at most `most`, in their order."""
         assert self._used is not None
-        groups = [(part, rows) for part in parts for rows in _groups(part)]
-        if self._row_bytes is None or not groups:
-            return list(parts)
+        if self._row_bytes is None:
+            return groups
         gap = 1 if self._last_step is None else max(1, step - self._last_step)
         files_left = max(1.0, (max_steps - step + 1) / gap)
         share = max(0, self._keep_bytes - self._used) / files_left
-        needed = self._row_bytes * sum(len(rows) for _, rows in groups)
+        needed = self._row_bytes * sum(map(len, groups))
         if needed <= share and len(groups) <= most:
-            return list(parts)
+            return groups
         self._thin()
         generator = random.Random(f"{self._seed}/{step}/{self._rank}")  # training's random streams stay as they are
         wanted = min(1.0, share / needed) * len(groups)
         count = min(int(wanted) + (generator.random() < wanted % 1), most)
-        chosen = {id(rows): None for _, rows in generator.sample(groups, count)}
-        kept = []
-        for part in parts:
-            rows = [row for owner, group in groups if owner is part and id(group) in chosen for row in group]
-            if rows:
-                kept.append(part.select(rows))
-        return kept
+        return [groups[place] for place in sorted(generator.sample(range(len(groups)), count))]
 
     def _thin(self) -> None:
         if not self._has_thinned:
@@ -137,16 +129,10 @@ class RolloutFiles:
         images = self._images_folder.glob("*.jpg") if self._rank == 0 and self._counts_images else ()
         return sum(path.stat().st_size for path in [*own, *images])
 
-    def _write_images(self, part: StoredRows, names: Sequence[Sequence[str]]) -> None:
-        """Stores each image once under its name, scaled to at most 768 pixels, while there is space."""
-        for rollout, names_of_row in zip(part.rollouts, names):
-            for name, image in zip(names_of_row, images_of(rollout)):
-                if name not in self._images:
-                    self._images.add(name)
-                    self._write_image(self._images_folder / f"{name}.jpg", image)
-
-    def _write_image(self, path: Path, image: Any) -> None:
+    def _write_image(self, name: str, image: Any) -> None:
+        """Stores an image once under its name, scaled to at most 768 pixels, while there is space."""
         assert self._used is not None
+        path = self._images_folder / f"{name}.jpg"
         if path.exists() or self._used >= self._keep_bytes:
             return
         small = image.convert("RGB")
@@ -155,9 +141,12 @@ class RolloutFiles:
         self._used += path.stat().st_size
 
 
-def _groups(part: StoredRows) -> list[list[int]]:
-    """Places of the rows of each group."""
-    groups: dict[int, list[int]] = {}
-    for row, rollout in enumerate(part.rollouts):
-        groups.setdefault(rollout.index // part.num_generations, []).append(row)
+def _groups(tables: Sequence[pa.Table]) -> list[list[int]]:
+    """The rows of each group, by their places in all tables; two generation batches may number their groups alike."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    place = 0
+    for number, table in enumerate(tables):
+        for group in table["group"].to_pylist():
+            groups.setdefault((number, group), []).append(place)
+            place += 1
     return list(groups.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from groupgrad.run_folder.token_texts import token_writers
 
 if TYPE_CHECKING:
     from groupgrad.run_folder.token_texts import Writer
-    from groupgrad.types import Media, Prompt, Rollout
+    from groupgrad.types import Media, Prompt, RewardTable, Rollout
 
 REWARD = "reward/"
 """Prefix of the columns of single reward functions; the column `reward` is their weighted combination."""
@@ -34,6 +34,10 @@ MAX_DATA_CHARS = 2000
 
 _CALLS = pa.list_(
     pa.struct([("name", pa.string()), ("failed", pa.bool_()), ("timed_out", pa.bool_()), ("seconds", pa.float64())])
+)
+_SUMMARY = (
+    *("row", "group", "prompt", "completion", "is_messages", "reward"),
+    *("advantage", "gradient_share", "finish_reason", "num_tokens"),
 )
 _FLOAT_LISTS = ("logprobs", "entropy", "gradient_shares")
 
@@ -50,15 +54,11 @@ class StoredRows:
     texts: list[str]
     """(L,) text of each token."""
     advantages: list[float]
-    reward_names: list[str]
-    rewards: list[list[float]]
-    """(B, R), NaN where not scored."""
+    table: RewardTable
+    """(B, R) rewards, and what the functions logged of the rows."""
     combined: list[float]
     """(B,) weighted reward, NaN where nothing was scored."""
     num_generations: int
-    reward_seconds: Mapping[str, float] = field(default_factory=dict)
-    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values that reward functions logged for the rows."""
     logprobs: np.ndarray | None = None
     """(L,) float32 nats, NaN where unknown."""
     entropy: np.ndarray | None = None
@@ -70,51 +70,12 @@ class StoredRows:
     first_row: int = 0
     """Number of the first row: an evaluation numbers the rows of all its batches."""
 
-    def select(self, rows: Sequence[int]) -> StoredRows:
-        """These rows alone."""
-        places = np.concatenate(
-            [np.zeros(0, dtype=np.int64), *(np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows)]
-        )
-        lengths = np.diff(self.offsets)[list(rows)]
-        return replace(
-            self,
-            rollouts=[self.rollouts[row] for row in rows],
-            ids=self.ids[places],
-            offsets=np.concatenate([[0], np.cumsum(lengths)]),
-            texts=[self.texts[place] for place in places.tolist()],
-            advantages=[self.advantages[row] for row in rows],
-            rewards=[self.rewards[row] for row in rows],
-            combined=[self.combined[row] for row in rows],
-            columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
-            logprobs=None if self.logprobs is None else self.logprobs[places],
-            entropy=None if self.entropy is None else self.entropy[places],
-            gradient_shares=None if self.gradient_shares is None else self.gradient_shares[places],
-        )
-
-
-def rollout_values(part: StoredRows, row: int) -> dict[str, Any]:
-    """The numbers of a row by column; columns without a number are left out."""
-    rollout, number = part.rollouts[row], part.first_row + part.rollouts[row].index
-    values: dict[str, Any] = {
-        "row": number,
-        "group": number // part.num_generations,
-        "reward": part.combined[row],
-        **{f"{REWARD}{name}": part.rewards[row][place] for place, name in enumerate(part.reward_names)},
-        "advantage": part.advantages[row],
-        "finish_reason": rollout.finish_reason,
-        "num_tokens": rollout.num_sampled,
-    }
-    if part.gradient_shares is not None:
-        start, end = part.offsets[row : row + 2]
-        values["gradient_share"] = float(part.gradient_shares[start:end].sum(dtype=np.float64))
-    return {key: value for key, value in values.items() if not isinstance(value, float) or value == value}
-
 
 def to_table(step: int, rows: StoredRows) -> pa.Table:
     """The rows as a table, with the number of the optimizer step that first trained on them."""
     rollouts = rows.rollouts
     prompts = [rollout.prompt for rollout in rollouts]
-    rewards = np.asarray(rows.rewards, dtype=np.float64).reshape(len(rollouts), len(rows.reward_names))
+    rewards = np.asarray(rows.table.rewards.tolist(), np.float64).reshape(len(rollouts), len(rows.table.names))
     traces = [rollout.trace for rollout in rollouts]
     count = len(rollouts)
     numbers = [rows.first_row + rollout.index for rollout in rollouts]
@@ -129,8 +90,8 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "completion": pa.array([message_text(rollout.completion) for rollout in rollouts], pa.string()),
         "is_messages": pa.array([prompt.is_conversational for prompt in prompts], pa.bool_()),
         "reward": _numbers(rows.combined),
-        **{f"{REWARD}{name}": _numbers(rewards[:, place]) for place, name in enumerate(rows.reward_names)},
-        **{f"{SECONDS}{name}": _numbers([value] * count) for name, value in rows.reward_seconds.items()},
+        **{f"{REWARD}{name}": _numbers(rewards[:, place]) for place, name in enumerate(rows.table.names)},
+        **{f"{SECONDS}{name}": _numbers([value] * count) for name, value in rows.table.seconds.items()},
         "advantage": _numbers(rows.advantages),
         "gradient_share": _sums(rows.offsets, rows.gradient_shares),
         "finish_reason": pa.array([rollout.finish_reason for rollout in rollouts], pa.string()),
@@ -142,7 +103,7 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "images": pa.array(_image_names([images_of(rollout) for rollout in rollouts]), pa.list_(pa.string())),
         "prompt_images": pa.array([len(prompt.media.images) if prompt.media else 0 for prompt in prompts], pa.int32()),
         "data": pa.array(_once_each(_data, prompts), pa.string()),
-        "extra": pa.array([_extra(rows.columns, row) for row in range(count)], pa.string()),
+        "extra": pa.array([_extra(rows.table.columns, row) for row in range(count)], pa.string()),
         "prompt_ids": pa.array([prompt.ids for prompt in prompts], pa.list_(pa.int32())),
         "completion_ids": _lists(rows.offsets, pa.array(rows.ids, pa.int32())),
         "tokens": _lists(rows.offsets, pa.array(rows.texts, pa.string())),
@@ -154,6 +115,19 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "gradient_shares": _numbers_of_tokens(rows.offsets, rows.gradient_shares),
     }
     return pa.table(columns)
+
+
+def summaries(table: pa.Table) -> list[dict[str, Any]]:
+    """Texts and numbers of each row, without its tokens and without empty values, for spans and traces."""
+    names = [name for name in table.column_names if name in _SUMMARY or name.startswith(REWARD)]
+    rows = table.select(names).to_pylist()
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def images_by_name(rows: StoredRows, table: pa.Table) -> dict[str, Any]:
+    """The images of `rows` by the names that their `table` gives them."""
+    pairs = zip(table["images"].to_pylist(), rows.rollouts)
+    return {name: image for names, rollout in pairs for name, image in zip(names, images_of(rollout))}
 
 
 def to_parquet(table: pa.Table) -> pa.Buffer:

@@ -1,17 +1,22 @@
-"""Names in a run folder, and its files of JSON lines: whole lines, appended; see docs/run-folder.md."""
+"""Names in a run folder, its files of JSON lines, and writes on a thread; see docs/run-folder.md."""
 
 from __future__ import annotations
 
+import contextvars
 import json
 import math
 import os
 import re
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from groupgrad.concurrency.daemon_threads import OwnThread
 
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "run_config.json"
 WEIGHTS = "weights.jsonl"
@@ -150,6 +155,45 @@ class LineFile:
         kept = b"".join(json_line(record) for record in read_lines(self.path) if not _is_later(record, step))
         replace_file(self.path, lambda aside: aside.write_bytes(kept))
         self._begins_new_line = None
+
+
+class WriteBehind:
+    """Runs jobs one after another on a daemon thread, so that a slow disk does not hold up training.
+
+    Where `capacity` large jobs wait, further ones are dropped. `on_error` gets what a job raises, on that thread, which
+    ends when this object is dropped.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], object], *, capacity: int = 8):
+        self._on_error, self._capacity = on_error, capacity
+        self._thread = OwnThread("groupgrad-run-folder")
+        self._large: deque[Future[None]] = deque()
+        """Large jobs that run or wait."""
+        self._last: Future[None] | None = None
+        self.num_dropped = 0
+
+    def put(self, job: Callable[[], object], *, is_large: bool = True) -> bool:
+        """Queues `job`; False if it is dropped because the disk is too slow. A small job is never dropped."""
+        while self._large and self._large[0].done():
+            self._large.popleft()
+        if is_large and len(self._large) > self._capacity:
+            self.num_dropped += 1
+            return False
+        context = contextvars.copy_context()  # a tracker's run is one of its variables
+        self._last = self._thread.submit(context.run, self._run, job)
+        if is_large:
+            self._large.append(self._last)
+        return True
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until all jobs are done; False if they are not after `timeout_s`."""
+        return self._last is None or not wait([self._last], timeout_s).not_done
+
+    def _run(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except Exception as error:  # a record that is lost must not end a run
+            self._on_error(error)
 
 
 def _is_later(record: Mapping[str, Any], step: int) -> bool:

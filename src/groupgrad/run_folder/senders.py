@@ -11,7 +11,6 @@ from groupgrad import compat
 from groupgrad._version import __version__
 from groupgrad.errors import ConfigError
 from groupgrad.run_folder.render import plain_value
-from groupgrad.run_folder.rollout_table import StoredRows, message_text, rollout_values
 
 MAX_CHARS = 4000
 """Characters of a prompt or completion in a span, and of a message in a trace."""
@@ -22,7 +21,7 @@ ROLLOUTS, EVENT = "rollouts", "event"
 
 
 class RunSpans:
-    """Makes spans with the process's tracer provider, which decides where they go.
+    """Makes spans with the process's tracer provider, which decides where they go. `rows` are those of `summaries`.
 
     ConfigError if none is set, since every span would be lost; ImportError without the package.
     """
@@ -50,21 +49,15 @@ class RunSpans:
             span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, str(line.get("text", ""))))
         span.end(time_ns)
 
-    def step(self, step: int, times_ns: tuple[int, int], parts: Sequence[StoredRows]) -> None:
+    def step(self, step: int, times_ns: tuple[int, int], rows: Sequence[Mapping[str, Any]]) -> None:
         """Sends a step, from its begin to its end, and a span below it for each rollout that it sampled."""
         begin, end = times_ns
         span = self._tracer.start_span("groupgrad.step", start_time=begin, attributes={"groupgrad.step": step})
         context = self._trace.set_span_in_context(span)
-        for part in parts:
-            for row, rollout in enumerate(part.rollouts):
-                texts = {
-                    "prompt": message_text(rollout.prompt.row["prompt"])[:MAX_CHARS],
-                    "completion": message_text(rollout.completion)[:MAX_CHARS],
-                }
-                values = {**rollout_values(part, row), **texts}
-                attributes = {f"groupgrad.{key}": value for key, value in values.items()}
-                child = self._tracer.start_span("groupgrad.rollout", context, start_time=begin, attributes=attributes)
-                child.end(end)
+        for row in rows:
+            texts = {name: row[name][:MAX_CHARS] for name in ("prompt", "completion")}
+            attributes = {f"groupgrad.{name}": value for name, value in {**_numbers(row), **texts}.items()}
+            self._tracer.start_span("groupgrad.rollout", context, start_time=begin, attributes=attributes).end(end)
         span.end(end)
 
 
@@ -74,7 +67,7 @@ def _plain(value: Any) -> Any:
 
 
 class RunTraces:
-    """Logs traces to the Trackio run that is current where they are logged; without one they are dropped.
+    """The same as traces of the Trackio run that is current where they are logged; without one they are dropped.
 
     ConfigError if no run is to be expected, ImportError without a release of Trackio that has traces.
     """
@@ -99,15 +92,13 @@ class RunTraces:
         status = "error" if line["event"] in FAILURES else "success"
         self._log(EVENT, line["step"], [self._trace([_message("system", text)], {**metadata, "status": status})])
 
-    def step(self, step: int, times_ns: tuple[int, int], parts: Sequence[StoredRows]) -> None:
+    def step(self, step: int, times_ns: tuple[int, int], rows: Sequence[Mapping[str, Any]]) -> None:
         """Logs a trace for each rollout that a step sampled: its conversation, and its numbers as metadata."""
         traces = []
-        for part in parts:
-            for row, rollout in enumerate(part.rollouts):
-                status = "error" if rollout.finish_reason == "error" else "success"
-                metadata = {"step": step, **rollout_values(part, row), "status": status}
-                prompt = _messages("user", rollout.prompt.row["prompt"])
-                traces.append(self._trace([*prompt, *_messages("assistant", rollout.completion)], metadata))
+        for row in rows:
+            status = "error" if row["finish_reason"] == "error" else "success"
+            metadata = {"step": step, **_numbers(row), "status": status}
+            traces.append(self._trace([*_messages("user", row), *_messages("assistant", row)], metadata))
         self._log(ROLLOUTS, step, traces)
 
     def _trace(self, messages: list[dict[str, Any]], metadata: dict[str, Any]) -> Any:
@@ -118,11 +109,15 @@ class RunTraces:
             self._trackio.log({name: traces}, step=step)
 
 
-def _messages(role: str, value: Any) -> list[dict[str, Any]]:
-    """A prompt or completion as messages of plain values; a text becomes one of `role`."""
-    if isinstance(value, str):
-        return [_message(role, value)]
-    messages = [dict(message) for message in plain_value(value)]
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row has beside its texts."""
+    return {name: value for name, value in row.items() if name not in ("prompt", "completion", "is_messages")}
+
+
+def _messages(role: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The prompt (`user`) or the completion of a row as messages; a text becomes one of `role`."""
+    text = row["prompt" if role == "user" else "completion"]
+    messages = json.loads(text) if row["is_messages"] else [_message(role, text)]
     return [
         {**message, "content": message["content"][:MAX_CHARS]} if isinstance(message.get("content"), str) else message
         for message in messages

@@ -9,32 +9,33 @@ import torch
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.rollout.collector import Experience
-from groupgrad.run_folder.rollout_table import StoredRows
+from groupgrad.run_folder.rollout_table import TRAINING, StoredRows
 
 RowKey = tuple[int, bytes, bytes]
 """A row's number in its generation batch, its prompt's tokens and its own: several generation batches have the same
 numbers."""
-Numbers = tuple[np.ndarray, np.ndarray]
-"""(l,) log-probs and entropies of the tokens of a row."""
 
 
 def stored_rows(
     experience: Experience,
-    scores: Mapping[RowKey, Numbers],
+    scores: Mapping[RowKey, np.ndarray],
     texts_of: Callable[[np.ndarray], list[str]],
     shares: Mapping[RowKey, np.ndarray],
     *,
     num_generations: int,
+    phase: str = TRAINING,
+    first_row: int = 0,
 ) -> StoredRows:
     """Converts a generation batch for storage; log-probs and entropies come from the engine, or else from `scores`.
 
-    `shares` are the gradient shares of the tokens of rows.
+    `shares` are the gradient shares of the tokens of rows. An evaluation has a `phase`, and numbers its rows from
+    `first_row` on.
     """
-    batch, table = experience.batch, experience.table
+    batch = experience.batch
     ids, offsets = batch.completion_ids.numpy(), batch.offsets.numpy()
     logprobs, entropy = _array(batch.sampling_logprobs), _array(batch.sampling_entropy)
     if scores and (logprobs is None or entropy is None):
-        known = _known_by_passes(batch, scores)
+        known = _of_rows(batch, scores, 2)
         logprobs, entropy = (known[0] if logprobs is None else logprobs), (known[1] if entropy is None else entropy)
     return StoredRows(
         rollouts=experience.rollouts,
@@ -42,25 +43,15 @@ def stored_rows(
         offsets=offsets,
         texts=texts_of(ids),
         advantages=experience.advantages.tolist(),
-        reward_names=table.names,
-        rewards=table.rewards.tolist(),
+        table=experience.table,
         combined=experience.combined_rewards,
         num_generations=num_generations,
-        reward_seconds=table.seconds,
-        columns=table.columns,
         logprobs=logprobs,
         entropy=entropy,
-        gradient_shares=_shares(batch, shares) if shares else None,
+        gradient_shares=_of_rows(batch, shares, 1)[0] if shares else None,
+        phase=phase,
+        first_row=first_row,
     )
-
-
-def _shares(batch: Batch, shares: Mapping[RowKey, np.ndarray]) -> np.ndarray:
-    """(L,) gradient shares, NaN in rows that have none."""
-    values = np.full(batch.num_tokens, np.nan, np.float32)
-    for key, (start, end) in places_of_rows(batch).items():
-        if key in shares:
-            values[start:end] = shares[key]
-    return values
 
 
 def places_of_rows(batch: Batch) -> dict[RowKey, tuple[int, int]]:
@@ -75,13 +66,12 @@ def places_of_rows(batch: Batch) -> dict[RowKey, tuple[int, int]]:
     }
 
 
-def numbers_by_row(scores: Sequence[tuple[Batch, TokenScores]]) -> dict[RowKey, Numbers]:
-    """The log-probs and entropies that passes have given to rows."""
-    found: dict[RowKey, Numbers] = {}
+def numbers_by_row(scores: Sequence[tuple[Batch, TokenScores]]) -> dict[RowKey, np.ndarray]:
+    """(2, l) log-probs and entropies that passes have given to the tokens of each row."""
+    found: dict[RowKey, np.ndarray] = {}
     for part, numbers in scores:
-        logprobs, entropy = (values.float().cpu().numpy() for values in (numbers.logprobs, numbers.entropy))
-        for key, (start, end) in places_of_rows(part).items():
-            found[key] = (logprobs[start:end], entropy[start:end])
+        both = torch.stack([numbers.logprobs.float(), numbers.entropy.float()]).cpu().numpy()
+        found |= {key: both[:, start:end] for key, (start, end) in places_of_rows(part).items()}
     return found
 
 
@@ -89,10 +79,10 @@ def _array(values: torch.Tensor | None) -> np.ndarray | None:
     return None if values is None else values.numpy()
 
 
-def _known_by_passes(batch: Batch, scores: Mapping[RowKey, Numbers]) -> list[np.ndarray]:
-    """(L,) log-probs and entropies of the rows of `batch` that `scores` has; else NaN."""
-    known = [np.full(batch.num_tokens, np.nan, np.float32) for _ in range(2)]
+def _of_rows(batch: Batch, known: Mapping[RowKey, np.ndarray], count: int) -> np.ndarray:
+    """(count, L) numbers of the tokens of the rows that `known` has, (count, l) or (l,) of each; NaN in other rows."""
+    values = np.full((count, batch.num_tokens), np.nan, np.float32)
     for key, (start, end) in places_of_rows(batch).items():
-        for values, found in zip(known, scores.get(key, ())):
-            values[start:end] = found
-    return known
+        if key in known:
+            values[:, start:end] = known[key]
+    return values

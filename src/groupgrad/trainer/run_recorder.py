@@ -14,38 +14,35 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
 import torch
 from transformers import TrainerCallback
 
-from groupgrad import compat, dist
+from groupgrad import dist
 from groupgrad.batch import Batch, TokenScores
-from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.data.digest import dataset_digest
 from groupgrad.integrations.sharding.sharding import is_sharded
-from groupgrad.models.adapters import adapter_settings
-from groupgrad.models.model_names import model_source
-from groupgrad.models.quantized import quantization_settings
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.models.weights_digest import WeightsDigest
 from groupgrad.rollout.collector import Experience
 from groupgrad.run_folder import run_files
 from groupgrad.run_folder.render import plain_value
 from groupgrad.run_folder.rollout_files import RolloutFiles
-from groupgrad.run_folder.run_files import LineFile
+from groupgrad.run_folder.rollout_table import TRAINING, StoredRows, images_by_name, summaries, to_table
+from groupgrad.run_folder.run_files import LineFile, WriteBehind
 from groupgrad.run_folder.senders import RunSpans, RunTraces
 from groupgrad.run_folder.token_texts import TokenTexts
-from groupgrad.run_folder.write_behind import WriteBehind
 from groupgrad.scoring.head_hook import StatesTap
 from groupgrad.stopping import Paused, Stopped
 from groupgrad.trainer.experience_rows import numbers_by_row, stored_rows
 from groupgrad.trainer.gradient_shares import GradientShares
-from groupgrad.trainer.run_summary import path_of_step, sampling_settings
+from groupgrad.trainer.run_summary import path_of_step, run_configuration
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +94,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._learning_rate: float | None = None
         self._writer = WriteBehind(self._report)
         self._lines: deque[tuple[LineFile, dict[str, Any]]] = deque()
-        """Lines that wait for the thread that writes."""
+        """Lines that wait to be written: a save writes them itself, in place of waiting for rollouts before them."""
         self._lines_lock = threading.Lock()
         self._digest: WeightsDigest | None = None
         """The digest of a training's weights; None where no rank has all of them."""
@@ -142,11 +139,12 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._forget()
         logging.getLogger("groupgrad").removeHandler(self._handler)
         self._digest = None
-        if not self._writer.close(WAIT_S):
+        if not self._writer.drain(WAIT_S):
             logger.warning("%s: the last rollouts were not written within %g s", self._folder, WAIT_S)
         self._write_lines()
         if self._writer.num_dropped:
             self.event("rollouts_dropped", steps=self._writer.num_dropped, text="the disk was slower than training")
+        self._writer = WriteBehind(self._report)
         if error is None:
             self.event("ended")
         elif isinstance(error, (Stopped, KeyboardInterrupt)):
@@ -168,7 +166,9 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         resumed = trainer.resume.point
         self._is_open = self._is_usable = self._prepare(step, None if resumed is None else Path(resumed.folder))
         if self._is_open and state.is_world_process_zero:
-            self._digest = self._weights_to_digest()
+            can_digest = not (is_sharded(trainer.model) or trainer.is_fsdp_enabled)
+            parameters = unwrap(trainer.model).named_parameters
+            self._digest = self._try(lambda: WeightsDigest(parameters())) if can_digest else None
             self._start(step, None if resumed is None else str(resumed.folder))
             logging.getLogger("groupgrad").addHandler(self._handler)
 
@@ -227,24 +227,24 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             self.event("skipped_step", text="the loss or the gradient was not finite")
         self._tell_path()
         sampled = [experience for experience in self._sampled if experience.rollouts]
-        if sampled:
-            size, files, max_steps = trainer.plan.num_generations, self._files_of("train"), state.max_steps
-            times, stores, senders = (self._step_began_ns, time.time_ns()), self.keep_bytes > 0, self.senders
+        if not sampled:
+            if self._lines:
+                self._writer.put(self._write_lines, is_large=False)
+            return
+        size, files, max_steps = trainer.plan.num_generations, self._files_of(TRAINING), state.max_steps
+        times, stores, senders = (self._step_began_ns, time.time_ns()), self.keep_bytes > 0, self.senders
 
-            def write() -> None:
-                self._write_lines()
-                found = numbers_by_row(scores) if known is None else known
-                rows = [stored_rows(one, found, self._texts, shares, num_generations=size) for one in sampled]
-                for sender in senders:
-                    sender.step(step, times, rows)
-                if stores:
-                    files.write(step, rows, max_steps=max_steps)
+        def write() -> None:
+            self._write_lines()
+            found = numbers_by_row(scores) if known is None else known
+            rows = [stored_rows(one, found, self._texts, shares, num_generations=size) for one in sampled]
+            tables = _write(rows, step, max_steps, files if stores else None)
+            for sender in senders:
+                sender.step(step, times, [row for table in tables for row in summaries(table)])
 
-            self._writer.put(write)
-            if self.senders and (step >= max_steps or control.should_training_stop):
-                self._writer.drain(WAIT_S)  # trackers close at the end of training, before this context
-        elif self._lines:
-            self._writer.put(self._write_lines, is_large=False)
+        self._writer.put(write)
+        if self.senders and (step >= max_steps or control.should_training_stop):
+            self._writer.drain(WAIT_S)  # trackers close at the end of training, before this context
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Completes the configuration early in the first step, which may last long or fail."""
@@ -263,35 +263,29 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._path = path
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Writes the rollouts of an evaluation, on the folder's thread."""
+        """Queues the rollouts of an evaluation for writing."""
         evaluated, self._evaluated = self._evaluated, {}
         size, step, max_steps = self._trainer.args.num_generations_eval_resolved, state.global_step, state.max_steps
         for phase, batches in evaluated.items():
-            files = self._files_of(phase)
+            sampled, files = [batch for batch in batches if batch[0].rollouts], self._files_of(phase)
 
-            def write(files: Any = files, phase: str = phase, batches: Any = batches) -> None:
-                rows = []
-                for experience, first_row in batches:
-                    if experience.rollouts:
-                        part = stored_rows(experience, {}, self._texts, {}, num_generations=size)
-                        part.phase, part.first_row = phase, first_row
-                        rows.append(part)
-                if rows:
-                    files.write(step, rows, max_steps=max_steps)
+            def write(files: Any = files, phase: str = phase, sampled: Any = sampled) -> None:
+                options = {"num_generations": size, "phase": phase}
+                rows = [stored_rows(one, {}, self._texts, {}, first_row=first, **options) for one, first in sampled]
+                _write(rows, step, max_steps, files)
 
-            self._writer.put(write)
+            if sampled:
+                self._writer.put(write)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
         """The same after `predict`."""
         self.on_evaluate(args, state, control)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Records a checkpoint, once the rollouts before it are written. Training does not wait for that."""
+        """Records a checkpoint, once the lines of the steps before it are written; their rollouts may still wait."""
         if self._is_open:
-            self._write_lines()  # a run that goes on from here has them
-            step = state.global_step
-            fields = {"time": time.time(), "step": step, "folder": f"checkpoint-{step}"}
-            self._writer.put(lambda: self.event("checkpoint", **fields), is_large=False)
+            self._write_lines()
+            self.event("checkpoint", folder=f"checkpoint-{state.global_step}")
 
     def event(self, kind: str, **fields: Any) -> None:
         """Adds an event; main process only."""
@@ -320,10 +314,10 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             error = self._prepared(step, checkpoint, name, is_first_here)
             errors = dist.all_gather_objects(error)
             error = next((one for one in errors if one is not None), None)
-        if dist.is_main():
-            self._try((self._folder / name).unlink if error is None else lambda: None)
-            if error is not None:
-                self._report(error)
+        if dist.is_main() and error is None:
+            self._try((self._folder / name).unlink)
+        elif dist.is_main():
+            self._report(error)
         return error is None
 
     def _prepared(self, step: int, checkpoint: Path | None, name: str, wanted: bool) -> OSError | None:
@@ -368,7 +362,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
     def _write_configuration(self, path: str = "") -> None:
         """Writes the configuration of a start, and again with the `path` of decode steps once that is known."""
         assert self._folder is not None
-        self._config = self._config if path else self._configuration()
+        self._config = self._config if path else run_configuration(self._trainer, self.command, self.data_digest())
         self._config["sampling"]["path"] = path or None
         text = json.dumps(self._config, indent=1, ensure_ascii=False, default=str)
         run_files.replace_file(self._folder / run_files.CONFIG, lambda aside: aside.write_text(text + "\n", "utf-8"))
@@ -397,28 +391,6 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             )
         return self._files[phase]
 
-    def _configuration(self) -> dict[str, Any]:
-        trainer = self._trainer
-        model = unwrap(trainer.model)
-        return {
-            "format": 1,
-            "started": time.time(),
-            "max_steps": trainer.state.max_steps,
-            "processes": dist.world_size(),
-            "model": model_source(model) or type(model).__name__,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "quantization": quantization_settings(model),
-            "adapter": adapter_settings(model),
-            "rewards": list(trainer.rewards.names),
-            "reward_functions": trainer.rewards.origins,
-            "versions": compat.environment(),
-            "threads": torch.get_num_threads(),
-            "sampling": sampling_settings(trainer),
-            "data": self.data_digest(),
-            "command": self.command,
-            "settings": without_secrets(trainer.args.to_dict() | {"derived_settings": None}),
-        }
-
     def data_digest(self) -> dict[str, Any] | None:
         """The digest of the training data, which is read once for a run that is resumed many times."""
         dataset = self._trainer.train_dataset
@@ -426,23 +398,10 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             self._known_data = dataset, dataset_digest(dataset)
         return self._known_data[1]
 
-    def _weights_to_digest(self) -> WeightsDigest | None:
-        trainer = self._trainer
-        if is_sharded(trainer.model) or trainer.is_fsdp_enabled:
-            return None
-        try:
-            return WeightsDigest(unwrap(trainer.model).named_parameters())
-        except Exception as error:  # no record is worth a run
-            self._report(error)
-            return None
-
     def _digest_now(self, *, trained_only: bool) -> str | None:
         """The digest of the weights as they are; None if there is none."""
-        try:
-            return None if self._digest is None else self._digest.value(trained_only=trained_only)
-        except Exception as error:  # no record is worth a run
-            self._report(error)
-            return None
+        digest = self._digest
+        return None if digest is None else self._try(lambda: digest.value(trained_only=trained_only))
 
     def _write_lines(self) -> None:
         """Writes the lines that wait, in their order."""
@@ -451,11 +410,13 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
                 file, line = self._lines.popleft()
                 self._try(lambda file=file, line=line: file.append(line))
 
-    def _try(self, write: Any) -> None:
+    def _try(self, make: Callable[[], Any]) -> Any:
+        """Makes or writes a record; None, and a warning, if that fails."""
         try:
-            write()
+            return make()
         except Exception as error:  # no record is worth a run
             self._report(error)
+            return None
 
     def _report(self, error: Exception) -> None:
         """Warns once a training of a record that cannot be written."""
@@ -468,6 +429,15 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
                 type(error).__name__,
                 error,
             )
+
+
+def _write(rows: Sequence[StoredRows], step: int, max_steps: int, files: RolloutFiles | None) -> list[pa.Table]:
+    """Writes what a step or an evaluation sampled, unless `files` is None, and returns it as tables."""
+    tables = [to_table(step, part) for part in rows]
+    if files is not None:
+        images = {name: image for pair in zip(rows, tables) for name, image in images_by_name(*pair).items()}
+        files.write(step, tables, max_steps=max_steps, images=images)
+    return tables
 
 
 class _EventHandler(logging.Handler):

@@ -1,4 +1,4 @@
-"""Describes a run in words before it begins: its data, batches, steps, prompts and the end of completions."""
+"""Describes a run before it begins: in words its data, batches, steps, prompts and end tokens; its configuration."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from groupgrad import compat, dist
+from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.data.columns import is_transformed
 from groupgrad.data.completions import THINK, opened_by
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
+from groupgrad.models.adapters import adapter_settings
 from groupgrad.models.load import inner_tokenizer
+from groupgrad.models.model_names import model_source
+from groupgrad.models.quantized import quantization_settings
+from groupgrad.models.unwrapping import unwrap
 from groupgrad.run_folder.terminal import write_line
 from groupgrad.trainer.half_precision import half_precision
 
@@ -115,6 +122,31 @@ def sampling_settings(trainer: Any) -> dict[str, Any]:
     if not trainer.plan.is_on_policy:
         old = "sampling" if trainer.sampler_logprobs.are_old else "training"
     return {"engine": choice.name, "old_logprobs": old, "logp_gap": choice.gap}
+
+
+def run_configuration(
+    trainer: Any, command: Mapping[str, Any] | None, data: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Returns what `run_config.json` holds: settings without secrets, model, rewards, versions, digest of the data."""
+    model = unwrap(trainer.model)
+    return {
+        "format": 1,
+        "started": time.time(),
+        "max_steps": trainer.state.max_steps,
+        "processes": dist.world_size(),
+        "model": model_source(model) or type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": quantization_settings(model),
+        "adapter": adapter_settings(model),
+        "rewards": list(trainer.rewards.names),
+        "reward_functions": trainer.rewards.origins,
+        "versions": compat.environment(),
+        "threads": torch.get_num_threads(),
+        "sampling": sampling_settings(trainer),
+        "data": data,
+        "command": command,
+        "settings": without_secrets(trainer.args.to_dict() | {"derived_settings": None}),
+    }
 
 
 def columns_in_words(trainer: Any, names: Sequence[str] | None = None) -> str:
