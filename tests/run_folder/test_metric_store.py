@@ -13,27 +13,16 @@ from groupgrad.metrics import average, latest, maximum, mean_of, minimum, total
 from groupgrad.run_folder.metric_store import MetricStore
 
 
-def test_a_mean_is_the_sum_over_the_count_not_a_mean_of_means():
-    store = MetricStore()
-    store.add({"length": mean_of(30.0, 3)})
+def test_each_kind_has_its_own_merge_and_a_flush_empties_the_window():
+    """A mean is the sum over the count, no mean of means; keys with nothing measured are left out."""
+    store, nan = MetricStore(), float("nan")
+    store.add({"length": mean_of(30.0, 3), "kl": mean_of(0.0, 0), "low": minimum(nan)})
     store.add({"length": mean_of(50.0, 1)})
-    assert store.flush() == {"length": 20.0}
-
-
-def test_each_kind_has_its_own_merge():
-    store = MetricStore()
     store.add({"a": total(1), "b": minimum(2), "c": maximum(2), "d": latest(5), "e": average(1)})
-    store.add({"a": total(2), "b": minimum(float("nan")), "c": maximum(7), "d": latest(4), "e": average(2)})
+    store.add({"a": total(2), "b": minimum(nan), "c": maximum(7), "d": latest(4), "e": average(2)})
     store.add({"a": total(4), "b": minimum(1), "c": maximum(3), "d": latest(9), "e": average(6)})
-    assert store.flush() == {"a": 7.0, "b": 1.0, "c": 7.0, "d": 9.0, "e": 3.0}
-
-
-def test_keys_with_nothing_measured_are_left_out_and_a_flush_empties_the_window():
-    store = MetricStore()
-    store.add({"kl": mean_of(0.0, 0), "low": minimum(float("nan")), "reward": average(0.5)})
-    assert store.flush() == {"reward": 0.5}
-    assert store.flush() == {}
-    assert len(store) == 0
+    assert store.flush() == {"length": 20.0, "a": 7.0, "b": 1.0, "c": 7.0, "d": 9.0, "e": 3.0}
+    assert store.flush() == {} and len(store) == 0
 
 
 def test_keys_keep_the_order_first_seen_over_windows():
@@ -87,23 +76,15 @@ def test_a_resume_inside_a_window_is_exact():
 
 
 def test_ranks_are_merged_with_one_gather(monkeypatch):
-    other_rank = {"x": mean_of(9.0, 3), "only_there": total(2.0), "top": maximum(1.0)}
-    calls = []
-
-    def gather(mine):
-        calls.append(mine)
-        return [mine, other_rank]
-
-    monkeypatch.setattr(dist, "all_gather_objects", gather)
+    """Ranks that disagree on the kind of a metric are told its name."""
+    calls, others = [], [{"x": mean_of(9.0, 3), "only_there": total(2.0), "top": maximum(1.0)}, {"x": maximum(1.0)}]
+    monkeypatch.setattr(
+        dist, "all_gather_objects", lambda mine: (calls.append(mine), [mine, others[len(calls) - 1]])[1]
+    )
     store = MetricStore()
     store.add({"top": maximum(0.5), "x": mean_of(1.0, 1)})
     assert store.flush() == {"top": 1.0, "x": 2.5, "only_there": 2.0}
     assert len(calls) == 1
-
-
-def test_ranks_that_disagree_on_the_kind_are_named(monkeypatch):
-    monkeypatch.setattr(dist, "all_gather_objects", lambda mine: [mine, {"x": maximum(1.0)}])
-    store = MetricStore()
     store.add({"x": average(1.0)})
     with pytest.raises(ValueError, match="'x'"):
         store.flush()

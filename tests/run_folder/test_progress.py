@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,17 +32,17 @@ class Clock:
         return self.now
 
 
-def terminal(monkeypatch) -> SimpleNamespace:
-    """Replaces standard output and error by a simulated terminal of 100 columns.
+def terminal(monkeypatch, columns: int = 100) -> SimpleNamespace:
+    """Replaces standard output and error by a simulated terminal.
 
     Not a fixture, since pytest restores its own streams between the set-up of a test and its call.
     """
-    out, err = Terminal(), Terminal()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
-    monkeypatch.setenv("COLUMNS", "100")
+    streams = SimpleNamespace(out=Terminal(), err=Terminal())
+    monkeypatch.setattr(sys, "stdout", streams.out)
+    monkeypatch.setattr(sys, "stderr", streams.err)
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("LINES", "30")
-    return SimpleNamespace(out=out, err=err)
+    return streams
 
 
 def run_state(step: int = 0, *, main: bool = True) -> SimpleNamespace:
@@ -51,6 +52,12 @@ def run_state(step: int = 0, *, main: bool = True) -> SimpleNamespace:
 ARGS = SimpleNamespace(disable_tqdm=False)
 
 
+def begun(state: SimpleNamespace | None = None, args: Any = ARGS, **options: Any) -> ProgressCallback:
+    progress = ProgressCallback(**options)
+    progress.on_train_begin(args, state or run_state(), None)
+    return progress
+
+
 def frames(stream: io.StringIO) -> list[str]:
     """Returns the drawn text, one entry a redraw."""
     return [frame.strip() for frame in re.split(r"\r|\n", stream.getvalue().replace("\x1b[A", "")) if frame.strip()]
@@ -58,23 +65,22 @@ def frames(stream: io.StringIO) -> list[str]:
 
 def test_the_bar_shows_step_numbers_and_phase(monkeypatch):
     streams = terminal(monkeypatch)
-    progress, state = ProgressCallback(), run_state(2)
-    progress.on_train_begin(ARGS, state, None)
-    progress.set_phase("sampling")
-    progress._refreshed_at = float("-inf")
-    progress.set_numbers(reward=0.12345, length=45.4, tokens_per_second=1234.4)
-    last = frames(streams.err)[-1]
-    assert "| 2/8 [" in last
-    assert last.endswith("reward=0.123 len=45 tok/s=1234 | sampling")
+    progress = begun(run_state(2))
+    timings = Timings(progress.set_phase)
+    with timings.phase("sampling"):
+        with timings.phase("rewards"):
+            assert progress.phase == "rewards"
+        progress._refreshed_at = float("-inf")
+        progress.set_numbers(reward=0.12345, length=45.4, tokens_per_second=1234.4)
+        last = frames(streams.err)[-1]
+        assert "| 2/8 [" in last and last.endswith("reward=0.123 len=45 tok/s=1234 | sampling")
     progress.close()
     assert frames(streams.err)[-1].endswith("reward=0.123 len=45 tok/s=1234")
 
 
 def test_the_bar_is_drawn_at_most_twice_a_second(monkeypatch):
-    streams = terminal(monkeypatch)
-    clock = Clock()
-    progress = ProgressCallback(clock=clock)
-    progress.on_train_begin(ARGS, run_state(), None)
+    streams, clock = terminal(monkeypatch), Clock()
+    progress = begun(clock=clock)
     before = len(frames(streams.err))
     for i in range(100):
         clock.now += 0.01
@@ -84,15 +90,13 @@ def test_the_bar_is_drawn_at_most_twice_a_second(monkeypatch):
 
 
 def test_the_last_of_several_phases_is_shown_half_a_second_later(monkeypatch):
-    streams = terminal(monkeypatch)
-    progress = ProgressCallback()
-    progress.on_train_begin(ARGS, run_state(), None)
+    streams, progress = terminal(monkeypatch), begun()
     progress.set_phase("training")
     progress.set_phase("sampling")
     before = len(frames(streams.err))
     for phase in ("rewards", "rewards", "scoring"):
         progress.set_phase(phase)
-    assert len(frames(streams.err)) - before == 0
+    assert len(frames(streams.err)) == before
     deadline = time.monotonic() + 20
     while len(frames(streams.err)) == before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -103,29 +107,20 @@ def test_the_last_of_several_phases_is_shown_half_a_second_later(monkeypatch):
     assert progress._timer is None
 
 
-def test_a_narrow_terminal_keeps_the_phase(monkeypatch):
-    streams = terminal(monkeypatch)
-    monkeypatch.setenv("COLUMNS", "64")
-    progress = ProgressCallback()
-    progress.on_train_begin(ARGS, run_state(), None)
+@pytest.mark.parametrize(("columns", "shown"), [(64, " training"), (78, "reward=0.500 len=100 | training")])
+def test_a_narrow_terminal_keeps_the_phase(monkeypatch, columns, shown):
+    streams, progress = terminal(monkeypatch, columns), begun()
     progress.set_numbers(reward=0.5, length=100.0, tokens_per_second=99999.0)
-    progress.set_phase("evaluating")
+    for phase in ("sampling", "training"):
+        progress.set_phase(phase)
     progress._draw()
-    assert frames(streams.err)[-1].endswith("evaluating")
-    progress.set_phase("idle")
-    monkeypatch.setenv("COLUMNS", "78")
-    progress.set_phase("sampling")
-    progress.set_phase("training")
-    progress._draw()
-    assert frames(streams.err)[-1].endswith("reward=0.500 len=100 | training")
+    assert frames(streams.err)[-1].endswith(shown)
     progress.close()
 
 
 def test_a_log_event_is_one_line_on_standard_output(monkeypatch):
-    streams = terminal(monkeypatch)
-    clock = Clock()
-    progress, state = ProgressCallback(clock=clock), run_state()
-    progress.on_train_begin(ARGS, state, None)
+    streams, clock, state = terminal(monkeypatch), Clock(), run_state()
+    progress = begun(state, clock=clock)
     for step in (2, 4):
         state.global_step = step
         clock.now += 3.0
@@ -138,22 +133,9 @@ def test_a_log_event_is_one_line_on_standard_output(monkeypatch):
     assert "4/8" in frames(streams.err)[-1]
 
 
-def test_timings_drive_the_phase(monkeypatch):
-    terminal(monkeypatch)
-    progress = ProgressCallback()
-    timings = Timings(progress.set_phase)
-    progress.on_train_begin(ARGS, run_state(), None)
-    with timings.phase("sampling"):
-        with timings.phase("rewards"):
-            assert progress.phase == "rewards"
-        assert progress.phase == "sampling"
-    progress.close()
-
-
 def test_the_evaluation_bar_is_removed_at_the_end(monkeypatch):
-    streams = terminal(monkeypatch)
-    progress, state = ProgressCallback(), run_state()
-    progress.on_train_begin(ARGS, state, None)
+    streams, state = terminal(monkeypatch), run_state()
+    progress = begun(state)
     for _ in range(3):
         progress.on_prediction_step(ARGS, state, None, eval_dataloader=[0, 0, 0])
     assert any("/3 [" in frame and "evaluation" in frame for frame in frames(streams.err))
@@ -165,31 +147,30 @@ def test_the_evaluation_bar_is_removed_at_the_end(monkeypatch):
 
 
 def test_an_exception_leaves_no_bar_and_a_second_run_starts_clean(monkeypatch):
-    streams = terminal(monkeypatch)
-    progress, state = ProgressCallback(), run_state()
+    streams, progress, state = terminal(monkeypatch), ProgressCallback(), run_state()
     with pytest.raises(KeyboardInterrupt), progress:
         progress.on_train_begin(ARGS, state, None)
         progress.on_prediction_step(ARGS, state, None, eval_dataloader=[0, 0])
         raise KeyboardInterrupt
-    assert progress._bar is None
-    assert progress._evaluation_bar is None
-    assert streams.err.getvalue().endswith("\n") or streams.err.getvalue().endswith("\r")
+    assert progress._bar is None and progress._evaluation_bar is None
+    assert streams.err.getvalue().endswith(("\n", "\r"))
     progress.close()
-    progress.on_train_begin(ARGS, state, None)
-    progress.on_train_begin(ARGS, state, None)
+    for _ in range(2):
+        progress.on_train_begin(ARGS, state, None)
     assert progress._bar.pos == 0
     progress.close()
 
 
-@pytest.mark.parametrize("reason", ["no terminal", "disable_tqdm"])
+@pytest.mark.parametrize("reason", ["no terminal", "disable_tqdm", "another rank"])
 def test_without_a_bar_there_is_one_plain_line_a_log(monkeypatch, reason):
-    terminal(monkeypatch)
+    """And nothing on other ranks than the first."""
+    streams = terminal(monkeypatch)
     if reason == "no terminal":
-        monkeypatch.setattr(sys, "stderr", io.StringIO())
-        monkeypatch.setattr(sys, "stdout", io.StringIO())
-    args = SimpleNamespace(disable_tqdm=reason == "disable_tqdm")
-    progress, state = ProgressCallback(), run_state()
-    progress.on_train_begin(args, state, None)
+        streams = SimpleNamespace(out=io.StringIO(), err=io.StringIO())
+        monkeypatch.setattr(sys, "stderr", streams.err)
+        monkeypatch.setattr(sys, "stdout", streams.out)
+    args, state = SimpleNamespace(disable_tqdm=reason == "disable_tqdm"), run_state(main=reason != "another rank")
+    progress = begun(state, args)
     for step in range(1, 9):
         state.global_step = step
         for phase in ("sampling", "training"):
@@ -197,25 +178,13 @@ def test_without_a_bar_there_is_one_plain_line_a_log(monkeypatch, reason):
         progress.set_numbers(reward=1.0)
         progress.on_step_end(args, state, None)
         progress.on_prediction_step(args, state, None, eval_dataloader=[0])
+        progress.on_evaluate(args, state, None)
         if step % 4 == 0:
             progress.on_log(args, state, None, logs=LOGS)
     progress.on_train_end(args, state, None)
-    assert sys.stderr.getvalue() == ""
-    assert [line[:6] for line in sys.stdout.getvalue().splitlines()] == ["step 4", "step 8"]
-
-
-def test_other_ranks_show_nothing(monkeypatch):
-    streams = terminal(monkeypatch)
-    progress, state = ProgressCallback(), run_state(main=False)
-    progress.on_train_begin(ARGS, state, None)
-    progress.set_phase("sampling")
-    progress.set_numbers(reward=1.0)
-    progress.on_step_end(ARGS, state, None)
-    progress.on_prediction_step(ARGS, state, None, eval_dataloader=[0])
-    progress.on_evaluate(ARGS, state, None)
-    progress.on_log(ARGS, state, None, logs=LOGS)
-    progress.on_train_end(ARGS, state, None)
-    assert streams.out.getvalue() == streams.err.getvalue() == ""
+    assert streams.err.getvalue() == ""
+    lines = [line[:6] for line in streams.out.getvalue().splitlines()]
+    assert lines == ([] if reason == "another rank" else ["step 4", "step 8"])
 
 
 SCRIPT = """

@@ -1,4 +1,8 @@
+"""Seconds of phases, on a clock that only the test moves."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -13,48 +17,39 @@ class Clock:
         return self.now
 
 
-def test_nested_phases_count_exclusively():
+def spend(timings: Timings, clock: Clock, *parts: Any) -> None:
+    """Lets seconds pass. A tuple is a phase with its parts; a name with a plus counts the phases inside it."""
+    for part in parts:
+        if isinstance(part, tuple):
+            name, *inner = part
+            with timings.inclusive(name[1:]) if name[0] == "+" else timings.phase(name):
+                spend(timings, clock, *inner)
+        else:
+            clock.now += part
+
+
+@pytest.mark.parametrize(
+    ("parts", "seconds"),
+    [
+        pytest.param(
+            [5, ("sampling", 2, ("rewards", 3), 1), ("training", 0.5)],
+            {"sampling": 3, "rewards": 3, "training": 0.5},
+            id="an outer phase without the inner one, nothing outside of phases",
+        ),
+        pytest.param([("scoring", 1, ("scoring", 2))] * 3, {"scoring": 9}, id="repeated, and inside itself"),
+        pytest.param(
+            [("sampling", 1), ("training", 2, ("+evaluating", 3, ("sampling", 4)), 5), ("+evaluating", 6)],
+            {"sampling": 1, "training": 7, "evaluating": 13},
+            id="inclusive",
+        ),
+    ],
+)
+def test_phases_add_up(parts: list[Any], seconds: dict[str, float]):
     clock = Clock()
     timings = Timings(clock=clock)
-    clock.now += 5  # outside any phase, not counted
-    with timings.phase("sampling"):
-        clock.now += 2
-        with timings.phase("rewards"):
-            clock.now += 3
-        clock.now += 1
-    with timings.phase("training"):
-        clock.now += 0.5
-    assert timings.take() == {"sampling": 3.0, "rewards": 3.0, "training": 0.5}
+    spend(timings, clock, *parts)
+    assert timings.take() == seconds
     assert timings.take() == {}
-
-
-def test_a_phase_repeated_or_inside_itself_adds_up_once():
-    clock = Clock()
-    timings = Timings(clock=clock)
-    for _ in range(3):
-        with timings.phase("scoring"):
-            clock.now += 1
-            with timings.phase("scoring"):
-                clock.now += 2
-    assert timings.take() == {"scoring": 9.0}
-
-
-def test_an_inclusive_phase_counts_the_time_of_phases_inside_it():
-    clock = Clock()
-    timings = Timings(clock=clock)
-    with timings.phase("sampling"):
-        clock.now += 1
-    with timings.phase("training"):
-        clock.now += 2
-        with pytest.raises(KeyError), timings.inclusive("evaluating"):
-            clock.now += 3
-            with timings.phase("sampling"):
-                clock.now += 4
-                raise KeyError
-        clock.now += 5
-    with timings.inclusive("evaluating"):
-        clock.now += 6
-    assert timings.take() == {"sampling": 1.0, "training": 7.0, "evaluating": 13.0}
 
 
 def test_take_inside_a_phase_splits_it():
@@ -67,21 +62,19 @@ def test_take_inside_a_phase_splits_it():
     assert timings.take() == {"training": 1.0}
 
 
-def test_an_exception_closes_the_phase():
+def test_an_exception_closes_the_phases():
     clock = Clock()
     timings = Timings(clock=clock)
-    with pytest.raises(KeyError), timings.phase("rewards"):
-        clock.now += 2
-        raise KeyError
+    with timings.phase("training"):
+        with pytest.raises(KeyError), timings.inclusive("evaluating"), timings.phase("sampling"):
+            clock.now += 4
+            raise KeyError
+        clock.now += 5
     clock.now += 7
-    assert timings.take() == {"rewards": 2.0}
+    assert timings.take() == {"training": 5.0, "evaluating": 4.0}
 
 
 def test_the_hook_is_called_at_each_beginning_and_return():
     phases: list[str] = []
-    timings = Timings(phases.append)
-    with timings.phase("sampling"), timings.phase("rewards"):
-        pass
-    with timings.phase("training"):
-        pass
+    spend(Timings(phases.append), Clock(), ("sampling", ("rewards",)), ("training",))
     assert phases == ["sampling", "rewards", "sampling", "training"]
