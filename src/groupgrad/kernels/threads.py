@@ -41,7 +41,6 @@ def limit_spinning() -> None:
     parallel regions of a small model takes a scheduler's time slice. libgomp has no function that changes this, but it
     spins 3,000 times less while a process has more OpenMP threads than cores. A `ParkedTeam` therefore adds idle
     threads, and is released while the cores are free. The threads that compute stay the same, so all numbers do too.
-    `bench/NOTES-threads.md` has measurements.
 
     Does nothing on one thread, where `WAIT_SETTINGS` are set, and with other OpenMP runtimes.
     """
