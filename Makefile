@@ -82,7 +82,7 @@ help:
 	@echo "make format        mend lint and format"
 	@echo "make docs          build the documentation into build/site; warnings are errors"
 	@echo "make bench         time groupgrad and TRL on the same work (an hour or more; BENCH_ARGS=\"--only uniform --quick\")"
-	@echo "make bench-vllm    time pushes to vLLM and sampling ahead on the demo's task (about half an hour)"
+	@echo "make bench-vllm    train the demo's task with the native engine and with vLLM (about ten minutes)"
 	@echo "make gpu-counts    count launches and waits of sampling on a simulated GPU into bench/GPU-COUNTS.md (five minutes)"
 	@echo "make clean         remove the environments and all that was built"
 

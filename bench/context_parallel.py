@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,9 +26,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 from materials import make_model, make_words
+from plumbing import CPU_RUN, PeakMemory, table
 from torch import nn
 from transformers import TrainerCallback
-from worker import PeakMemory
 from workloads import ModelShape
 
 from groupgrad import GRPOConfig, GRPOTrainer, dist
@@ -104,13 +103,9 @@ def build(folder: Path, num_tokens: int) -> GRPOTrainer:
             float(len(ids) > SHORT_TOKENS) + ids[0] / 512 for ids in completion_ids
         ],
         args=GRPOConfig(
+            **CPU_RUN,
             output_dir=str(folder / "run"),
-            use_cpu=True,
             ddp_backend="gloo" if num_processes > 1 else None,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            gradient_checkpointing=False,
             max_steps=1,
             per_device_train_batch_size=rows_here,
             num_generations=NUM_ROWS,
@@ -155,28 +150,13 @@ def weights_of(model: nn.Module) -> torch.Tensor:
 def measure(folder: Path, num_processes: int, num_tokens: int, *, timeout_s: float = 1800.0) -> list[dict[str, Any]]:
     """What each process measured, with its `weights` before and after. RuntimeError if one of them fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    together = {"WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes, "MASTER_PORT": port}
     command = [sys.executable, __file__, "--tokens", str(num_tokens), "--folder", str(folder)]
-    processes = []
-    for rank in range(num_processes):
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, **together} if num_processes > 1 else {}
-        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {name: str(value) for name, value in numbers.items()}
-        with (folder / f"{rank}.log").open("w") as log:
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(timeout=timeout_s) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        failed = next(rank for rank, code in enumerate(codes) if code)
-        raise RuntimeError(
-            f"process {failed} ended with {codes[failed]}: {(folder / f'{failed}.log').read_text()[-3000:]}"
-        )
+    if num_processes > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{num_processes} processes ended with {done.returncode}: {done.stderr[-3000:]}")
     results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
     return [{**result, "weights": torch.load(folder / f"{rank}.pt")} for rank, result in enumerate(results)]
 
@@ -190,29 +170,26 @@ def predicted(num_processes: int, num_tokens: int) -> int:
     return predict(shape, sizes).activations - 4 * shape.head_parameters  # without the gradient of the head
 
 
-def table(runs: Sequence[Sequence[dict[str, Any]]], num_tokens: int) -> list[str]:
-    """Lines of a table, from the results of one process and of others."""
+def render(runs: Sequence[Sequence[dict[str, Any]]], num_tokens: int) -> str:
+    """The table, from the results of one process and of others."""
     start, alone = runs[0][0]["weights"]
-    columns = (
-        "processes",
-        "activations",
-        "predicted",
-        "share of one",
-        "growth of the peak",
-        "difference",
-        "of the change",
-    )
-    lines = [f"| {' | '.join(columns)} |", "|" + "---:|" * len(columns)]
+    rows = []
     for results in runs:
-        saved, peak = (max(r[key] for r in results) for key in ("saved_bytes", "peak_bytes"))
-        gap = max(float((r["weights"][1] - alone).norm()) for r in results)
-        lines.append(
-            f"| {len(results)} | {saved / 2**20:.0f} MiB | {predicted(len(results), num_tokens) / 2**20:.0f} MiB "
-            f"| {saved / runs[0][0]['saved_bytes']:.0%} "
-            f"| {peak / 2**20:.0f} MiB | {gap / float(alone.norm()):.1e} "
-            f"| {gap / float((alone - start).norm()):.1e} |"
+        saved, peak = (max(result[key] for result in results) for key in ("saved_bytes", "peak_bytes"))
+        gap = max(float((result["weights"][1] - alone).norm()) for result in results)
+        rows.append(
+            [
+                str(len(results)),
+                f"{saved / 2**20:.0f} MiB",
+                f"{predicted(len(results), num_tokens) / 2**20:.0f} MiB",
+                f"{saved / runs[0][0]['saved_bytes']:.0%}",
+                f"{peak / 2**20:.0f} MiB",
+                f"{gap / float(alone.norm()):.1e}",
+                f"{gap / float((alone - start).norm()):.1e}",
+            ]
         )
-    return lines
+    header = ["processes", "activations", "predicted", "share of one", "growth of the peak", "difference"]
+    return table([*header, "of the change"], rows)
 
 
 def main() -> None:
@@ -228,7 +205,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         numbers = sorted({1, *arguments.processes})
         runs = [measure(Path(root) / str(number), number, arguments.tokens) for number in numbers]
-    print("\n".join(table(runs, arguments.tokens)))
+    print(render(runs, arguments.tokens))
 
 
 if __name__ == "__main__":

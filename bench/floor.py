@@ -13,9 +13,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from workloads import BASE, GroupWork, ModelShape
+from workloads import BASE, GroupWork, ModelShape, Workload, groups_of
 
 BYTES = 4
 """Bytes of a float32, the type that memory is measured with."""
@@ -72,22 +73,12 @@ def product_gflops(seconds: float, square: int, device: str = "cpu", dtype: torc
     return 2 * square**3 / fastest(lambda: torch.mm(a, b, out=out), seconds, device) / 1e9
 
 
-class Reading:
-    """Memory (rows, 4096) of float32 numbers to be read."""
-
-    def __init__(self, memory: torch.Tensor):
-        self.num_bytes, self.device = memory.numel() * BYTES, memory.device.type
-        vector = torch.ones(4096, device=memory.device)
-        self.ways = (memory.sum, lambda: torch.mv(memory, vector))
-
-    def gigabytes(self, seconds: float) -> float:
-        """10^9 bytes a second read by a sum or a product with a vector, the faster of both."""
-        return self.num_bytes / min(fastest(way, seconds / 2, self.device) for way in self.ways) / 1e9
-
-
 def reading_gigabytes(seconds: float, megabytes: int, device: str = "cpu") -> float:
-    """The rate of new memory of so many megabytes."""
-    return Reading(torch.ones(megabytes * 2**20 // BYTES // 4096, 4096, device=device)).gigabytes(seconds)
+    """10^9 bytes a second of new memory of this size, read by a sum or a product with a vector, the faster of both."""
+    memory = torch.ones(megabytes * 2**20 // BYTES // 4096, 4096, device=device)
+    vector = torch.ones(4096, device=device)
+    ways = (memory.sum, lambda: torch.mv(memory, vector))
+    return memory.numel() * BYTES / min(fastest(way, seconds / 2, device) for way in ways) / 1e9
 
 
 @torch.inference_mode()
@@ -171,6 +162,15 @@ def training_floor(shape: ModelShape, machine: Machine, groups: Sequence[GroupWo
     if shape.recurrent is not None:
         operations += shape.recurrent.state_operations * (prompts + completions)
     return 3.0 * (operations + attention_operations(shape, pairs)) / machine.rate
+
+
+def floors_of(workload: Workload, machine: Machine, step: dict[str, Any]) -> dict[str, float]:
+    """The least seconds of a measured step's parts on this machine."""
+    groups = groups_of(step, workload.num_generations)
+    return {
+        "sampling": sampling_floor(workload.model, machine, groups),
+        "training": training_floor(workload.model, machine, groups),
+    }
 
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
-"""Measures the processor time of an optimizer step of small models, all of it or the host's part alone.
+"""Measures the processor time of an optimizer step of small models, all of it or mostly the host's part.
 
-    python bench/host_time.py [--workload demo|small] [--narrow] [--samples] [--steps 30] [--profile 25] [--parts]
-        [--against PATH]
+    python bench/host_time.py [--workload demo|small] [--narrow] [--steps 30] [--profile 25] [--parts] [--against PATH]
 
 `demo` is a step of the demo: 256 rows of at most 40 tokens and a model of two layers. `small` is a model of a million
 parameters with 128 rows of at most 16 tokens. Processor seconds of one thread are reported, because other work on the
 machine hardly changes them. Most of them are arithmetic: with `--narrow` the same rows go through as many layers of 16
-numbers and the smallest vocabulary, which leaves less of it. `--samples` measures what is left: Linux' `perf` samples
-the processor's clock during the steps that count, and a sample is arithmetic if it is in a loop over numbers (this
-package's kernels, MKL, torch's kernels, the C library's moves of memory), the host's otherwise (Python, torch's
-dispatch, allocation, system calls, tokenizer, files). All threads of the process are sampled.
+numbers and the smallest vocabulary, which leaves mostly the host's part: Python, torch's dispatch, allocation.
 `--profile` lists the functions that take most of it, by calls and seconds, `--parts` the milliseconds of a step's parts
 on the training thread, each without the parts that it calls. `--against` runs another checkout's package in turn with
 this one, each in a process of its own, and prints the ratio.
@@ -24,8 +20,6 @@ import importlib
 import json
 import os
 import pstats
-import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -34,15 +28,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from plumbing import CPU_RUN
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WARM_UP = 3
 """Steps before the first one that counts."""
-
-SAMPLES_PER_SECOND = 1999
-
-ARITHMETIC = re.compile(r"^mkl_|^Sleef_|callback_fn<|_kernel|vectorized|^__mem(move|cpy|set)_")
-"""Functions of torch and of the C library that go over numbers: products, operations on elements, copies."""
 
 PARTS = {
     "decode steps in C++": "groupgrad.engines.native.cpp_step:CompiledStep.sample",
@@ -90,59 +81,16 @@ class PartTimes:
         return call
 
 
-class Sampler:
-    """Samples the functions that this process runs, on all threads, by `perf record`."""
-
-    def __init__(self, folder: str) -> None:
-        self._file = f"{folder}/perf.data"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Starts to sample; returns once `perf` does."""
-        control, acknowledged = os.pipe(), os.pipe()
-        command = f"perf record --quiet --event cpu-clock --freq {SAMPLES_PER_SECOND} --delay -1 --output {self._file}"
-        command += f" --pid {os.getpid()} --control fd:{control[0]},{acknowledged[1]}"
-        self._process = subprocess.Popen(command.split(), pass_fds=(control[0], acknowledged[1]))
-        os.write(control[1], b"enable\n")
-        os.read(acknowledged[0], len(b"ack\n"))
-
-    def stop(self) -> None:
-        """Stops to sample."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
-        self._process.wait()
-
-    def host_share(self) -> float:
-        """The share of samples that are not arithmetic, from 0 to 1."""
-        command = ["perf", "script", "--input", self._file, "--fields", "ip,sym,dso"]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        samples = [line.split(maxsplit=1)[1].rpartition(" (") for line in text.splitlines() if line.strip()]
-        return statistics.fmean(not self._is_arithmetic(name, library.rstrip(")")) for name, _, library in samples)
-
-    def _is_arithmetic(self, name: str, library: str) -> bool:
-        from groupgrad.kernels.compile import cache_folder
-
-        if Path(library).parent == cache_folder():
-            return True
-        return Path(library).name.startswith(("libtorch_cpu", "libc.so")) and ARITHMETIC.search(name) is not None
-
-
 class Clock:
     """Processor seconds of each step, from its end to the end of the next; made a callback by `trainer_of`.
 
-    The profiler, the times of parts and the sampler run in the `steps` steps after those of the warm-up.
+    The profiler and the times of parts run in the steps after those of the warm-up.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        profiler: cProfile.Profile | None,
-        parts: PartTimes | None = None,
-        sampler: Sampler | None = None,
-    ) -> None:
+    def __init__(self, profiler: cProfile.Profile | None, parts: PartTimes | None) -> None:
         self.seconds: list[float] = []
-        self._last, self._ended = WARM_UP + steps, 0.0
-        self._profiler, self._parts, self._sampler = profiler, parts, sampler
+        self._ended = 0.0
+        self._profiler, self._parts = profiler, parts
 
     def end_step(self) -> None:
         """Notes the step that ends."""
@@ -152,10 +100,6 @@ class Clock:
             self._profiler.enable()
         if self._parts is not None and len(self.seconds) == WARM_UP:
             self._parts.seconds = dict.fromkeys(PARTS, 0.0)
-        if self._sampler is not None and len(self.seconds) == WARM_UP:
-            self._sampler.start()
-        if self._sampler is not None and len(self.seconds) == self._last:
-            self._sampler.stop()
         self._ended = time.process_time()
 
 
@@ -204,6 +148,7 @@ def trainer_of(workload: str, folder: str, steps: int, clock: Clock, *, is_narro
         narrow |= {"head_dim": 8, "vocab_size": len(tokenizer)}
         model = Qwen3ForCausalLM(Qwen3Config(**(model.config.to_dict() | narrow)))
     config = GRPOConfig(
+        **CPU_RUN,
         output_dir=folder,
         max_steps=steps,
         per_device_train_batch_size=sizes[0],
@@ -211,13 +156,6 @@ def trainer_of(workload: str, folder: str, steps: int, clock: Clock, *, is_narro
         max_completion_length=sizes[2],
         learning_rate=1e-5,
         logging_steps=5,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
     )
     return GRPOTrainer(
         model=model,
@@ -229,54 +167,41 @@ def trainer_of(workload: str, folder: str, steps: int, clock: Clock, *, is_narro
     )
 
 
-def measure(workload: str, options: argparse.Namespace) -> dict[str, float]:
-    """Median processor `seconds` of a step, with samples also the `host`'s; prints the profile and the parts."""
+def measure(options: argparse.Namespace) -> float:
+    """Median processor seconds of a step; prints the profile and the parts."""
     import torch
 
     torch.set_num_threads(1)
     profiler = cProfile.Profile(time.process_time) if options.profile else None
     parts = PartTimes() if options.parts else None
+    clock = Clock(profiler, parts)
     with tempfile.TemporaryDirectory() as folder:
-        sampler = Sampler(folder) if options.samples else None
-        clock = Clock(options.steps, profiler, parts, sampler)
-        trainer_of(workload, folder, WARM_UP + options.steps, clock, is_narrow=options.narrow).train()
-        found = {"seconds": statistics.median(clock.seconds[WARM_UP:])}
-        if sampler is not None:
-            found["host"] = found["seconds"] * sampler.host_share()
+        trainer_of(options.workload, folder, WARM_UP + options.steps, clock, is_narrow=options.narrow).train()
     if profiler is not None:
         profiler.disable()
         for order in ("tottime", "cumulative"):
             pstats.Stats(profiler, stream=sys.stderr).sort_stats(order).print_stats(options.profile)
     for label, seconds in [] if parts is None else sorted(parts.seconds.items(), key=lambda part: -part[1]):
         print(f"{1e3 * seconds / options.steps:8.1f} ms  {label}")
-    return found
-
-
-def in_turn(arguments: list[str], other: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Runs `measure` with this checkout and with another in turn, `rounds` times each, and returns what it found."""
-    found: dict[str, list[dict[str, float]]] = {"this": [], "other": []}
-    roots = {"this": Path(__file__).resolve().parents[1], "other": other.resolve()}
-    command = [sys.executable, __file__, *arguments, "--json"]
-    for _ in range(rounds):
-        for name, root in roots.items():
-            environment = {**os.environ, "PYTHONPATH": str(root / "src")}
-            output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-            found[name].append(json.loads(output.splitlines()[-1]))
-    return found
+    return statistics.median(clock.seconds[WARM_UP:])
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Prints the medians of this checkout and of another, and their ratios."""
-    arguments = ["--workload", options.workload, "--steps", str(options.steps)]
-    arguments += ["--narrow"] * options.narrow + ["--samples"] * options.samples
-    found = in_turn(arguments, options.against, options.rounds)
-    for part, label in {"seconds": "of a processor", "host": "of the host"}.items():
-        if part in found["this"][0]:
-            this, other = (statistics.median(run[part] for run in found[name]) for name in ("this", "other"))
-            print(
-                f"{options.workload}: {1e3 * this:.1f} ms {label} a step, {options.against} {1e3 * other:.1f} ms, "
-                f"{this / other:.2f} of it"
-            )
+    """Measures this checkout and another in turn, and prints the medians and their ratio."""
+    roots = {"this": Path(__file__).resolve().parents[1], "other": options.against.resolve()}
+    command = [sys.executable, __file__, "--workload", options.workload, "--steps", str(options.steps), "--json"]
+    command += ["--narrow"] * options.narrow
+    found: dict[str, list[float]] = {name: [] for name in roots}
+    for _ in range(options.rounds):
+        for name, root in roots.items():
+            environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+            output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+            found[name].append(json.loads(output.splitlines()[-1])["seconds"])
+    this, other = (statistics.median(found[name]) for name in roots)
+    print(
+        f"{options.workload}: {1e3 * this:.1f} ms of a processor a step, {options.against} {1e3 * other:.1f} ms, "
+        f"{this / other:.2f} of it"
+    )
 
 
 def main() -> None:
@@ -284,7 +209,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=("demo", "small"), default="small")
     parser.add_argument("--narrow", action="store_true", help="a model with little arithmetic")
-    parser.add_argument("--samples", action="store_true", help="the host's part by samples of perf")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--profile", type=int, default=0, metavar="LINES")
     parser.add_argument("--parts", action="store_true", help="print the milliseconds of a step's parts")
@@ -295,11 +219,8 @@ def main() -> None:
     if options.against is not None:
         compare(options)
         return
-    found = measure(options.workload, options)
-    text = f"{1e3 * found['seconds']:.1f} ms of a processor a step"
-    if "host" in found:
-        text += f", {1e3 * found['host']:.1f} ms of them the host's"
-    print(json.dumps(found) if options.json else text)
+    seconds = measure(options)
+    print(json.dumps({"seconds": seconds}) if options.json else f"{1e3 * seconds:.1f} ms of a processor a step")
 
 
 if __name__ == "__main__":

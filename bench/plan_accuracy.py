@@ -17,6 +17,8 @@ import sys
 import tempfile
 from typing import Any
 
+from plumbing import PeakMemory
+
 CASES: dict[str, dict[str, Any]] = {
     "8 layers": {},
     "checkpointing": {"checkpointing": True, "layers": 12},
@@ -175,16 +177,12 @@ def measured(case: dict[str, Any]) -> int:
     """Bytes that training takes, in this process."""
     import torch
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
-    from worker import PeakMemory
+    from materials import make_words
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from groupgrad import GRPOConfig, GRPOTrainer
 
-    words = {f"w{number}": number for number in range(case["vocab"])}
-    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", eos_token="w1", unk_token="w0")
+    tokenizer = make_words(case["vocab"])
     places, count = range(case["prompt"]), 2 + 2 * case["accumulation"]
     prompts = [" ".join(f"w{2 + (7 * row + place) % 97}" for place in places) for row in range(count)]
     memory = PeakMemory()

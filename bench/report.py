@@ -1,17 +1,14 @@
-"""Turns measured steps into the tables of `RESULTS.md`. Pure, but for reading what machine this is."""
+"""Turns measured steps into the tables of `RESULTS.md`."""
 
 from __future__ import annotations
 
-import os
-import platform
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from plumbing import Series, judged, shown, table, today
 from workloads import Workload
 
 if TYPE_CHECKING:
@@ -20,49 +17,6 @@ if TYPE_CHECKING:
 MIB = 2**20
 MEMORY_TARGET = 0.25
 SAMPLING_TARGET = 0.6
-VLLM_TARGET = 2.0
-
-
-@dataclass(slots=True, frozen=True)
-class Series:
-    """The measured steps of one trainer on one workload, as its worker sent them."""
-
-    steps: tuple[dict[str, Any], ...]
-
-    @property
-    def seconds(self) -> list[float]:
-        """Seconds of each step."""
-        return [step["seconds"] for step in self.steps]
-
-    @property
-    def median_seconds(self) -> float:
-        """Seconds of the median step."""
-        return statistics.median(self.seconds)
-
-    @property
-    def peak_bytes(self) -> float:
-        """Median over steps of the most memory above what is in use between steps."""
-        return statistics.median(step["peak_bytes"] for step in self.steps)
-
-    @property
-    def milliseconds_per_token(self) -> float:
-        """All steps' time over all their completion tokens."""
-        return 1e3 * sum(self.seconds) / sum(sum(step["lengths"]) for step in self.steps)
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens of the mean completion."""
-        return statistics.fmean(length for step in self.steps for length in step["lengths"])
-
-    @property
-    def mean_longest(self) -> float:
-        """Tokens of a step's longest completion, averaged over steps."""
-        return statistics.fmean(max(step["lengths"]) for step in self.steps)
-
-    def phase(self, name: str) -> float | None:
-        """Median seconds of a part of the step; None if it was not measured."""
-        values = [step["phases"][name] for step in self.steps if name in step["phases"]]
-        return statistics.median(values) if values else None
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,9 +29,6 @@ class Result:
     versions: dict[str, dict[str, str]]
     machine: Machine
     """As it was measured right after the workload."""
-    sampling_floors: tuple[float, ...] = ()
-    """Least seconds for each of groupgrad's steps."""
-    training_floors: tuple[float, ...] = ()
 
     @property
     def ours(self) -> Series:
@@ -104,25 +55,6 @@ class Result:
         """Our peak memory as a share of TRL's."""
         return self.ours.peak_bytes / self.theirs.peak_bytes if self.theirs else None
 
-    def share_of_floor(self, phase: str, floors: Sequence[float]) -> float | None:
-        """Floor over measured seconds of a phase, median over steps; 1 would be the machine's limit."""
-        pairs = [(f, step["phases"].get(phase, 0.0)) for f, step in zip(floors, self.ours.steps)]
-        return statistics.median(f / s for f, s in pairs) if pairs and all(s > 0 for _, s in pairs) else None
-
-
-@dataclass(slots=True, frozen=True)
-class EngineSpeeds:
-    """Tokens a second of repeated sampling, in turn with vLLM."""
-
-    ours: tuple[float, ...]
-    vllm: tuple[float, ...]
-    versions: dict[str, str]
-
-    @property
-    def ratio(self) -> float:
-        """Our median over vLLM's."""
-        return statistics.median(self.ours) / statistics.median(self.vllm)
-
 
 @dataclass(slots=True)
 class Results:
@@ -130,48 +62,9 @@ class Results:
 
     machine: str
     repetitions: int
-    date: str = field(default_factory=lambda: datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"))
+    date: str = field(default_factory=today)
     results: list[Result] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-    vllm: EngineSpeeds | None = None
-
-    def add(self, result: Result) -> None:
-        """One workload more."""
-        self.results.append(result)
-
-
-def describe_machine() -> str:
-    """Processor, cores, memory and system."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
-    load = f"load {os.getloadavg()[0]:.1f} before the run"
-    return f"{name}, {cores} cores, {memory:.0f} GiB, {system}, {load}"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A markdown table; the first column is text, the others are numbers."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def shown(value: float | None, form: str = ".2f", unit: str = "") -> str:
-    """A number, or a dash where there is none."""
-    return "-" if value is None else f"{value:{form}}{unit}"
-
-
-def judged(value: float | None, target: float | None, *, at_least: bool, show: Callable[[float], str]) -> str:
-    """A value, with a mark where a target is missed."""
-    if value is None:
-        return "-"
-    missed = target is not None and (value < target if at_least else value > target)
-    return show(value) + (" (missed)" if missed else "")
 
 
 def render(results: Results, notes: str = "") -> str:
@@ -192,8 +85,6 @@ def render(results: Results, notes: str = "") -> str:
             _floor_table(results.results),
         ]
         parts += ["## The work", _work_table(results.results), _LENGTHS]
-    if results.vllm:
-        parts += ["## Sampling beside vLLM", _vllm(results.vllm)]
     if results.failures:
         parts += ["## Not run", "\n".join(f"- {name}: {why}" for name, why in results.failures.items())]
     if notes:
@@ -285,17 +176,17 @@ def _memory_table(results: Sequence[Result]) -> str:
 def _floor_table(results: Sequence[Result]) -> str:
     rows = []
     for result in results:
-        sampling = result.share_of_floor("sampling", result.sampling_floors)
+        sampling = result.ours.share_of_floor("sampling")
         target = SAMPLING_TARGET if result.workload.name == "uniform" else None
         rows.append(
             [
                 result.workload.name,
                 shown(result.ours.phase("sampling")),
-                shown(statistics.median(result.sampling_floors)),
+                shown(result.ours.floor("sampling")),
                 judged(sampling, target, at_least=True, show=lambda x: f"{x:.0%}"),
                 shown(result.ours.phase("training")),
-                shown(statistics.median(result.training_floors)),
-                shown(result.share_of_floor("training", result.training_floors), ".0%"),
+                shown(result.ours.floor("training")),
+                shown(result.ours.share_of_floor("training"), ".0%"),
                 f"{result.machine.gflops:.0f}",
                 f"{result.machine.gigabytes_per_second:.1f}",
             ]
@@ -324,35 +215,27 @@ def _both(result: Result, number: Callable[[Series], float], form: str = ".1f") 
     return " / ".join(shown(number(series) if series else None, form) for series in (result.ours, result.theirs))
 
 
-def _vllm(speeds: EngineSpeeds) -> str:
-    ours, theirs = statistics.median(speeds.ours), statistics.median(speeds.vllm)
-    ratio = judged(speeds.ratio, VLLM_TARGET, at_least=True, show=lambda x: f"{x:.2f}×")
-    return (
-        f"The batch of `uniform` (4 prompts of 64 tokens, 8 completions of 128 tokens each), float32, in turn, "
-        f"{len(speeds.ours)} times each: groupgrad {ours:,.0f} tokens/s, with the log-prob of each token; vLLM "
-        f"{theirs:,.0f} tokens/s, without log-probs. Ratio {ratio}, target {VLLM_TARGET:g}×. "
-        f"Versions: {', '.join(f'{name} {version}' for name, version in speeds.versions.items())}."
-    )
-
-
 def checkout_table(results: Sequence[Result]) -> str:
     """A table of each workload: time of a token and peak memory, as ratios to those of an older checkout."""
-    lines = [
-        "| workload | time of a token | in the single steps | peak memory | ours, s | before, s |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for result in results:
         ours, before = result.series["groupgrad"], result.series["before"]
         single = [
             Series((one,)).milliseconds_per_token / Series((other,)).milliseconds_per_token
             for one, other in zip(ours.steps, before.steps)
         ]
-        lines.append(
-            f"| {result.workload.name} | {ours.milliseconds_per_token / before.milliseconds_per_token:.3f} "
-            f"| {min(single):.3f} to {max(single):.3f} | {ours.peak_bytes / before.peak_bytes:.3f} "
-            f"| {ours.median_seconds:.2f} | {before.median_seconds:.2f} |"
+        rows.append(
+            [
+                result.workload.name,
+                f"{ours.milliseconds_per_token / before.milliseconds_per_token:.3f}",
+                f"{min(single):.3f} to {max(single):.3f}",
+                f"{ours.peak_bytes / before.peak_bytes:.3f}",
+                f"{ours.median_seconds:.2f}",
+                f"{before.median_seconds:.2f}",
+            ]
         )
-    return "\n".join(lines)
+    header = ["workload", "time of a token", "in the single steps", "peak memory", "ours, s", "before, s"]
+    return table(header, rows)
 
 
 def write_report(results: Results, output: Path | None, *, notes: Path) -> None:

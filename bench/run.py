@@ -1,6 +1,6 @@
 """Times groupgrad and TRL on the same work, in turn, and writes `bench/RESULTS.md`.
 
-    python bench/run.py [--only uniform,ragged] [--repetitions 5] [--quick] [--with-vllm] [--against CHECKOUT]
+    python bench/run.py [--only uniform,ragged] [--repetitions 5] [--quick] [--against CHECKOUT]
 
 TRL is installed into an environment of its own, the newest that the package index has. Each trainer is a process that
 takes one optimizer step when it is told to and otherwise waits; the steps of both alternate, so that a change in the
@@ -12,14 +12,10 @@ TRL.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,102 +25,30 @@ if __name__ == "__main__":  # before torch comes; whoever only imports this keep
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
 
-from environments import make_trl_environment, make_vllm_environment
-from floor import measure_machine, sampling_floor, training_floor
+from floor import floors_of, measure_machine
 from materials import prepare
-from report import Result, Results, Series, checkout_table, describe_machine, render, write_report
-from vllm_sampling import compare_with_vllm
-from workloads import WORKLOADS, Workload, groups_of
-
-BENCH = Path(__file__).resolve().parent
+from plumbing import BENCH, LOGS, MODELS, Series, Worker, describe_machine, make_trl_environment
+from report import Result, Results, checkout_table, render, write_report
+from workloads import WORKLOADS, Workload
 
 
-@dataclass(slots=True)
-class Worker:
-    """A process that takes optimizer steps on demand."""
-
-    trainer: str
-    process: subprocess.Popen[str]
-    log: Path
-    versions: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def start(cls, trainer: str, python: Path, workload: Workload, folder: Path, *extra: str) -> Worker:
-        """Start the process; it loads while others do too."""
-        command = [str(python), str(BENCH / "worker.py"), "--trainer", trainer, "--workload", workload.name]
-        command += ["--folder", str(folder), *extra]
-        return cls.launch(trainer, command, BENCH / ".logs" / f"{workload.name}-{trainer}.log")
-
-    @classmethod
-    def of_checkout(cls, checkout: Path, workload: Workload, folder: Path) -> Worker:
-        """Start a process of another checkout's worker on that checkout's groupgrad."""
-        command = [sys.executable, str(checkout / "bench" / "worker.py"), "--trainer", "groupgrad"]
-        command += ["--workload", workload.name, "--folder", str(folder)]
-        log = BENCH / ".logs" / f"{workload.name}-before.log"
-        return cls.launch("before", command, log, {"PYTHONPATH": str(checkout / "src")})
-
-    @classmethod
-    def launch(cls, trainer: str, command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> Worker:
-        """Start a process of this command, which writes its errors to `log`."""
-        log.parent.mkdir(exist_ok=True)
-        with log.open("w") as errors:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                bufsize=1,
-                env={**os.environ, **(env or {})},
-            )
-        return cls(trainer, process, log)
-
-    def read(self, event: str) -> dict[str, Any]:
-        """The next answer, which has to be of this kind."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(
-                f"{self.trainer} ended before its `{event}` answer; the end of {self.log}:\n{self.tail()}"
-            )
-        answer = json.loads(line)
-        assert answer["event"] == event, answer
-        return answer
-
-    def ask(self, command: str) -> dict[str, Any]:
-        """Send a command and wait for its answer."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `read` reports the missing answer
-            self.process.stdin.write(command + "\n")
-            self.process.stdin.flush()
-        return self.read(command)
-
-    def stop(self) -> None:
-        """Let the process end."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
-        try:
-            self.process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-
-    def tail(self) -> str:
-        """The last lines that the process wrote."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+def start_worker(name: str, python: Path, workload: Workload, folder: Path, *, checkout: Path = BENCH.parent) -> Worker:
+    """Start a checkout's worker on that checkout's groupgrad, or on TRL."""
+    trainer = "trl" if name == "trl" else "groupgrad"
+    command = [str(python), str(checkout / "bench" / "worker.py"), "--trainer", trainer]
+    command += ["--workload", workload.name, "--folder", str(folder)]
+    environment = {} if checkout == BENCH.parent else {"PYTHONPATH": str(checkout / "src")}
+    return Worker.launch(name, command, LOGS / f"{workload.name}-{name}.log", environment)
 
 
 def run_workload(workload: Workload, pythons: dict[str, Path], options: argparse.Namespace) -> Result:
     """Steps of each trainer in turn: warm-up, then the repetitions that count."""
-    folder = prepare(workload, BENCH / ".models", warm_up_steps=options.demo_warm_up_steps)
-    extra = {"groupgrad": ["--pack_weights"] if options.pack_weights else []}
-    extra["trl"] = ["--attention", options.trl_attention] if options.trl_attention else []
-    workers = {
-        trainer: Worker.start(trainer, python, workload, folder, *extra[trainer]) for trainer, python in pythons.items()
-    }
+    folder = prepare(workload, MODELS, warm_up_steps=options.demo_warm_up_steps)
+    workers = {name: start_worker(name, python, workload, folder) for name, python in pythons.items()}
     if options.against is not None:
-        workers["before"] = Worker.of_checkout(options.against, workload, folder)
-    steps: dict[str, list[dict[str, Any]]] = {trainer: [] for trainer in workers}
+        python = Path(sys.executable)
+        workers["before"] = start_worker("before", python, workload, folder, checkout=options.against)
+    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     try:
         for worker in workers.values():
             worker.versions = worker.read("ready")["versions"]
@@ -140,25 +64,24 @@ def run_workload(workload: Workload, pythons: dict[str, Path], options: argparse
                 kind = "warm-up" if number < 0 else f"step {number + 1}"
                 phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in step["phases"].items())
                 print(
-                    f"  {kind:8} {worker.trainer:9} {step['seconds']:8.2f} s  ({phases})"
+                    f"  {kind:8} {worker.name:9} {step['seconds']:8.2f} s  ({phases})"
                     f"  peak +{step['peak_bytes'] / 2**20:,.0f} MiB  {sum(step['lengths']):,} tokens",
                     flush=True,
                 )
                 if number >= 0:
-                    steps[worker.trainer].append(step)
+                    steps[worker.name].append(step)
     finally:
         for worker in workers.values():
             worker.stop()
-    (BENCH / ".logs" / f"{workload.name}-steps.json").write_text(json.dumps(steps))
+    (LOGS / f"{workload.name}-steps.json").write_text(json.dumps(steps))
     machine = measure_machine(options.floor_seconds)
-    ours = [groups_of(step, workload.num_generations) for step in steps["groupgrad"]]
+    for step in steps["groupgrad"]:
+        step["floors"] = floors_of(workload, machine, step)
     return Result(
         workload,
-        {trainer: Series(tuple(measured)) for trainer, measured in steps.items()},
-        {trainer: worker.versions for trainer, worker in workers.items()},
+        {name: Series(tuple(measured)) for name, measured in steps.items()},
+        {name: worker.versions for name, worker in workers.items()},
         machine,
-        sampling_floors=tuple(sampling_floor(workload.model, machine, groups) for groups in ours),
-        training_floors=tuple(training_floor(workload.model, machine, groups) for groups in ours),
     )
 
 
@@ -178,20 +101,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="compare with the groupgrad of another checkout, without TRL"
     )
-    parser.add_argument(
-        "--with-vllm", "--with_vllm", action="store_true", help="compare sampling with vLLM's CPU build"
-    )
     parser.add_argument("--trl_python", type=Path, help="an interpreter that has TRL, instead of a new environment")
-    parser.add_argument("--pack_weights", action="store_true", help="groupgrad with engine_pack_weights=True")
-    parser.add_argument("--trl_attention", help="attention implementation of TRL's model (default: transformers' own)")
     parser.add_argument("--output", type=Path, help="file for the report (default for whole runs: bench/RESULTS.md)")
     options = parser.parse_args(arguments)
     options.names = options.only.split(",") if options.only else list(WORKLOADS)
     if unknown := [name for name in options.names if name not in WORKLOADS]:
         parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
     options.without_trl |= options.against is not None
-    altered = options.pack_weights or options.trl_attention
-    whole = not (options.only or options.quick or options.without_trl or altered)
+    whole = not (options.only or options.quick or options.without_trl)
     if whole and options.output is None:
         options.output = BENCH / "RESULTS.md"
     options.repetitions = options.repetitions or (1 if options.quick else 5)
@@ -211,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
         workload = WORKLOADS[name]
         print(f"{name}: {workload.describe()}; {workload.model.describe()}", flush=True)
         try:
-            results.add(run_workload(workload, pythons, options))
+            results.results.append(run_workload(workload, pythons, options))
         except FileNotFoundError as error:
             print(f"  skipped: {error}", flush=True)
             results.failures[name] = str(error)
@@ -223,14 +140,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.against is not None:
         print(checkout_table(results.results))
         return int(failed)
-    if options.with_vllm:
-        print("sampling beside vLLM", flush=True)
-        try:
-            python = make_vllm_environment(BENCH / ".venv-vllm")
-            results.vllm = compare_with_vllm(python, BENCH / ".models", repetitions=options.repetitions)
-        except (RuntimeError, subprocess.CalledProcessError) as error:
-            print(f"  failed: {error}", flush=True)
-            results.failures["vLLM"], failed = str(error).splitlines()[0], True
     write_report(results, options.output, notes=BENCH / "NOTES.md")
     return int(failed)
 

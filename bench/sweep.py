@@ -16,6 +16,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from datasets import Dataset
+from plumbing import CPU_RUN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -117,6 +118,7 @@ def measure(options: argparse.Namespace, seed: int) -> dict[str, Any]:
 def settings(steps: int, rows: int, seed: int) -> dict[str, Any]:
     """Fields of the configuration, those of the demo on a smaller batch."""
     return {
+        **CPU_RUN,
         "max_steps": steps,
         "per_device_train_batch_size": rows,
         "num_generations": 8,
@@ -124,13 +126,6 @@ def settings(steps: int, rows: int, seed: int) -> dict[str, Any]:
         "adam_beta2": 0.98,
         "beta": 0.0,
         "logging_steps": 5,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
-        "disable_tqdm": True,
         "seed": seed,
     }
 

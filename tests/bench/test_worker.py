@@ -18,7 +18,7 @@ def test_steps_are_taken_on_demand(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     workload = WORKLOADS["demo"]
     folder = prepare(workload, tmp_path, warm_up_steps=2)
-    worker = run.Worker.start("groupgrad", Path(sys.executable), workload, folder)
+    worker = run.start_worker("groupgrad", Path(sys.executable), workload, folder)
     try:
         assert set(worker.read("ready")["versions"]) == {"groupgrad", "torch", "transformers"}
         first = worker.ask("step")
@@ -46,8 +46,8 @@ def test_workers_of_two_checkouts_train_side_by_side(tmp_path, monkeypatch):
     workload = WORKLOADS["demo"]
     folder = prepare(workload, tmp_path, warm_up_steps=2)
     workers = [
-        run.Worker.start("groupgrad", Path(sys.executable), workload, folder),
-        run.Worker.of_checkout(run.BENCH.parent, workload, folder),
+        run.start_worker("groupgrad", Path(sys.executable), workload, folder),
+        run.start_worker("before", Path(sys.executable), workload, folder, checkout=run.BENCH.parent),
     ]
     try:
         for worker in workers:
@@ -63,7 +63,7 @@ def test_a_worker_that_dies_is_reported_with_its_last_words(tmp_path):
     import run
     from workloads import WORKLOADS
 
-    worker = run.Worker.start("groupgrad", Path(sys.executable), WORKLOADS["demo"], tmp_path / "nothing")
+    worker = run.start_worker("groupgrad", Path(sys.executable), WORKLOADS["demo"], tmp_path / "nothing")
     with pytest.raises(RuntimeError, match=r"groupgrad ended before its `ready` answer(.|\n)*nothing"):
         worker.read("ready")
     worker.stop()

@@ -3,8 +3,8 @@
 PyTorch takes the memory of CPU tensors from the C library. glibc takes tensors of up to 32 MB from one heap, and
 returns only the heap's end, after the last block in use. A pass over a long row frees its tensors around others that
 stay, so the next pass finds gaps of other sizes, and the process grows by almost as much again. A block in a mapping of
-its own is returned at once. The system then clears new pages for each tensor, which costs a pass 5 to 11 % more
-processor time at 4,096 and 8,192 tokens, and 11 to 26 % at 256.
+its own is returned at once. The system then clears new pages for each tensor, which costs a pass some percent more
+processor time at 4,096 and 8,192 tokens and more than that for short rows.
 `large_tensors_mapped` is therefore for long rows. `return_free_memory` is for all passes of large models: between two
 passes it gives the free blocks of the heap back, wherever they lie.
 """
