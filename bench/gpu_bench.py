@@ -1,11 +1,9 @@
 """Runs stages on one accelerator, each within its own time, and writes a report after each; `bench/gpu.sh` calls it.
 
     python bench/gpu_bench.py first|second|STAGE... [--output FOLDER] [--tiny]
-    python bench/gpu_bench.py --merge FOLDER... [--output FOLDER]
 
 The output folder gets `gpu.json` (all that was measured), `gpu.log` (all that was printed) and `RESULTS-gpu.md`, whole
 after each stage. The status is the number of failures: stages that did not end well, and checks that failed inside one.
-`--merge` makes one report of the `gpu.json` of several folders, the later stage of each name, and runs nothing.
 `--tiny` runs every stage with very small models on the CPU, to see that all of this works.
 """
 
@@ -15,23 +13,21 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from report import Series, shown, table
+from plumbing import Series, shown, table, today
 from workloads import ModelShape, Workload
 
 # Nothing here imports torch: the card belongs to the processes that are started.
 GIB = 2**30
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 OVERDUE = "ended after its"
 Answer = dict[str, Any]
 """What a stage left: `seconds`, `limit`, `status`, `date`, and `found`, the JSON object that its process wrote."""
@@ -44,6 +40,8 @@ class Card:
     workload: Workload
     lora_rank: int | None = None
     """None trains all parameters."""
+    is_checked: bool = False
+    """Its last step is checked: which path sampled, and what was left in memory."""
 
 
 def qwen3_shape(hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool = True) -> ModelShape:
@@ -66,24 +64,36 @@ def reasoning(name: str, shape: ModelShape, rows: int, micro_batches: int, *, li
 
 
 SMALL, LARGE = qwen3_shape(1024, 28, 16, 3072), qwen3_shape(4096, 36, 32, 12288, tied=False)
-TINY = Card(
-    Workload(
-        "tiny",
-        ModelShape(512, 64, 2, 4, 2, 16, 128, tied=True),
-        prompt_tokens=16,
-        limit=24,
-        mean_length=8,
-        num_generations=4,
-        batch_rows=8,
-        micro_batches=2,
-    )
-)
 CARDS: dict[str, Card] = {
+    "smoke": Card(
+        Workload(
+            "smoke",
+            qwen3_shape(1024, 4, 16, 3072),
+            prompt_tokens=128,
+            limit=256,
+            mean_length=96,
+            num_generations=8,
+            batch_rows=32,
+        ),
+        is_checked=True,
+    ),
     "0.6b": Card(reasoning("0.6b", SMALL, 128, 8, limit=2048, mean=512)),
     # What TRL can do in a minute; ours is run at the same, and shorter than it would choose.
     "0.6b-short": Card(reasoning("0.6b-short", SMALL, 32, 2, limit=512, mean=128)),
     "8b": Card(reasoning("8b", LARGE, 64, 4, limit=1024, mean=256), lora_rank=16),
-    "tiny": TINY,
+    "tiny": Card(
+        Workload(
+            "tiny",
+            ModelShape(512, 64, 2, 4, 2, 16, 128, tied=True),
+            prompt_tokens=16,
+            limit=24,
+            mean_length=8,
+            num_generations=4,
+            batch_rows=8,
+            micro_batches=2,
+        ),
+        is_checked=True,
+    ),
 }
 
 
@@ -94,26 +104,32 @@ class Stage:
     limit: int
     """Seconds after which it is ended."""
     command: tuple[str, ...]
-    """Its script in this folder and arguments; `ANSWER` stands for the file that it writes."""
+    """Arguments of Python; `ANSWER` stands for the file that it writes, `TESTS` for the files of `gpu_tests`."""
     tiny: tuple[str, ...] = ("--tiny",)
     """What makes it small."""
 
 
 def _training(name: str, trainer: str, limit: int) -> Stage:
-    command = ("gpu_worker.py", "--model", name, "--trainer", trainer, "--seconds", str(limit), "--answer", "ANSWER")
-    return Stage(limit, command, ("--model", "tiny"))
+    command = (f"{HERE}/gpu_worker.py", "--model", name, "--trainer", trainer, "--seconds", str(limit))
+    return Stage(limit, (*command, "--answer", "ANSWER"), ("--model", "tiny"))
+
+
+def gpu_tests() -> list[str]:
+    """The files of the suite with tests for a GPU; others may need what is not here."""
+    files = sorted((HERE.parent / "tests").glob("**/test_*.py"))
+    return [str(file) for file in files if "\n@pytest.mark.gpu\n" in file.read_text(encoding="utf-8")]
 
 
 STAGES: dict[str, Stage] = {
     # Reading torch from a cold disk may take half a minute.
-    "check": Stage(40, ("gpu_check.py",), ()),
-    "smoke": Stage(110, ("gpu_smoke.py", "--answer", "ANSWER")),
-    "decode": Stage(80, ("gpu_decode.py", "--answer", "ANSWER")),
+    "check": Stage(40, (f"{HERE}/gpu_check.py",), ()),
+    "smoke": _training("smoke", "groupgrad", 110),
+    "decode": Stage(80, (f"{HERE}/gpu_decode.py", "--answer", "ANSWER")),
     "steps": _training("0.6b", "groupgrad", 150),
     "trl": _training("0.6b-short", "trl", 65),
     "beside-trl": _training("0.6b-short", "groupgrad", 65),
     "8b": _training("8b", "groupgrad", 180),
-    "tests": Stage(190, ("gpu_tests.py", "--answer", "ANSWER")),
+    "tests": Stage(190, ("-m", "pytest", "-m", "gpu", "-v", "--continue-on-collection-errors", "TESTS"), ()),
 }
 CALLS = {"first": ("check", "smoke", "decode", "steps", "trl", "beside-trl"), "second": ("tests",)}
 """Stages of the two calls that a quarter of an hour allows; others run by name."""
@@ -123,8 +139,10 @@ def run_stage(name: str, output: Path, *, tiny: bool = False) -> Answer:
     """Runs one stage to its end or its limit; what it printed goes to the terminal and to the log as it comes."""
     stage, answer, started = STAGES[name], output / f".{name}.json", time.monotonic()
     answer.unlink(missing_ok=True)
-    script, *rest = (str(answer) if word == "ANSWER" else word for word in stage.command)
-    command = [sys.executable, str(HERE / script), *rest, *(stage.tiny if tiny else ())]
+    command = [sys.executable]
+    for word in stage.command:
+        command += gpu_tests() if word == "TESTS" else [str(answer) if word == "ANSWER" else word]
+    command += stage.tiny if tiny else ()
     _say(output, f"== {name}: at most {stage.limit} s")
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, text=True, errors="replace"
@@ -149,7 +167,7 @@ def run_stage(name: str, output: Path, *, tiny: bool = False) -> Answer:
         "seconds": time.monotonic() - started,
         "limit": stage.limit,
         "status": "" if status == 0 else problem,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": today(),
         "found": found,
     }
 
@@ -177,40 +195,17 @@ def num_failures(answers: Iterable[Answer]) -> int:
     return total
 
 
-def has_results(answer: Answer) -> bool:
-    """True if the stage measured or checked something before it ended."""
-    return bool(answer["found"].get("steps") or answer["found"].get("checks"))
-
-
-def read_answers(folders: Iterable[Path]) -> dict[str, Answer]:
-    """The stages of these folders, of each name the one that has steps or checks, then the latest."""
-    found: list[tuple[str, Answer]] = []
-    for folder in folders:
-        found += json.loads((folder / "gpu.json").read_text()).items() if (folder / "gpu.json").exists() else ()
-    found.sort(
-        key=lambda pair: (bool(pair[1]["found"].get("steps") or pair[1]["found"].get("checks")), pair[1]["date"])
-    )
-    kept = dict(found)
-    return {name: kept[name] for name in STAGES if name in kept}
-
-
-def share_of_floor(series: Series, phase: str) -> float | None:
-    """The least seconds that the machine allows over those measured, median over steps."""
-    shares = [step["floors"][phase] / step["phases"][phase] for step in series.steps if step["phases"].get(phase)]
-    return statistics.median(shares) if shares else None
-
-
 def training_row(found: Answer) -> list[str]:
     """The report's row for one model and trainer."""
     series = Series(tuple(found["steps"]))
     sampling, tokens = series.phase("sampling"), sum(sum(step["lengths"]) for step in series.steps) / len(series.steps)
-    training, rate = share_of_floor(series, "training"), found["machine"]["gflops"] / 1e3
+    training, rate = series.share_of_floor("training"), found["machine"]["gflops"] / 1e3
     return [
         f"{found['model']} {found['trainer']} {found['version']}",
         str(len(series.steps)),
         f"{series.median_seconds:.2f}",
         shown(sampling),
-        shown(share_of_floor(series, "sampling"), ".0%"),
+        shown(series.share_of_floor("sampling"), ".0%"),
         shown(tokens / sampling if sampling else None, ",.0f"),
         shown(series.phase("training")),
         shown(training, ".0%"),
@@ -231,9 +226,9 @@ def render(answers: dict[str, Answer]) -> str:
     ]
     parts.append(table(["stage", "seconds", "ended", "when"], rows))
     found = {name: answer["found"] for name, answer in answers.items()}
-    for name, heading in (("smoke", "Checks"), ("tests", "Tests")):
-        if checks := found.get(name, {}).get("checks"):
-            parts += [f"## {heading}", table(["check", "passed", "found"], map(check_row, checks))]
+    if checks := [check for answer in found.values() for check in answer.get("checks", ())]:
+        rows = [[check["name"], "yes" if check["ok"] else "**no**", check["text"]] for check in checks]
+        parts += ["## Checks", table(["check", "passed", "found"], rows)]
     if steps := found.get("decode", {}).get("steps"):
         parts += ["## Decode steps", table(_DECODE_HEADER, [decode_row(step) for step in steps]), _DECODE_HOW]
     trained = [answer for answer in found.values() if answer.get("trainer") and answer.get("steps")]
@@ -263,12 +258,6 @@ def _setting(answers: dict[str, Answer]) -> str:
 def _described(card: Card) -> str:
     adapters = "" if card.lora_rank is None else f", LoRA of rank {card.lora_rank} on all linear layers"
     return f"{card.workload.describe()}{adapters}; {card.workload.model.describe()}"
-
-
-def check_row(check: dict[str, Any]) -> list[str]:
-    """The report's row for a check or a test."""
-    name, text = (check[part].replace("|", "\\|") for part in ("name", "text"))
-    return [name, "skipped" if check.get("skipped") else "yes" if check["ok"] else "**no**", text]
 
 
 def decode_row(step: dict[str, Any]) -> list[str]:
@@ -328,14 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"first, second, or of {', '.join(STAGES)}")
     parser.add_argument("--tiny", action="store_true", help="very small models on the CPU")
     parser.add_argument("--output", type=Path, default=HERE, help="folder for results, log and report")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="FOLDER", help="only make the report of these folders")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    if options.merge:
-        answers = read_answers(options.merge)
-        write_report(answers, options.output)
-        print(render(answers))
-        return int(not answers)
     names = [name for word in options.stages or ["first"] for name in CALLS.get(word, (word,))]
     if unknown := [name for name in names if name not in STAGES]:
         parser.error(f"unknown: {', '.join(unknown)}; say first, second, or some of {', '.join(STAGES)}")

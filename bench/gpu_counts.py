@@ -24,7 +24,7 @@ from unittest import mock
 import simulated_cuda
 import torch
 from materials import make_model, make_words, random_rows, set_ending
-from report import table
+from plumbing import table
 from simulated_cuda import Graph, SimulatedTensor, to_cuda, trainers_on_simulated_cuda
 from triton_twins import LAUNCHES, triton_twins
 from worker import config_fields, random_reward

@@ -1,23 +1,25 @@
 """Trains with ONE trainer on one of `gpu_bench.py`'s models, and writes what it measured to a file after each step.
 
-    python bench/gpu_worker.py --model 0.6b|0.6b-short|8b|tiny --trainer groupgrad|trl --seconds S --answer FILE
+    python bench/gpu_worker.py --model smoke|0.6b|0.6b-short|8b|tiny --trainer groupgrad|trl --seconds S --answer FILE
 
 As many steps as fit into the seconds, five at most, after one that warms up. The file is JSON: `device`, `versions`,
 `machine` (what the device was measured to do before anything else), `steps`, and `failure` if it did not come to its
-end. `tiny` runs on the CPU.
+end. `smoke` and `tiny`, which runs on the CPU, add `checks`: that the fast path was taken and leaves nothing behind.
+The status is the number of checks that failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import logging
+import math
 import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,18 +31,21 @@ if __name__ == "__main__":  # before torch comes; whoever only imports this keep
 
 import torch
 from datasets import Dataset
-from floor import Machine, measure_accelerator, sampling_floor, training_floor
+from floor import Machine, floors_of, measure_accelerator
 from gpu_bench import CARDS, GIB, Card, write_answer
 from materials import make_model, make_words, random_rows, set_ending
+from plumbing import today
 from transformers import TrainerCallback
 from worker import Recorder, config_fields, random_reward, time_calls
-from workloads import Workload, groups_of
+from workloads import Workload
 
 STARTED = time.monotonic()
 STEPS = 6
 """Steps at most, the one that warms up included."""
 SPARE = 5
 """Seconds that stay free at the end."""
+HELD = 64
+"""MiB that a generation batch may leave behind."""
 Phases = Callable[[dict[str, float], float], dict[str, float]]
 """Seconds of a step's parts, from what was logged after it and the seconds of the whole."""
 
@@ -54,6 +59,8 @@ class Measuring(TrainerCallback):
         self.save: Callable[[list[dict[str, Any]]], None] = lambda steps: None
         self.steps: list[dict[str, Any]] = []
         self.started, self.held = 0.0, 0
+        self.logs: dict[str, float] = {}
+        """Of the last step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.recorder.clear()
@@ -75,7 +82,7 @@ class Measuring(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.steps and logs and "reward" in logs:
-            step = self.steps[-1]
+            step, self.logs = self.steps[-1], logs
             step["phases"] = self.phases(logs, step["seconds"])
             step["floors"] = self.floors(step)
             print(f"  step {len(self.steps)}: {step['seconds']:.2f} s, {sum(step['lengths']):,} tokens", flush=True)
@@ -106,15 +113,6 @@ def their_phases(model: Any, method: str) -> Phases:
     return phases
 
 
-def floors_of(workload: Workload, machine: Machine, step: dict[str, Any]) -> dict[str, float]:
-    """The least seconds of a step's parts on this machine."""
-    groups = groups_of(step, workload.num_generations)
-    return {
-        "sampling": sampling_floor(workload.model, machine, groups),
-        "training": training_floor(workload.model, machine, groups),
-    }
-
-
 def measure_device(on_gpu: bool) -> Machine:
     """Speed of the device that trains, in the dtype that it trains in."""
     if not on_gpu:
@@ -124,13 +122,18 @@ def measure_device(on_gpu: bool) -> Machine:
     return machine
 
 
+def build_model(workload: Workload, tokenizer: Any, *, on_gpu: bool) -> Any:
+    """The workload's model, made where it trains: on the processor it would take minutes."""
+    with torch.device("cuda" if on_gpu else "cpu"):
+        return make_model(workload.model, tokenizer, dtype=torch.bfloat16 if on_gpu else torch.float32).eval()
+
+
 def train(card: Card, trainer_name: str, measuring: Measuring, *, on_gpu: bool) -> None:
     """Train until `measuring` has seen enough."""
     workload = card.workload
     library = importlib.import_module(trainer_name)
     tokenizer = make_words(workload.model.vocab_size)
-    with torch.device("cuda" if on_gpu else "cpu"):
-        model = make_model(workload.model, tokenizer, dtype=torch.bfloat16 if on_gpu else torch.float32).eval()
+    model = build_model(workload, tokenizer, on_gpu=on_gpu)
     eos_id: Any = tokenizer.eos_token_id
     set_ending(model, eos_id, 1 / (workload.mean_length or 1))
     if trainer_name == "trl":
@@ -157,6 +160,39 @@ def train(card: Card, trainer_name: str, measuring: Measuring, *, on_gpu: bool) 
         trainer.train()
 
 
+class Warnings(logging.Handler):
+    """Keeps what groupgrad warns of: no fast path falls back without a warning."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def checks_of(logs: dict[str, float], warnings: list[str], *, on_gpu: bool) -> list[dict[str, Any]]:
+    """Whether the last step's numbers are finite and the fast path sampled, and what its generation batch left."""
+    paths = {key.rpartition("/")[2]: value for key, value in logs.items() if key.startswith("sampling/path/")}
+    fast, shares = ("direct" if on_gpu else "compiled"), ", ".join(f"{name} {x:.0%}" for name, x in paths.items())
+    is_finite = math.isfinite(logs["loss"]) and math.isfinite(logs["grad_norm"])
+    found = [
+        ("numbers", is_finite, f"loss {logs['loss']:.3g}, norm of the gradient {logs['grad_norm']:.3g}"),
+        ("path", paths.get(fast, 0.0) == 1.0, shares or "not logged"),
+        ("fallbacks", not warnings, "; ".join(warnings).replace("|", "\\|") or "none was warned of"),
+    ]
+    if on_gpu:
+        recordings, left = logs["sampling/recordings"], logs["sampling/memory_left"]
+        found += [
+            ("recordings", recordings > 0, f"{recordings:g} in the last generation batch"),
+            ("memory", left <= HELD, f"{left:.1f} MiB left by a generation batch (bound {HELD})"),
+            ("fallbacks of kernels", logs["sampling/fallbacks"] == 0, f"{logs['sampling/fallbacks']:g}"),
+        ]
+    for name, ok, text in found:
+        print(f"{'ok    ' if ok else 'FAILED'} {name}: {text}", flush=True)
+    return [{"name": name, "ok": ok, "text": text} for name, ok, text in found]
+
+
 def adapters(card: Card) -> Any:
     """The configuration of the card's adapters; None if all parameters are trained."""
     if card.lora_rank is None:
@@ -166,16 +202,19 @@ def adapters(card: Card) -> Any:
     return LoraConfig(r=card.lora_rank, lora_alpha=2 * card.lora_rank, target_modules="all-linear")
 
 
-def measure(name: str, trainer_name: str, answer: Path, *, seconds: float) -> bool:
-    """Train and write `answer`; False, with the failure written, if it did not come to its end."""
+def measure(name: str, trainer_name: str, answer: Path, *, seconds: float) -> int:
+    """Train and write `answer`; the number of failed checks, or 1, with the failure written, if it did not end well."""
     card, on_gpu = CARDS[name], name != "tiny"
     found: dict[str, Any] = {
         "model": name,
         "trainer": trainer_name,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": today(),
         "versions": {library: version(library) for library in ("torch", "transformers", "accelerate")},
         "steps": [],
+        "checks": [],
     }
+    warnings = Warnings()
+    logging.getLogger("groupgrad").addHandler(warnings)
 
     def save(measured: list[dict[str, Any]]) -> None:
         found["steps"] = measured
@@ -189,11 +228,15 @@ def measure(name: str, trainer_name: str, answer: Path, *, seconds: float) -> bo
         measuring = Measuring(Recorder(), our_phases, on_gpu, seconds)
         measuring.save, measuring.floors = save, lambda step: floors_of(card.workload, machine, step)
         train(card, trainer_name, measuring, on_gpu=on_gpu)
+        if card.is_checked and trainer_name == "groupgrad":
+            found["checks"] = checks_of(measuring.logs, warnings.lines, on_gpu=on_gpu)
     except Exception as error:
         traceback.print_exc()
         found["failure"] = describe_failure(error)
+    finally:
+        logging.getLogger("groupgrad").removeHandler(warnings)
     save(found["steps"])
-    return "failure" not in found
+    return sum(not check["ok"] for check in found["checks"]) or int("failure" in found)
 
 
 def describe_failure(error: Exception) -> str:
@@ -220,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, required=True, help="of this process in all")
     parser.add_argument("--answer", type=Path, required=True, help="file to write")
     options = parser.parse_args(arguments)
-    return 0 if measure(options.model, options.trainer, options.answer, seconds=options.seconds) else 1
+    return measure(options.model, options.trainer, options.answer, seconds=options.seconds)
 
 
 if __name__ == "__main__":

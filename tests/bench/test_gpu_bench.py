@@ -6,37 +6,26 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from simulated_cuda import trainers_on_simulated_cuda
+from simulated_cuda import to_cuda, trainers_on_simulated_cuda
 from triton_twins import triton_twins
 
 BENCH = Path(__file__).parents[2] / "bench"
 TINY = ["--model", "tiny", "--trainer", "groupgrad"]
 
 
-def trained(trainer: str = "groupgrad", *, seconds: float = 3.0, **more: object) -> dict[str, object]:
+def trained() -> dict[str, object]:
     """What a worker leaves after one step: 40 tokens, of which sampling took 2 s."""
-    step = {"seconds": seconds, "peak_bytes": 2**31, "held_bytes": 2**30, "lengths": [10, 30]}
+    step = {"seconds": 3.0, "peak_bytes": 2**31, "held_bytes": 2**30, "lengths": [10, 30]}
     step["phases"] = {"sampling": 2.0, "training": 0.5}
     step["floors"] = {"sampling": 0.5, "training": 0.3}
     machine = {"gflops": 640e3, "gigabytes_per_second": 3000.0}
-    found = {"model": "0.6b", "trainer": trainer, "version": "1", "device": "a card", "steps": [step]}
-    return {**found, "versions": {"torch": "9"}, "machine": machine, **more}
-
-
-def ended(found: Mapping[str, object], *, status: str = "", date: str = "1") -> dict[str, object]:
-    """A stage's record."""
-    return {"seconds": 7.0, "limit": 9, "status": status, "date": date, "found": found}
-
-
-def write(folder: Path, **stages: object) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "gpu.json").write_text(json.dumps(stages))
-    return folder
+    found = {"model": "0.6b", "trainer": "groupgrad", "version": "1", "device": "a card", "steps": [step]}
+    return {**found, "versions": {"torch": "9"}, "machine": machine}
 
 
 def test_decode_steps_of_a_tiny_model_are_timed(tmp_path, capsys):
@@ -52,61 +41,51 @@ def test_decode_steps_of_a_tiny_model_are_timed(tmp_path, capsys):
     assert all(step["milliseconds"] > 0 and step["path"] == "eager" for step in steps)
 
 
-def test_checks_of_a_rehearsal_pass(tmp_path, capsys):
-    import gpu_smoke
-
-    file = tmp_path / "answer.json"
-    assert gpu_smoke.main(["--tiny", "--answer", str(file)]) == 0
-    names = [check["name"] for check in json.loads(file.read_text())["checks"]]
-    assert names[:3] == ["decode attention, 3 rows", "decode attention, 20 rows", "two steps"]
-    assert {"path", "fallbacks", "head of 16 by 500, groupgrad", "training attention"} <= set(names)
-
-
-def test_the_real_trainer_is_checked_on_a_simulated_card(tmp_path, capsys):
-    """In half precision on the simulated device, with and without the kernels that the fast path needs."""
-    import gpu_smoke
-
-    report = gpu_smoke.Report(tmp_path / "answer.json", torch.device("cuda", 0))
-    with trainers_on_simulated_cuda():
-        with triton_twins():
-            gpu_smoke.trainer_steps(report, gpu_smoke.TINY)
-        found = {check["name"]: check["ok"] for check in report.checks}
-        assert found.keys() >= {"path", "recordings", "memory", "fallbacks"} and all(found.values()), report.checks
-        report.checks.clear()
-        gpu_smoke.trainer_steps(report, gpu_smoke.TINY)
-    found = {check["name"]: check["ok"] for check in report.checks}
-    assert not found["path"]
-
-
-def test_a_check_that_fails_is_counted(tmp_path, capsys):
-    import gpu_smoke
-
-    report = gpu_smoke.Report(tmp_path / "answer.json", torch.device("cpu"))
-    report.add("one", False, "differs")
-    report.run("two", lambda: 1 / 0)
-    report.add("three", True, "right")
-    assert report.num_failed == 2
-    found = json.loads((tmp_path / "answer.json").read_text())["checks"]
-    assert [check["ok"] for check in found] == [False, False, True]
-    assert found[1]["text"] == "ZeroDivisionError: division by zero"
-
-
 def test_a_tiny_model_is_measured(tmp_path):
     import gpu_worker
 
     file = tmp_path / "answer.json"
     threads = torch.get_num_threads()
-    assert (
-        gpu_worker.main(["--model", "tiny", "--trainer", "groupgrad", "--seconds", "1e6", "--answer", str(file)]) == 0
-    )
+    assert gpu_worker.main([*TINY, "--seconds", "1e6", "--answer", str(file)]) == 0
     assert torch.get_num_threads() == threads
     found = json.loads(file.read_text())
     assert len(found["steps"]) == gpu_worker.STEPS - 1 and "failure" not in found
+    assert [(check["name"], check["ok"]) for check in found["checks"]] == [
+        ("numbers", True),
+        ("path", True),
+        ("fallbacks", True),
+    ]
     for step in found["steps"]:
         assert len(step["lengths"]) == 8 and 1 <= min(step["lengths"]) <= max(step["lengths"]) <= 24
         assert step["phases"]["training"] > step["floors"]["training"] > 0
         assert step["seconds"] >= step["phases"]["sampling"] > step["floors"]["sampling"] > 0
         assert sum(step["phases"][part] for part in ("sampling", "training")) == pytest.approx(step["seconds"])
+
+
+def test_the_fast_path_is_checked_on_a_simulated_card(tmp_path, monkeypatch):
+    """In half precision on the simulated device, with and without the kernels that the fast path needs."""
+    import gpu_worker
+    from floor import Machine
+    from materials import make_model
+
+    def build(workload, words):
+        return make_model(workload.model, words, dtype=torch.bfloat16).eval()
+
+    monkeypatch.setitem(gpu_worker.CARDS, "smoke", gpu_worker.CARDS["tiny"])
+    monkeypatch.setattr(gpu_worker, "describe_device", lambda on_gpu: "simulated")
+    monkeypatch.setattr(gpu_worker, "measure_device", lambda on_gpu: Machine(100.0, None, 10.0, 2))
+    monkeypatch.setattr(gpu_worker, "build_model", lambda workload, words, on_gpu: to_cuda(build(workload, words)))
+    for name in ("reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    file, failed = tmp_path / "answer.json", []
+    with trainers_on_simulated_cuda():
+        for kernels in (triton_twins(), nullcontext()):
+            with kernels:
+                gpu_worker.measure("smoke", "groupgrad", file, seconds=1e6)
+            found = json.loads(file.read_text())
+            assert len(found["checks"]) == 6 and "failure" not in found, found
+            failed.append([check["name"] for check in found["checks"] if not check["ok"]])
+    assert failed[0] == [] and "path" in failed[1]
 
 
 def test_no_step_is_begun_that_would_not_fit(tmp_path):
@@ -118,11 +97,11 @@ def test_no_step_is_begun_that_would_not_fit(tmp_path):
 
 
 def test_a_model_in_half_precision_keeps_its_rotary_frequencies():
-    from gpu_bench import TINY
+    from gpu_bench import CARDS
     from materials import make_model, make_words
 
-    tokenizer = make_words(TINY.workload.model.vocab_size)
-    half, full = (make_model(TINY.workload.model, tokenizer, dtype=kind) for kind in (torch.bfloat16, torch.float32))
+    shape = CARDS["tiny"].workload.model
+    half, full = (make_model(shape, make_words(shape.vocab_size), dtype=x) for x in (torch.bfloat16, torch.float32))
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     expected = dict(full.named_buffers())
     assert expected.keys() >= {"model.rotary_emb.inv_freq"}
@@ -138,7 +117,7 @@ def test_what_was_measured_before_memory_ran_out_is_kept(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nand what else torch says")
 
     monkeypatch.setattr(gpu_worker, "train", train)
-    assert not gpu_worker.measure("tiny", "groupgrad", tmp_path / "answer.json", seconds=3)
+    assert gpu_worker.measure("tiny", "groupgrad", tmp_path / "answer.json", seconds=3) == 1
     found = json.loads((tmp_path / "answer.json").read_text())
     assert found["steps"] == [{"seconds": 1.0}]
     assert found["failure"] == "out of memory: CUDA out of memory. Tried to allocate 20 GiB."
@@ -193,50 +172,12 @@ def test_a_failed_check_is_a_failure_of_its_stage(stage, tmp_path):
     assert "| path | **no** | eager |" in (tmp_path / "out" / "RESULTS-gpu.md").read_text()
 
 
-def test_each_test_for_a_card_is_in_the_report(tmp_path, monkeypatch):
-    """With what it failed with; tests that are for no card do not run."""
-    import gpu_bench
+def test_the_second_call_runs_every_file_with_tests_for_a_card():
+    from gpu_bench import gpu_tests
 
-    files = {
-        "test_fails.py": "import pytest\n@pytest.mark.gpu\ndef test_one():\n    assert 1 == 2, 'a || b'\n",
-        "test_passes.py": "import pytest\n@pytest.mark.gpu\ndef test_two(): pass\ndef test_three(): assert False\n",
-        "test_skips.py": "import pytest\n@pytest.mark.gpu\ndef test_four(): pytest.skip('no card')\n",
-        "test_does_not_load.py": "import nothing_like_it\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    command = "gpu_tests.py", "--answer", "ANSWER", *(str(tmp_path / name) for name in files)
-    monkeypatch.setitem(gpu_bench.STAGES, "tests", gpu_bench.Stage(60, command))
-    assert gpu_bench.main(["tests", "--tiny", "--output", str(tmp_path / "out")]) == 2
-    text = (tmp_path / "out" / "RESULTS-gpu.md").read_text()
-    for line in (
-        r".0 s: AssertionError: a \|\| b |",
-        r"test_fails.py::test_one | **no** | failed in ",
-        r"test_passes.py::test_two | yes | passed in ",
-        r"test_skips.py::test_four | skipped | no card",
-        r"test_does_not_load.py | **no** | it cannot be collected: ModuleNotFoundError: No module named 'nothing_",
-    ):
-        assert line in text, text
-    assert "test_three" not in text
-
-
-def test_the_report_of_several_commands(tmp_path, capsys):
-    import gpu_bench
-
-    failed = ended({"model": "0.6b", "trainer": "trl", "failure": "out of memory"})
-    folders = [
-        write(tmp_path / "a", steps=ended(trained(seconds=9.0), date="1"), trl=failed),
-        write(tmp_path / "b", steps=ended(trained(seconds=3.0), date="2")),
-        write(tmp_path / "c", steps=ended({"failure": "ended early"}, date="3")),
-    ]
-    for order in (folders, folders[::-1]):
-        assert gpu_bench.main(["--merge", *map(str, order), "--output", str(tmp_path / "out")]) == 0
-        text = (tmp_path / "out" / "RESULTS-gpu.md").read_text()
-        assert "| 0.6b groupgrad 1 | 1 | 3.00 |" in text
-        assert "9.00" not in text and "ended early" not in text
-        assert "- trl: out of memory" in text and "a card; torch 9" in text
-    assert "0.6b groupgrad 1" in capsys.readouterr().out
-    assert gpu_bench.main(["--merge", str(tmp_path / "nothing"), "--output", str(tmp_path / "out")]) == 1
+    tests = BENCH.parent / "tests"
+    marked = [path for path in tests.rglob("test_*.py") if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
+    assert gpu_tests() == sorted(str(path) for path in marked if path != Path(__file__))
 
 
 def test_the_first_call_takes_nine_minutes_and_the_second_three():
