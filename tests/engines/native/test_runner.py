@@ -21,6 +21,7 @@ from groupgrad.engines.native import NativeEngine, cuda_graphs, decode_kernels
 from groupgrad.engines.native import session as sessions
 from groupgrad.engines.native.attention_plans import causal_attention, products
 from groupgrad.engines.native.logits import cast_bytes
+from groupgrad.engines.native.run_ahead import AHEAD_FRACTION
 from groupgrad.scoring.attention_plan import AttentionCall
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
@@ -99,7 +100,7 @@ def test_the_host_reads_the_tokens_of_several_steps_at_once(name: str, keep: boo
         assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
         assert ours.entropies == pytest.approx(theirs.entropies, rel=1e-5, abs=1e-5)
     num_steps = engine.statistics.num_steps
-    assert Graph.num_replayed == num_steps <= max(lengths) * (1 + sessions.AHEAD_SHARE) + 1
+    assert Graph.num_replayed == num_steps <= max(lengths) * (1 + AHEAD_FRACTION) + 1
     if name == "qwen3_5" and keep:
         assert len(looks) == num_steps
     else:

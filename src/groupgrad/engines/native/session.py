@@ -20,6 +20,7 @@ from groupgrad.engines.native.attention_plans import DecodeBatch, PrefillPlan, P
 from groupgrad.engines.native.cuda_graphs import RecordedStep
 from groupgrad.engines.native.kv_cache import KVBuffer
 from groupgrad.engines.native.logits import last_logits
+from groupgrad.engines.native.run_ahead import Pace, run_ahead
 from groupgrad.engines.native.runner import DecodeRunner, EagerStep
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.scheduler import Admission, Scheduler
@@ -39,10 +40,6 @@ FIRST_TOKEN_ROWS = 64
 
 RUN_SECONDS = 0.05
 """Decode steps run for about this long between calls of the scheduler; a small model's step takes less."""
-
-AHEAD_SHARE = 1 / 8
-"""Recorded steps are launched ahead of the host for this share of the tokens that rows have. Tokens computed after a
-row's end are discarded; this share bounds them."""
 
 
 @dataclass(slots=True)
@@ -90,8 +87,7 @@ class NativeSession:
         self._cache, self._device = scheduler.cache, sampler.device
         self._stop_strings, self._eos_ids = stop_strings, frozenset(sampler.params.eos_ids)
         self._eos_tensor = self._tensor(sorted(self._eos_ids))
-        self._step_seconds = RUN_SECONDS
-        self._host_seconds = self._run_seconds = 0.0
+        self._pace = Pace(RUN_SECONDS, step_seconds=RUN_SECONDS)
         self._may_exceed_bound, self._statistics = may_exceed_bound, statistics
         self._prefill_tokens, self._least_tokens, self._most_tokens = PREFILL_TOKENS, 0, self._cache.max_tokens
         self._batch: _RunningBatch | None = None
@@ -149,9 +145,9 @@ class NativeSession:
             self._start(admission)
         if scheduler.running:
             scheduler.make_room()
-            self._decode()
+            decode_seconds = self._decode()
             if not admission.sequences:
-                self._host_seconds = time.perf_counter() - started - self._run_seconds
+                self._pace.host_seconds = time.perf_counter() - started - decode_seconds
 
     def _retreat(self) -> None:
         """Frees all keys and values after a step without memory; its sequences wait, and fewer run from now on."""
@@ -310,17 +306,17 @@ class NativeSession:
 
     # ------------------------------------------------------------------------------------ decode
 
-    def _decode(self) -> None:
-        """Samples one or several tokens of each running sequence."""
+    def _decode(self) -> float:
+        """Samples one or several tokens of each running sequence; returns the seconds that the steps took."""
         running = self._scheduler.running
         if self._batch is None or self._batch.version != self._scheduler.version:
             self._batch = self._make_batch(running)
         sign_of_life()
         batch, started = self._batch, time.perf_counter()
-        tokens = self._next_tokens(batch, running)
-        sampled = tokens.T.tolist()
-        self._run_seconds = time.perf_counter() - started
-        self._step_seconds = self._run_seconds / len(tokens)
+        tokens = self._next_tokens(batch)
+        sampled = tokens.T.tolist()  # where the host waits for a GPU
+        seconds = time.perf_counter() - started
+        self._pace.step_seconds = seconds / len(tokens)
         batch.tokens = tokens[-1]
         batch.counts += len(tokens)
         self._statistics.num_steps += len(tokens)
@@ -329,62 +325,28 @@ class NativeSession:
         self._statistics.steps_by_path[self._runner.path_of(batch.step)] += len(tokens)
         self._statistics.num_decoded += self._append(running, sampled)
         self._finish(running)
+        return seconds
 
-    def _num_free_steps(self, running: list[Sequence]) -> int:
-        """Steps before the scheduler is needed again, unless a sequence ends earlier; 1 if every token is examined."""
-        if self._stop_strings or self._scheduler.gathering:
-            return 1
-        budget, longest = running[0].request.max_new_tokens, 0
-        for s in running:
-            num_sampled = len(s.sampled_ids)
-            budget = min(budget, s.request.max_new_tokens - num_sampled)
-            longest = max(longest, len(s.context_ids) + num_sampled)
-        room = self._cache.suffixes.slot_size - longest + 1
-        return max(1, min(budget, room, int(RUN_SECONDS / self._step_seconds)))
-
-    def _next_tokens(self, batch: _RunningBatch, running: list[Sequence]) -> torch.Tensor:
+    def _next_tokens(self, batch: _RunningBatch) -> torch.Tensor:
         """(steps, n) tokens of one or several steps; tokens after the end of a sequence are meaningless."""
-        positions, num_steps = batch.starts + batch.counts - 1, self._num_free_steps(running)
-        if num_steps > 1:
-            idle = self._num_idle_tokens(running)
-            sampling = self._sampler.unfiltered(batch.table_rows, batch.counts, self._eos_tensor, idle)
-            tokens = None if sampling is None else batch.step.sample(batch.tokens, positions, sampling, num_steps)
+        ahead = run_ahead(self._scheduler, self._pace, has_stops=bool(self._stop_strings))
+        positions = batch.starts + batch.counts - 1
+        if ahead.steps > 1:
+            sampling = self._sampler.unfiltered(batch.table_rows, batch.counts, self._eos_tensor, ahead.idle_tokens)
+            tokens = None if sampling is None else batch.step.sample(batch.tokens, positions, sampling, ahead.steps)
             if tokens is not None:
                 return tokens
-        if isinstance(batch.step, RecordedStep) and self._may_pass_ends(running):
-            num_tokens = sum(len(sequence.sampled_ids) for sequence in running)
-            num_steps = max(1, min(num_steps, int(AHEAD_SHARE * num_tokens / len(running))))
-        else:
-            num_steps = 1
         newest, chosen = batch.tokens, []
-        for number in range(num_steps):  # without a look at the tokens, for which the host would wait
+        for number in range(ahead.unread_steps if isinstance(batch.step, RecordedStep) else 1):
             logits = batch.step.logits(newest, positions + number).to(self._device)
             newest = self._sampler.choose(logits, batch.table_rows, batch.counts + number)
             chosen.append(newest)
         return torch.stack(chosen)
 
-    def _num_idle_tokens(self, running: list[Sequence]) -> int:
-        """Maximum number of tokens to waste on ended sequences before the batch is rebuilt without them.
-
-        That many cost about as much time as rebuilding the batch does.
-        """
-        if not self._may_pass_ends(running):
-            return 0
-        return min(len(running), int(len(running) * self._host_seconds / self._step_seconds))
-
-    def _may_pass_ends(self, running: list[Sequence]) -> bool:
-        """True if sequences that have ended may go on for some steps until the batch is rebuilt without them.
-
-        False while sequences wait for room, and for models with recurrent states if a state is retained: it must be the
-        one after the last token.
-        """
-        has_states = bool(self._cache.state_tokens)
-        return not self._scheduler.waiting and not (has_states and any(s.request.keep for s in running))
-
     def _make_batch(self, running: list[Sequence]) -> _RunningBatch:
         if self._batch is not None and len(running) > len(self._batch.tokens):
             # The duration of a step with more rows has to be measured first.
-            self._step_seconds = RUN_SECONDS
+            self._pace.step_seconds = self._pace.run_seconds
         prompt_lengths = [len(s.group.prompt_ids) for s in running]
         starts = [n + s.group.position_shift + len(s.context_ids) for n, s in zip(prompt_lengths, running)]
         return _RunningBatch(
