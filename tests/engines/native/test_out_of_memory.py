@@ -59,8 +59,8 @@ def memory(monkeypatch: pytest.MonkeyPatch, is_too_much: Callable[[str, int, int
 
     with monkeypatch.context() as patch:
         watch(native_session, "last_logits", "prefill")
-        watch(runner.EagerStep, "logits", "decode")
-        watch(runner.EagerStep, "sample", "decode")
+        watch(runner.EagerStep, "run", "decode")
+        watch(runner.CompiledRun, "run", "decode")
         watch(huge_pages, "zeros", "resize")
         for name in ("offload", "restore", "begin_suffixes"):
             watch(kv_cache.KVCache, name, name)

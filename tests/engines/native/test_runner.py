@@ -84,7 +84,7 @@ def test_the_host_reads_the_tokens_of_several_steps_at_once(name: str, keep: boo
     monkeypatch.setattr(sessions, "RUN_SECONDS", 1e9)
     looks: list[int] = []
     decode = sessions.NativeSession._decode
-    monkeypatch.setattr(sessions.NativeSession, "_decode", lambda session: (looks.append(1), decode(session)))
+    monkeypatch.setattr(sessions.NativeSession, "_decode", lambda session: looks.append(1) or decode(session))
     model = make_hybrid(name) if name in CONFIGS else long_context(build, name)
     asked = [replace(request, max_new_tokens=100 + 10 * (i % 3), keep=keep) for i, request in enumerate(requests(6))]
     options = replace(OPTIONS, max_new_tokens=120)

@@ -13,7 +13,6 @@ from torch import nn
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import NativeEngine, runner, session
 from groupgrad.engines.native import engine as engine_module
-from groupgrad.engines.native.attention_plans import ProbePlan
 from groupgrad.engines.native.cpp_step import CompiledStep
 from groupgrad.kernels import library, status
 from groupgrad.scoring.fused_modules import compiled_parts
@@ -231,13 +230,11 @@ def test_the_first_generation_batch_is_like_all_others(model):
 @pytest.mark.parametrize("is_mixed", [True, False])
 def test_a_direct_form_is_judged_by_the_precision_that_it_computes_in(model, is_mixed):
     """Accelerate returns logits of bfloat16's precision in float32."""
-    direct = runner.DecodeRunner(
-        model, cast("Any", None), torch.device("cpu"), record=None, direct=None, probe=ProbePlan()
-    )
+    forms = runner.ModelForms(model, cast("Any", None), None, runner.StepFindings())
     expected = torch.linspace(-30, 30, 12).view(2, 6)
     with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-        found = direct.check(lambda: expected * (1 + 2**-7), expected, 2)
-    assert (found is not None) == is_mixed
+        problem = forms.problem(lambda: expected * (1 + 2**-7), expected)
+    assert (not problem) == is_mixed
 
 
 def test_a_direct_form_that_disagrees_is_warned_of_once(model, monkeypatch, caplog):

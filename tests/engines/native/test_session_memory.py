@@ -17,9 +17,8 @@ from triton_twins import triton_twins
 
 from groupgrad.engines.base import Request, SamplingOptions, sample_all
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native.cuda_graphs import StepRecorder
 from groupgrad.engines.native.kv_cache import KVBuffer
-from groupgrad.engines.native.runner import DecodeRunner
+from groupgrad.engines.native.runner import DecodeRunner, StepRecorder
 
 OPTIONS = SamplingOptions(max_new_tokens=12, eos_ids=(1,), pad_id=0)
 

@@ -32,18 +32,11 @@ _MOST_WIDTH = 256
 
 
 class ProbePlan:
-    """Records the attention calls of a model's layers, and the shapes of their keys and values, for one token.
-
-    Sessions also store here whether the model's direct form agrees and whether its steps can be recorded.
-    """
+    """Records the attention calls of a model's layers, and the shapes of their keys and values, for one token."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
         self.calls: dict[int, AttentionCall] = {}
-        self.direct_agrees: dict[type, bool] = {}
-        """Class of a direct form -> True if its logits agreed with the logits of the model's modules."""
-        self.can_record = True
-        """False once a step of the model could not be recorded."""
         self.recurrence = ProbeRecurrence()
         """Records the states of recurrent layers."""
 

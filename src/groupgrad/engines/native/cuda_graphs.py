@@ -1,6 +1,6 @@
-"""Records decode steps as CUDA graphs and replays them: launching a small step's kernels costs more than running them.
+"""Records work as CUDA graphs and replays it: launching a small decode step's kernels costs more than running them.
 
-Recorded operations read and write the same tensors at every replay, so a recorded step has fixed sizes (`StepShape`).
+Recorded operations read and write the same tensors at every replay.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
-from groupgrad.engines.native.kv_cache import KVCache, padded
 from groupgrad.memory.oom import is_out_of_memory
 
 Work = Callable[[], torch.Tensor]
@@ -32,102 +30,6 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 The allocator and cuBLAS keep memory for every stream that was ever used.
 """
-
-
-@dataclass(slots=True)
-class RecordedStep:
-    """A decode step of fixed sizes that replays the recorded operations."""
-
-    plan: DecodePlan
-    ids: torch.Tensor
-    """(padded n,)."""
-    positions: torch.Tensor
-    replay: Work
-
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """(n, V) logits; overwritten by the next step."""
-        self.ids[: len(tokens)] = tokens
-        self.positions[: len(tokens)] = positions
-        logits = self.replay()[: len(tokens)]
-        self.plan.advance()
-        return logits
-
-    def sample(self, *_arguments: object) -> None:
-        """Returns None: recorded steps run one at a time."""
-
-
-class StepForms(Protocol):
-    """Computes the steps that are recorded: logits (padded n, V) from ids and positions (padded n,)."""
-
-    def recorded(self, tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
-        """What is recorded."""
-        ...
-
-    def trial(self, tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan, num_rows: int) -> torch.Tensor:
-        """The same before the recording; rows behind the first `num_rows` are padding."""
-        ...
-
-
-class StepRecorder:
-    """Records decode steps, one for each `StepShape`."""
-
-    def __init__(self, cache: KVCache, device: torch.device, record: Recorder):
-        self._cache, self._device, self._record = cache, device, record
-        self._rows_per_group = 1
-        self.num_recorded = 0
-        self._steps: dict[StepShape, RecordedStep] = {}
-        self._version = (0, 0)
-
-    def drop(self) -> None:
-        """Drops the recorded steps. The memory of the newest one is kept, and later steps are recorded into it."""
-        self._steps = {}
-
-    def step_for(self, batch: DecodeBatch, forms: StepForms) -> RecordedStep:
-        """A step for these rows, computed by `forms` and recorded if there is none of their shape."""
-        suffixes, prompts = self._cache.suffixes, self._cache.prompts
-        if self._version != self._cache.version:
-            # The tensors that these steps were recorded with are gone.
-            self._steps, self._version = {}, self._cache.version
-        # It never shrinks: a smaller value would save a few queries and cost recordings.
-        exact = batch.shape
-        self._rows_per_group = max(self._rows_per_group, padded(exact.rows_per_group))
-        shape = StepShape(
-            num_rows=min(padded(exact.num_rows), suffixes.num_slots),
-            num_groups=min(padded(exact.num_groups), prompts.num_slots),
-            rows_per_group=self._rows_per_group,
-            prompt_size=prompts.slot_size,
-            suffix_size=suffixes.slot_size,
-        )
-        if shape in self._steps:
-            self._steps[shape].plan.change(batch)
-        else:
-            self._steps[shape] = self._record_step(batch, shape, forms)
-        return self._steps[shape]
-
-    def _record_step(self, batch: DecodeBatch, shape: StepShape, forms: StepForms) -> RecordedStep:
-        plan = DecodePlan(self._cache, batch, shape)
-        ids, positions = (torch.zeros(shape.num_rows, dtype=torch.int64, device=self._device) for _ in range(2))
-        # The trial compares logits, and at position 0 rotary embeddings would turn nothing.
-        real = [prompt + own for prompt, own in zip(batch.prompt_lengths, batch.lengths)]
-        positions[: len(real)] = torch.tensor(real, device=self._device)
-
-        def work() -> torch.Tensor:
-            # Masks depend on lengths, so the recording has to include their computation.
-            plan.drop_masks()
-            return forms.recorded(ids, positions, plan)
-
-        def trial() -> torch.Tensor:
-            # The first replay writes the same keys and values again, but would update recurrent states a second time.
-            with plan.recurrence.trial():
-                plan.drop_masks()
-                return forms.trial(ids, positions, plan, len(batch.groups))
-
-        buffers = (self._cache.suffixes, self._cache.prompts)
-        stored = [tensor for buffer in buffers for pair in buffer.tensors.values() for tensor in pair]
-        stored += self._cache.suffixes.states
-        step = RecordedStep(plan, ids, positions, self._record(work, stored, trial))
-        self.num_recorded += 1
-        return step
 
 
 def cuda_recorder(devices: set[torch.device]) -> Recorder | None:

@@ -5,7 +5,7 @@ rotary embeddings of many small operations each. The direct form applies the sam
 calls, or in one compiled call where all modules are plain and there is a compiler (see `kernels`). On a GPU it does so
 in Triton's kernels (`triton_layers`). Decoders with recurrent layers have only the compiled form of the CPU. A probe
 run of the model records which attention each layer computes. The first step runs in both forms, whose logits are
-compared (`runner.DecodeRunner.check`); so does the first step after the model's modules have changed.
+compared (`runner.ModelForms`); so does the first step after the model's modules have changed.
 """
 
 from __future__ import annotations

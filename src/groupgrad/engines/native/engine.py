@@ -21,7 +21,7 @@ from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, dire
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, StateShape
 from groupgrad.engines.native.logits import cast_bytes, last_logits, weights_cast_once
 from groupgrad.engines.native.packed_linear import fast_linears
-from groupgrad.engines.native.runner import MODULES, DecodeRunner
+from groupgrad.engines.native.runner import MODULES, DecodeRunner, StepFindings
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.sampling_params import SamplingParams, read_options
 from groupgrad.engines.native.scheduler import Scheduler
@@ -73,7 +73,7 @@ class NativeEngine:
         self._model, self._tokenizer = model, tokenizer
         self._kv_memory, self._max_rows, self._precision = kv_memory, max_rows, precision
         self._pack_weights = pack_weights
-        self._probe = ProbePlan()
+        self._probe, self._findings = ProbePlan(), StepFindings()
         self._fingerprint: tuple[Any, ...] = ()
         self.statistics = Statistics()
 
@@ -113,7 +113,7 @@ class NativeEngine:
 
     @property
     def path(self) -> str:
-        """How decode steps of the session opened last ran (`DecodeRunner.path_of`), and why not faster; empty if none
+        """How decode steps of the session opened last ran (`DecodeStep.path`), and why not faster; empty if none
         ran."""
         paths = ", ".join(path for path, _ in self.statistics.steps_by_path.most_common())
         reasons = "; ".join(f"{what} ({why})" for what, why in fallbacks().items())
@@ -133,13 +133,13 @@ class NativeEngine:
     def _make_session(self, model: nn.Module, params: SamplingParams, statistics: Statistics) -> NativeSession:
         device, probe = input_device(model), self._probe_of(model)
         devices = {part.device for part in (*probe.layers.values(), *probe.states)}
-        record = self._recorder(devices) if probe.can_record else None
+        record = self._recorder(devices) if self._findings.can_record else None
         cache, direct = self._make_cache(probe, record is not None), self._direct_form(model, probe)
         return NativeSession(
             model,
             Sampler(params, device),
             Scheduler(cache, self._max_rows),
-            DecodeRunner(model, cache, device, record=record, direct=direct, probe=probe),
+            DecodeRunner(model, cache, device, record=record, direct=direct, findings=self._findings),
             StopStrings(params.stop_strings, self._tokenizer),
             statistics,
             # Only an explicit bound refuses a sequence.
@@ -162,7 +162,7 @@ class NativeEngine:
         if self._fingerprint != fingerprint:
             probe, token = ProbePlan(), torch.zeros(1, dtype=torch.int64, device=input_device(model))
             last_logits(model, token, token, probe, token)
-            self._probe, self._fingerprint = probe, fingerprint
+            self._probe, self._findings, self._fingerprint = probe, StepFindings(), fingerprint
         return self._probe
 
     def _make_cache(self, probe: ProbePlan, is_recorded: bool) -> KVCache:

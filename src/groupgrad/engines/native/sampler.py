@@ -41,6 +41,7 @@ class Sampler:
         self._seen: torch.Tensor | None = None
         self._unseen: dict[int, list[int]] = {}
         """Prompts that are not in `_seen` yet, by row."""
+        self._ends = torch.tensor(sorted(set(params.eos_ids)), dtype=torch.int64, device=device)
         self._warpers = _warpers(params)
         self._scratch: dict[str, torch.Tensor] = {}
         self._id_masks: dict[tuple[int, ...], torch.Tensor] = {}
@@ -107,14 +108,12 @@ class Sampler:
             self._seen[rows, choice.tokens] = True
         return choice.tokens
 
-    def unfiltered(
-        self, rows: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor, idle: int = 0
-    ) -> UnfilteredSampling | None:
+    def unfiltered(self, rows: torch.Tensor, counts: torch.Tensor, idle: int = 0) -> UnfilteredSampling | None:
         """Sampling state of the requests in `rows` (n,) with `counts` (n,) tokens; None without kernels to sample."""
         if self._kernels is None:
             return None
         return UnfilteredSampling(
-            self._draws, self.logprobs, self.entropies, self.params.temperature, rows, counts, ends, idle
+            self._draws, self.logprobs, self.entropies, self.params.temperature, rows, counts, self._ends, idle
         )
 
     def _choose_in_tiles(

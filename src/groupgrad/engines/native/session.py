@@ -17,11 +17,10 @@ from torch import nn
 from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import Request, Sample
 from groupgrad.engines.native.attention_plans import DecodeBatch, PrefillPlan, PrefillRun
-from groupgrad.engines.native.cuda_graphs import RecordedStep
 from groupgrad.engines.native.kv_cache import KVBuffer
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.engines.native.run_ahead import Pace, run_ahead
-from groupgrad.engines.native.runner import DecodeRunner, EagerStep
+from groupgrad.engines.native.runner import DecodeRunner, DecodeStep, RunningRows
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.scheduler import Admission, Scheduler
 from groupgrad.engines.native.sequence import Group, Sequence
@@ -61,7 +60,7 @@ class Statistics:
     num_recorded: int = 0
     """Decode steps that were recorded as CUDA graphs."""
     steps_by_path: Counter[str] = field(default_factory=Counter)
-    """Decode steps by how they ran (`DecodeRunner.path_of`)."""
+    """Decode steps by how they ran (`DecodeStep.path`)."""
     left_bytes: int = 0
     """Memory in use on a CUDA device after the session, beyond that in use before it."""
 
@@ -86,7 +85,6 @@ class NativeSession:
         self._model, self._sampler, self._scheduler, self._runner = model, sampler, scheduler, runner
         self._cache, self._device = scheduler.cache, sampler.device
         self._stop_strings, self._eos_ids = stop_strings, frozenset(sampler.params.eos_ids)
-        self._eos_tensor = self._tensor(sorted(self._eos_ids))
         self._pace = Pace(RUN_SECONDS, step_seconds=RUN_SECONDS)
         self._may_exceed_bound, self._statistics = may_exceed_bound, statistics
         self._prefill_tokens, self._least_tokens, self._most_tokens = PREFILL_TOKENS, 0, self._cache.max_tokens
@@ -313,52 +311,35 @@ class NativeSession:
             self._batch = self._make_batch(running)
         sign_of_life()
         batch, started = self._batch, time.perf_counter()
-        tokens = self._next_tokens(batch)
+        ahead = run_ahead(self._scheduler, self._pace, has_stops=bool(self._stop_strings))
+        tokens = batch.step.run(batch.rows, self._sampler, ahead)
         sampled = tokens.T.tolist()  # where the host waits for a GPU
         seconds = time.perf_counter() - started
         self._pace.step_seconds = seconds / len(tokens)
-        batch.tokens = tokens[-1]
-        batch.counts += len(tokens)
+        batch.rows.tokens = tokens[-1]
+        batch.rows.counts += len(tokens)
         self._statistics.num_steps += len(tokens)
         # The runner forgets its recordings when one fails.
         self._statistics.num_recorded = max(self._statistics.num_recorded, self._runner.num_recorded)
-        self._statistics.steps_by_path[self._runner.path_of(batch.step)] += len(tokens)
+        self._statistics.steps_by_path[batch.step.path] += len(tokens)
         self._statistics.num_decoded += self._append(running, sampled)
         self._finish(running)
         return seconds
 
-    def _next_tokens(self, batch: _RunningBatch) -> torch.Tensor:
-        """(steps, n) tokens of one or several steps; tokens after the end of a sequence are meaningless."""
-        ahead = run_ahead(self._scheduler, self._pace, has_stops=bool(self._stop_strings))
-        positions = batch.starts + batch.counts - 1
-        if ahead.steps > 1:
-            sampling = self._sampler.unfiltered(batch.table_rows, batch.counts, self._eos_tensor, ahead.idle_tokens)
-            tokens = None if sampling is None else batch.step.sample(batch.tokens, positions, sampling, ahead.steps)
-            if tokens is not None:
-                return tokens
-        newest, chosen = batch.tokens, []
-        for number in range(ahead.unread_steps if isinstance(batch.step, RecordedStep) else 1):
-            logits = batch.step.logits(newest, positions + number).to(self._device)
-            newest = self._sampler.choose(logits, batch.table_rows, batch.counts + number)
-            chosen.append(newest)
-        return torch.stack(chosen)
-
     def _make_batch(self, running: list[Sequence]) -> _RunningBatch:
-        if self._batch is not None and len(running) > len(self._batch.tokens):
+        if self._batch is not None and len(running) > len(self._batch.rows.tokens):
             # The duration of a step with more rows has to be measured first.
             self._pace.step_seconds = self._pace.run_seconds
         prompt_lengths = [len(s.group.prompt_ids) for s in running]
         starts = [n + s.group.position_shift + len(s.context_ids) for n, s in zip(prompt_lengths, running)]
-        return _RunningBatch(
-            version=self._scheduler.version,
+        rows = RunningRows(
             tokens=self._tensor([s.sampled_ids[-1] for s in running]),
             counts=self._tensor([len(s.sampled_ids) for s in running]),
             table_rows=self._tensor([s.table_row for s in running]),
             starts=self._tensor(starts),
-            step=self._runner.step_for(
-                DecodeBatch([s.group.slot for s in running], prompt_lengths, [s.num_stored for s in running])
-            ),
         )
+        batch = DecodeBatch([s.group.slot for s in running], prompt_lengths, [s.num_stored for s in running])
+        return _RunningBatch(self._scheduler.version, rows, self._runner.step_for(batch))
 
     def _append(self, sequences: list[Sequence], tokens: list[list[int]]) -> int:
         """Appends sampled tokens to sequences up to their ends, sets `finish_reason`; returns the number appended."""
@@ -396,19 +377,12 @@ class NativeSession:
 
 @dataclass(slots=True)
 class _RunningBatch:
-    """Tensors (n,) of the running sequences, in the order of their slots."""
+    """The running sequences, as decode steps take them."""
 
     version: tuple[int, ...]
     """The scheduler's version that the batch was made for."""
-    tokens: torch.Tensor
-    """Sampled last and not yet stored."""
-    counts: torch.Tensor
-    """Tokens sampled so far."""
-    table_rows: torch.Tensor
-    """In the sampler's tables."""
-    starts: torch.Tensor
-    """Positions of the first sampled tokens."""
-    step: EagerStep | RecordedStep
+    rows: RunningRows
+    step: DecodeStep
 
 
 def _start_of_last_pass(group: Group, has_states: bool = False) -> int:
