@@ -38,7 +38,7 @@ def head_errors(monkeypatch):
             assert inputs[0].dtype == torch.bfloat16
             note("logits", output, float64_logits(inputs[0], module.weight))
 
-        plain = head_hook.HeadHook._tiled_scores
+        plain = head_hook.HeadHook.tiled_scores
 
         def tiled_scores(self, head, hidden, transform):
             scores = plain(self, head, hidden, transform)
@@ -48,7 +48,7 @@ def head_errors(monkeypatch):
             return scores
 
         policy.lm_head.register_forward_hook(on_head)
-        monkeypatch.setattr(head_hook.HeadHook, "_tiled_scores", tiled_scores)
+        monkeypatch.setattr(head_hook.HeadHook, "tiled_scores", tiled_scores)
         return errors
 
     return watch

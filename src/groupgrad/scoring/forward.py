@@ -9,8 +9,9 @@ load-balancing loss of a mixture of experts counts tokens and gets the mask. Lay
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -18,8 +19,8 @@ from torch import nn
 
 from groupgrad.batch import Batch, StepTotals, TokenScores, on_host, to_device
 from groupgrad.dist import RankGroup
-from groupgrad.integrations.sharding.context_split import cut_over_ranks
-from groupgrad.integrations.sharding.fsdp import is_fully_sharded, zero_of_vision_tower
+from groupgrad.integrations.sharding.context_split import score_over_ranks
+from groupgrad.integrations.sharding.sharded_scores import on_shards, score_beside, with_vision_tower
 from groupgrad.integrations.sharding.sharding import gather_per_module, is_sharded
 from groupgrad.integrations.sharding.zero3 import is_zero_sharded
 from groupgrad.memory.oom import score_in_parts
@@ -29,7 +30,7 @@ from groupgrad.scoring.attention import attention_dropout, plannable
 from groupgrad.scoring.cudnn_attention import without_cudnn_attention
 from groupgrad.scoring.fused_modules import compiled_parts
 from groupgrad.scoring.head_hook import HeadHook, StatesTap
-from groupgrad.scoring.layout import dense_inputs, flat_inputs
+from groupgrad.scoring.layout import ForwardInputs, dense_inputs, flat_inputs
 from groupgrad.scoring.logit_transform import logit_transform
 from groupgrad.scoring.tiled_head import PrecomputedGradient
 from groupgrad.scoring.vlm import with_images
@@ -94,40 +95,58 @@ def score_tokens(
     `options.context`, and so is the backward pass: all ranks of the group get the scores of all tokens, and the ranks'
     gradients add up to the gradient of the sum of their losses.
     """
+    score = partial(score_tokens, model, options=options)
+    # The ranks of a sharded model make the same passes, so one without tokens or images computes a placeholder.
     if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
-        return _score_nothing(model, batch, options)
-    # Other ranks may run the vision tower in this pass, and its weights are gathered by all ranks together.
+        return _without_tokens(score(_placeholder(options).to(batch.offsets.device)))
     if options.image_example is not None and not batch.has_images and is_zero_sharded(model):
-        return _score_beside_an_image(model, batch, options, precomputed, tap)
+        return score_beside(_placeholder(options).to(batch.offsets.device), score, batch, precomputed, tap)
+
     layout = layout_for(model, options) if batch.num_tokens else "dense"
+    inputs = _lay_out(model, batch, layout, options)
+    hook = _hook_for(batch, inputs, options, precomputed, tap)
+    score_pass = partial(_score_pass, model, options=options)
+    if options.context is not None and layout != "dense":
+        scores = score_over_ranks(score_pass, inputs, hook, options.context)
+    else:
+        scores = score_pass(inputs, hook)
+    return scores if hook.places is None else _scatter(scores, hook.places, batch.num_tokens)
+
+
+def _lay_out(model: nn.Module, batch: Batch, layout: InputLayout, options: ForwardOptions) -> ForwardInputs:
+    """The tokens of the batch, and its images, as the model takes them."""
     if layout == "dense":
         inputs = dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
     else:
         inputs = flat_inputs(batch, share=layout == "shared", aux_loss=options.aux_loss)
+    return with_images(model, batch, inputs) if batch.has_images else inputs
+
+
+def _hook_for(
+    batch: Batch,
+    inputs: ForwardInputs,
+    options: ForwardOptions,
+    precomputed: PrecomputedGradient | None,
+    tap: StatesTap | None,
+) -> HeadHook:
+    """The hook that scores the loss tokens at the model's output head."""
     tokens = batch.completion_ids
     hook = HeadHook(tokens, inputs.rows, inputs.predictors, inputs.shape, options.temperature, options.entropy_gradient)
     hook.precomputed, hook.tap = precomputed, tap
     # Elsewhere a GPU computes tokens without a gradient too, since to find them the host would wait for it.
     hook.has_few_gradients = tokens.device.type != "cuda" or batch.totals.entropy_threshold is not None
-    if not bool(on_host(batch.trained).all()):
-        hook = hook.at(_loss_tokens(batch))
-    part = None
-    if options.context is not None and layout != "dense":
-        part = cut_over_ranks(inputs, hook.positions, options.context)
-        inputs, hook = part.inputs, part.hook(hook)
+    return hook if bool(on_host(batch.trained).all()) else hook.at(_loss_tokens(batch))
+
+
+def _score_pass(model: nn.Module, inputs: ForwardInputs, hook: HeadHook, options: ForwardOptions) -> TokenScores:
+    """The scores of the tokens of `hook`, from one forward pass."""
     transform = logit_transform(unwrap(model)) if options.tiled_head else None
-    images = with_images(model, batch, inputs) if batch.has_images else nullcontext(inputs)
-    head = (hook.on_shards if is_zero_sharded(model) else hook.on)(output_head(model), transform)
-    with images as inputs, compiled_parts(model, is_dense=layout == "dense"), head:
+    on_head = partial(on_shards, hook) if is_zero_sharded(model) else hook.on
+    with compiled_parts(model, is_dense=inputs.plan is None), on_head(output_head(model), transform):
         output = inputs.run(model)
     scores = hook.scores_of(output.logits) if hook.scores is None else hook.scores
-    if is_fully_sharded(model) and (zero := zero_of_vision_tower(model)) is not None:
-        scores = replace(scores, logprobs=scores.logprobs + zero)
-    if part is not None:
-        scores = part.join(scores)
-    if options.aux_loss:
-        scores = replace(scores, aux_loss=getattr(output, "aux_loss", None))
-    return scores if hook.places is None else _scatter(scores, hook.places, batch.num_tokens)
+    scores = with_vision_tower(model, scores)
+    return replace(scores, aux_loss=getattr(output, "aux_loss", None)) if options.aux_loss else scores
 
 
 def _loss_tokens(batch: Batch) -> torch.Tensor:
@@ -146,12 +165,8 @@ def _scatter(scores: TokenScores, places: torch.Tensor, num_tokens: int) -> Toke
     return replace(scores, logprobs=logprobs, entropy=entropy)
 
 
-def _score_nothing(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
-    """Empty scores from a pass over one placeholder token, whose collectives the other ranks of a sharded model need.
-
-    The scores depend on the pass, so a backward pass runs through the model too.
-    """
-    scores = score_tokens(model, _placeholder(options).to(batch.offsets.device), options)
+def _without_tokens(scores: TokenScores) -> TokenScores:
+    """No scores, which depend on the pass of `scores` all the same, so that a backward pass runs through the model."""
     return replace(scores, logprobs=scores.logprobs[:0], entropy=scores.entropy[:0])
 
 
@@ -161,28 +176,6 @@ def _placeholder(options: ForwardOptions) -> Batch:
     if example is None:
         return build_batch([[options.pad_id]], [0], [[options.pad_id]])
     return build_batch([example.ids], [0], [[options.pad_id]], (example.media,))
-
-
-def _score_beside_an_image(
-    model: nn.Module,
-    batch: Batch,
-    options: ForwardOptions,
-    precomputed: PrecomputedGradient | None,
-    tap: StatesTap | None,
-) -> TokenScores:
-    """Scores of a pass that also computes a placeholder row with an image, whose gradients are 0."""
-    unjoined = dict.fromkeys(("old_logprobs", "ref_logprobs", "sampling_logprobs", "sampling_entropy"))
-    rows = Batch.concat([replace(batch, **unjoined), _placeholder(options).to(batch.offsets.device)])
-    if precomputed is not None:
-        parts = (precomputed.logprobs, torch.nan), (precomputed.gradient, 0.0)
-        precomputed = PrecomputedGradient(*(torch.cat([values, values.new_full((1,), last)]) for values, last in parts))
-
-    def tap_rows(states: torch.Tensor, places: torch.Tensor | None) -> None:
-        assert tap is not None
-        tap(states[:-1], None if places is None else places[:-1])
-
-    scores = score_tokens(model, rows, options, precomputed, None if tap is None else tap_rows)
-    return replace(scores, logprobs=scores.logprobs[:-1], entropy=scores.entropy[:-1])
 
 
 def build_batch(

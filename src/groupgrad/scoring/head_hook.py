@@ -7,7 +7,7 @@ tiled head scores them there, and logits never exist; otherwise the model comput
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,20 +82,6 @@ class HeadHook:
         finally:
             handle.remove()
 
-    @contextmanager
-    def on_shards(self, head: Any, transform: LogitTransform | None) -> Iterator[None]:
-        """`on`, for a model that ZeRO-3 shards.
-
-        With the tiled head the module returns the scores as its output, so that its weights are gathered for their
-        backward pass as for any module.
-        """
-        inside = nullcontext()
-        # The head in an adapter is a module of its own, which gathers no weights itself.
-        if transform is not None and isinstance(head, nn.Linear) and self.rows.numel():
-            inside = self._scoring_inside(head, transform)
-        with self.on(head), inside:
-            yield
-
     def _narrow(self, head: nn.Module, inputs: tuple[Any, ...], transform: LogitTransform | None) -> Any:
         """The head's inputs without states that predict no token; with a `transform` the scores are computed here."""
         hidden = inputs[0]
@@ -108,40 +94,11 @@ class HeadHook:
             self.tap(hidden, self.places)
         if transform is None:
             return (hidden[None], *inputs[1:])
-        self.scores = self._tiled_scores(head, hidden, transform)
+        self.scores = self.tiled_scores(head, hidden, transform)
         return (hidden[None, :1], *inputs[1:])
 
-    @contextmanager
-    def _scoring_inside(self, head: Any, transform: LogitTransform) -> Iterator[None]:
-        """Makes the head's forward method return scores of its narrowed input in place of logits.
-
-        ZeRO-3 gathers a module's weights by its inputs and outputs, forward and backward. The code behind the head gets
-        zeros as the logits of one token.
-        """
-        plain = head.forward
-
-        def forward(hidden: torch.Tensor) -> torch.Tensor:
-            if not self.is_narrowed:
-                return plain(hidden)
-            scores = self._tiled_scores(head, hidden[0], transform)
-            return torch.stack([scores.logprobs, scores.entropy])
-
-        def take(_module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
-            if not self.is_narrowed:
-                return None
-            logprobs, entropy = output.unbind()
-            self.scores = TokenScores(logprobs, entropy if self.entropy_gradient else entropy.detach())
-            return inputs[0].new_zeros(1, 1, head.out_features)
-
-        handle = head.register_forward_hook(take)
-        head.forward = forward
-        try:
-            yield
-        finally:
-            del head.forward
-            handle.remove()
-
-    def _tiled_scores(self, head: Any, hidden: torch.Tensor, transform: LogitTransform) -> TokenScores:
+    def tiled_scores(self, head: Any, hidden: torch.Tensor, transform: LogitTransform) -> TokenScores:
+        """The scores from the (L, H) states that predict the tokens; logits never exist."""
         layer = head_layer(head)
         assert layer is not None  # otherwise there is no transform
         arguments = (hidden, layer.output_head(hidden), self.tokens)

@@ -8,6 +8,8 @@ dense layout has a padded row for each completion.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -42,6 +44,8 @@ class ForwardInputs:
     """Attention of flat tokens; None for dense rows."""
     segments: list[Segment] = field(default_factory=list)
     """All flat tokens, in order; empty for dense rows."""
+    hooks: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+    """Hooks on the model for the time of its pass: its embedding gets the ids of sampled placeholders of images."""
 
     @property
     def shape(self) -> torch.Size:
@@ -50,10 +54,11 @@ class ForwardInputs:
 
     def run(self, model: nn.Module) -> Any:
         """The model's output."""
-        if self.plan is not None and self.positions is not None:
-            return run_planned(model, self.ids, self.positions, self.plan, **self.arguments)
-        positions = {} if self.positions is None else {"position_ids": self.positions}
-        return model(input_ids=self.ids, use_cache=False, **positions, **self.arguments)
+        with nullcontext() if self.hooks is None else self.hooks(model):
+            if self.plan is not None and self.positions is not None:
+                return run_planned(model, self.ids, self.positions, self.plan, **self.arguments)
+            positions = {} if self.positions is None else {"position_ids": self.positions}
+            return model(input_ids=self.ids, use_cache=False, **positions, **self.arguments)
 
 
 def dense_inputs(batch: Batch, pad_id: int, *, aux_loss: bool) -> ForwardInputs:

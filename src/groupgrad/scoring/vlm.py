@@ -241,9 +241,8 @@ def _with_image_tensors(
     return ModelInputs(torch.where(is_sampled, substitute, ids), ids, inputs)
 
 
-@contextmanager
-def with_images(model: nn.Module, batch: Batch, inputs: ForwardInputs) -> Iterator[ForwardInputs]:
-    """The inputs together with the batch's images. The model has to run inside, where its embedding is hooked."""
+def with_images(model: nn.Module, batch: Batch, inputs: ForwardInputs) -> ForwardInputs:
+    """The inputs together with the batch's images."""
     of_prompts = _images_of_prompts(model, batch)
     of_rows = _images_of_rows(model, batch, of_prompts)
     if inputs.plan is None or inputs.positions is None:
@@ -256,8 +255,8 @@ def with_images(model: nn.Module, batch: Batch, inputs: ForwardInputs) -> Iterat
         plan = view.attention_plan(inputs.plan)
     positions = inputs.positions if view.rope is None else view.rope
     arguments = {**view.inputs, **inputs.arguments}
-    with view.embedding_true_ids(model):
-        yield replace(inputs, ids=view.ids, arguments=arguments, positions=positions, plan=plan)
+    hooks = view.embedding_true_ids
+    return replace(inputs, ids=view.ids, arguments=arguments, positions=positions, plan=plan, hooks=hooks)
 
 
 def _images_of_prompts(model: nn.Module, batch: Batch) -> list[PromptImages | None]:

@@ -11,7 +11,7 @@ Each pass is a collective of the group. The ranks do not agree on an exception i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -60,6 +60,17 @@ class ContextPart:
         everywhere = own.new_zeros(2, self.num_predicted).index_copy(1, self.scored.to(own.device), own)
         logprobs, entropy = sum_over_group(everywhere, self.group).unbind()
         return replace(scores, logprobs=logprobs, entropy=entropy if scores.entropy.requires_grad else entropy.detach())
+
+
+def score_over_ranks(
+    score_pass: Callable[[ForwardInputs, HeadHook], TokenScores],
+    inputs: ForwardInputs,
+    hook: HeadHook,
+    group: RankGroup,
+) -> TokenScores:
+    """Scores of the tokens of `hook` from a pass of which each rank computes a part by `score_pass`. Collective."""
+    part = cut_over_ranks(inputs, hook.positions, group)
+    return part.join(score_pass(part.inputs, part.hook(hook)))
 
 
 def cut_over_ranks(inputs: ForwardInputs, predictors: torch.Tensor, group: RankGroup) -> ContextPart:
