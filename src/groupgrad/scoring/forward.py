@@ -32,7 +32,7 @@ from groupgrad.scoring.fused_modules import compiled_parts
 from groupgrad.scoring.head_hook import HeadHook, StatesTap
 from groupgrad.scoring.layout import ForwardInputs, dense_inputs, flat_inputs
 from groupgrad.scoring.logit_transform import logit_transform
-from groupgrad.scoring.tiled_head import PrecomputedGradient
+from groupgrad.scoring.early_gradients import PrecomputedGradient
 from groupgrad.scoring.vlm import with_images
 from groupgrad.types import Media, Prompt
 

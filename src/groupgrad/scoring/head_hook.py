@@ -15,13 +15,9 @@ import torch
 from torch import nn
 
 from groupgrad.batch import TokenScores
+from groupgrad.scoring.early_gradients import PrecomputedGradient
 from groupgrad.scoring.logit_transform import head_layer
-from groupgrad.scoring.tiled_head import (
-    LogitTransform,
-    PrecomputedGradient,
-    scores_with_gradient,
-    tiled_scores,
-)
+from groupgrad.scoring.tiled_head import LogitTransform, scores_with_gradient, tiled_scores
 
 ENTROPY_TOKENS = 512
 """Tokens whose logits become entropies at a time, which bounds the scratch memory to tokens x vocabulary."""

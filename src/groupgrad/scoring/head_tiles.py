@@ -1,8 +1,26 @@
-"""Passes over tiles of logits: scores of tokens, and gradients of the output head (see `head.py`).
+"""Passes over tiles of logits: scores of tokens, and gradients of the output head (see `tiled_head.py`).
 
 A tile of logits lives in memory that fits the processor's cache. The outer loop goes over the vocabulary, so each slice
-of the weight is read once per pass. Logits are in bits (times log2 e, at no cost), because exp2 is cheaper than exp.
+of the weight is read once per pass. Inside, logits are in bits (times log2 e, at no cost), because exp2 is cheaper than
+exp; log-probs and entropies leave in nats.
 """
+
+# The formulas. Hidden states h (L, H) and a head (W, b) give z = h W' + b, and with scale s, cap c and temperature T
+#
+#   logits     x = c tanh(s z / c) / T    (without a cap x = s z / T), in bits y = x log2 e
+#   p_v        = 2^(y_v - n),             n = log2 sum_v 2^y_v the normaliser (bits)
+#   log p_t    = (y_t - n) ln 2           of the token t (nats)
+#   entropy E  = -sum_v p_v log p_v.      With the peak m, S = sum 2^(y - m) and M = sum 2^(y - m) (y - m):
+#                                         n = m + log2 S and E = (log2 S - M / S) ln 2, in one pass over the tiles
+#
+# With incoming gradients g of log p_t and e of E (`token_grad` = `prob_grad` = g, `entropy_grad` = e)
+#
+#   d log p_t / d x_v = [v = t] - p_v     and    d E / d x_v = -p_v (log p_v + E)
+#   d loss / d z_v    = dx/dz ([v = t] g - p_v (g + e E + e ln2 log2 p_v)),    dx/dz = s / T, times 1 / cosh^2(s z / c)
+#                     = p_v (f + k log2 p_v) for v != t  (`factors`: f = -(g + e E) s / T, k = -e ln2 s / T)
+#   d h = dz W,  d W = dz' h,  d b = sum of dz over the tokens
+#
+# For v = t the terms nearly cancel if the token is nearly certain: g (1 - p) is taken as -g expm1(log p) (`token_gradient`).
 
 from __future__ import annotations
 
@@ -140,7 +158,7 @@ class HeadGradRequest:
     token_grad: torch.Tensor
     prob_grad: torch.Tensor
     logprobs: torch.Tensor | None = None
-    """Exact log-probs; None to leave the tokens' own logits out of the gradients."""
+    """Exact log-probs; None to leave the tokens' logits out of the gradients."""
     entropy: torch.Tensor | None = None
     entropy_grad: torch.Tensor | None = None
 
@@ -149,8 +167,8 @@ class HeadGradRequest:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: value[rows] for name, value in values.items() if value is not None})
 
-    def own_gradient(self, slope: float) -> torch.Tensor | None:
-        """(L,) d loss / d (h @ W.T + b) of the tokens themselves; None if they are left out.
+    def token_gradient(self, slope: float) -> torch.Tensor | None:
+        """(L,) d loss / d (h @ W.T + b) at the tokens themselves; None if they are left out.
 
         From the exact log-prob: the p of a tile carries the rounding of a logit, which for a nearly certain token is a
         large part of 1 - p.
@@ -180,6 +198,25 @@ class Gradients:
     weight: torch.Tensor | None
     """Columns from `HeadTask.frozen_columns` on, in the weight's dtype."""
     bias: torch.Tensor | None
+
+
+def empty_gradients(num_tokens: int, head: HeadWeights, task: HeadTask, needed: tuple[bool, bool, bool]) -> Gradients:
+    """Memory for the gradients of hidden states, weight and bias where needed; the first tile overwrites it."""
+    make = torch.empty if num_tokens else torch.zeros
+    like: dict[str, Any] = {"dtype": task.exact, "device": head.device}
+    trained = head.adapter if head.adapter is not None and task.frozen_columns else head.weight
+    return Gradients(
+        make((num_tokens, head.width), **like) if needed[0] else None,
+        make((len(head), head.width - task.frozen_columns), dtype=trained.dtype, device=head.device)
+        if needed[1]
+        else None,
+        make(len(head), **like) if needed[2] else None,
+    )
+
+
+def rows_to_all(part: torch.Tensor | None, rows: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
+    """(L, H) with `part` at `rows` and 0 elsewhere."""
+    return None if part is None else part.new_zeros(num_tokens, part.shape[1]).index_copy_(0, rows, part)
 
 
 class _Grid:
@@ -246,7 +283,7 @@ class _Grid:
         return None if self._slopes is None else _view(self._slopes, logits.shape)
 
     def exp2(self, logits: torch.Tensor) -> torch.Tensor:
-        """(t, v) in memory of its own."""
+        """(t, v), in other memory than `logits`."""
         assert self._probs is not None
         return torch.exp2(logits, out=_view(self._probs, logits.shape))
 
@@ -264,13 +301,13 @@ def score_pass(hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, ta
     # `top` stays finite, so that no difference of two tops is NaN.
     top = torch.full((len(hidden),), torch.finfo(task.exact).min / 4, **like)
     total, moment = torch.zeros_like(top), torch.zeros_like(top)
-    chosen, own_slope = torch.full_like(top, math.nan), torch.ones_like(top)
+    chosen, token_slope = torch.full_like(top, math.nan), torch.ones_like(top)
     mean = torch.zeros(hidden.shape, **like) if task.keep_direction else None
     for columns, w, b in grid.vocab():
         for rows in grid.tokens:
             logits = grid.logits(hidden[rows], w, b)
             inside, where = _place(tokens[rows], columns)
-            chosen[rows] = torch.where(inside, _own(logits, where), chosen[rows])
+            chosen[rows] = torch.where(inside, _entries(logits, where), chosen[rows])
             cap_slope = grid.cap_slope(logits)
             highest = torch.maximum(top[rows], logits.amax(1))
             probs = grid.exp2(logits.sub_(highest[:, None]))
@@ -281,17 +318,17 @@ def score_pass(hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, ta
             total[rows] = shrink * total[rows] + probs.sum(1)
             top[rows] = highest
             if mean is not None:
-                # The token's own part nearly cancels; it is left out here and added exactly below.
-                _add_at(probs, where, inside, -_own(probs, where))
+                # The token's part nearly cancels; it is left out here and added exactly below.
+                _add_at(probs, where, inside, -_entries(probs, where))
                 if cap_slope is not None:
-                    own_slope[rows] = torch.where(inside, _own(cap_slope, where), own_slope[rows])
+                    token_slope[rows] = torch.where(inside, _entries(cap_slope, where), token_slope[rows])
                     probs.mul_(cap_slope)
                 mean[rows] *= shrink[:, None]
                 _accumulate(mean[rows], grid.rounded(probs), w)
     scores = Scores((chosen - top - total.log2()) * NATS, (total.log2() - moment / total) * NATS, top + total.log2())
     if mean is not None:
-        own = -torch.expm1(scores.logprobs) * own_slope
-        scores.direction = head[tokens].to(task.exact) * own[:, None] - mean / total[:, None]
+        rest = -torch.expm1(scores.logprobs) * token_slope
+        scores.direction = head[tokens].to(task.exact) * rest[:, None] - mean / total[:, None]
     return scores
 
 
@@ -308,15 +345,15 @@ def _compiled_scores(
             pass_tile(kernels, tile, tokens[rows], columns.start, task.factor, sums=row_sums)
             if mean is not None:
                 peaks = row_sums.sums[:, 0]
-                # The token's own part nearly cancels; it is left out here and added exactly below.
+                # The token's part nearly cancels; it is left out here and added exactly below.
                 probs = TileGradient(peaks.float(), tile.new_ones(len(peaks)))
                 pass_tile(kernels, tile, tokens[rows], columns.start, task.factor, gradient=probs)
                 mean[rows] *= (old_peaks - peaks).exp2().float()[:, None]
                 _accumulate(mean[rows], tile, w)
     scores = Scores(*sums.finish(kernels))
     if mean is not None:
-        own = -torch.expm1(scores.logprobs)
-        scores.direction = head[tokens] * own[:, None] - mean / sums.sums[:, 1:2].float()
+        rest = -torch.expm1(scores.logprobs)
+        scores.direction = head[tokens] * rest[:, None] - mean / sums.sums[:, 1:2].float()
     return scores
 
 
@@ -340,7 +377,7 @@ def gradient_pass(
         if grid.kernels is None:
             return grid.rounded(_gradient_tile(grid, grid.logits(hidden[rows], w, b), part, columns, task))
         tile, (prob_factor, bits_factor) = grid.raw_logits(hidden[rows], w, b), part.factors(task.slope)
-        gradient = TileGradient(part.normaliser, prob_factor, part.own_gradient(task.slope), bits_factor)
+        gradient = TileGradient(part.normaliser, prob_factor, part.token_gradient(task.slope), bits_factor)
         pass_tile(grid.kernels, tile, part.tokens, columns.start, task.factor, gradient=gradient)
         return tile
 
@@ -352,7 +389,7 @@ def scored_gradient_pass(
 ) -> tuple[Scores, torch.Tensor]:
     """`gradient_pass` from normalisers that are nearly right, which also computes the scores exactly.
 
-    Leaves each token's own logit out of the gradients, because its share 1 - p is known exactly only afterwards. Also
+    Leaves each token's logit out of the gradients, because its 1 - p is known exactly only afterwards. Also
     returns (L,) the sums of the probabilities in use, 1 for exact normalisers. No gradient flows from entropies.
     """
     grid = _Grid(len(hidden), head, task, slopes=True)
@@ -421,23 +458,23 @@ def _gradient_tile(
     task: HeadTask,
     sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(t, v) d loss / d (h @ W.T + b), overwriting `logits`. With `sums` (3, t) own tokens are summed and left out."""
+    """(t, v) d loss / d (h @ W.T + b), overwriting `logits`. With `sums` (3, t) tokens' logits are summed and left out."""
     cap_slope = grid.cap_slope(logits)
     inside, where = _place(request.tokens, columns)
     tile = grid.exp2(logits.sub_(request.normaliser[:, None]))
     prob_factor, bits_factor = request.factors(task.slope)
     if sums is not None:
         chosen, total, moment = sums
-        chosen.copy_(torch.where(inside, _own(logits, where), chosen))
+        chosen.copy_(torch.where(inside, _entries(logits, where), chosen))
         total.add_(tile.sum(1))
         moment.add_(logits.mul_(tile).sum(1))
     if bits_factor is None:
         tile.mul_(prob_factor[:, None])
     else:
         tile.mul_(torch.addcmul(prob_factor[:, None], logits, bits_factor[:, None], out=logits))
-    _add_at(tile, where, inside, -_own(tile, where))
-    if (own := request.own_gradient(task.slope)) is not None:
-        _add_at(tile, where, inside, own)
+    _add_at(tile, where, inside, -_entries(tile, where))
+    if (token_gradient := request.token_gradient(task.slope)) is not None:
+        _add_at(tile, where, inside, token_gradient)
     return tile if cap_slope is None else tile.mul_(cap_slope)
 
 
@@ -480,13 +517,13 @@ def _place(tokens: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Te
     return (where >= 0) & (where < width), where.clamp(0, width - 1)[:, None]
 
 
-def _own(tile: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """(t,) each token's own entry."""
+def _entries(tile: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """(t,) the entry of each row's token."""
     return tile.gather(1, where).squeeze(1)
 
 
 def _add_at(tile: torch.Tensor, where: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> None:
-    """Adds `values` (t,) to each token's own entry where that is inside."""
+    """Adds `values` (t,) to the entry of each row's token where that is inside."""
     tile.scatter_add_(1, where, torch.where(inside, values, 0.0)[:, None])
 
 

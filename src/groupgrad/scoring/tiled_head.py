@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from groupgrad.batch import TokenScores
+from groupgrad.scoring.early_gradients import PrecomputedGradient, early_gradients, take_early
 from groupgrad.scoring.head_tiles import (
-    NATS,
     Gradients,
     HeadGradRequest,
     HeadTask,
@@ -24,24 +24,11 @@ from groupgrad.scoring.head_tiles import (
     LogitTransform,
     Scores,
     Tiles,
+    empty_gradients,
     gradient_pass,
+    rows_to_all,
     score_pass,
-    scored_gradient_pass,
-    token_logits,
 )
-
-_CLOSE = 5e-6
-"""Relative difference up to which a token's precomputed gradient replaces its true one."""
-
-
-@dataclass(slots=True, frozen=True)
-class PrecomputedGradient:
-    """Log-probs and their gradient, computed before the forward pass with the weights that sampled."""
-
-    logprobs: torch.Tensor
-    """(L,) the sampler's log-probs (nats, same temperature); NaN where unknown."""
-    gradient: torch.Tensor
-    """(L,) d loss / d log-prob up to a common factor, 0 where there is none."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -172,11 +159,18 @@ def _apply(
     if precomputed is not None:
         fields = (precomputed.logprobs, precomputed.gradient)
         precomputed = PrecomputedGradient(*(x.detach().to(device=device, dtype=task.exact) for x in fields))
-    scores: Any = _TiledScores.apply(hidden, weight, adapter, head.bias, tokens.to(device), task, precomputed)
+    arguments = hidden, weight, adapter, head.bias, tokens.to(device), task
+    scores: Any
+    if precomputed is None:
+        scores = _TiledScores.apply(*arguments)
+    else:
+        scores = _ScoresWithGradient.apply(*arguments, precomputed)
     return TokenScores(logprobs=scores[0], entropy=scores[1])
 
 
 class _TiledScores(torch.autograd.Function):
+    """Scores in the forward pass, gradients in the backward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -186,47 +180,85 @@ class _TiledScores(torch.autograd.Function):
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
         task: HeadTask,
-        precomputed: PrecomputedGradient | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.task, ctx.hidden_dtype, ctx.early = task, hidden.dtype, None
-        states, head = hidden.to(task.dtype), HeadWeights(weight, adapter, bias)
         with torch.autocast(weight.device.type, enabled=False):
-            if precomputed is not None:
-                ctx.early = _early_gradients(states, head, tokens, precomputed, task, _needed(ctx))
-            scores = score_pass(states, head, tokens, task) if ctx.early is None else ctx.early.scores
-        if task.keep_direction:
-            ctx.save_for_backward(scores.direction)
-        else:
-            ctx.save_for_backward(
-                hidden, weight, adapter, bias, tokens, scores.normaliser, scores.logprobs, scores.entropy
-            )
-        if not task.entropy_gradient:
-            ctx.mark_non_differentiable(scores.entropy)
-        return scores.logprobs, scores.entropy
+            scores = score_pass(hidden.to(task.dtype), HeadWeights(weight, adapter, bias), tokens, task)
+        return _keep(ctx, (hidden, weight, adapter, bias, tokens), scores, task)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        task: HeadTask = ctx.task
-        logprob_grad, entropy_grad = incoming
-        if task.keep_direction:
+        if ctx.task.keep_direction:
             (direction,) = ctx.saved_tensors
-            return (direction * (logprob_grad * task.slope)[:, None]).to(ctx.hidden_dtype), *[None] * 6
-        hidden, weight, adapter, bias, tokens, normaliser, logprobs, entropy = ctx.saved_tensors
-        if not task.entropy_gradient:
-            entropy_grad = None
-        request = HeadGradRequest(tokens, normaliser, logprob_grad, logprob_grad, logprobs, entropy, entropy_grad)
-        # Early gradients are used once: a second backward pass through this node computes its own.
-        early, ctx.early = ctx.early, None
-        head = HeadWeights(weight, adapter, bias)
+            return (direction * (incoming[0] * ctx.task.slope)[:, None]).to(ctx.hidden_dtype), *[None] * 5
+        hidden, head, request = _kept(ctx, incoming)
+        with torch.autocast(head.device.type, enabled=False):
+            grads = _gradients(hidden, head, request, ctx.task, _needed(ctx))
+        return *_of_inputs(grads, hidden, head, ctx.task), None, None
+
+
+class _ScoresWithGradient(torch.autograd.Function):
+    """Scores and most of the gradients in the forward pass; the backward pass adds what they lack."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        adapter: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        tokens: torch.Tensor,
+        task: HeadTask,
+        precomputed: PrecomputedGradient,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states, head = hidden.to(task.dtype), HeadWeights(weight, adapter, bias)
         with torch.autocast(weight.device.type, enabled=False):
-            grads = _gradients(hidden, head, request, task, early, _needed(ctx))
-        of_weight = of_adapter = grads.weight
-        if grads.weight is not None and adapter is not None:
-            width = weight.shape[1] - task.frozen_columns
-            of_weight, of_adapter = (grads.weight[:, :width] if width else None), grads.weight[:, width:]
-        pairs = zip((grads.hidden, of_weight, of_adapter, grads.bias), (hidden, weight, adapter, bias))
-        return *(None if g is None or x is None else g.to(x.dtype) for g, x in pairs), None, None, None
+            ctx.early = early_gradients(states, head, tokens, precomputed, task, _needed(ctx))
+            scores = score_pass(states, head, tokens, task) if ctx.early is None else ctx.early.scores
+        return _keep(ctx, (hidden, weight, adapter, bias, tokens), scores, task)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Early gradients are used once: a second backward pass through this node computes all of them.
+        early, ctx.early = ctx.early, None
+        hidden, head, request = _kept(ctx, incoming)
+        with torch.autocast(head.device.type, enabled=False):
+            done = None if early is None else take_early(early, request)
+            grads = _gradients(hidden, head, request, ctx.task, _needed(ctx), done)
+        return *_of_inputs(grads, hidden, head, ctx.task), None, None, None
+
+
+def _keep(
+    ctx: Any, inputs: tuple[torch.Tensor | None, ...], scores: Scores, task: HeadTask
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keeps for the backward pass what it needs; returns log-probs and entropies."""
+    ctx.task = task
+    if task.keep_direction:
+        assert inputs[0] is not None
+        ctx.hidden_dtype = inputs[0].dtype
+        ctx.save_for_backward(scores.direction)
+    else:
+        ctx.save_for_backward(*inputs, scores.normaliser, scores.logprobs, scores.entropy)
+    if not task.entropy_gradient:
+        ctx.mark_non_differentiable(scores.entropy)
+    return scores.logprobs, scores.entropy
+
+
+def _kept(ctx: Any, incoming: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, HeadWeights, HeadGradRequest]:
+    """Hidden states, head and the request for gradients, from what `_keep` has kept and the incoming gradients."""
+    hidden, weight, adapter, bias, tokens, normaliser, logprobs, entropy = ctx.saved_tensors
+    logprob_grad, entropy_grad = incoming
+    request = HeadGradRequest(
+        tokens,
+        normaliser,
+        token_grad=logprob_grad,
+        prob_grad=logprob_grad,
+        logprobs=logprobs,
+        entropy=entropy,
+        entropy_grad=entropy_grad if ctx.task.entropy_gradient else None,
+    )
+    return hidden, HeadWeights(weight, adapter, bias), request
 
 
 def _needed(ctx: Any) -> tuple[bool, bool, bool]:
@@ -235,145 +267,46 @@ def _needed(ctx: Any) -> tuple[bool, bool, bool]:
     return hidden, weight or adapter, bias
 
 
-@dataclass(slots=True)
-class _EarlyGradients:
-    """Gradients computed in the forward pass, from a precomputed log-prob gradient."""
-
-    scores: Scores
-    gradients: Gradients
-    """For the precomputed d loss / d log-prob; hidden's is (L, H)."""
-    gradient: torch.Tensor
-    """(L,) the precomputed d loss / d log-prob, 0 for tokens left out."""
-    excess: torch.Tensor
-    """(L,) sum of the probabilities in use. All of them but the token's own are too large by this factor."""
-
-
-def _early_gradients(
-    hidden: torch.Tensor,
-    head: HeadWeights,
-    tokens: torch.Tensor,
-    precomputed: PrecomputedGradient,
-    task: HeadTask,
-    needed: tuple[bool, bool, bool],
-) -> _EarlyGradients | None:
-    """Scores and gradients in one pass, or None if the precomputed log-probs are far off."""
-    own_logits, own_slopes = token_logits(hidden, head, tokens, task)
-    normaliser = own_logits - precomputed.logprobs / NATS
-    is_known = (precomputed.gradient != 0) & normaliser.isfinite()
-    rows, others = _where(is_known), _where(~is_known)
-    if not len(rows):
-        return None
-    gradient = precomputed.gradient[rows]
-    grads = _empty(len(rows), head, task, needed)
-    request = HeadGradRequest(tokens[rows], normaliser[rows], gradient, gradient)
-    scores, excess = scored_gradient_pass(hidden[rows], head, request, task, grads)
-    # Far from 1 the sums, and with them the gradients, may be infinite or zero.
-    if not bool(((excess - 1).abs() < 0.5).all()):
-        return None
-    own = -gradient * torch.expm1(scores.logprobs) * task.slope
-    if own_slopes is not None:
-        own *= own_slopes[rows]
-    _add_own_tokens(grads, hidden[rows], head, tokens[rows], own, task)
-    if not len(others):
-        return _EarlyGradients(scores, grads, gradient, excess)
-    rest = score_pass(hidden[others], head, tokens[others], task)
-    grads.hidden = _scatter(grads.hidden, rows, len(hidden))
-    order = torch.cat([rows, others]).argsort()
-    all_scores = Scores(
-        *(
-            torch.cat([getattr(scores, name), getattr(rest, name)])[order]
-            for name in ("logprobs", "entropy", "normaliser")
-        )
-    )
-    excess = torch.cat([excess, torch.ones_like(rest.entropy)])[order]
-    return _EarlyGradients(all_scores, grads, precomputed.gradient.masked_fill(~is_known, 0.0), excess)
-
-
-def _add_own_tokens(
-    grads: Gradients, hidden: torch.Tensor, head: HeadWeights, tokens: torch.Tensor, own: torch.Tensor, task: HeadTask
-) -> None:
-    """Adds the gradient of each token's own logit, `own` (L,): d loss / d log-prob * (1 - p), from its exact log-prob.
-
-    For a nearly certain token even a tiny error of p would be a large one of 1 - p.
-    """
-    if grads.hidden is not None:
-        grads.hidden.addcmul_(head[tokens], own[:, None])
-    if grads.weight is not None:
-        grads.weight.index_add_(0, tokens, hidden[:, task.frozen_columns :] * own[:, None])
-    if grads.bias is not None:
-        grads.bias.index_add_(0, tokens, own)
-
-
 def _gradients(
     hidden: torch.Tensor,
     head: HeadWeights,
     request: HeadGradRequest,
     task: HeadTask,
-    early: _EarlyGradients | None,
     needed: tuple[bool, bool, bool],
+    done: Gradients | None = None,
 ) -> Gradients:
-    """The requested gradients; tokens without a remaining gradient are skipped."""
-    done = None if early is None else _use_early(early, request)
+    """The requested gradients, in addition to those that are `done`; tokens without any are skipped."""
     if done is None and not task.has_few_gradients:
-        grads = _empty(len(hidden), head, task, needed)
+        grads = empty_gradients(len(hidden), head, task, needed)
         gradient_pass(hidden.to(task.dtype), head, request, task, grads, add=False)
         return grads
     has_gradient = (request.token_grad != 0) | (request.prob_grad != 0)
     if request.entropy_grad is not None:
         has_gradient |= request.entropy_grad != 0
-    rows = _where(has_gradient)
+    rows = has_gradient.nonzero().squeeze(1)
     if done is not None and not len(rows):
         return done
     is_part = len(rows) < len(hidden)
     states = (hidden[rows] if is_part else hidden).to(task.dtype)
-    grads = _empty(len(rows), head, task, needed)
+    grads = empty_gradients(len(rows), head, task, needed)
     if done is not None:
         grads.weight, grads.bias = done.weight, done.bias
     gradient_pass(states, head, request.at(rows) if is_part else request, task, grads, add=done is not None)
     if is_part:
-        grads.hidden = _scatter(grads.hidden, rows, len(hidden))
+        grads.hidden = rows_to_all(grads.hidden, rows, len(hidden))
     if done is not None and grads.hidden is not None and done.hidden is not None:
         grads.hidden += done.hidden
     return grads
 
 
-def _use_early(early: _EarlyGradients, request: HeadGradRequest) -> Gradients:
-    """The early gradients times the factor between them and the true ones; `request` keeps what they lack."""
-    grads, true = early.gradients, request.token_grad
-    largest = early.gradient.abs().argmax()
-    factor = float(true[largest] / early.gradient[largest])
-    for x in (grads.hidden, grads.weight, grads.bias):
-        if x is not None and factor != 1.0:
-            x *= factor
-    done = early.gradient * factor
-    token_rest, prob_rest = true - done, true - done * early.excess
-    is_close = torch.maximum(token_rest.abs(), prob_rest.abs()) <= _CLOSE * true.abs()
-    # The early gradients of a token's own logit have the exact p, those of all others the p in use.
-    own_prob = early.scores.logprobs.exp()
-    token_rest = token_rest * (1 - own_prob) + prob_rest * own_prob
-    request.token_grad, request.prob_grad = token_rest.masked_fill(is_close, 0.0), prob_rest.masked_fill(is_close, 0.0)
-    return grads
-
-
-def _empty(num_tokens: int, head: HeadWeights, task: HeadTask, needed: tuple[bool, bool, bool]) -> Gradients:
-    """Memory for the gradients; not cleared if the first tile overwrites it."""
-    make = torch.empty if num_tokens else torch.zeros
-    like: dict[str, Any] = {"dtype": task.exact, "device": head.device}
-    trained = head.adapter if head.adapter is not None and task.frozen_columns else head.weight
-    return Gradients(
-        make((num_tokens, head.width), **like) if needed[0] else None,
-        make((len(head), head.width - task.frozen_columns), dtype=trained.dtype, device=head.device)
-        if needed[1]
-        else None,
-        make(len(head), **like) if needed[2] else None,
-    )
-
-
-def _scatter(part: torch.Tensor | None, rows: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
-    """(L, H) with `part` at `rows` and 0 elsewhere."""
-    return None if part is None else part.new_zeros(num_tokens, part.shape[1]).index_copy_(0, rows, part)
-
-
-def _where(mask: torch.Tensor) -> torch.Tensor:
-    """(n,) positions at which `mask` is true."""
-    return mask.nonzero().squeeze(1)
+def _of_inputs(
+    grads: Gradients, hidden: torch.Tensor, head: HeadWeights, task: HeadTask
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of hidden states, weight, adapter and bias, in their types."""
+    of_weight = of_adapter = grads.weight
+    if grads.weight is not None and head.adapter is not None:
+        width = head.weight.shape[1] - task.frozen_columns
+        of_weight, of_adapter = (grads.weight[:, :width] if width else None), grads.weight[:, width:]
+    inputs = (hidden, head.weight, head.adapter, head.bias)
+    pairs = zip((grads.hidden, of_weight, of_adapter, grads.bias), inputs)
+    return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in pairs)

@@ -11,7 +11,7 @@ import torch
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.objectives import PolicyOptions, policy_loss
-from groupgrad.scoring.tiled_head import PrecomputedGradient
+from groupgrad.scoring.early_gradients import PrecomputedGradient
 
 
 def precompute_gradient(batch: Batch, options: PolicyOptions) -> PrecomputedGradient | None:
