@@ -49,6 +49,6 @@ def test_the_worked_batch_is_what_collation_makes() -> None:
 def test_its_layouts_have_the_tokens_that_the_page_counts() -> None:
     batch = worked_batch()
     num_prompt, num_completion = re.findall(r"sees (\d+) prompt tokens and (\d+) completion tokens", PAGE)[0]
-    assert len(flat_inputs(batch, share=True, aux_loss=False).ids) == int(num_prompt) + int(num_completion)
+    assert len(flat_inputs(batch, shared_prompts=True, aux_loss=False).ids) == int(num_prompt) + int(num_completion)
     rows, width = re.findall(r"a padded one would see (\d+) rows of (\d+)", PAGE)[0]
     assert dense_inputs(batch, 0, aux_loss=False).ids.shape == (int(rows), int(width))

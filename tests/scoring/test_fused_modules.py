@@ -30,7 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5MLP, Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
 from groupgrad.kernels import library, status
-from groupgrad.scoring.fused_modules import compiled_parts, own_parts
+from groupgrad.scoring.fused_modules import compiled_parts, restore_modules
 
 KINDS: list[Any] = [LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm]
 HALF_UNIT = 2.0**-24
@@ -196,7 +196,7 @@ def test_layers_that_are_computed_again_are_computed_alike():
     assert torch.equal(model(x), expected)
     with compiled_parts(model):
         pass
-    own_parts(model)
+    restore_modules(model)
     assert "forward" not in model[0].__dict__
 
 
@@ -217,7 +217,7 @@ def test_checkpointing_by_other_code_computes_again_what_it_saved(is_flagged: bo
     with compiled_parts(model):
         actual = checkpoint(model, x, use_reentrant=False)
     (grad,) = torch.autograd.grad(actual.square().sum(), x)
-    own_parts(model)
+    restore_modules(model)
     (expected,) = torch.autograd.grad(model(x).square().sum(), x)
     torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
 

@@ -12,7 +12,7 @@ from groupgrad import kernels
 from groupgrad.multimodal.vlm_prompts import example_prompt
 from groupgrad.scoring import gradient_checkpointing
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
-from groupgrad.scoring.gradient_checkpointing import FREE_SHARE, CheckpointingByNeed, activation_bytes_per_token
+from groupgrad.scoring.gradient_checkpointing import FREE_FRACTION, CheckpointingByNeed, activation_bytes_per_token
 
 
 def test_activations_are_measured_on_the_model(make_model):
@@ -45,7 +45,7 @@ def test_checkpointing_switches_on_and_off(make_model, batch, monkeypatch, caplo
     tokens = len(batch.prompt_ids) + batch.num_tokens - batch.num_rows
     need = tokens * activation_bytes_per_token(model, ForwardOptions())
 
-    monkeypatch.setattr(gradient_checkpointing, "free_bytes", lambda device: int(0.9 * need / FREE_SHARE))
+    monkeypatch.setattr(gradient_checkpointing, "free_bytes", lambda device: int(0.9 * need / FREE_FRACTION))
     with caplog.at_level(logging.WARNING):
         by_need.prepare(batch)
     assert by_need.is_on
@@ -54,7 +54,7 @@ def test_checkpointing_switches_on_and_off(make_model, batch, monkeypatch, caplo
     score_tokens(model, batch, ForwardOptions()).logprobs.sum().backward()
     recomputed = torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    monkeypatch.setattr(gradient_checkpointing, "free_bytes", lambda device: int(1.1 * need / FREE_SHARE))
+    monkeypatch.setattr(gradient_checkpointing, "free_bytes", lambda device: int(1.1 * need / FREE_FRACTION))
     by_need.prepare(batch)
     assert not by_need.is_on
     assert not model.is_gradient_checkpointing
@@ -68,7 +68,7 @@ def test_padding_counts_in_the_dense_layout(make_model, batch, monkeypatch, layo
     by_need = CheckpointingByNeed(make_model(), ForwardOptions(layout=layout))
     asked = []
     monkeypatch.setattr(gradient_checkpointing, "free_bytes", lambda device: asked.append(1) or 1 << 40)
-    by_need._bytes_per_token = 2**40 * FREE_SHARE / (len(batch.prompt_ids) + batch.num_tokens + 1)
+    by_need._bytes_per_token = 2**40 * FREE_FRACTION / (len(batch.prompt_ids) + batch.num_tokens + 1)
     by_need.prepare(batch)
     assert by_need.is_on == (layout == "dense")  # 5 rows of 8 tokens instead of 9 + 14
     assert asked == [1]
@@ -127,7 +127,7 @@ def test_images_count_where_they_are_computed(monkeypatch, layout, images):
         monkeypatch.setattr(
             gradient_checkpointing,
             "free_bytes",
-            lambda device, share=share: share * need / FREE_SHARE,
+            lambda device, share=share: share * need / FREE_FRACTION,
         )
         by_need.prepare(batch)
         assert by_need.is_on == is_on

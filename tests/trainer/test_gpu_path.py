@@ -144,7 +144,7 @@ def test_a_forward_method_of_the_user_is_called(make_model):
             patch.setattr(decode_kernels, "_is_on_gpu", lambda _: True)
             patch.setattr(decode_kernels, "_has_triton", lambda: True)
             form = direct_model(model, {})
-        assert form == NoDirectForm("the forward method of Qwen3ForCausalLM was replaced", is_known=True)
+        assert form == NoDirectForm("the forward method of Qwen3ForCausalLM was replaced", is_family=True)
 
 
 @pytest.mark.parametrize("shift", [0.02, 0.2])

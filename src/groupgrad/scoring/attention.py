@@ -141,14 +141,15 @@ def _has_interface(inner: PreTrainedModel) -> bool:
 
 def attention_dropout(model: nn.Module) -> float:
     """The largest dropout probability of attention weights in `model` when it trains."""
-    shares = [0.0]
+    probabilities = [0.0]
     for module in model.modules():
-        own = vars(module)  # a search for a missing attribute takes long in a module
-        if "layer_idx" in own or "layer_id" in own:
-            shares += [value for name, value in own.items() if "dropout" in name and isinstance(value, float)]
+        attributes = vars(module)  # a search for a missing attribute takes long in a module
+        if "layer_idx" in attributes or "layer_id" in attributes:
+            floats = {name: value for name, value in attributes.items() if isinstance(value, float)}
+            probabilities += [value for name, value in floats.items() if "dropout" in name]
             layers = [(n, c.p) for n, c in module.named_children() if isinstance(c, nn.modules.dropout._DropoutNd)]
-            shares += [share for name, share in layers if "att" in name or name == "dropout"]
-    return max(shares)
+            probabilities += [probability for name, probability in layers if "att" in name or name == "dropout"]
+    return max(probabilities)
 
 
 def _rope_types(config: Any) -> set[str]:

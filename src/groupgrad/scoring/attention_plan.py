@@ -68,7 +68,7 @@ class PlanMask:
 
     def source(self, key: torch.Tensor, layer: int) -> int | None:
         """The earlier layer that has passed this very tensor of keys, as layers that share them do, or None."""
-        known, first = self._layer_of.get(id(key), (None, layer))
-        if known is None or known() is not key:
+        tensor, first = self._layer_of.get(id(key), (None, layer))
+        if tensor is None or tensor() is not key:
             self._layer_of[id(key)], first = (weakref.ref(key), layer), layer
         return None if first == layer else first

@@ -222,8 +222,8 @@ def _softmax(
     masks = keys.block.masks(call.window)
     if masks.prompt is not None:
         scores[..., : keys.num_prompt].masked_fill_(masks.prompt, float("-inf"))
-    if masks.own is not None:
-        scores[..., keys.num_prompt + masks.own_from :].masked_fill_(masks.own, float("-inf"))
+    if masks.row is not None:
+        scores[..., keys.num_prompt + masks.row_from :].masked_fill_(masks.row, float("-inf"))
     if sinks is None:
         return torch.softmax(scores, dim=-1), None
     sink = sinks.float().view(1, scores.shape[1], 1, scores.shape[3], 1, 1)

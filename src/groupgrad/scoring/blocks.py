@@ -91,9 +91,9 @@ class Masks:
 
     prompt: torch.Tensor | None
     """(n, 1, 1, 1, C' or 1, P), where C' is C - start."""
-    own: torch.Tensor | None
-    """(C', K'), over the row's own keys from `own_from` on; the keys before it are visible."""
-    own_from: int
+    row: torch.Tensor | None
+    """(C', K'), over the keys of the row itself from `row_from` on; the keys before it are visible."""
+    row_from: int
 
 
 def _make_masks(block: Block, window: int | None) -> Masks:
@@ -110,12 +110,12 @@ def _make_masks(block: Block, window: int | None) -> Masks:
             key = torch.arange(block.prompts.shape[2], device=device)
             too_far = (block.prompt_lengths[:, None, None] + query - key >= window)[:, None, None, None]
             prompt = too_far if prompt is None else too_far | prompt
-    own_from = block.start if window is None else 0
-    key = torch.arange(own_from, num_keys, device=device)
-    own = key > query
+    row_from = block.start if window is None else 0
+    key = torch.arange(row_from, num_keys, device=device)
+    row = key > query
     if window is not None:
-        own |= query - key >= window
-    return Masks(prompt, own if len(own) > 1 or window is not None else None, own_from)
+        row |= query - key >= window
+    return Masks(prompt, row if len(row) > 1 or window is not None else None, row_from)
 
 
 @dataclass(slots=True, frozen=True)

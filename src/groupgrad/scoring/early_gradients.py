@@ -63,8 +63,8 @@ def early_gradients(
     """Scores and gradients in one pass, or None if the precomputed log-probs are far off."""
     logits, cap_slopes = token_logits(hidden, head, tokens, task)
     normaliser = logits - precomputed.logprobs / NATS
-    is_known = (precomputed.gradient != 0) & normaliser.isfinite()
-    rows, others = (mask.nonzero().squeeze(1) for mask in (is_known, ~is_known))
+    is_usable = (precomputed.gradient != 0) & normaliser.isfinite()
+    rows, others = (mask.nonzero().squeeze(1) for mask in (is_usable, ~is_usable))
     if not len(rows):
         return None
     gradient = precomputed.gradient[rows]
@@ -90,7 +90,7 @@ def early_gradients(
         )
     )
     excess = torch.cat([excess, torch.ones_like(rest.entropy)])[order]
-    return EarlyGradients(all_scores, grads, precomputed.gradient.masked_fill(~is_known, 0.0), excess)
+    return EarlyGradients(all_scores, grads, precomputed.gradient.masked_fill(~is_usable, 0.0), excess)
 
 
 def _add_tokens(

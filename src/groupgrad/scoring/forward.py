@@ -118,7 +118,7 @@ def _lay_out(model: nn.Module, batch: Batch, layout: InputLayout, options: Forwa
     if layout == "dense":
         inputs = dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
     else:
-        inputs = flat_inputs(batch, share=layout == "shared", aux_loss=options.aux_loss)
+        inputs = flat_inputs(batch, shared_prompts=layout == "shared", aux_loss=options.aux_loss)
     return with_images(model, batch, inputs) if batch.has_images else inputs
 
 

@@ -44,7 +44,7 @@ _PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, nn.Parameter)
 """Tensor classes without behaviour of their own."""
 
 _staying: WeakSet[nn.Module] = WeakSet()
-"""Modules whose forward methods stay replaced until `own_parts`."""
+"""Modules whose forward methods stay replaced until `restore_modules`."""
 
 _SILU = nn.SiLU()
 
@@ -63,7 +63,7 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None, is_dense: boo
     """Replaces the forward methods of known modules inside `model`, as the head of this file describes.
 
     On CPUs float32 modules are replaced, on GPUs norms of any type. Without compiled kernels only norms are replaced on
-    CPUs. With gradient checkpointing (or if `stays` is true) the modules stay replaced until `own_parts`, because it
+    CPUs. With gradient checkpointing (or if `stays` is true) the modules stay replaced until `restore_modules`, because it
     computes layers again after the pass. Sharded and compiled models are left alone, and modules whose forward method
     was replaced by other code. CPU computations have no second derivatives. With `is_dense`, models of the gated delta
     rule keep their norms, so that a dense pass has the bits of transformers' own.
@@ -96,7 +96,7 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None, is_dense: boo
             module.__dict__.pop("forward", None)
 
 
-def own_parts(model: nn.Module) -> None:
+def restore_modules(model: nn.Module) -> None:
     """Restores the forward methods of the modules inside `model`."""
     if not _staying:  # asked several times a step, mostly for nothing
         return
@@ -202,8 +202,8 @@ def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool) -> _Co
         return None
     kind = type(module)
     if kind is nn.Linear:
-        is_own = nn.Linear.forward is _LINEAR_FORWARD and _is_plain_parameter(module.weight)
-        return _linear if has_kernels and is_own else None
+        is_plain = nn.Linear.forward is _LINEAR_FORWARD and _is_plain_parameter(module.weight)
+        return _linear if has_kernels and is_plain else None
     if not is_transformers_class(kind) or kind.forward.__module__ != kind.__module__:
         return None
     if kind.__name__ in NORMS:
@@ -297,8 +297,8 @@ def _is_linear(module: Any) -> bool:
     """True for a linear layer that `_linear` computes, without hooks."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     replaced = module.__dict__.get("forward")
-    is_own = isinstance(replaced, _Replaced) and replaced.computes(_linear) and not any(hooks)
-    return is_own and _is_plain(module.weight) and (module.bias is None or _is_plain(module.bias))
+    is_ours = isinstance(replaced, _Replaced) and replaced.computes(_linear) and not any(hooks)
+    return is_ours and _is_plain(module.weight) and (module.bias is None or _is_plain(module.bias))
 
 
 def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:

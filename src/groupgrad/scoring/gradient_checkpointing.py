@@ -16,14 +16,14 @@ from groupgrad.batch import Batch
 from groupgrad.memory.free_memory import free_bytes
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.scoring.forward import ForwardOptions, layout_for, score_tokens
-from groupgrad.scoring.fused_modules import compiled_parts, own_parts
+from groupgrad.scoring.fused_modules import compiled_parts, restore_modules
 from groupgrad.scoring.self_check import random_batch, reversed_prompts
 from groupgrad.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-FREE_SHARE = 0.6
-"""Share of the free memory for activations; gradients and temporary tensors need the rest."""
+FREE_FRACTION = 0.6
+"""Fraction of the free memory for activations; gradients and temporary tensors need the rest."""
 
 
 def activation_bytes_per_token(model: nn.Module, options: ForwardOptions, batch: Batch | None = None) -> float:
@@ -55,7 +55,7 @@ def _num_image_values(model: nn.Module, options: ForwardOptions, batch: Batch) -
     images = list(batch.media or [None] * batch.num_prompts)
     of_rows = list(batch.row_media or [None] * batch.num_rows)
     if batch.num_rows and layout_for(model, options) != "shared":
-        images = [own or images[prompt] for own, prompt in zip(of_rows, batch.prompt_of_row.tolist())]
+        images = [media or images[prompt] for media, prompt in zip(of_rows, batch.prompt_of_row.tolist())]
     else:
         images += of_rows
     return sum(tensor.numel() for media in images if media is not None for tensor in media.tensors.values())
@@ -84,7 +84,7 @@ def _saved_bytes(model: nn.Module, batch: Batch, options: ForwardOptions) -> int
         with torch.random.fork_rng(devices), torch.enable_grad(), compiled_parts(model, stays=True), hooks:
             score_tokens(model, batch, replace(options, aux_loss=False))
     finally:
-        own_parts(model)
+        restore_modules(model)
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -130,7 +130,7 @@ class CheckpointingByNeed:
             num_tokens = batch.num_rows * int(lengths.max())
         device = next(self._model.parameters()).device
         needed = num_tokens * self._bytes_per_token + num_values * self._bytes_per_value
-        free = FREE_SHARE * (free_bytes(device) - self._gradients_to_come(device))
+        free = FREE_FRACTION * (free_bytes(device) - self._gradients_to_come(device))
         is_needed = needed > free
         is_on = any(dist.all_gather_objects(is_needed)) if self._is_joint else is_needed
         if is_needed and not self.is_on:
@@ -138,7 +138,7 @@ class CheckpointingByNeed:
         self.switch(is_on)
 
     def _gradients_to_come(self, device: torch.device) -> int:
-        """Bytes of gradients, summed in float32, that have no memory on a GPU yet; on CPUs `FREE_SHARE` leaves it."""
+        """Bytes of gradients, summed in float32, that have no memory on a GPU yet; on CPUs `FREE_FRACTION` leaves it."""
         if device.type != "cuda":
             return 0
         trained = (p for p in self._model.parameters() if p.requires_grad and p.grad is None and p.device == device)

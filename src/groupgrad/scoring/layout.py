@@ -79,21 +79,21 @@ def dense_inputs(batch: Batch, pad_id: int, *, aux_loss: bool) -> ForwardInputs:
     return ForwardInputs(to_device(ids, device), batch.row_of_token, to_device(predictors, device), arguments)
 
 
-def flat_inputs(batch: Batch, *, share: bool, aux_loss: bool) -> ForwardInputs:
-    """All rows end to end, with each distinct prompt once (`share`) or once per row."""
-    inputs = flat_layout(batch, share=share, keep_last=aux_loss)
+def flat_inputs(batch: Batch, *, shared_prompts: bool, aux_loss: bool) -> ForwardInputs:
+    """All rows end to end, with each distinct prompt once (`shared_prompts`) or once per row."""
+    inputs = flat_layout(batch, shared_prompts=shared_prompts, keep_last=aux_loss)
     if aux_loss:
         inputs.arguments["output_router_logits"] = True
-    if aux_loss and share:
+    if aux_loss and shared_prompts:
         # The plan replaces the mask in attention, so the mask is free to weigh the tokens of the auxiliary loss.
         inputs.arguments["attention_mask"] = to_device(_rows_per_token(inputs.segments), inputs.ids.device)[None]
     return inputs
 
 
-def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) -> ForwardInputs:
-    """Lays out each distinct prompt once (`share`) or once per row, on the batch's device.
+def flat_layout(batch: Batch, *, shared_prompts: bool = True, keep_last: bool = False) -> ForwardInputs:
+    """Lays out each distinct prompt once (`shared_prompts`) or once per row, on the batch's device.
 
-    A row with images of its own always has its own prompt, because a row's images go to the model together.
+    A row with images of its own never shares its prompt, because a row's images go to the model together.
     `keep_last` also computes the last tokens of completions and the prompts of empty ones. That matters only to sums
     over all tokens (the load balancing of experts).
     """
@@ -115,12 +115,12 @@ def flat_layout(batch: Batch, *, share: bool = True, keep_last: bool = False) ->
         if len(completions[row]) or keep_last:
             rows_of_prompt.setdefault(prompt, []).append(row)
     row_media = batch.row_media or (None,) * batch.num_rows
-    has_own_prompt = {row for row, media in enumerate(row_media) if media is not None or not share}
+    has_separate_prompt = {row for row, media in enumerate(row_media) if media is not None or not shared_prompts}
     for prompt, rows in rows_of_prompt.items():
-        shared = None if has_own_prompt.issuperset(rows) else append(prompts[prompt], prompt)
+        shared = None if has_separate_prompt.issuperset(rows) else append(prompts[prompt], prompt)
         for row in rows:
             tokens = completions[row] if keep_last else completions[row][:-1]
-            if shared is None or row in has_own_prompt:
+            if shared is None or row in has_separate_prompt:
                 start = append(np.concatenate([prompts[prompt], tokens]), prompt, row).start
                 firsts[row] = start + len(prompts[prompt])
                 predecessors[row] = firsts[row] - 1

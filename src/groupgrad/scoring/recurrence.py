@@ -118,7 +118,7 @@ class Chunks:
 
 
 MOST_PADDING = 0.25
-"""Share of a rectangle's row that may be padding."""
+"""Fraction of a rectangle's row that may be padding."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -171,8 +171,8 @@ class Packed:
 def inputs_at(values: torch.Tensor, before: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """(D, ...) inputs at `places`: of the flat `values` (D, T), or for places from T on, of `before` (D, E)."""
     num_tokens = values.shape[1]
-    own = values[:, places.clamp(max=num_tokens - 1)]
-    return torch.where(places < num_tokens, own, before[:, (places - num_tokens).clamp(min=0)])
+    inside = values[:, places.clamp(max=num_tokens - 1)]
+    return torch.where(places < num_tokens, inside, before[:, (places - num_tokens).clamp(min=0)])
 
 
 class Recurrence:
@@ -269,10 +269,10 @@ class Recurrence:
             # Prompts are the first level, so their numbers there are those over all levels.
             sources = [number_of[s.shared.start] if s.shared else given.get(s.start, len(given)) for s in level]
             number_of.update({segment.start: len(number_of) + rank for rank, segment in enumerate(level)})
-            own = np.concatenate([np.arange(s.start, s.start + s.length) for s in level])
+            flat = np.concatenate([np.arange(s.start, s.start + s.length) for s in level])
             bounds = np.cumsum([0, *(segment.length for segment in level)])
-            levels.append(PackedLevel(tensor(own), tensor(bounds), tensor(sources)))
-            places.append(own)
+            levels.append(PackedLevel(tensor(flat), tensor(bounds), tensor(sources)))
+            places.append(flat)
         ends = [number_of[self._segments[index].start] for index in self._left]
         return Packed(tuple(levels), tensor(np.argsort(np.concatenate(places))), tensor(ends))
 
@@ -338,9 +338,9 @@ class Recurrence:
             for number, segment in sorted(enumerate(self._segments), key=lambda entry: entry[1].start):
                 before = self._places_before(number, segment, width - 1)
                 for index in range(min(width - 1, segment.length)):
-                    own = range(segment.start, segment.start + index + 1)
+                    here = range(segment.start, segment.start + index + 1)
                     places.append(segment.start + index)
-                    windows.append([*before, *own][-width:])
+                    windows.append([*before, *here][-width:])
             self._heads[width, device] = (
                 torch.tensor(places, dtype=torch.int64, device=device),
                 torch.tensor(windows, dtype=torch.int64, device=device).view(-1, width),

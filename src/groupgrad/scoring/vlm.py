@@ -250,7 +250,7 @@ def with_images(model: nn.Module, batch: Batch, inputs: ForwardInputs) -> Forwar
         plan = None
     else:
         images = [of_prompts[s.prompt] if s.row is None else of_rows[s.row] for s in inputs.segments]
-        segments = [(segment, own) for segment, own in zip(inputs.segments, images) if own is not None]
+        segments = [(segment, found) for segment, found in zip(inputs.segments, images) if found is not None]
         view = flat_image_inputs(model, inputs.ids, inputs.positions, segments)
         plan = view.attention_plan(inputs.plan)
     positions = inputs.positions if view.rope is None else view.rope

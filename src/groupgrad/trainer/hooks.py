@@ -80,7 +80,7 @@ from groupgrad.run_folder.progress import ProgressCallback, bars_on_terminals_on
 from groupgrad.run_folder.run_card import write_run_card
 from groupgrad.scoring.attention import unplug
 from groupgrad.scoring.cudnn_attention import without_cudnn_attention
-from groupgrad.scoring.fused_modules import own_parts
+from groupgrad.scoring.fused_modules import restore_modules
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.batch_findings import FirstBatch
 from groupgrad.trainer.best_metric import BestMetric
@@ -346,7 +346,7 @@ class Hooks(TRLNames, ReplaceableLoss, Trainer):
     def _restore_modules(self) -> None:
         """Restores the model's own attention and modules; gradient checkpointing no longer needs the others."""
         unplug(self.model)
-        own_parts(self.model)
+        restore_modules(self.model)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """The norm of the averaged gradient, scaled down to `max_grad_norm`. Collective for a sharded model."""

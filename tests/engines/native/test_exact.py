@@ -21,7 +21,7 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.kernels import library, status
 from groupgrad.scoring.attention import unplug
 from groupgrad.scoring.forward import ForwardOptions, score_tokens, score_without_gradient
-from groupgrad.scoring.fused_modules import own_parts
+from groupgrad.scoring.fused_modules import restore_modules
 from groupgrad.scoring.tiled_head import PrecomputedGradient
 from groupgrad.types import Prompt, Rollout
 
@@ -291,7 +291,7 @@ def training_passes(model: Any) -> dict[str, Callable[[Batch], TokenScores]]:
         scores = score_tokens(model, batch, ForwardOptions())
         scores.logprobs.sum().backward()
         unplug(model)
-        own_parts(model)
+        restore_modules(model)
         model.activation_checkpointing_disable()
         assert not any("forward" in module.__dict__ for module in model.modules())
         return scores

@@ -14,7 +14,7 @@ from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
 from groupgrad.engines.native.scheduler import Scheduler, compact
-from groupgrad.engines.native.sequence import Sequence
+from groupgrad.engines.native.sequence import EngineSequence
 
 OPTIONS = SamplingOptions(max_new_tokens=150, eos_ids=(1,), pad_id=0)
 BYTES = 2 * 1 * (8 + 8) * 4
@@ -114,9 +114,9 @@ def test_a_schedule_finishes_every_row_within_the_bound(rows: Any, extra: int, m
     scheduler = Scheduler(cache, max_rows)
     for ticket, request in enumerate(submitted):
         scheduler.add(ticket, request)
-    done: list[Sequence] = []
+    done: list[EngineSequence] = []
 
-    def sample_token(sequences: list[Sequence]) -> None:
+    def sample_token(sequences: list[EngineSequence]) -> None:
         for sequence in sequences:
             sequence.sampled_ids.append(0)
         finished = [s for s in sequences if len(s.sampled_ids) >= rows[s.ticket][2]]

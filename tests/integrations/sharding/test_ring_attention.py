@@ -76,7 +76,7 @@ def made(seed: int, kind: str, dtype: torch.dtype) -> tuple[Any, dict[str, torch
 
     Rows share their prompts, but for seed 2.
     """
-    inputs = flat_layout(random_batch(seed), share=seed != 2)
+    inputs = flat_layout(random_batch(seed), shared_prompts=seed != 2)
     num_tokens = len(inputs.ids)
     stream = torch.Generator().manual_seed(100 + seed)
     shapes = {"query": (HEADS, WIDTH), "key": (KEY_HEADS, WIDTH), "value": (KEY_HEADS, VALUE_WIDTH)}

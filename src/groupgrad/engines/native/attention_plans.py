@@ -102,11 +102,11 @@ class PrefillPlan:
     def recurrence(self) -> SlotRecurrence:
         """Runs continue from their slot's states, or, if the slot has no tokens, from their prompt's final states."""
         if self._recurrence is None:
-            own = [(i, run.slot) for i, run in enumerate(self._runs) if run.offset]
-            behind = [(i, run.prefix_slot) for i, run in enumerate(self._runs) if run.prefix_length and not run.offset]
+            continued = [(i, run.slot) for i, run in enumerate(self._runs) if run.offset]
+            after_prompt = [(i, run.prefix_slot) for i, run in enumerate(self._runs) if run.prefix_length and not run.offset]
             sources = [
                 StateSource([i for i, _ in pairs], buffer, [slot for _, slot in pairs])
-                for pairs, buffer in ((own, self._buffer), (behind, self._prompts))
+                for pairs, buffer in ((continued, self._buffer), (after_prompt, self._prompts))
                 if pairs
             ]
             lengths, slots = [len(run.ids) for run in self._runs], [run.slot for run in self._runs]
@@ -115,13 +115,13 @@ class PrefillPlan:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
-        own, prompts = self._buffer.tensors[call.layer], self._prompts.tensors[call.layer]
-        slots, places = self._stored_at.to(own[0].device)
-        for tensor, new in zip(own, (key, value)):
+        tensors, prompts = self._buffer.tensors[call.layer], self._prompts.tensors[call.layer]
+        slots, places = self._stored_at.to(tensors[0].device)
+        for tensor, new in zip(tensors, (key, value)):
             tensor[slots, :, places] = new.transpose(0, 1).to(tensor.dtype)
         kernels = kernel_for(query, key, value)
-        if kernels is not None and own[0].dtype == torch.float32:
-            return attend(kernels, query, slot_spans(self._table, prompts, own), len(key), call)
+        if kernels is not None and tensors[0].dtype == torch.float32:
+            return attend(kernels, query, slot_spans(self._table, prompts, tensors), len(key), call)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
         for span, run in zip(self.spans, self._runs):
             keys, values = key[:, span], value[:, span]
@@ -135,7 +135,7 @@ class PrefillPlan:
                         ],
                         dim=1,
                     )
-                    for prompt, stored, new in zip(prompts, own, (keys, values))
+                    for prompt, stored, new in zip(prompts, tensors, (keys, values))
                 )
             output[span] = causal_attention(query[:, span], keys, values, call).transpose(0, 1)
         return output
@@ -290,9 +290,9 @@ class DecodePlan:
         triton = decode_kernels_for(query, key, value, call)
         if triton is None:
             return self._products(query, key, value, call)
-        own, prompts = self._cache.suffixes.tensors[call.layer], self._cache.prompts.tensors[call.layer]
+        suffixes, prompts = self._cache.suffixes.tensors[call.layer], self._cache.prompts.tensors[call.layer]
         tables = self._device_tables(query.device)
-        return triton(query, (key, value), own, prompts, tables, lambda: self._products(query, key, value, call))
+        return triton(query, (key, value), suffixes, prompts, tables, lambda: self._products(query, key, value, call))
 
     def _products(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
@@ -300,26 +300,26 @@ class DecodePlan:
         """The same by matrix products over rectangles of keys, or by the compiled kernels of the CPU."""
         rows, heads, num_prompt = self._num_rows, key.shape[0], self._num_prompt
         pairs = self._num_groups * heads
-        own_keys, own_values = (stored[:rows] for stored in self._cache.suffixes.tensors[call.layer])
-        self._write((own_keys, key), (own_values, value))
-        kernels = None if self._shape is not None or own_keys.dtype != torch.float32 else kernel_for(query, key, value)
+        suffix_keys, suffix_values = (stored[:rows] for stored in self._cache.suffixes.tensors[call.layer])
+        self._write((suffix_keys, key), (suffix_values, value))
+        kernels = None if self._shape is not None or suffix_keys.dtype != torch.float32 else kernel_for(query, key, value)
         if kernels is not None:
             return attend(kernels, query, self._spans_of(call.layer), heads, call)
-        own_keys, own_values = (x.flatten(0, 1)[:, : self._num_suffix] for x in (own_keys, own_values))
+        suffix_keys, suffix_values = (x.flatten(0, 1)[:, : self._num_suffix] for x in (suffix_keys, suffix_values))
         prompts = self._cache.prompts.tensors[call.layer]
         prompt_keys, prompt_values = (x.flatten(0, 1)[:pairs, :num_prompt] for x in prompts)
         to_groups, to_rows = self._order_on(heads, query.device)
-        queries = query.transpose(0, 1).reshape(rows * heads, -1, query.shape[2]).to(own_keys.dtype)
+        queries = query.transpose(0, 1).reshape(rows * heads, -1, query.shape[2]).to(suffix_keys.dtype)
         grouped = queries.index_select(0, to_groups).view(pairs, -1, query.shape[2])
         scores = products(grouped, prompt_keys, call.scale).view(len(to_groups), -1, num_prompt)
-        own_scores = products(queries, own_keys, call.scale)
-        scores = torch.cat([scores.index_select(0, to_rows), own_scores], dim=-1)
-        weights = self._weights(scores, call, heads).to(own_values.dtype)
+        suffix_scores = products(queries, suffix_keys, call.scale)
+        scores = torch.cat([scores.index_select(0, to_rows), suffix_scores], dim=-1)
+        weights = self._weights(scores, call, heads).to(suffix_values.dtype)
         grouped = weights[..., :num_prompt].index_select(0, to_groups).view(pairs, -1, num_prompt)
-        mixed = torch.bmm(grouped, prompt_values).view(len(to_groups), -1, own_values.shape[2])
-        own_weights = weights[..., num_prompt : num_prompt + self._num_suffix]
-        mixed = torch.baddbmm(mixed.index_select(0, to_rows), own_weights, own_values)
-        return mixed.view(rows, -1, own_values.shape[2]).to(query.dtype)
+        mixed = torch.bmm(grouped, prompt_values).view(len(to_groups), -1, suffix_values.shape[2])
+        suffix_weights = weights[..., num_prompt : num_prompt + self._num_suffix]
+        mixed = torch.baddbmm(mixed.index_select(0, to_rows), suffix_weights, suffix_values)
+        return mixed.view(rows, -1, suffix_values.shape[2]).to(query.dtype)
 
     def _spans_of(self, layer: int) -> torch.Tensor:
         """(n, 10) records of the rows for the kernels (see `kernels.attend`), each a span of one token."""

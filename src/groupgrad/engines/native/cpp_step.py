@@ -62,7 +62,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Pointer) for name in (*NORMS, "recurrent", "convolution")),
         *((name, _Linear) for name in LINEARS),
-        *((name, _Pointer) for name in ("own_keys", "own_values", "prompt_keys", "prompt_values")),
+        *((name, _Pointer) for name in ("suffix_keys", "suffix_values", "prompt_keys", "prompt_values")),
         ("window", _Number),
         ("scale", ctypes.c_float),
     )
@@ -85,7 +85,7 @@ class _Model(ctypes.Structure):
 
 class _Rows(ctypes.Structure):
     _fields_ = (
-        *((name, _Number) for name in ("count", "own_places", "prompt_places", "num_chunks")),
+        *((name, _Number) for name in ("count", "suffix_places", "prompt_places", "num_chunks")),
         *((name, _Pointer) for name in ("groups", "prompt_lengths", "order", "chunks")),
     )
 
@@ -203,7 +203,7 @@ class CompiledModel:
         self._cache_version = cache.version
         suffixes, prompts = cache.suffixes, cache.prompts
         for layer, number in self._attention:
-            layer.own_keys, layer.own_values = (x.data_ptr() for x in suffixes.tensors[number])
+            layer.suffix_keys, layer.suffix_values = (x.data_ptr() for x in suffixes.tensors[number])
             layer.prompt_keys, layer.prompt_values = (x.data_ptr() for x in prompts.tensors[number])
         states = (state.data_ptr() for state in suffixes.states)
         for recurrent in self._recurrent:

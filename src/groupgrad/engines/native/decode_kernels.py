@@ -35,7 +35,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 Products = Callable[[], torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
 Kernels = Callable[[torch.Tensor, Pair, Pair, Pair, DecodeTables, Products], torch.Tensor]
-"""(query, new keys and values, the rows' own, those of prompts, tables, the same by products) -> outputs."""
+"""(query, new keys and values, those of suffixes, of prompts, tables, the same by products) -> outputs."""
 
 _agrees: dict[tuple[Any, ...], bool] = {}
 """Kind of a call -> True if the kernels agreed with the products."""
@@ -97,16 +97,16 @@ class _Checked:
     kind: tuple[Any, ...]
 
     def __call__(
-        self, query: torch.Tensor, new: Pair, own: Pair, prompts: Pair, tables: DecodeTables, products: Products
+        self, query: torch.Tensor, new: Pair, suffixes: Pair, prompts: Pair, tables: DecodeTables, products: Products
     ) -> torch.Tensor:
         if self.kind in _agrees:
-            return _attend(query, new, own, prompts, tables, self.call)
+            return _attend(query, new, suffixes, prompts, tables, self.call)
         expected = products()
         used = expected[: tables.num_rows].float()
         if torch.cuda.is_current_stream_capturing() or not used.isfinite().all():  # broken weights prove nothing
             return expected
         try:
-            found = _attend(query, new, own, prompts, tables, self.call)
+            found = _attend(query, new, suffixes, prompts, tables, self.call)
             apart = (found[: tables.num_rows].float() - used).abs().max().item()
             bound = _tolerance(query.dtype) * max(1.0, used.abs().max().item())
             problem = "" if apart <= bound else f"their outputs differ by {apart:.1e}"

@@ -93,8 +93,8 @@ class Decoder:
         """All parameters."""
         modules = [self.embedding, self.norm, self.head, *(m for layer in self.layers for m in layer.all_modules())]
         recurrent = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
-        own = [parameter for module in recurrent for parameter in module.parameters(recurse=False)]
-        return [*(parameter for module in modules for parameter in module.parameters()), *own]
+        weights = [parameter for module in recurrent for parameter in module.parameters(recurse=False)]
+        return [*(parameter for module in modules for parameter in module.parameters()), *weights]
 
 
 def read_decoder(backbone: Any, head: Any, calls: dict[int, AttentionCall]) -> Decoder | None:

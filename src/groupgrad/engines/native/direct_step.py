@@ -174,37 +174,37 @@ class NoDirectForm:
     """A model that has no direct form here."""
 
     reason: str
-    is_known: bool
+    is_family: bool
     """True if the model's family has a direct form."""
 
 
 def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledModel | DirectModel | NoDirectForm:
     """The direct form of `model`, adapters included, or why there is none. `calls` are its attention calls by layer."""
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
-    known = _known_parts(inner)
-    if known is None:
-        return NoDirectForm(f"{type(inner).__name__} is of no family that has a direct form", is_known=False)
-    parts, backbone, head = known
+    family = _family_parts(inner)
+    if family is None:
+        return NoDirectForm(f"{type(inner).__name__} is of no family that has a direct form", is_family=False)
+    parts, backbone, head = family
     parameters = [parameter for part in parts for parameter in part.parameters()]
     on_gpu = has_layer_kernels(parameters)
     reason = None if on_gpu else _obstacle_on_cpu(parameters)
     if reason is None:
         reason = next((text for part in parts for module in part.modules() if (text := _must_be_called(module))), None)
     if reason is not None:
-        return NoDirectForm(reason, is_known=True)
+        return NoDirectForm(reason, is_family=True)
     decoder = read_decoder(backbone, head, calls)
     if decoder is None:
-        return NoDirectForm("a layer of the decoder is of another kind than its family's", is_known=True)
+        return NoDirectForm("a layer of the decoder is of another kind than its family's", is_family=True)
     has_recurrence = any(layer.call is None for layer in decoder.layers)
     if not on_gpu:
         compiled = compiled_model(decoder)
         if compiled is None and has_recurrence:
-            return NoDirectForm("it needs compiled kernels, which a layer or this machine lacks", is_known=True)
+            return NoDirectForm("it needs compiled kernels, which a layer or this machine lacks", is_family=True)
         return compiled or DirectModel(decoder)
     if has_recurrence:
-        return NoDirectForm("Triton's kernels compute no recurrent layers", is_known=False)
+        return NoDirectForm("Triton's kernels compute no recurrent layers", is_family=False)
     if not _has_plain_norms(decoder):
-        return NoDirectForm("Triton's kernels compute other norms or gates than its layers have", is_known=False)
+        return NoDirectForm("Triton's kernels compute other norms or gates than its layers have", is_family=False)
     return DirectModel(decoder, on_gpu=True)
 
 
@@ -223,12 +223,12 @@ def _has_plain_norms(decoder: Decoder) -> bool:
     layers = decoder.layers
     names = [{name for name in NORMS if layer.modules[name] is not None} for layer in layers]
     needed = {"attention_norm", "mlp_norm"}
-    norms = [decoder.norm, *(layer.modules[name] for layer, own in zip(layers, names) for name in own)]
-    is_whole = all(own in (needed, set(NORMS)) and layer.is_gated for layer, own in zip(layers, names))
+    norms = [decoder.norm, *(layer.modules[name] for layer, found in zip(layers, names) for name in found)]
+    is_whole = all(found in (needed, set(NORMS)) and layer.is_gated for layer, found in zip(layers, names))
     return is_whole and all(map(is_rms_norm, norms))
 
 
-def _known_parts(inner: Any) -> tuple[list[Any], Any, Any] | None:
+def _family_parts(inner: Any) -> tuple[list[Any], Any, Any] | None:
     """The modules that compute a known family's logits, each with those inside it, and the decoder and the head."""
     if not is_transformers_class(type(inner)):
         return None
@@ -236,8 +236,8 @@ def _known_parts(inner: Any) -> tuple[list[Any], Any, Any] | None:
         return [inner], inner.model, inner.lm_head
     # Some text-only models put other layers around a decoder of the same name.
     decoder, head = (inner.get_decoder(), inner.get_output_embeddings()) if is_multimodal(inner) else (None, None)
-    is_known = type(decoder).__name__ in DECODERS | HYBRID_DECODERS and is_transformers_class(type(decoder))
-    return ([decoder, head], decoder, head) if is_known and type(head) is nn.Linear else None
+    is_family = type(decoder).__name__ in DECODERS | HYBRID_DECODERS and is_transformers_class(type(decoder))
+    return ([decoder, head], decoder, head) if is_family and type(head) is nn.Linear else None
 
 
 def _must_be_called(module: nn.Module) -> str:
@@ -247,8 +247,8 @@ def _must_be_called(module: nn.Module) -> str:
     if any(getattr(hook, "__name__", "") not in _GRADIENT_HOOKS for hook in hooks):
         return f"{name} has a forward hook"
     is_ours = is_replaced(module) or is_prepared(module) or is_scale_kept(module)
-    is_own = "forward" not in module.__dict__ or type(module) is nn.Linear or is_ours
-    return "" if is_own else f"the forward method of {name} was replaced"
+    is_unchanged = "forward" not in module.__dict__ or type(module) is nn.Linear or is_ours
+    return "" if is_unchanged else f"the forward method of {name} was replaced"
 
 
 def _function(module: Any) -> Any:

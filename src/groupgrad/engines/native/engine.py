@@ -32,12 +32,12 @@ from groupgrad.memory.free_memory import free_bytes, used_bytes
 from groupgrad.metrics import Metric, average, maximum, mean_of
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.scoring.forward import evaluation_mode
-from groupgrad.scoring.fused_modules import compiled_parts, own_parts
+from groupgrad.scoring.fused_modules import compiled_parts, restore_modules
 
 logger = logging.getLogger(__name__)
 
-MEMORY_SHARE = 0.5
-"""Share of the free memory that keys and values may take without an explicit bound."""
+MEMORY_FRACTION = 0.5
+"""Fraction of the free memory that keys and values may take without an explicit bound."""
 
 
 _ATTENTION_SETTINGS = ("scaling", "sliding_window")
@@ -99,7 +99,7 @@ class NativeEngine:
         self.statistics = statistics = Statistics()
         model = unwrap(self._model)
         # Modules that gradient checkpointing left replaced could not be computed directly.
-        own_parts(model)
+        restore_modules(model)
         compiled, linears = compiled_parts(model, stays=False), fast_linears(model, pack=self._pack_weights)
         device = input_device(model)
         before = used_bytes(device)
@@ -152,7 +152,7 @@ class NativeEngine:
         if not isinstance(form, NoDirectForm):
             return form
         on_gpu = any(layer.device.type == "cuda" for layer in probe.layers.values())
-        if form.is_known and on_gpu:
+        if form.is_family and on_gpu:
             fall_back(logger, MODULES, form.reason)
         return None
 
@@ -197,16 +197,16 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def _bytes_that_fit(layers: list[LayerShape], states: list[StateShape], model: nn.Module) -> int:
-    """Bytes for keys, values and states, over all devices, if each gives at most `MEMORY_SHARE` of its free memory.
+    """Bytes for keys, values and states, over all devices, if each gives at most `MEMORY_FRACTION` of its free memory.
 
     A device takes part by its share of the layers' keys and values, or of the states if there are none.
     """
-    shares: dict[torch.device, int] = {}
+    unit_bytes: dict[torch.device, int] = {}
     for device, num_bytes in [(x.device, x.bytes_per_token) for x in layers] or [
         (x.device, x.num_bytes) for x in states
     ]:
         if num_bytes:
-            shares[device] = shares.get(device, 0) + num_bytes
-    free = {device: max(0, free_bytes(device) - cast_bytes(model, device)) for device in shares}
-    units = min(int(MEMORY_SHARE * free[device]) // share for device, share in shares.items())
-    return units * sum(shares.values())
+            unit_bytes[device] = unit_bytes.get(device, 0) + num_bytes
+    free = {device: max(0, free_bytes(device) - cast_bytes(model, device)) for device in unit_bytes}
+    units = min(int(MEMORY_FRACTION * free[device]) // size for device, size in unit_bytes.items())
+    return units * sum(unit_bytes.values())

@@ -69,7 +69,7 @@ class KVBuffer:
         return self.num_slots * self.slot_size
 
     @property
-    def own_tensors(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    def distinct_tensors(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """`tensors` of the layers that have keys and values of their own."""
         return {number: self.tensors[number] for number, layer in self._layers.items() if layer.source is None}
 
@@ -98,7 +98,7 @@ class KVBuffer:
     def move(self, moves: Sequence[tuple[int, int]], num_tokens: int) -> None:
         """Copies the first `num_tokens` tokens of slots to others (from, to); no slot is both."""
         sources, targets = torch.tensor(moves).unbind(1)
-        for pair in self.own_tensors.values():
+        for pair in self.distinct_tensors.values():
             for tensor in pair:
                 tensor[targets, :, :num_tokens] = tensor[sources, :, :num_tokens]
         for state in self.states:
@@ -164,7 +164,7 @@ class KVCache:
         self.prompts, self.suffixes = KVBuffer(layers, states), KVBuffer(layers, states)
         # Adjacent suffixes are read faster, so slots have little spare room, unless steps are recorded.
         self._is_recorded = is_recorded
-        self._spare_share = 1.0 if is_recorded else 0.125
+        self._spare_fraction = 1.0 if is_recorded else 0.125
         self.peak_tokens = 0
 
     @property
@@ -181,7 +181,7 @@ class KVCache:
     def offload(self, slot: int, num_tokens: int) -> OffloadedKV:
         """Copies the first tokens of a suffix out of its slot."""
         at = (slot, slice(None), slice(0, num_tokens))
-        stored = self.suffixes.own_tensors.items()
+        stored = self.suffixes.distinct_tensors.items()
         tensors = {number: (k[at].clone(), v[at].clone()) for number, (k, v) in stored}
         offloaded = OffloadedKV(num_tokens, tensors, [state[slot].clone() for state in self.suffixes.states])
         self.offloaded_tokens += num_tokens + self.state_tokens
@@ -245,7 +245,7 @@ class KVCache:
         if need.num_suffixes > num_slots or need.suffix_length > slot_size:
             num_slots = num_suffixes
         if need.suffix_length > slot_size:
-            spare = max(63, int(self._spare_share * need.suffix_length))
+            spare = max(63, int(self._spare_fraction * need.suffix_length))
             slot_size = min(need.max_suffix_length, need.suffix_length + spare)
         prompt_slots, prompt_size = prompts.num_slots, prompts.slot_size
         if need.num_prompts > prompt_slots or need.prompt_length > prompt_size:

@@ -256,8 +256,8 @@ def _invert(softmax: _Softmax, draws: torch.Tensor) -> torch.Tensor:
     target = (draws.clamp(max=_BELOW_ONE) * cumulative[:, -1])[:, None]
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     mass = softmax.sums.gather(-1, block)
-    share = ((target - cumulative.gather(-1, block) + mass) / mass).clamp_(0.0, _BELOW_ONE)
+    fraction = ((target - cumulative.gather(-1, block) + mass) / mass).clamp_(0.0, _BELOW_ONE)
     blocks = softmax.weights.view(len(draws), -1, BLOCK)
     within = cumulative_sum(blocks.gather(1, block[..., None].expand(-1, 1, BLOCK)).squeeze(1).double())
-    place = torch.searchsorted(within, share * within[:, -1:], right=True)
+    place = torch.searchsorted(within, fraction * within[:, -1:], right=True)
     return (block * BLOCK + place).squeeze(-1)

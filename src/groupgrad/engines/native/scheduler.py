@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from groupgrad.engines.base import Request
 from groupgrad.engines.native.kv_cache import KVCache, Need, OffloadedKV
-from groupgrad.engines.native.sequence import Group, PromptKey, RetainedPrefix, Sequence, image_key
+from groupgrad.engines.native.sequence import EngineSequence, Group, PromptKey, RetainedPrefix, image_key
 from groupgrad.memory.oom import is_out_of_memory
 
 T = TypeVar("T")
@@ -27,8 +27,8 @@ PADDING = 8192
 """Prompt slots have the longest prompt's length. Admission accepts this many tokens of padding, or as many as there are
 prompt tokens if that is more."""
 
-CLAIMED_SHARE = 0.5
-"""Share of the cache that offloaded tokens of waiting sequences may keep while other sequences run.
+CLAIMED_FRACTION = 0.5
+"""Fraction of the cache that offloaded tokens of waiting sequences may keep while other sequences run.
 
 Beyond it, admission drops them: computing them again costs less than running few sequences at a time.
 """
@@ -44,7 +44,7 @@ An admission's prefill takes about as long as a step, however few sequences it h
 class Admission:
     """Sequences that run from now on, in the last slots."""
 
-    sequences: list[Sequence]
+    sequences: list[EngineSequence]
     new_groups: list[Group]
     """Groups whose prompts have been given a slot and must still be computed."""
 
@@ -54,11 +54,11 @@ class Scheduler:
 
     def __init__(self, cache: KVCache, max_sequences: int | None):
         self.cache, self._max_sequences = cache, max_sequences
-        self.gathering: list[Sequence] = []
+        self.gathering: list[EngineSequence] = []
         """New requests that wait for others, to be admitted together."""
         self._num_gathering_steps = 0
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[EngineSequence] = deque()
+        self.running: list[EngineSequence] = []
         """In the order of their slots in the cache's suffix buffer."""
         self.groups: list[Group] = []
         """Stored prompts, in the order of their slots."""
@@ -90,11 +90,11 @@ class Scheduler:
         if request.continues is None:
             group = self._group(request)
             group.num_fresh += 1
-            sequence = Sequence(ticket, request, group)
+            sequence = EngineSequence(ticket, request, group)
         else:
             retained = self._claim(request.continues, request.prompt_ids)
             context_ids = request.prompt_ids[len(retained.group.prompt_ids) :]
-            sequence = Sequence(ticket, request, retained.group, context_ids)
+            sequence = EngineSequence(ticket, request, retained.group, context_ids)
         self.gathering.append(sequence)
 
     def _group(self, request: Request) -> Group:
@@ -143,7 +143,7 @@ class Scheduler:
     def admit(self) -> Admission:
         """Gives slots to the waiting sequences that fit. Does nothing if nothing has changed since the last call."""
         self._enqueue_arrivals()
-        sequences: list[Sequence] = []
+        sequences: list[EngineSequence] = []
         if self._is_admission_due:
             sequences = self._take_fitting()
             self._is_admission_due = False
@@ -157,7 +157,7 @@ class Scheduler:
             self.waiting.extendleft(s for s in reversed(sequences) if s not in self.running)
             raise
 
-    def _admit(self, sequences: list[Sequence]) -> Admission:
+    def _admit(self, sequences: list[EngineSequence]) -> Admission:
         new_groups = _new_groups(sequences)
         is_reserved = self.cache.reserve(self._need(sequences).with_more_tokens(1), self._need())
         assert is_reserved, "only sequences that fit are admitted"
@@ -192,9 +192,9 @@ class Scheduler:
         self.gathering, self._num_gathering_steps = [], 0
         self._is_admission_due = True
 
-    def _take_fitting(self) -> list[Sequence]:
+    def _take_fitting(self) -> list[EngineSequence]:
         """Takes sequences off the queue while they fit, dropping retained keys and values for them."""
-        admitted: list[Sequence] = []
+        admitted: list[EngineSequence] = []
         need = self._need(self.waiting)
         if (self._max_sequences is None or need.num_suffixes <= self._max_sequences) and self._fits(need):
             admitted, self.waiting = list(self.waiting), deque()
@@ -216,7 +216,7 @@ class Scheduler:
                 new_groups.add(sequence.group.number)
         return admitted
 
-    def _run(self, sequence: Sequence) -> None:
+    def _run(self, sequence: EngineSequence) -> None:
         """Appends an admitted sequence to the running ones and restores what is offloaded of it."""
         slot = len(self.running)
         self.running.append(sequence)
@@ -228,7 +228,7 @@ class Scheduler:
             self.cache.restore(retained.offloaded, slot)
             self._drop(retained)
 
-    def started(self, sequences: Collection[Sequence]) -> None:
+    def started(self, sequences: Collection[EngineSequence]) -> None:
         """Notes that fresh sequences have their first tokens; frees logits that no other fresh sequence needs."""
         for sequence in sequences:
             sequence.group.num_fresh -= 1
@@ -246,7 +246,7 @@ class Scheduler:
             if not (self._drop_unclaimed() or self._drop_claimed()):
                 self._preempt(max(self.running, key=lambda sequence: sequence.admission))
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: EngineSequence) -> None:
         """Puts a running sequence back at the head of the queue with its tokens, whose keys and values it loses."""
         self._leave([sequence])
         self.waiting.appendleft(sequence)
@@ -269,7 +269,7 @@ class Scheduler:
         self._slots_version += 1
         self._is_admission_due = True
 
-    def _need(self, admitted: Collection[Sequence] = ()) -> Need:
+    def _need(self, admitted: Collection[EngineSequence] = ()) -> Need:
         """Room of the running and the admitted sequences."""
         return _need([*self.running, *admitted], [*self.groups, *_new_groups(admitted)])
 
@@ -282,7 +282,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------ retention
 
-    def finish(self, sequences: Collection[Sequence]) -> None:
+    def finish(self, sequences: Collection[EngineSequence]) -> None:
         """Removes finished sequences; a sequence whose request has `keep` becomes a retained prefix."""
         has_offloaded = any(sequence.request.keep for sequence in sequences) and self._retain(sequences)
         self._leave(sequences)
@@ -292,7 +292,7 @@ class Scheduler:
             is_reserved = self.cache.reserve(need.with_more_tokens(1), need)
             assert is_reserved, "offloaded tokens fit beside the remaining sequences"
 
-    def _retain(self, sequences: Collection[Sequence]) -> bool:
+    def _retain(self, sequences: Collection[EngineSequence]) -> bool:
         """Retains prefixes of the finished sequences with `keep`; True if keys and values were offloaded."""
         slots = {id(sequence): slot for slot, sequence in enumerate(self.running)}
         finished = {id(sequence) for sequence in sequences}
@@ -329,7 +329,7 @@ class Scheduler:
             self._drop(retained)
             self._is_admission_due = True
 
-    def _drop_for_admission(self, candidates: Collection[Sequence], num_others: int) -> bool:
+    def _drop_for_admission(self, candidates: Collection[EngineSequence], num_others: int) -> bool:
         """Drops retained keys and values so that the last of `candidates` fits beside `num_others` sequences.
 
         False if none may be dropped. Keys and values that the candidates will restore are dropped only if no other
@@ -337,10 +337,10 @@ class Scheduler:
         """
         if self._drop_unclaimed():
             return True
-        if num_others and self.cache.offloaded_tokens <= CLAIMED_SHARE * self.cache.max_tokens:
+        if num_others and self.cache.offloaded_tokens <= CLAIMED_FRACTION * self.cache.max_tokens:
             return False
-        own = [s.request.continues for s in candidates if s.request.continues is not None]
-        return self._drop_claimed(spared=own) or (not num_others and self._drop_claimed())
+        continued = [s.request.continues for s in candidates if s.request.continues is not None]
+        return self._drop_claimed(spared=continued) or (not num_others and self._drop_claimed())
 
     def _drop_unclaimed(self) -> bool:
         """Drops the oldest keys and values that no request has claimed; False if there are none."""
@@ -367,7 +367,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------ slots
 
-    def _leave(self, sequences: Collection[Sequence]) -> None:
+    def _leave(self, sequences: Collection[EngineSequence]) -> None:
         """Frees the slots of running sequences and of prompts that nothing needs any more."""
         leaving = {id(sequence) for sequence in sequences}
         for sequence in sequences:
@@ -394,12 +394,12 @@ class Scheduler:
         self._slots_version += 1
 
 
-def _new_groups(sequences: Collection[Sequence]) -> list[Group]:
+def _new_groups(sequences: Collection[EngineSequence]) -> list[Group]:
     """The distinct groups of sequences whose prompts are not stored."""
     return list({id(s.group): s.group for s in sequences if s.group.slot < 0}.values())
 
 
-def _need(sequences: Collection[Sequence], groups: Collection[Group]) -> Need:
+def _need(sequences: Collection[EngineSequence], groups: Collection[Group]) -> Need:
     prompt_lengths = [len(group.prompt_ids) for group in groups]
     # Called in each step: `num_stored` and `max_length` without their calls.
     longest = max([len(s.context_ids) + len(s.sampled_ids) for s in sequences], default=1)
@@ -414,7 +414,7 @@ def _need(sequences: Collection[Sequence], groups: Collection[Group]) -> Need:
     )
 
 
-def _with_sequence(need: Need, sequence: Sequence, new_groups: Collection[int]) -> Need:
+def _with_sequence(need: Need, sequence: EngineSequence, new_groups: Collection[int]) -> Need:
     """`need` with one sequence more. `new_groups` are the numbers of groups in it whose prompts are not stored yet."""
     is_new = sequence.group.slot < 0 and sequence.group.number not in new_groups
     prompt_length = len(sequence.group.prompt_ids) if is_new else 0

@@ -42,7 +42,7 @@ class Group:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class EngineSequence:
     """One completion, waiting or running.
 
     Its tokens are the group's prompt and a suffix of `context_ids` and `sampled_ids`.

@@ -23,7 +23,7 @@ from groupgrad.engines.native.run_ahead import Pace, run_ahead
 from groupgrad.engines.native.runner import DecodeRunner, DecodeStep, RunningRows
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.scheduler import Admission, Scheduler
-from groupgrad.engines.native.sequence import Group, Sequence
+from groupgrad.engines.native.sequence import EngineSequence, Group
 from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.memory.oom import collect_what_failed, is_out_of_memory
 from groupgrad.scoring.blocks import Segment
@@ -224,7 +224,7 @@ class NativeSession:
         self._scheduler.started(fresh)
         self._finish(admission.sequences)
 
-    def _compute_start(self, admission: Admission, fresh: list[Sequence]) -> None:
+    def _compute_start(self, admission: Admission, fresh: list[EngineSequence]) -> None:
         sequences, new_groups = admission.sequences, admission.new_groups
         for group in new_groups:
             if group.media is not None and group.prompt_images is None:
@@ -256,7 +256,7 @@ class NativeSession:
                 if group.num_fresh:
                     group.first_logits = row
 
-    def _prefill_suffixes(self, sequences: list[tuple[int, Sequence]]) -> None:
+    def _prefill_suffixes(self, sequences: list[tuple[int, EngineSequence]]) -> None:
         """Computes the suffix tokens of each (slot, sequence) that have no stored keys and values.
 
         They are replies between turns, and tokens whose keys and values preemption or dropping freed.
@@ -291,13 +291,13 @@ class NativeSession:
             positions = positions if view.rope is None else view.rope
             return last_logits(self._model, view.ids, positions, view.attention_plan(plan), last, **view.inputs)
 
-    def _sample_first_tokens(self, sequences: list[Sequence]) -> None:
+    def _sample_first_tokens(self, sequences: list[EngineSequence]) -> None:
         """Samples the first tokens of fresh sequences from the logits behind their prompts."""
         for start in range(0, len(sequences), FIRST_TOKEN_ROWS):
             part = sequences[start : start + FIRST_TOKEN_ROWS]
             self._sample_first(part, torch.stack([s.group.first_logits for s in part]))  # pyright: ignore
 
-    def _sample_first(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+    def _sample_first(self, sequences: list[EngineSequence], logits: torch.Tensor) -> None:
         table_rows = self._tensor([sequence.table_row for sequence in sequences])
         tokens = self._sampler.choose(logits.to(self._device), table_rows, torch.zeros_like(table_rows))
         self._append(sequences, tokens[:, None].tolist())
@@ -326,7 +326,7 @@ class NativeSession:
         self._finish(running)
         return seconds
 
-    def _make_batch(self, running: list[Sequence]) -> _RunningBatch:
+    def _make_batch(self, running: list[EngineSequence]) -> _RunningBatch:
         if self._batch is not None and len(running) > len(self._batch.rows.tokens):
             # The duration of a step with more rows has to be measured first.
             self._pace.step_seconds = self._pace.run_seconds
@@ -341,7 +341,7 @@ class NativeSession:
         batch = DecodeBatch([s.group.slot for s in running], prompt_lengths, [s.num_stored for s in running])
         return _RunningBatch(self._scheduler.version, rows, self._runner.step_for(batch))
 
-    def _append(self, sequences: list[Sequence], tokens: list[list[int]]) -> int:
+    def _append(self, sequences: list[EngineSequence], tokens: list[list[int]]) -> int:
         """Appends sampled tokens to sequences up to their ends, sets `finish_reason`; returns the number appended."""
         eos_ids, has_stops, num_appended = self._eos_ids, bool(self._stop_strings), 0
         for sequence, new_ids in zip(sequences, tokens):
@@ -359,7 +359,7 @@ class NativeSession:
                 sequence.finish_reason = "length"
         return num_appended
 
-    def _finish(self, sequences: list[Sequence]) -> None:
+    def _finish(self, sequences: list[EngineSequence]) -> None:
         """Turns sequences that have ended into samples and frees their slots."""
         ended = [sequence for sequence in sequences if sequence.finish_reason is not None]
         if not ended:

@@ -1,6 +1,6 @@
 """Attention of a decode step on a GPU, in three launches of Triton kernels.
 
-A first kernel stores each row's new key and value and attends to the row's own tokens; a second one attends to the
+A first kernel stores each row's new key and value and attends to the row's suffix; a second one attends to the
 prompt of a group, which it reads once for all rows of the group. Both cut the keys into chunks that run beside each
 other, and read none beyond a row's length or before its window (split keys, as in Flash-Decoding by Dao, Haziza, Massa
 and Sizov, 2023). A third one merges the chunks' outputs by their log-sum-exp. Scores and sums are float32. All lengths
@@ -35,21 +35,21 @@ MAX_QUERIES = {2: 64, 4: 16}
 def decode_attention(
     query: torch.Tensor,
     new: tuple[torch.Tensor, torch.Tensor],
-    own: tuple[torch.Tensor, torch.Tensor],
+    suffixes: tuple[torch.Tensor, torch.Tensor],
     prompts: tuple[torch.Tensor, torch.Tensor],
     tables: DecodeTables,
     call: AttentionCall,
 ) -> torch.Tensor:
     """(n, Hq, Dv) outputs of one token for each of n rows, in the type of `query`.
 
-    query: (Hq, n, D). new: its keys (Hkv, n, D) and values (Hkv, n, Dv), which are stored in `own`. own: keys
+    query: (Hq, n, D). new: its keys (Hkv, n, D) and values (Hkv, n, Dv), which are stored in `suffixes`. suffixes: keys
     (slots, Hkv, places, D) and values of the rows, which have the first n slots. prompts: those of prompts, by group.
     """
     (num_heads, num_rows, key_dim), value_dim, kv_heads = query.shape, new[1].shape[2], new[0].shape[0]
     repeat = num_heads // kv_heads
-    chunks = [_chunk_of(size) for size in (tables.num_own, max(1, tables.num_prompt))]
-    num_own, num_prompt = (-(-size // chunk) for size, chunk in zip((tables.num_own, tables.num_prompt), chunks))
-    num_splits = num_own + num_prompt
+    chunks = [_chunk_of(size) for size in (tables.num_suffix, max(1, tables.num_prompt))]
+    num_suffix, num_prompt = (-(-size // chunk) for size, chunk in zip((tables.num_suffix, tables.num_prompt), chunks))
+    num_splits = num_suffix + num_prompt
     partial = query.new_empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32)
     totals = query.new_empty(num_rows, num_heads, num_splits, 2, dtype=torch.float32)
     output = query.new_empty(num_rows, num_heads, value_dim)
@@ -63,14 +63,14 @@ def decode_attention(
         "VALUE_DIM": value_dim,
         "VALUE_PAD": value_pad,
     }
-    own_queries = _padded(repeat)
-    _attend_own[(num_rows, kv_heads, num_own)](
-        query, *new, *own, tables.lengths, partial, totals,
-        *query.stride(), *new[0].stride(), *new[1].stride(), *own[0].stride()[:3], *own[1].stride()[:3],
-        CHUNK=chunks[0], QUERIES=own_queries, **shared,
+    suffix_queries = _padded(repeat)
+    _attend_suffix[(num_rows, kv_heads, num_suffix)](
+        query, *new, *suffixes, tables.lengths, partial, totals,
+        *query.stride(), *new[0].stride(), *new[1].stride(), *suffixes[0].stride()[:3], *suffixes[1].stride()[:3],
+        CHUNK=chunks[0], QUERIES=suffix_queries, **shared,
     )  # fmt: skip
     rows_per_group = tables.groups.shape[1] - 1
-    most = max(MAX_QUERIES[size], own_queries)
+    most = max(MAX_QUERIES[size], suffix_queries)
     queries = min(most, _padded(rows_per_group * repeat))
     rows_at_once = queries // repeat
     num_blocks = -(-rows_per_group // rows_at_once)
@@ -78,12 +78,12 @@ def decode_attention(
         _attend_prompt[(len(tables.groups) * num_blocks, kv_heads, num_prompt)](
             query, *prompts, tables.lengths, tables.groups, partial, totals,
             *query.stride(), *prompts[0].stride()[:3], *prompts[1].stride()[:3],
-            num_blocks, num_own, rows_per_group, CHUNK=chunks[1], QUERIES=queries, ROWS=rows_at_once, **shared,
+            num_blocks, num_suffix, rows_per_group, CHUNK=chunks[1], QUERIES=queries, ROWS=rows_at_once, **shared,
         )  # fmt: skip
     sinks = query.new_empty(1, dtype=torch.float32) if call.sinks is None else call.sinks.float()
     _merge[(num_rows, num_heads)](
-        partial, totals, sinks, tables.lengths, tables.prompt_lengths, output, num_heads, num_splits, num_own,
-        OWN_CHUNK=chunks[0], PROMPT_CHUNK=chunks[1], VALUE_DIM=value_dim,
+        partial, totals, sinks, tables.lengths, tables.prompt_lengths, output, num_heads, num_splits, num_suffix,
+        SUFFIX_CHUNK=chunks[0], PROMPT_CHUNK=chunks[1], VALUE_DIM=value_dim,
         VALUE_PAD=value_pad, HAS_SINKS=call.sinks is not None,
     )  # fmt: skip
     return output
@@ -146,7 +146,7 @@ def _store(place, is_there, dims, peak, total, mixed, partial, totals, VALUE_DIM
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def _attend_own(
+def _attend_suffix(
     query, new_key, new_value, keys, values, lengths, partial, totals,
     query_head, query_row, query_dim, key_head, key_row, key_dim, value_head, value_row, value_dim,
     keys_slot, keys_head, keys_place, values_slot, values_head, values_place,
@@ -155,7 +155,7 @@ def _attend_own(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row, key head and chunk of the row's own tokens."""
+    """One program for each row, key head and chunk of the row's suffix."""
     row, head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     newest = tl.load(lengths + row)  # the place of the new token
     start = chunk * CHUNK
@@ -168,13 +168,13 @@ def _attend_own(
         fresh_key = tl.load(at, mask=wide < KEY_DIM, other=0.0).to(keys.dtype.element_ty)
         at = new_value + head * value_head + row * value_row + long * value_dim
         fresh_value = tl.load(at, mask=long < VALUE_DIM, other=0.0).to(values.dtype.element_ty)
-        own_keys, own_values = (
+        row_keys, row_values = (
             keys + row * keys_slot + head * keys_head,
             values + row * values_slot + head * values_head,
         )
         if newest < start + CHUNK:
-            tl.store(own_keys + newest * keys_place + wide, fresh_key, mask=wide < KEY_DIM)
-            tl.store(own_values + newest * values_place + long, fresh_value, mask=long < VALUE_DIM)
+            tl.store(row_keys + newest * keys_place + wide, fresh_key, mask=wide < KEY_DIM)
+            tl.store(row_values + newest * values_place + long, fresh_value, mask=long < VALUE_DIM)
         peak = tl.full((QUERIES,), float("-inf"), tl.float32)
         total, mixed = tl.zeros((QUERIES,), tl.float32), tl.zeros((QUERIES, VALUE_PAD), tl.float32)
         begin = start
@@ -183,14 +183,14 @@ def _attend_own(
         for first in range(begin, tl.minimum(start + CHUNK, newest + 1), BLOCK):
             place = first + tl.arange(0, BLOCK)
             is_old, is_new = (place < newest) & (place < start + CHUNK), (place == newest)[:, None]
-            of_keys = own_keys + place[:, None] * keys_place + wide[None, :]
+            of_keys = row_keys + place[:, None] * keys_place + wide[None, :]
             key = tl.load(of_keys, mask=is_old[:, None] & (wide < KEY_DIM)[None, :], other=0.0)
             scores = _scores(asked, tl.where(is_new, fresh_key[None, :], key), scale, softcap, HAS_CAP, PRECISION)
             is_seen = (place <= newest) & (place < start + CHUNK)
             if HAS_WINDOW:
                 is_seen = is_seen & (newest - place < window)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
-            of_values = own_values + place[:, None] * values_place + long[None, :]
+            of_values = row_values + place[:, None] * values_place + long[None, :]
             value = tl.load(of_values, mask=is_old[:, None] & (long < VALUE_DIM)[None, :], other=0.0)
             value = tl.where(is_new, fresh_value[None, :], value)
             peak, total, mixed = _add(scores, value, peak, total, mixed, PRECISION)
@@ -198,11 +198,11 @@ def _attend_own(
         _store(at, is_there, long, peak, total, mixed, partial, totals, VALUE_DIM)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_own", "rows_per_group", "num_splits"])
+@triton.jit(do_not_specialize=["num_blocks", "num_suffix", "rows_per_group", "num_splits"])
 def _attend_prompt(
     query, keys, values, lengths, groups, partial, totals,
     query_head, query_row, query_dim, keys_slot, keys_head, keys_place, values_slot, values_head, values_place,
-    num_blocks, num_own, rows_per_group, scale, softcap, window, num_heads, num_splits,
+    num_blocks, num_suffix, rows_per_group, scale, softcap, window, num_heads, num_splits,
     CHUNK: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     REPEAT: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
@@ -246,32 +246,32 @@ def _attend_prompt(
             of_values = all_values + place[:, None] * values_place + long[None, :]
             value = tl.load(of_values, mask=is_token & (long < VALUE_DIM)[None, :], other=0.0)
             peak, total, mixed = _add(scores, value, peak, total, mixed, PRECISION)
-        at = (row * num_heads + heads) * num_splits + num_own + chunk
+        at = (row * num_heads + heads) * num_splits + num_suffix + chunk
         _store(at, is_there, long, peak, total, mixed, partial, totals, VALUE_DIM)
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_own"])
+@triton.jit(do_not_specialize=["num_splits", "num_suffix"])
 def _merge(
-    partial, totals, sinks, lengths, prompt_lengths, output, num_heads, num_splits, num_own,
-    OWN_CHUNK: tl.constexpr, PROMPT_CHUNK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    partial, totals, sinks, lengths, prompt_lengths, output, num_heads, num_splits, num_suffix,
+    SUFFIX_CHUNK: tl.constexpr, PROMPT_CHUNK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """One program for each row and head: the chunks' outputs in proportion to the sums of their weights."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, VALUE_PAD)
-    own_chunks = tl.load(lengths + row) // OWN_CHUNK + 1
+    suffix_chunks = tl.load(lengths + row) // SUFFIX_CHUNK + 1
     prompt_chunks = (tl.load(prompt_lengths + row) + PROMPT_CHUNK - 1) // PROMPT_CHUNK
     first = (row * num_heads + head) * num_splits
     peak, total, mixed = float("-inf"), 0.0, tl.zeros((VALUE_PAD,), tl.float32)
     if HAS_SINKS:
         peak, total = tl.load(sinks + head), 1.0
-    for number in range(own_chunks + prompt_chunks):
-        place = first + tl.where(number < own_chunks, number, num_own + number - own_chunks)
+    for number in range(suffix_chunks + prompt_chunks):
+        place = first + tl.where(number < suffix_chunks, number, num_suffix + number - suffix_chunks)
         its_peak, its_total = tl.load(totals + 2 * place), tl.load(totals + 2 * place + 1)
         higher = tl.maximum(peak, its_peak)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink, share = tl.exp(peak - base), tl.exp(its_peak - base)
+        shrink, grow = tl.exp(peak - base), tl.exp(its_peak - base)
         its_mixed = tl.load(partial + place * VALUE_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
-        mixed, total, peak = mixed * shrink + its_mixed * share, total * shrink + its_total * share, higher
+        mixed, total, peak = mixed * shrink + its_mixed * grow, total * shrink + its_total * grow, higher
     at = output + (row * num_heads + head) * VALUE_DIM + dims
     tl.store(at, (mixed / total).to(output.dtype.element_ty), mask=dims < VALUE_DIM)

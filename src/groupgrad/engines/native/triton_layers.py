@@ -113,15 +113,15 @@ def _rotate_head(
     # The number that is turned together with each: half of the turned ones away.
     is_first, is_there, is_turned = dims < TURNED // 2, dims < WIDTH, dims < TURNED
     others = tl.where(is_turned, tl.where(is_first, dims + TURNED // 2, dims - TURNED // 2), dims)
-    own = tl.load(head + dims, mask=is_there, other=0.0).to(tl.float32)
+    values = tl.load(head + dims, mask=is_there, other=0.0).to(tl.float32)
     other = tl.load(head + others, mask=is_there, other=0.0).to(tl.float32)
     if HAS_NORM:
-        factor = 1.0 / tl.sqrt(tl.sum(own * own, 0) / WIDTH + epsilon)
-        own = own * factor * tl.load(weight + dims, mask=is_there, other=0.0).to(tl.float32)
+        factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / WIDTH + epsilon)
+        values = values * factor * tl.load(weight + dims, mask=is_there, other=0.0).to(tl.float32)
         other = other * factor * tl.load(weight + others, mask=is_there, other=0.0).to(tl.float32)
     cosine = tl.load(cosines + row * TURNED + dims, mask=is_turned, other=1.0).to(tl.float32)
     sine = tl.load(sines + row * TURNED + dims, mask=is_turned, other=0.0).to(tl.float32)
-    result = own * cosine + other * sine
+    result = values * cosine + other * sine
     tl.store(turned + dims, result.to(turned.dtype.element_ty), mask=is_there)
 
 
