@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from segments import make_segments
+from token_spans import make_spans
 from torch.nn import functional as F
 
 from groupgrad.kernels.convolution import convolution
 from groupgrad.kernels.recurrent import convolution_step
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.recurrence import Recurrence
 
 LENGTHS = ((7, (3, 1, 90)), (1, (5, 2)), (0, (70,)), (2, (1,)))
@@ -23,7 +23,7 @@ Tensors = list[torch.Tensor]
 def random_tensors(width: int, channels: int, *, has_bias: bool = True) -> Tensors:
     """Inputs (T, D), of which the kernel reads a part of a wider tensor, weights and bias."""
     torch.manual_seed(width)
-    num_tokens = sum(segment.length for segment in make_segments(LENGTHS)[0])
+    num_tokens = sum(span.length for span in make_spans(LENGTHS)[0])
     inputs = torch.randn(num_tokens, channels + 5)[:, 2 : 2 + channels]
     return [inputs, torch.randn(channels, width), *([torch.randn(channels)] if has_bias else [])]
 
@@ -34,11 +34,11 @@ def slopes(output: torch.Tensor) -> torch.Tensor:
 
 
 def computed(
-    kernels: ctypes.CDLL, tensors: Tensors, *, gates: bool = True, segments: list[Segment] | None = None
+    kernels: ctypes.CDLL, tensors: Tensors, *, gates: bool = True, spans: list[TokenSpan] | None = None
 ) -> Tensors:
     """The outputs of `LENGTHS`, and the gradients of the tensors."""
     leaves = [x.detach().requires_grad_() for x in tensors]
-    recurrence = Recurrence(segments or make_segments(LENGTHS)[0])
+    recurrence = Recurrence(spans or make_spans(LENGTHS)[0])
     heads = recurrence.heads(leaves[1].shape[1], torch.device("cpu"))
     before = recurrence.inputs_before(leaves[0].T, leaves[1].shape[1]).T
     bias = leaves[2] if len(leaves) == 3 else None
@@ -51,7 +51,7 @@ def expected(tensors: Tensors, *, gates: bool = True) -> Tensors:
     leaves = [x.detach().double().requires_grad_() for x in tensors]
     inputs, weight, *bias = leaves
     outputs: dict[int, torch.Tensor] = {}
-    for places in make_segments(LENGTHS)[1]:
+    for places in make_spans(LENGTHS)[1]:
         window = [torch.zeros(len(weight), dtype=torch.float64)] * weight.shape[1]
         for place in places:
             window = [*window[1:], inputs[place]]
@@ -77,21 +77,21 @@ def test_outputs_and_gradients_are_those_of_the_tokens_in_turn(
     assert_same(computed(kernels, tensors, gates=gates), expected(tensors, gates=gates))
 
 
-def test_segments_may_come_in_any_order(kernels: ctypes.CDLL) -> None:
-    tensors, segments = random_tensors(4, 16), make_segments(LENGTHS)[0]
-    prompts = [segment for segment in segments if segment.shared is None]
-    others = [segment for segment in segments if segment.shared is not None]
-    assert_same(computed(kernels, tensors, segments=[*others[::-1], *prompts]), expected(tensors))
+def test_spans_may_come_in_any_order(kernels: ctypes.CDLL) -> None:
+    tensors, spans = random_tensors(4, 16), make_spans(LENGTHS)[0]
+    prompts = [span for span in spans if span.shared is None]
+    others = [span for span in spans if span.shared is not None]
+    assert_same(computed(kernels, tensors, spans=[*others[::-1], *prompts]), expected(tensors))
 
 
-def test_inputs_before_a_segment_are_read_and_get_their_gradients(kernels: ctypes.CDLL) -> None:
+def test_inputs_before_a_span_are_read_and_get_their_gradients(kernels: ctypes.CDLL) -> None:
     """A convolution in two calls, of which the second begins with the last inputs of the first."""
     torch.manual_seed(0)
     weight, inputs = torch.randn(20, 4), torch.randn(9, 20)
     results = []
     for cut in (9, 5):
         leaves = [x.clone().requires_grad_() for x in (inputs, weight)]
-        heads = Recurrence([Segment(0, cut)]).heads(4, torch.device("cpu"))
+        heads = Recurrence([TokenSpan(0, cut)]).heads(4, torch.device("cpu"))
         parts = [convolution(kernels, leaves[0][:cut], torch.zeros(1, 20), heads, leaves[1], None)]
         if cut < 9:
             places = torch.arange(3)
@@ -112,16 +112,16 @@ def test_no_number_depends_on_threads_or_on_other_rows(kernels: ctypes.CDLL, thr
     together = computed(kernels, [inputs, weight, bias])
     assert all(map(torch.equal, together, alone))
     first = LENGTHS[:1]
-    segments, rows = make_segments(first)
+    spans, rows = make_spans(first)
     num_tokens = 1 + max(map(max, rows))
-    heads = Recurrence(segments).heads(4, torch.device("cpu"))
+    heads = Recurrence(spans).heads(4, torch.device("cpu"))
     some = convolution(kernels, inputs[:num_tokens], torch.zeros(1, 200), heads, weight, bias, gates=True)
     assert torch.equal(some, alone[0][:num_tokens])
 
 
 def test_a_decode_step_convolves_as_all_tokens_together(kernels: ctypes.CDLL) -> None:
     inputs, weight, bias = random_tensors(4, 48)
-    heads = Recurrence([Segment(0, len(inputs))]).heads(4, torch.device("cpu"))
+    heads = Recurrence([TokenSpan(0, len(inputs))]).heads(4, torch.device("cpu"))
     together = convolution(kernels, inputs, torch.zeros(1, 48), heads, weight, bias, gates=True)
     last = torch.zeros(1, 48, 3)
     steps = [convolution_step(kernels, last, token[None], weight, bias, gates=True) for token in inputs]

@@ -21,7 +21,7 @@ from groupgrad.scoring import blocks as blocks_module
 from groupgrad.scoring.attention import attention_dropout, plannable
 from groupgrad.scoring.attention_plan import AttentionCall
 from groupgrad.scoring.block_attention import BlockPlan
-from groupgrad.scoring.blocks import Segment, make_blocks
+from groupgrad.scoring.blocks import TokenSpan, make_blocks
 from groupgrad.scoring.forward import ForwardOptions, layout_for, score_tokens
 from groupgrad.scoring.layout import flat_layout
 from groupgrad.types import Media
@@ -171,14 +171,14 @@ def test_every_token_is_a_query_once(prompts, lengths, tile, bound):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks_module, "QUERY_TILE", tile)
         patch.setattr(blocks_module, "BLOCK_SCORES", bound)
-        segments, end = [], 0
+        spans, end = [], 0
         for length in prompts:
-            segments.append(Segment(end, length))
+            spans.append(TokenSpan(end, length))
             end += length
         for prompt, length in lengths:
-            segments.append(Segment(end, length, shared=segments[prompt % len(prompts)]))
+            spans.append(TokenSpan(end, length, shared=spans[prompt % len(prompts)]))
             end += length
-        blocks = make_blocks(segments)
+        blocks = make_blocks(spans)
     places = torch.cat([block.queries.flatten() for block in blocks])
     assert sorted(places[places < end].tolist()) == list(range(end))
 
@@ -258,23 +258,23 @@ def test_a_row_with_images_of_its_own_has_its_own_prompt(batch):
     images = Media((), {}, {}, "images")
     shared = flat_layout(batch)
     mixed = flat_layout(replace(batch, row_media=(None, images, None, None, None)))
-    assert [(part.prompt, part.row) for part in shared.segments if part.prompt == 1] == [(1, None), (1, 1), (1, 4)]
-    assert [(part.prompt, part.row, part.position, part.length) for part in mixed.segments if part.prompt == 1] == [
+    assert [(part.prompt, part.row) for part in shared.spans if part.prompt == 1] == [(1, None), (1, 1), (1, 4)]
+    assert [(part.prompt, part.row, part.position, part.length) for part in mixed.spans if part.prompt == 1] == [
         (1, None, 0, 1),
         (1, 1, 0, 7),
         (1, 4, 1, 2),
     ]
     assert mixed.ids[mixed.predictors[3:10]].tolist() == [11, 22, 23, 24, 25, 26, 27]
     alone = flat_layout(replace(batch, row_media=(None, images, None, None, images)))
-    assert [(part.row, part.position) for part in alone.segments if part.prompt == 1] == [(1, 0), (4, 0)]
+    assert [(part.row, part.position) for part in alone.spans if part.prompt == 1] == [(1, 0), (4, 0)]
 
 
 @pytest.mark.parametrize("width", [16, 64])
 def test_scores_behind_few_keys_are_rounded_once(width: int, monkeypatch):
     monkeypatch.setenv(SWITCH, "0")
     torch.manual_seed(0)
-    prompt = Segment(0, 9)
-    rows = [Segment(9 + 20 * i, 20, shared=prompt) for i in range(4)]
+    prompt = TokenSpan(0, 9)
+    rows = [TokenSpan(9 + 20 * i, 20, shared=prompt) for i in range(4)]
     query, key, value = (torch.randn(4, 89, width) for _ in range(3))
     query *= 6  # scores of up to 30: two thirds of the weight on one key
     call = AttentionCall(0, width**-0.5)

@@ -14,7 +14,7 @@ from vlm_batches import make_batch, make_vlm_setup
 
 from groupgrad.scoring.attention_plan import AttentionCall
 from groupgrad.scoring.block_attention import BlockPlan
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
 
 KINDS = [
@@ -78,8 +78,8 @@ def test_adapters_and_gradient_checkpointing_do(use_reentrant: bool, build, batc
 
 def attended(query: Any, key: Any, value: Any, of_output: Any) -> list[torch.Tensor]:
     """Outputs of two rows behind a prompt, with sinks, and the gradients of queries, keys and values."""
-    prompt = Segment(0, 5)
-    plan = BlockPlan([prompt, Segment(5, 7, 5, row=0, shared=prompt), Segment(12, 4, 5, row=1, shared=prompt)])
+    prompt = TokenSpan(0, 5)
+    plan = BlockPlan([prompt, TokenSpan(5, 7, 5, row=0, shared=prompt), TokenSpan(12, 4, 5, row=1, shared=prompt)])
     inputs = [x.detach().requires_grad_() for x in (query, key, value)]
     sinks = query.new_zeros(len(query))
     output = plan.attend(*inputs, AttentionCall(0, 0.25, sinks=sinks))

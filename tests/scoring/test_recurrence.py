@@ -19,7 +19,7 @@ from groupgrad.kernels import library, status
 from groupgrad.kernels.compile import SWITCH
 from groupgrad.scoring import recurrence as recurrence_module
 from groupgrad.scoring.attention import unplug
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.scoring.recurrence import Recurrence
 from groupgrad.scoring.self_check import check_layout
@@ -105,21 +105,21 @@ def test_a_model_on_another_thread_is_its_own() -> None:
     assert found and all(torch.equal(logits, expected) for logits in found)
 
 
-def random_segments(lengths: list[tuple[int, list[int]]]) -> tuple[list[Segment], list[list[int]]]:
-    """Segments of (prompt length, lengths of its rows), and the flat places of each row with its prompt."""
-    segments: list[Segment] = []
+def random_spans(lengths: list[tuple[int, list[int]]]) -> tuple[list[TokenSpan], list[list[int]]]:
+    """Spans of (prompt length, lengths of its rows), and the flat places of each row with its prompt."""
+    spans: list[TokenSpan] = []
     rows: list[list[int]] = []
     start = 0
     for number, (prompt_length, row_lengths) in enumerate(lengths):
-        shared = Segment(start, prompt_length, 0, number)
-        segments.append(shared)
+        shared = TokenSpan(start, prompt_length, 0, number)
+        spans.append(shared)
         prompt_places = list(range(start, start + prompt_length))
         start += prompt_length
         for row, length in enumerate(row_lengths):
-            segments.append(Segment(start, length, prompt_length, number, row, shared))
+            spans.append(TokenSpan(start, length, prompt_length, number, row, shared))
             rows.append([*prompt_places, *range(start, start + length)])
             start += length
-    return segments, rows
+    return spans, rows
 
 
 SEGMENTS = st.lists(
@@ -140,11 +140,11 @@ def test_states_pass_through_chunks_as_through_tokens(
 
 
 def _check_states(lengths: list[tuple[int, list[int]]], seed: int, size: int) -> None:
-    segments, rows = random_segments(lengths)
-    total = sum(segment.length for segment in segments)
+    spans, rows = random_spans(lengths)
+    total = sum(span.length for span in spans)
     generator = torch.Generator().manual_seed(seed)
     decay, value = torch.rand(2, total, generator=generator, dtype=torch.float64)
-    recurrence = Recurrence(segments)
+    recurrence = Recurrence(spans)
     chunks = recurrence.chunks(torch.device("cpu"), size)
     log_decays = chunks.split(decay.log())
     steps = chunks.steps(lambda *values: (values[0].cumsum(-1), values[1]), log_decays, chunks.split(value))
@@ -214,14 +214,14 @@ def test_compiled_layers_give_the_log_probs_and_gradients_of_pytorch(
 @settings(max_examples=20, deadline=None)
 @given(SEGMENTS, st.integers(0, 2**16))
 def test_the_gated_delta_rule_is_the_recurrence_of_its_paper(lengths: list[tuple[int, list[int]]], seed: int) -> None:
-    segments, rows = random_segments(lengths)
-    total, heads, width = sum(segment.length for segment in segments), 2, 3
+    spans, rows = random_spans(lengths)
+    total, heads, width = sum(span.length for span in spans), 2, 3
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, 1, total, heads, width, generator=generator, dtype=torch.float64)
     g = -torch.rand(1, total, heads, generator=generator, dtype=torch.float64)
     beta = torch.rand(1, total, heads, generator=generator, dtype=torch.float64)
     k = torch.nn.functional.normalize(k, dim=-1)
-    measured, _ = gated_delta_rule(Recurrence(segments), q, k, v, g=g, beta=beta)
+    measured, _ = gated_delta_rule(Recurrence(spans), q, k, v, g=g, beta=beta)
     for places in rows:
         state = torch.zeros(heads, width, width, dtype=torch.float64)
         for place in places:

@@ -309,7 +309,7 @@ def test_is_multimodal(model):
     vlm = make_vlm_setup("gemma3")
     assert is_multimodal(vlm.model)
     assert vlm.placeholder in placeholder_ids(vlm.model)
-    assert prompt_images(vlm.model, torch.tensor(vlm.cases[2].prompt.ids), vlm.cases[2].prompt.media).spans == (
+    assert prompt_images(vlm.model, torch.tensor(vlm.cases[2].prompt.ids), vlm.cases[2].prompt.media).image_spans == (
         (9, 13),
     )
 

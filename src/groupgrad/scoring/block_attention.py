@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from groupgrad.kernels import library
 from groupgrad.kernels.attend import attend, attend_gradient, rows_by_prompt, slot_spans, span_table
 from groupgrad.scoring.attention_plan import AttentionCall
-from groupgrad.scoring.blocks import Block, Segment, make_blocks
+from groupgrad.scoring.blocks import Block, TokenSpan, make_blocks
 from groupgrad.scoring.flex_attention import TokenPlaces, attend_flex, is_usable
 from groupgrad.scoring.recurrence import Recurrence
 from groupgrad.scoring.wide_products import wide_products
@@ -31,43 +31,43 @@ class BlockPlan:
     Runs in flex attention where that is usable, otherwise in the compiled kernels or as products over blocks.
     """
 
-    def __init__(self, segments: Sequence[Segment]):
-        self._segments = segments
+    def __init__(self, spans: Sequence[TokenSpan]):
+        self._spans = spans
         self._blocks: list[Block] | None = None
         self._blocks_on: dict[torch.device, list[Block]] = {}
         self._places: dict[torch.device, TokenPlaces] = {}
         self._recurrence: Recurrence | None = None
-        none = Segment(0, 0)
-        prompts = [segment.shared or none for segment in segments]
-        rows = [(s.start, s.length, 0, p.length, p.start, s.start) for s, p in zip(segments, prompts)]
-        self._spans = torch.tensor(rows, dtype=torch.int64).view(-1, 6)
-        self.spans = span_table(self._spans)
-        """(n, 10) int64, the segments as the compiled kernels take them."""
+        none = TokenSpan(0, 0)
+        prompts = [span.shared or none for span in spans]
+        rows = [(s.start, s.length, 0, p.length, p.start, s.start) for s, p in zip(spans, prompts)]
+        self._records = torch.tensor(rows, dtype=torch.int64).view(-1, 6)
+        self.kernel_spans = span_table(self._records)
+        """(n, 10) int64, the spans as the compiled kernels take them."""
 
     def blocks(self, device: torch.device) -> list[Block]:
         """The blocks, made when they are first needed. Layers of a model may lie on several devices."""
         if self._blocks is None:
-            self._blocks = make_blocks(self._segments)
+            self._blocks = make_blocks(self._spans)
         if device not in self._blocks_on:
             self._blocks_on[device] = [block.to(device) for block in self._blocks]
         return self._blocks_on[device]
 
     @cached_property
     def groups(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The segments as the compiled gradient takes them, made when they are first needed."""
-        return rows_by_prompt(self._spans)
+        """The spans as the compiled gradient takes them, made when they are first needed."""
+        return rows_by_prompt(self._records)
 
     def places(self, device: torch.device) -> TokenPlaces:
         """The tokens as flex attention masks them."""
         if device not in self._places:
-            self._places[device] = TokenPlaces.of(self._segments, device)
+            self._places[device] = TokenPlaces.of(self._spans, device)
         return self._places[device]
 
     @property
     def recurrence(self) -> Recurrence:
         """The order of the tokens in recurrent layers, made when it is first needed."""
         if self._recurrence is None:
-            self._recurrence = Recurrence(self._segments)
+            self._recurrence = Recurrence(self._spans)
         return self._recurrence
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -106,10 +106,10 @@ class _RowAttention(torch.autograd.Function):
         if kernels is not None:
             # The kernels read the tokens of each head one after the other.
             keys, values = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (key, value))
-            spans = slot_spans(plan.spans, (keys, values), (keys, values))
+            records = slot_spans(plan.kernel_spans, (keys, values), (keys, values))
             if any(ctx.needs_input_grad) and sinks is None:
                 totals = query.new_empty(*query.shape[:2], 2)
-            output = attend(kernels, query.transpose(0, 1), spans, keys.shape[1], call, totals)
+            output = attend(kernels, query.transpose(0, 1), records, keys.shape[1], call, totals)
         else:
             padded = query.new_empty(len(query) + 1, query.shape[1], value.shape[-1])
             with torch.autocast(query.device.type, enabled=False):

@@ -32,10 +32,10 @@ A block of its own would cost about as much as this padding.
 
 
 @dataclass(slots=True, frozen=True)
-class Segment:
+class TokenSpan:
     """A run of flat tokens that belong to one row, or to a prompt that several rows share.
 
-    Where a pass is cut, into stretches or over ranks, a segment is the part that lies there.
+    Where a pass is cut, into stretches or over ranks, a span is the part that lies there.
     """
 
     start: int
@@ -47,8 +47,8 @@ class Segment:
     """Number of the prompt in the batch."""
     row: int | None = None
     """Number of the row in the batch; None for a shared prompt."""
-    shared: Segment | None = None
-    """The shared prompt that comes before the row; None if the segment has all tokens of its row."""
+    shared: TokenSpan | None = None
+    """The shared prompt that comes before the row; None if the span has all tokens of its row."""
 
 
 @dataclass(slots=True)
@@ -122,8 +122,8 @@ def _make_masks(block: Block, window: int | None) -> Masks:
 class _Group:
     """Rows of similar length that continue one prompt, or have none."""
 
-    rows: list[Segment]
-    prompt: Segment | None
+    rows: list[TokenSpan]
+    prompt: TokenSpan | None
     kind: tuple[int, int]
     """The size classes of the rows and of the prompt."""
 
@@ -168,11 +168,11 @@ def _unbounded_size_class(length: int) -> int:
     return math.ceil(_SLACK_TOKENS / _SLACK * (1 + _SLACK) ** steps)
 
 
-def make_blocks(segments: Sequence[Segment]) -> list[Block]:
-    """Blocks in which every token of `segments`, which are all flat tokens, is a query once."""
-    num_tokens = sum(segment.length for segment in segments)
+def make_blocks(spans: Sequence[TokenSpan]) -> list[Block]:
+    """Blocks in which every token of `spans`, which are all flat tokens, is a query once."""
+    num_tokens = sum(span.length for span in spans)
     rectangles: list[_Rectangle] = []
-    for group in sorted(_groups(segments), key=lambda group: (group.kind, -len(group.rows))):
+    for group in sorted(_groups(spans), key=lambda group: (group.kind, -len(group.rows))):
         if rectangles and rectangles[-1].takes(group):
             rectangles[-1].groups.append(group)
         else:
@@ -180,12 +180,12 @@ def make_blocks(segments: Sequence[Segment]) -> list[Block]:
     return [block for rectangle in rectangles for block in _blocks_of(rectangle, num_tokens)]
 
 
-def _groups(segments: Sequence[Segment]) -> list[_Group]:
+def _groups(spans: Sequence[TokenSpan]) -> list[_Group]:
     """Groups of at most `BLOCK_SCORES` scores, unless a single row has more."""
     classes: dict[tuple[int, int, int], _Group] = {}
     groups: list[_Group] = []
     sizes: dict[int, int] = {}
-    for row in segments:
+    for row in spans:
         if not row.length:
             continue
         prompt = row.shared
@@ -223,7 +223,7 @@ def _blocks_of(rectangle: _Rectangle, num_tokens: int) -> list[Block]:
     return blocks
 
 
-def _places(groups: list[list[Segment]], num_rows: int, width: int, padding: int) -> np.ndarray:
+def _places(groups: list[list[TokenSpan]], num_rows: int, width: int, padding: int) -> np.ndarray:
     """(groups, num_rows, width) int64 flat places of the rows' first tokens."""
     starts, lengths = np.zeros((2, len(groups), num_rows, 1), dtype=np.int64)
     for number, group in enumerate(groups):

@@ -20,7 +20,7 @@ from groupgrad.batch import to_device
 from groupgrad.kernels.fallbacks import fall_back
 from groupgrad.memory.oom import is_out_of_memory
 from groupgrad.scoring.attention_plan import AttentionCall
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +54,11 @@ class TokenPlaces:
     _masks: dict[int | None, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: torch.device) -> TokenPlaces:
-        """The places of all flat tokens, in the order of their segments."""
-        lengths = torch.tensor([s.length for s in segments], dtype=torch.int64)
+    def of(cls, spans: Sequence[TokenSpan], device: torch.device) -> TokenPlaces:
+        """The places of all flat tokens, in the order of their spans."""
+        lengths = torch.tensor([s.length for s in spans], dtype=torch.int64)
         # Columns of one tensor would have strides, which torch compiles for.
-        table = [(s.start, (s.shared or s).start, s.position - s.start) for s in segments]
+        table = [(s.start, (s.shared or s).start, s.position - s.start) for s in spans]
         row, prompt, offset = (
             torch.tensor(column, dtype=torch.int64).repeat_interleave(lengths) for column in zip(*table)
         )

@@ -22,7 +22,7 @@ from groupgrad.batch import Batch, on_host, to_device
 from groupgrad.scoring.attention import run_planned
 from groupgrad.scoring.attention_plan import AttentionPlan
 from groupgrad.scoring.block_attention import BlockPlan
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ForwardInputs:
     None for dense rows, where the position is the index in the row."""
     plan: AttentionPlan | None = None
     """Attention of flat tokens; None for dense rows."""
-    segments: list[Segment] = field(default_factory=list)
+    spans: list[TokenSpan] = field(default_factory=list)
     """All flat tokens, in order; empty for dense rows."""
     hooks: Callable[[nn.Module], AbstractContextManager[None]] | None = None
     """Hooks on the model for the time of its pass: its embedding gets the ids of sampled placeholders of images."""
@@ -86,7 +86,7 @@ def flat_inputs(batch: Batch, *, shared_prompts: bool, aux_loss: bool) -> Forwar
         inputs.arguments["output_router_logits"] = True
     if aux_loss and shared_prompts:
         # The plan replaces the mask in attention, so the mask is free to weigh the tokens of the auxiliary loss.
-        inputs.arguments["attention_mask"] = to_device(_rows_per_token(inputs.segments), inputs.ids.device)[None]
+        inputs.arguments["attention_mask"] = to_device(_rows_per_token(inputs.spans), inputs.ids.device)[None]
     return inputs
 
 
@@ -99,16 +99,16 @@ def flat_layout(batch: Batch, *, shared_prompts: bool = True, keep_last: bool = 
     """
     prompts, completions = _split(batch.prompt_ids, batch.prompt_offsets), _split(batch.completion_ids, batch.offsets)
     ids: list[np.ndarray] = []
-    segments: list[Segment] = []
+    spans: list[TokenSpan] = []
     # (B,) places of each completion's first token, and of the token before it.
     firsts, predecessors = np.zeros(batch.num_rows, np.int64), np.zeros(batch.num_rows, np.int64)
 
-    def append(tokens: np.ndarray, prompt: int, row: int | None = None, shared: Segment | None = None) -> Segment:
-        start = segments[-1].start + segments[-1].length if segments else 0
+    def append(tokens: np.ndarray, prompt: int, row: int | None = None, shared: TokenSpan | None = None) -> TokenSpan:
+        start = spans[-1].start + spans[-1].length if spans else 0
         position = 0 if shared is None else shared.length
-        segments.append(Segment(start, len(tokens), position, prompt, row, shared))
+        spans.append(TokenSpan(start, len(tokens), position, prompt, row, shared))
         ids.append(tokens)
-        return segments[-1]
+        return spans[-1]
 
     rows_of_prompt: dict[int, list[int]] = {}
     for row, prompt in enumerate(on_host(batch.prompt_of_row).tolist()):
@@ -127,7 +127,7 @@ def flat_layout(batch: Batch, *, shared_prompts: bool = True, keep_last: bool = 
             else:
                 firsts[row] = append(tokens, prompt, row, shared).start
                 predecessors[row] = shared.start + shared.length - 1
-    starts, begins, sizes = np.array([(s.start, s.position, s.length) for s in segments], np.int64).reshape(-1, 3).T
+    starts, begins, sizes = np.array([(s.start, s.position, s.length) for s in spans], np.int64).reshape(-1, 3).T
     positions = np.arange(sizes.sum()) - np.repeat(starts - begins, sizes)
     device = batch.completion_ids.device
     return ForwardInputs(
@@ -135,8 +135,8 @@ def flat_layout(batch: Batch, *, shared_prompts: bool = True, keep_last: bool = 
         rows=torch.zeros(batch.num_tokens, dtype=torch.int64, device=device),
         predictors=to_device(torch.from_numpy(_predictors(batch, firsts, predecessors)), device),
         positions=to_device(torch.from_numpy(positions), device),
-        plan=BlockPlan(segments),
-        segments=segments,
+        plan=BlockPlan(spans),
+        spans=spans,
     )
 
 
@@ -154,8 +154,8 @@ def _predictors(batch: Batch, firsts: np.ndarray, predecessors: np.ndarray) -> n
     return places
 
 
-def _rows_per_token(segments: list[Segment]) -> torch.Tensor:
+def _rows_per_token(spans: list[TokenSpan]) -> torch.Tensor:
     """(T,) float: the number of rows that each flat token belongs to; more than 1 only in shared prompts."""
-    num_rows = Counter(segment.prompt for segment in segments if segment.shared is not None)
-    counts = [float(num_rows[s.prompt]) if s.row is None else 1.0 for s in segments]
-    return torch.tensor(counts).repeat_interleave(torch.tensor([s.length for s in segments], dtype=torch.int64))
+    num_rows = Counter(span.prompt for span in spans if span.shared is not None)
+    counts = [float(num_rows[s.prompt]) if s.row is None else 1.0 for s in spans]
+    return torch.tensor(counts).repeat_interleave(torch.tensor([s.length for s in spans], dtype=torch.int64))

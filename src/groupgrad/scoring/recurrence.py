@@ -1,7 +1,7 @@
 """Recurrent layers over flat tokens: a prompt is computed once, and its final state is the initial state of its rows.
 
-Each segment (a shared prompt, or the tokens of a row) is cut into chunks. What happens inside a chunk is computed for
-many chunks at once. The states then pass from chunk to chunk, and all segments take a step together until the shortest
+Each span (a shared prompt, or the tokens of a row) is cut into chunks. What happens inside a chunk is computed for
+many chunks at once. The states then pass from chunk to chunk, and all spans take a step together until the shortest
 has ended: a row costs its own chunks, whatever the length of the others. A state carries the gradients of all rows that
 begin with it back to their prompt.
 """
@@ -17,7 +17,7 @@ import torch
 
 from groupgrad.batch import to_device
 from groupgrad.kernels.delta_rule import StateRows, state_rows
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 
 CHUNK_SIZES = (16, 32, 64)
 """Sizes of chunks to choose from; small ones waste less on short rows, large ones take fewer steps."""
@@ -36,7 +36,7 @@ Advance = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Initial states of the chunks of the next step -> (their outputs, their final states)."""
 
 Zeros = Callable[[int], torch.Tensor]
-"""Number of segments n -> (n, ...) states of zeros."""
+"""Number of spans n -> (n, ...) states of zeros."""
 
 Prepare = Callable[..., tuple[torch.Tensor, ...]]
 """Chunks (n, ...) of some inputs -> what the steps need of them, each (n, ...)."""
@@ -44,14 +44,14 @@ Prepare = Callable[..., tuple[torch.Tensor, ...]]
 
 @dataclass(slots=True, frozen=True)
 class _Level:
-    """Segments that are computed side by side, the longest first."""
+    """Spans that are computed side by side, the longest first."""
 
     counts: list[int]
-    """Number of segments that still have a chunk, for each step."""
+    """Number of spans that still have a chunk, for each step."""
     is_first: bool
-    """True if no prompt among these tokens comes before its segments."""
+    """True if no prompt among these tokens comes before its spans."""
     sources: torch.Tensor
-    """(n,) int64 index of each segment's initial state: in `initial` of `scan` if `is_first`, else in the final states
+    """(n,) int64 index of each span's initial state: in `initial` of `scan` if `is_first`, else in the final states
     of the level before."""
 
 
@@ -65,7 +65,7 @@ class Chunks:
     """(T,) int64 index of each token in the flattened chunks."""
     levels: tuple[_Level, ...]
     ends: torch.Tensor
-    """(m,) int64, the segments whose final states are wanted, in the order of the levels."""
+    """(m,) int64, the spans whose final states are wanted, in the order of the levels."""
 
     def split(self, flat: torch.Tensor) -> torch.Tensor:
         """(N, C, ...) chunks of (T, ...) values, with zeros for padding."""
@@ -123,49 +123,49 @@ MOST_PADDING = 0.25
 
 @dataclass(slots=True, frozen=True)
 class Rectangle:
-    """Segments of like length of a `PackedLevel`."""
+    """Spans of like length of a `PackedLevel`."""
 
-    segments: torch.Tensor
-    """(r,) int64 numbers of the segments in the level."""
+    spans: torch.Tensor
+    """(r,) int64 numbers of the spans in the level."""
     places: torch.Tensor
-    """(r, L) int64 places of their tokens among the level's; padding repeats a segment's last token."""
+    """(r, L) int64 places of their tokens among the level's; padding repeats a span's last token."""
     is_token: torch.Tensor
     """(r, L) bool, False for padding."""
 
 
 @dataclass(slots=True, frozen=True)
 class Rectangles:
-    """All segments of a `PackedLevel`, for kernels that need segments of equal length."""
+    """All spans of a `PackedLevel`, for kernels that need spans of equal length."""
 
     parts: tuple[Rectangle, ...]
     tokens: torch.Tensor
     """(t,) int64 place of each of the level's tokens in the flattened parts, end to end."""
     order: torch.Tensor
-    """(n,) int64 place of each of the level's segments in the parts."""
+    """(n,) int64 place of each of the level's spans in the parts."""
 
 
 @dataclass(slots=True, frozen=True)
 class PackedLevel:
-    """Segments that are computed side by side, end to end without padding."""
+    """Spans that are computed side by side, end to end without padding."""
 
     places: torch.Tensor
     """(t,) int64 flat places of their tokens."""
     bounds: torch.Tensor
-    """(n + 1,) int64 bounds of the segments in `places`."""
+    """(n + 1,) int64 bounds of the spans in `places`."""
     sources: torch.Tensor
-    """(n,) int64 index of each segment's initial state: in the first level in the given states followed by zeros, else
+    """(n,) int64 index of each span's initial state: in the first level in the given states followed by zeros, else
     in the final states of the level before."""
 
 
 @dataclass(slots=True, frozen=True)
 class Packed:
-    """All flat tokens for kernels that take segments of unlike length: prompts first, then the rows that share them."""
+    """All flat tokens for kernels that take spans of unlike length: prompts first, then the rows that share them."""
 
     levels: tuple[PackedLevel, ...]
     inverse: torch.Tensor
     """(T,) int64, the place of each token in the levels' tokens."""
     ends: torch.Tensor
-    """(m,) int64, the segments whose final states are wanted, in the order of the levels."""
+    """(m,) int64, the spans whose final states are wanted, in the order of the levels."""
 
 
 def inputs_at(values: torch.Tensor, before: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -178,22 +178,22 @@ def inputs_at(values: torch.Tensor, before: torch.Tensor, places: torch.Tensor) 
 class Recurrence:
     """The order of flat tokens in recurrent layers: which token follows which, and where states come from."""
 
-    def __init__(self, segments: Sequence[Segment]):
-        self._segments = [segment for segment in segments if segment.length]
-        self._num_tokens = sum(segment.length for segment in self._segments)
+    def __init__(self, spans: Sequence[TokenSpan]):
+        self._spans = [span for span in spans if span.length]
+        self._num_tokens = sum(span.length for span in self._spans)
         self._chunks: dict[tuple[int, torch.device], Chunks] = {}
         self._packed: dict[torch.device, Packed] = {}
         self._rectangles: dict[torch.device, list[Rectangles]] = {}
         self._heads: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self._continuing: list[int] = []
-        """Segments (by number) that begin with `initial_states`; others with zeros or their prompt's final state."""
+        """Spans (by number) that begin with `initial_states`; others with zeros or their prompt's final state."""
         self._left: list[int] = []
-        """Numbers of segments of which `keep_states` gets the final states."""
+        """Numbers of spans of which `keep_states` gets the final states."""
 
     @property
-    def segments(self) -> list[Segment]:
-        """The segments that have tokens."""
-        return self._segments
+    def spans(self) -> list[TokenSpan]:
+        """The spans that have tokens."""
+        return self._spans
 
     @property
     def is_step(self) -> bool:
@@ -208,20 +208,20 @@ class Recurrence:
         initial = self.initial_states(zeros)
         if initial is None:
             initial = zeros(1)
-        elif len(self._continuing) < len(self._segments):
+        elif len(self._continuing) < len(self._spans):
             initial = torch.cat([initial, zeros(1)])
         output, finals = chunks.scan(initial, advance)
         self.keep_states(finals)
         return output
 
     def initial_states(self, zeros: Zeros) -> torch.Tensor | None:
-        """(k, ...) initial states of the continuing segments in the layer's next scan; None if no segment continues.
+        """(k, ...) initial states of the continuing spans in the layer's next scan; None if no span continues.
 
         A scan calls this once before its first step, and `keep_states` once after its last one.
         """
 
     def keep_states(self, finals: torch.Tensor) -> None:
-        """Stores the (m, ...) final states of the segments in `_left`."""
+        """Stores the (m, ...) final states of the spans in `_left`."""
 
     def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
         """(D, E) inputs of a convolution over `width` tokens that `heads` places after the flat ones (D, T)."""
@@ -233,7 +233,7 @@ class Recurrence:
 
     def chunks(self, device: torch.device, size: int | None = None) -> Chunks:
         """The tokens in chunks of `size`, by default the cheapest of `CHUNK_SIZES`; made once for all layers."""
-        if max(segment.length for segment in self._segments) == 1:
+        if max(span.length for span in self._spans) == 1:
             size = 1
         size = size or min(CHUNK_SIZES, key=self._cost)
         if (size, device) not in self._chunks:
@@ -241,13 +241,13 @@ class Recurrence:
         return self._chunks[size, device]
 
     def packed(self, device: torch.device) -> Packed:
-        """The tokens by whole segments; made once for all layers."""
+        """The tokens by whole spans; made once for all layers."""
         if device not in self._packed:
             self._packed[device] = self._make_packed(device)
         return self._packed[device]
 
     def rectangles(self, device: torch.device) -> list[Rectangles]:
-        """The segments of each level of `packed`; made once for all layers."""
+        """The spans of each level of `packed`; made once for all layers."""
         if device not in self._rectangles:
             lengths = [level.bounds.diff().tolist() for level in self.packed(device).levels]
             self._rectangles[device] = [_rectangles(level, device) for level in lengths]
@@ -260,66 +260,66 @@ class Recurrence:
         levels: list[PackedLevel] = []
         places: list[np.ndarray] = []
         number_of: dict[int, int] = {}
-        """First place of a segment -> its number over all levels."""
-        given = {self._segments[index].start: rank for rank, index in enumerate(self._continuing)}
+        """First place of a span -> its number over all levels."""
+        given = {self._spans[index].start: rank for rank, index in enumerate(self._continuing)}
         for is_behind in (False, True):
-            level = [segment for segment in self._segments if (segment.shared is not None) == is_behind]
+            level = [span for span in self._spans if (span.shared is not None) == is_behind]
             if not level:
                 continue
             # Prompts are the first level, so their numbers there are those over all levels.
             sources = [number_of[s.shared.start] if s.shared else given.get(s.start, len(given)) for s in level]
-            number_of.update({segment.start: len(number_of) + rank for rank, segment in enumerate(level)})
+            number_of.update({span.start: len(number_of) + rank for rank, span in enumerate(level)})
             flat = np.concatenate([np.arange(s.start, s.start + s.length) for s in level])
-            bounds = np.cumsum([0, *(segment.length for segment in level)])
+            bounds = np.cumsum([0, *(span.length for span in level)])
             levels.append(PackedLevel(tensor(flat), tensor(bounds), tensor(sources)))
             places.append(flat)
-        ends = [number_of[self._segments[index].start] for index in self._left]
+        ends = [number_of[self._spans[index].start] for index in self._left]
         return Packed(tuple(levels), tensor(np.argsort(np.concatenate(places))), tensor(ends))
 
     @cached_property
     def state_rows(self) -> StateRows:
-        """The segments as the compiled kernels take them."""
-        none = Segment(0, 0)
-        pairs = [(segment, segment.shared or none) for segment in self._segments]
+        """The spans as the compiled kernels take them."""
+        none = TokenSpan(0, 0)
+        pairs = [(span, span.shared or none) for span in self._spans]
         rows = [(s.start, s.length, 0, prompt.length, prompt.start, s.start) for s, prompt in pairs]
-        places = [[self._segments[index].start for index in found] for found in (self._continuing, self._left)]
+        places = [[self._spans[index].start for index in found] for found in (self._continuing, self._left)]
         return state_rows(torch.tensor(rows, dtype=torch.int64).view(-1, 6), *places)
 
     def _cost(self, size: int) -> int:
-        return sum(-(-segment.length // size) * size * (size + _STATE_WIDTH) for segment in self._segments)
+        return sum(-(-span.length // size) * size * (size + _STATE_WIDTH) for span in self._spans)
 
     def _make_chunks(self, size: int, device: torch.device) -> Chunks:
-        first = [segment for segment in self._segments if segment.shared is None]
-        behind = [segment for segment in self._segments if segment.shared is not None]
+        first = [span for span in self._spans if span.shared is None]
+        behind = [span for span in self._spans if span.shared is not None]
         starts: list[np.ndarray] = []
         lengths: list[np.ndarray] = []
         levels: list[_Level] = []
         rank_of_start: dict[int, int] = {}
         place_of_start: dict[int, int] = {}
-        given = {self._segments[index].start: rank for rank, index in enumerate(self._continuing)}
+        given = {self._spans[index].start: rank for rank, index in enumerate(self._continuing)}
         for level in (first, behind):
             if not level:
                 continue
-            ordered = sorted(level, key=lambda segment: -segment.length)
-            start = np.array([segment.start for segment in ordered])
-            length = np.array([segment.length for segment in ordered])
+            ordered = sorted(level, key=lambda span: -span.length)
+            start = np.array([span.start for span in ordered])
+            length = np.array([span.length for span in ordered])
             counts = [int((length > done).sum()) for done in range(0, int(length[0]), size)]
             for step, count in enumerate(counts):
                 starts.append(start[:count] + step * size)
                 lengths.append(np.minimum(length[:count] - step * size, size))
             sources = [
-                given.get(segment.start, len(given)) if segment.shared is None else rank_of_start[segment.shared.start]
-                for segment in ordered
+                given.get(span.start, len(given)) if span.shared is None else rank_of_start[span.shared.start]
+                for span in ordered
             ]
             levels.append(_Level(counts, level is first, torch.tensor(sources, device=device)))
-            rank_of_start = {segment.start: rank for rank, segment in enumerate(ordered)}
+            rank_of_start = {span.start: rank for rank, span in enumerate(ordered)}
             place_of_start.update({start: len(place_of_start) + rank for start, rank in rank_of_start.items()})
         offset = np.arange(size)
         begin, count = np.concatenate(starts)[:, None], np.concatenate(lengths)[:, None]
         places = np.where(offset < count, begin + offset, self._num_tokens)
         inverse = np.empty(self._num_tokens, dtype=np.int64)
         inverse[places[offset < count]] = np.flatnonzero(offset < count)
-        ends = [place_of_start[self._segments[index].start] for index in self._left]
+        ends = [place_of_start[self._spans[index].start] for index in self._left]
         return Chunks(
             to_device(torch.from_numpy(places.astype(np.int64)), device),
             to_device(torch.from_numpy(inverse), device),
@@ -328,18 +328,18 @@ class Recurrence:
         )
 
     def heads(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first tokens of segments, whose last `width` tokens in their row are not consecutive flat tokens.
+        """The first tokens of spans, whose last `width` tokens in their row are not consecutive flat tokens.
 
         Returns the (M,) int64 ascending places of these tokens, and the (M, width) places of each one's last `width`
         tokens, itself last. A place of T + i is column i of `inputs_before`.
         """
         if (width, device) not in self._heads:
             places, windows = [], []
-            for number, segment in sorted(enumerate(self._segments), key=lambda entry: entry[1].start):
-                before = self._places_before(number, segment, width - 1)
-                for index in range(min(width - 1, segment.length)):
-                    here = range(segment.start, segment.start + index + 1)
-                    places.append(segment.start + index)
+            for number, span in sorted(enumerate(self._spans), key=lambda entry: entry[1].start):
+                before = self._places_before(number, span, width - 1)
+                for index in range(min(width - 1, span.length)):
+                    here = range(span.start, span.start + index + 1)
+                    places.append(span.start + index)
                     windows.append([*before, *here][-width:])
             self._heads[width, device] = (
                 torch.tensor(places, dtype=torch.int64, device=device),
@@ -347,15 +347,15 @@ class Recurrence:
             )
         return self._heads[width, device]
 
-    def _places_before(self, number: int, segment: Segment, count: int) -> list[int]:
-        """Places of the last `count` inputs before a segment in its row, numbered as in `heads`."""
-        shared = segment.shared
+    def _places_before(self, number: int, span: TokenSpan, count: int) -> list[int]:
+        """Places of the last `count` inputs before a span in its row, numbered as in `heads`."""
+        shared = span.shared
         places = [] if shared is None else list(range(shared.start, shared.start + shared.length))[-count:]
         return [self._num_tokens] * (count - len(places)) + places
 
 
 def _rectangles(lengths: Sequence[int], device: torch.device) -> Rectangles:
-    """The segments of these lengths, which lie end to end, in rectangles as tall as `MOST_PADDING` lets them be."""
+    """The spans of these lengths, which lie end to end, in rectangles as tall as `MOST_PADDING` lets them be."""
     length, start = np.array(lengths), np.cumsum([0, *lengths[:-1]])
     left = np.argsort(-length, kind="stable")
     order, parts, tokens, size = left, [], np.zeros(sum(lengths), dtype=np.int64), 0

@@ -24,7 +24,7 @@ from groupgrad.batch import Batch
 from groupgrad.models.families import has_bidirectional_images
 from groupgrad.models.unwrapping import arguments, placeholder_ids, pretrained
 from groupgrad.scoring.attention_plan import AttentionCall, AttentionPlan
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.layout import ForwardInputs
 from groupgrad.scoring.recurrence import Recurrence
 from groupgrad.types import Media
@@ -41,7 +41,7 @@ class PromptImages:
     """(3, P_i) int64, the prompt's rotary positions; on the CPU. None if they do not depend on its images."""
     shift: int = 0
     """Added to the index of a completion token in its row to get its rotary position."""
-    spans: tuple[tuple[int, int], ...] = ()
+    image_spans: tuple[tuple[int, int], ...] = ()
     """(first, end) of each image whose tokens attend to each other in both directions."""
 
     def rope_at(self, first: int, length: int) -> torch.Tensor:
@@ -64,12 +64,12 @@ class ModelInputs:
     """Further arguments of the model."""
     rope: torch.Tensor | None = None
     """(3, *shape) rotary positions; None where a token's position is its index in its row."""
-    spans: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    image_spans: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     """(row, first, end): flat indices of a row's first token, and of tokens that attend in both directions."""
 
     def attention_plan(self, plan: AttentionPlan) -> AttentionPlan:
         """`plan`, with bidirectional attention within images where the model has it."""
-        return BidirectionalImagePlan(plan, self.spans) if self.spans else plan
+        return BidirectionalImagePlan(plan, self.image_spans) if self.image_spans else plan
 
     @contextmanager
     def embedding_true_ids(self, model: nn.Module) -> Iterator[None]:
@@ -175,22 +175,22 @@ def _bidirectional_spans(model: nn.Module, media: Media) -> tuple[tuple[int, int
 
 
 def flat_image_inputs(
-    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, segments: Sequence[tuple[Segment, PromptImages]]
+    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, spans: Sequence[tuple[TokenSpan, PromptImages]]
 ) -> ModelInputs:
     """Model inputs for tokens `ids`, flat (T,) or rows (B, T), with the indices `positions` in their rows.
 
-    `segments` are the tokens of rows with images, with the images of the row's prompt. A segment counts tokens from
+    `spans` are the tokens of rows with images, with the images of the row's prompt. A span counts tokens from
     the first of all rows.
     """
-    result = _with_image_tensors(model, ids, segments)
-    if any(images.rope is not None for _, images in segments):
+    result = _with_image_tensors(model, ids, spans)
+    if any(images.rope is not None for _, images in spans):
         rope = positions.cpu().flatten().repeat(3, 1)
-        for segment, images in segments:
-            rope[:, segment.start : segment.start + segment.length] = images.rope_at(segment.position, segment.length)
+        for span, images in spans:
+            rope[:, span.start : span.start + span.length] = images.rope_at(span.position, span.length)
         result.rope = rope.view(3, *ids.shape).to(ids.device)
-    for segment, images in segments:
-        if not segment.position:
-            result.spans += [(segment.start, segment.start + a, segment.start + b) for a, b in images.spans]
+    for span, images in spans:
+        if not span.position:
+            result.image_spans += [(span.start, span.start + a, span.start + b) for a, b in images.image_spans]
     return result
 
 
@@ -200,35 +200,35 @@ def padded_image_inputs(
     """Model inputs for rows of token ids (B, T); row i begins at column `starts[i]` (0) with its prompt."""
     num_rows, width = ids.shape
     starts = starts or [0] * num_rows
-    segments = [
-        (Segment(i * width + start, width - start), images)
+    spans = [
+        (TokenSpan(i * width + start, width - start), images)
         for i, (start, images) in enumerate(zip(starts, row_images))
         if images is not None
     ]
     positions = (torch.arange(width) - torch.tensor(starts)[:, None]).clamp(min=0)
-    result = flat_image_inputs(model, ids, positions, segments)
-    for name in {name for _, images in segments for name in images.media.token_tensors} & arguments(model):
+    result = flat_image_inputs(model, ids, positions, spans)
+    for name in {name for _, images in spans for name in images.media.token_tensors} & arguments(model):
         types = torch.zeros(num_rows * width, dtype=torch.int64)
-        for segment, images in segments:
+        for span, images in spans:
             if name in images.media.token_tensors:
                 prompt_types = images.media.token_tensors[name][: len(images.mask)]
-                types[segment.start : segment.start + len(prompt_types)] = prompt_types
+                types[span.start : span.start + len(prompt_types)] = prompt_types
         result.inputs[name] = types.view(ids.shape).to(ids.device)
     return result
 
 
 def _with_image_tensors(
-    model: nn.Module, ids: torch.Tensor, segments: Sequence[tuple[Segment, PromptImages]]
+    model: nn.Module, ids: torch.Tensor, spans: Sequence[tuple[TokenSpan, PromptImages]]
 ) -> ModelInputs:
     """Input ids and image tensors; the images are in the order in which their prompts begin."""
-    media = [images.media for segment, images in segments if not segment.position]
+    media = [images.media for span, images in spans if not span.position]
     if not media:
         # Without images the model does not search its input ids for placeholders.
         return ModelInputs(ids)
     of_image = torch.zeros(ids.numel(), dtype=torch.bool)
-    for segment, images in segments:
-        mask = images.mask[segment.position : segment.position + segment.length]
-        of_image[segment.start : segment.start + len(mask)] = mask
+    for span, images in spans:
+        mask = images.mask[span.position : span.position + span.length]
+        of_image[span.start : span.start + len(mask)] = mask
     special = placeholder_ids(model)
     is_placeholder = torch.isin(ids, torch.tensor(special, device=ids.device))
     is_sampled = is_placeholder & ~of_image.view(ids.shape).to(ids.device)
@@ -249,9 +249,9 @@ def with_images(model: nn.Module, batch: Batch, inputs: ForwardInputs) -> Forwar
         view = padded_image_inputs(model, inputs.ids, of_rows)
         plan = None
     else:
-        images = [of_prompts[s.prompt] if s.row is None else of_rows[s.row] for s in inputs.segments]
-        segments = [(segment, found) for segment, found in zip(inputs.segments, images) if found is not None]
-        view = flat_image_inputs(model, inputs.ids, inputs.positions, segments)
+        images = [of_prompts[s.prompt] if s.row is None else of_rows[s.row] for s in inputs.spans]
+        spans = [(span, found) for span, found in zip(inputs.spans, images) if found is not None]
+        view = flat_image_inputs(model, inputs.ids, inputs.positions, spans)
         plan = view.attention_plan(inputs.plan)
     positions = inputs.positions if view.rope is None else view.rope
     arguments = {**view.inputs, **inputs.arguments}

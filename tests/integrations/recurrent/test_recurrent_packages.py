@@ -59,7 +59,7 @@ def packaged(family: str, sizes: list[list[int]]) -> Any:
 
 
 def use(patch: pytest.MonkeyPatch, family: str, sizes: list[list[int]], calls: list[str]) -> None:
-    """Has layers computed by packages; notes the segments of delta rules, and the other functions that are called."""
+    """Has layers computed by packages; notes the spans of delta rules, and the other functions that are called."""
     patch.setattr(recurrent_scans, "step_kernels", lambda *_: None)
     if family in MAMBA2:
         inner = recurrent_packages.by_package
@@ -172,10 +172,10 @@ def test_rectangles_hold_each_token_once_and_a_quarter_of_padding_at_most(length
     found = recurrence._rectangles(lengths, torch.device("cpu"))
     tokens = torch.cat([part.places.flatten() for part in found.parts])
     assert tokens[found.tokens].tolist() == list(range(sum(lengths)))
-    rows = torch.cat([part.segments for part in found.parts])
+    rows = torch.cat([part.spans for part in found.parts])
     assert rows[found.order].tolist() == list(range(len(lengths)))
     for part in found.parts:
-        assert part.is_token.sum(1).tolist() == [lengths[number] for number in part.segments]
+        assert part.is_token.sum(1).tolist() == [lengths[number] for number in part.spans]
         assert part.is_token.float().mean(1).min() >= 0.75
 
 

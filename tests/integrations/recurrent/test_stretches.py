@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_rows import assert_scored_as_one_pass_a_row, gradients
-from segments import make_segments
+from token_spans import make_spans
 from tiny_hybrids import CONFIGS, VOCABULARY, make_hybrid
 
 from groupgrad.integrations.recurrent import recurrent_layers, stretches
@@ -18,7 +18,7 @@ from groupgrad.integrations.recurrent.recurrent_scans import causal_conv1d, gate
 from groupgrad.integrations.recurrent.stretches import Carried, Stretch, cut
 from groupgrad.kernels import library, status
 from groupgrad.scoring.attention import unplug
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens
 from groupgrad.scoring.recurrence import Recurrence
 
@@ -97,13 +97,13 @@ def test_states_and_inputs_go_on_from_stretch_to_stretch(
     lengths: list[tuple[int, list[int]]], most: int, seed: int
 ) -> None:
     """h <- a h + x, and a convolution over four inputs, in float64 against a loop over the tokens of each row."""
-    segments, places = make_segments(lengths)
-    rows = [row for segment, row in zip(segments, places) if segment.shared is not None]
-    start = sum(segment.length for segment in segments)
+    spans, places = make_spans(lengths)
+    rows = [row for span, row in zip(spans, places) if span.shared is not None]
+    start = sum(span.length for span in spans)
     generator = torch.Generator().manual_seed(seed)
     decay, value = torch.rand(2, start, generator=generator, dtype=torch.float64)
     weight = torch.rand(1, 4, generator=generator, dtype=torch.float64)
-    parts = cut([segment for segment in segments if segment.length], most)
+    parts = cut([span for span in spans if span.length], most)
     assert sum(part.num_tokens for part in parts) == start and all(0 < part.num_tokens <= most for part in parts)
     carried: Carried = []
     states, sums = [], []
@@ -146,8 +146,8 @@ def test_the_compiled_delta_rule_goes_on_from_stretch_to_stretch(
     """The outputs of whole rows to the bit, and the gradients of a float64 loop over the tokens of each row."""
     if library() is None:
         pytest.skip(status())
-    segments = [segment for segment in make_segments(lengths)[0] if segment.length]
-    total, generator = sum(segment.length for segment in segments), torch.Generator().manual_seed(seed)
+    spans = [span for span in make_spans(lengths)[0] if span.length]
+    total, generator = sum(span.length for span in spans), torch.Generator().manual_seed(seed)
     inputs = [
         *torch.randn(3, 1, total, 2, 6, generator=generator),
         -0.1 * torch.rand(1, total, 2, generator=generator),
@@ -155,7 +155,7 @@ def test_the_compiled_delta_rule_goes_on_from_stretch_to_stretch(
     ]
     slopes = torch.randn(1, total, 2, 6, generator=generator)
     leaves = [x.clone().requires_grad_() for x in inputs]
-    parts = cut(segments, most)
+    parts = cut(spans, most)
     sizes = [part.num_tokens for part in parts]
     carried: Carried = []
     outputs: list[torch.Tensor] = []
@@ -164,30 +164,30 @@ def test_the_compiled_delta_rule_goes_on_from_stretch_to_stretch(
         for part, *values in zip(parts, *(x.split(sizes, dim=1) for x in leaves)):
             part.begin_layer(carried)
             outputs.append(gated_delta_rule(part, *values, use_qk_l2norm_in_kernel=True)[0])
-        whole, _ = gated_delta_rule(Recurrence(segments), *inputs, use_qk_l2norm_in_kernel=True)
+        whole, _ = gated_delta_rule(Recurrence(spans), *inputs, use_qk_l2norm_in_kernel=True)
     output = torch.cat(outputs, dim=1)
     assert torch.equal(output, whole)
     found = torch.autograd.grad((slopes * output).sum(), leaves)
     wide = [x.double().requires_grad_() for x in inputs]
-    wanted = torch.autograd.grad((slopes * _by_tokens(segments, *wide)).sum(), wide)
+    wanted = torch.autograd.grad((slopes * _by_tokens(spans, *wide)).sum(), wide)
     for name, gradient, want in zip(("query", "key", "value", "decay", "strength"), found, wanted):
         atol = 2e-6 * float(want.abs().max())
         torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def _by_tokens(
-    segments: list[Segment], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    spans: list[TokenSpan], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
     """(1, T, H, D) outputs of the gated delta rule, one token after the other."""
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     ends: dict[int, torch.Tensor] = {}
     outputs = []
-    for segment in segments:
-        state = v.new_zeros(2, 6, 6) if segment.shared is None else ends[segment.shared.start]
-        for place in range(segment.start, segment.start + segment.length):
+    for span in spans:
+        state = v.new_zeros(2, 6, 6) if span.shared is None else ends[span.shared.start]
+        for place in range(span.start, span.start + span.length):
             key = k[0, place, :, :, None]
             state = g[0, place].exp()[:, None, None] * state
             state = state + beta[0, place, :, None, None] * key @ (v[0, place, :, None] - key.mT @ state)
             outputs.append((q[0, place, :, None] @ state).squeeze(1) * 6**-0.5)
-        ends[segment.start] = state
+        ends[span.start] = state
     return torch.stack(outputs)[None]

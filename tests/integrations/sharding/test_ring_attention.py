@@ -14,7 +14,7 @@ from groupgrad.batch import Batch
 from groupgrad.integrations.sharding import ring_attention
 from groupgrad.integrations.sharding.context_split import cut_over_ranks
 from groupgrad.scoring.attention import AttentionCall
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.forward import build_batch
 from groupgrad.scoring.layout import flat_layout
 
@@ -46,14 +46,14 @@ def random_batch(seed: int) -> Batch:
     return build_batch(prompts, [0, 1, 1, 0, 2, 0, 1], rows)
 
 
-def dense(segments: list[Segment], tensors: dict[str, torch.Tensor], call: AttentionCall) -> torch.Tensor:
+def dense(spans: list[TokenSpan], tensors: dict[str, torch.Tensor], call: AttentionCall) -> torch.Tensor:
     """(T, Hq, E) by the definition: every score of every token, masked."""
-    places = [(number, s.position + i) for number, s in enumerate(segments) for i in range(s.length)]
+    places = [(number, s.position + i) for number, s in enumerate(spans) for i in range(s.length)]
     number = torch.tensor([place[0] for place in places])
     position = torch.tensor([place[1] for place in places])
-    starts = {s.start: index for index, s in enumerate(segments) if s.length}
+    starts = {s.start: index for index, s in enumerate(spans) if s.length}
     prompt = torch.tensor(
-        [starts[s.shared.start] if s.shared is not None and s.shared.length else -1 for s in segments]
+        [starts[s.shared.start] if s.shared is not None and s.shared.length else -1 for s in spans]
     )[number]
     visible = (number[:, None] == number) | (prompt[:, None] == number)
     distance = position[:, None] - position
@@ -127,7 +127,7 @@ def test_outputs_and_gradients_are_those_of_dense_attention(num_ranks, tmp_path,
     for number, (seed, kind, dtype) in enumerate(cases):
         inputs, given, gradient, call = made(seed, kind, dtype)
         tensors = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
-        expected = dense(inputs.segments, tensors, call)
+        expected = dense(inputs.spans, tensors, call)
         (expected * gradient).sum().backward()
         tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype]
         ranks = [result[number] for result in results]

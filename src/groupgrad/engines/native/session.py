@@ -26,7 +26,7 @@ from groupgrad.engines.native.scheduler import Admission, Scheduler
 from groupgrad.engines.native.sequence import EngineSequence, Group
 from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.memory.oom import collect_what_failed, is_out_of_memory
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.vlm import flat_image_inputs, prompt_images
 
 logger = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ class NativeSession:
         last = self._tensor([span.stop - 1 for span in plan.spans])
         self._statistics.num_prefilled += len(ids)
         with_images = [
-            (Segment(span.start, len(run.ids), run.position), run.images)
+            (TokenSpan(span.start, len(run.ids), run.position), run.images)
             for run, span in zip(runs, plan.spans)
             if run.images is not None
         ]

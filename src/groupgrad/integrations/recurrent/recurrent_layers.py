@@ -200,7 +200,7 @@ def _in_stretches(
     """A layer's output (1, T, H), computed stretch by stretch."""
     stretches = _stretches[order]
     if not stretches:
-        stretches += cut(order.segments, STRETCH_TOKENS)
+        stretches += cut(order.spans, STRETCH_TOKENS)
     outputs: list[Any] = []
     carried: Carried = []
     for stretch, states in zip(stretches, hidden_states.split([part.num_tokens for part in stretches], dim=1)):

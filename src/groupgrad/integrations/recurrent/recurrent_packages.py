@@ -131,7 +131,7 @@ def _mamba2_scan(
                 b,
                 c,
                 chunk_size=chunk_size,
-                initial_states=initial.index_select(0, part.segments).mT.contiguous(),
+                initial_states=initial.index_select(0, part.spans).mT.contiguous(),
                 return_final_states=True,
             )
             outputs.append(output.flatten(0, 1))

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from groupgrad.engines.native.kv_cache import KVBuffer, StateShape
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.recurrence import Recurrence, Zeros, inputs_at
 
 
@@ -18,7 +18,7 @@ class ProbeRecurrence(Recurrence):
     """Records the states of a model's recurrent layers, for one token."""
 
     def __init__(self) -> None:
-        super().__init__([Segment(0, 1)])
+        super().__init__([TokenSpan(0, 1)])
         self.states: list[StateShape] = []
         """In the order in which a pass computes them."""
 
@@ -56,7 +56,7 @@ class SlotRecurrence(Recurrence):
 
     def __init__(self, lengths: Sequence[int], buffer: KVBuffer, slots: list[int], sources: Sequence[StateSource]):
         ends = accumulate(lengths)
-        super().__init__([Segment(end - length, length) for end, length in zip(ends, lengths)])
+        super().__init__([TokenSpan(end - length, length) for end, length in zip(ends, lengths)])
         self._buffer, self._slots, self._sources = buffer, slots, sources
         self._continuing = self._left = list(range(len(slots)))
         # The rows of a decode step have the first slots, one after the other, and keep their own states.
@@ -108,7 +108,7 @@ class SlotRecurrence(Recurrence):
         write(torch.arange(len(last), device=values.device), inputs_at(values, before, last).transpose(0, 1))
         return before
 
-    def _places_before(self, number: int, segment: Segment, count: int) -> list[int]:
+    def _places_before(self, number: int, span: TokenSpan, count: int) -> list[int]:
         first = self._num_tokens + number * count
         return list(range(first, first + count))
 
@@ -116,9 +116,9 @@ class SlotRecurrence(Recurrence):
         """(n, count) places of the last inputs of each run, numbered as in `heads`."""
         if (count, device) not in self._ends:
             rows = []
-            for number, segment in enumerate(self._segments):
-                own = range(segment.start, segment.start + segment.length)
-                rows.append([*self._places_before(number, segment, count), *own][-count:])
+            for number, span in enumerate(self._spans):
+                own = range(span.start, span.start + span.length)
+                rows.append([*self._places_before(number, span, count), *own][-count:])
             self._ends[count, device] = torch.tensor(rows, dtype=torch.int64, device=device)
         return self._ends[count, device]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from groupgrad.memory.oom_retry import tokens_per_pass
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.recurrence import CHUNK_SIZES, Recurrence, Zeros, inputs_at
 
 STRETCH_TOKENS = 2048
@@ -30,31 +30,31 @@ Carried = list[dict[int, torch.Tensor]]
 """Inputs and states that a layer's earlier stretches pass on to later ones.
 
 There is a dict for each convolution and each scan of the layer, in the order of the layer's calls. It maps the number
-of a segment to the segment's last inputs or to its state.
+of a span to the span's last inputs or to its state.
 """
 
 
 @dataclass(slots=True, frozen=True)
 class _Piece:
-    """Consecutive tokens of a segment, all in one stretch."""
+    """Consecutive tokens of a span, all in one stretch."""
 
     number: int
-    """The segment's number."""
-    segment: Segment
+    """The span's number."""
+    span: TokenSpan
     """The tokens, with their places in the stretch; `shared` is its prompt if that ends in the same stretch."""
     source: int | None
-    """Number of the segment whose tokens come before these, if they are in earlier stretches."""
+    """Number of the span whose tokens come before these, if they are in earlier stretches."""
 
 
 class Stretch(Recurrence):
     """The order of the tokens in one stretch; see `cut`."""
 
     def __init__(self, pieces: Sequence[_Piece], wanted: frozenset[int]):
-        super().__init__([piece.segment for piece in pieces])
+        super().__init__([piece.span for piece in pieces])
         self._numbers = [piece.number for piece in pieces]
         self._sources = [piece.source for piece in pieces]
         self._continuing = [index for index, source in enumerate(self._sources) if source is not None]
-        self._index_of = {piece.segment.start: index for index, piece in enumerate(pieces)}
+        self._index_of = {piece.span.start: index for index, piece in enumerate(pieces)}
         self._left = [index for index, number in enumerate(self._numbers) if number in wanted]
         self._carried: Carried = []
         self._num_computed = 0
@@ -69,7 +69,7 @@ class Stretch(Recurrence):
         self._carried, self._num_computed = carried, 0
 
     def initial_states(self, zeros: Zeros) -> torch.Tensor | None:
-        """(k, ...) final states of earlier stretches, with which segments continue here."""
+        """(k, ...) final states of earlier stretches, with which spans continue here."""
         carried = self._next()
         states = [carried[source] for source in self._sources if source is not None]
         return torch.stack(states) if states else None
@@ -81,28 +81,28 @@ class Stretch(Recurrence):
 
     def inputs_before(self, values: torch.Tensor, width: int) -> torch.Tensor:
         """(D, 1 + n * (width - 1)) inputs of a convolution before the stretch: a zero, then the last inputs of the n
-        segments that continue here."""
+        spans that continue here."""
         carried = self._next()
         continued = [carried[source] for source in self._sources if source is not None]
         before = torch.cat([super().inputs_before(values, width), *continued], dim=1)
         for index in self._left:
-            places = self._last_places(index, self._segments[index], width - 1)
+            places = self._last_places(index, self._spans[index], width - 1)
             places = torch.tensor(places, dtype=torch.int64, device=values.device)
             carried[self._numbers[index]] = inputs_at(values, before, places)
         return before
 
-    def _places_before(self, number: int, segment: Segment, count: int) -> list[int]:
-        if segment.shared is not None:
-            return self._last_places(self._index_of[segment.shared.start], segment.shared, count)
+    def _places_before(self, number: int, span: TokenSpan, count: int) -> list[int]:
+        if span.shared is not None:
+            return self._last_places(self._index_of[span.shared.start], span.shared, count)
         if self._sources[number] is None:
-            return super()._places_before(number, segment, count)
+            return super()._places_before(number, span, count)
         first = self._num_tokens + 1 + self._continuing.index(number) * count
         return list(range(first, first + count))
 
-    def _last_places(self, number: int, segment: Segment, count: int) -> list[int]:
-        """Places of the last `count` inputs up to the end of a segment."""
-        own = range(max(segment.start, segment.start + segment.length - count), segment.start + segment.length)
-        return [*self._places_before(number, segment, count), *own][len(own) :]
+    def _last_places(self, number: int, span: TokenSpan, count: int) -> list[int]:
+        """Places of the last `count` inputs up to the end of a span."""
+        own = range(max(span.start, span.start + span.length - count), span.start + span.length)
+        return [*self._places_before(number, span, count), *own][len(own) :]
 
     def _next(self) -> dict[int, torch.Tensor]:
         if self._num_computed == len(self._carried):
@@ -111,29 +111,29 @@ class Stretch(Recurrence):
         return self._carried[self._num_computed - 1]
 
 
-def cut(segments: Sequence[Segment], most: int) -> list[Stretch]:
-    """Stretches of at most `most` tokens, in flat order, over segments that are in flat order.
+def cut(spans: Sequence[TokenSpan], most: int) -> list[Stretch]:
+    """Stretches of at most `most` tokens, in flat order, over spans that are in flat order.
 
-    A segment that does not fit into its stretch is cut at the end of a whole chunk.
+    A span that does not fit into its stretch is cut at the end of a whole chunk.
     """
-    number_of = {segment.start: number for number, segment in enumerate(segments)}
+    number_of = {span.start: number for number, span in enumerate(spans)}
     stretches: list[list[_Piece]] = [[]]
-    ends: dict[int, Segment] = {}
-    """The last piece of each segment in the present stretch."""
+    ends: dict[int, TokenSpan] = {}
+    """The last piece of each span in the present stretch."""
     room, chunk = most, CHUNK_SIZES[-1]
-    for number, segment in enumerate(segments):
+    for number, span in enumerate(spans):
         done = 0
-        while done < segment.length:
-            length = segment.length - done
+        while done < span.length:
+            length = span.length - done
             if length > room:
                 length = room // chunk * chunk
             if not length:
                 stretches.append([])
                 room, ends = most, {}
                 continue
-            before = number if done else None if segment.shared is None else number_of[segment.shared.start]
+            before = number if done else None if span.shared is None else number_of[span.shared.start]
             shared = None if before is None else ends.get(before)
-            piece = Segment(most - room, length, shared=shared)
+            piece = TokenSpan(most - room, length, shared=shared)
             stretches[-1].append(_Piece(number, piece, before if shared is None else None))
             ends[number] = piece
             room, done = room - length, done + length

@@ -20,7 +20,7 @@ import torch
 from groupgrad.batch import TokenScores
 from groupgrad.dist import RankGroup, sum_over_group
 from groupgrad.integrations.sharding.ring_attention import RingPlan
-from groupgrad.scoring.blocks import Segment
+from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.head_hook import HeadHook
 from groupgrad.scoring.layout import ForwardInputs
 
@@ -79,20 +79,20 @@ def cut_over_ranks(inputs: ForwardInputs, predictors: torch.Tensor, group: RankG
     A pass of fewer tokens than chunks is filled up with tokens of their own that predict nothing.
     """
     assert inputs.positions is not None
-    segments, ids, positions = list(inputs.segments), inputs.ids, inputs.positions
+    spans, ids, positions = list(inputs.spans), inputs.ids, inputs.positions
     lacking = 2 * group.size - len(ids)
     if lacking > 0:
-        segments.append(Segment(len(ids), lacking, prompt=_NO_PROMPT))
+        spans.append(TokenSpan(len(ids), lacking, prompt=_NO_PROMPT))
         ids, positions = torch.cat([ids, ids.new_zeros(lacking)]), torch.cat([positions, torch.arange(lacking).to(ids)])
     places = _places_of_ranks(len(ids), group.size)
     own = torch.tensor([place for chunk in places[group.index] for place in chunk], device=ids.device)
     place_here = torch.full_like(ids, -1).index_copy_(0, own, torch.arange(len(own), device=ids.device))
     here = place_here[predictors]
     scored = (here >= 0).nonzero().flatten()
-    plan = RingPlan([_cut_segments(chunks, segments) for chunks in places], group)
+    plan = RingPlan([_cut_spans(chunks, spans) for chunks in places], group)
     return ContextPart(
         group,
-        replace(inputs, ids=ids[own], positions=positions[own], plan=plan, segments=[]),
+        replace(inputs, ids=ids[own], positions=positions[own], plan=plan, spans=[]),
         scored,
         here[scored],
         len(predictors),
@@ -107,15 +107,15 @@ def _places_of_ranks(num_tokens: int, num_ranks: int) -> list[tuple[range, range
     return [(chunks[rank], chunks[num_chunks - 1 - rank]) for rank in range(num_ranks)]
 
 
-def _cut_segments(chunks: Sequence[range], segments: Sequence[Segment]) -> list[Segment]:
-    """Cuts segments to the chunks of one rank. A part's `start` counts from the rank's first token."""
+def _cut_spans(chunks: Sequence[range], spans: Sequence[TokenSpan]) -> list[TokenSpan]:
+    """Cuts spans to the chunks of one rank. A part's `start` counts from the rank's first token."""
     parts, first = [], 0
     for chunk in chunks:
-        for segment in segments:
-            start, end = max(segment.start, chunk.start), min(segment.start + segment.length, chunk.stop)
+        for span in spans:
+            start, end = max(span.start, chunk.start), min(span.start + span.length, chunk.stop)
             if start < end:
-                position = segment.position + start - segment.start
+                position = span.position + start - span.start
                 place = first + start - chunk.start
-                parts.append(replace(segment, start=place, length=end - start, position=position))
+                parts.append(replace(span, start=place, length=end - start, position=position))
         first += len(chunk)
     return parts

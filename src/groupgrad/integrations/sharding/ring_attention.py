@@ -20,7 +20,7 @@ import torch
 
 from groupgrad.dist import RankGroup, RingHop
 from groupgrad.scoring.attention import AttentionCall
-from groupgrad.scoring.blocks import QUERY_TILE, Segment
+from groupgrad.scoring.blocks import QUERY_TILE, TokenSpan
 from groupgrad.scoring.recurrence import Recurrence
 from groupgrad.scoring.wide_products import wide_products
 
@@ -51,13 +51,13 @@ class _Tile:
 class RingPlan:
     """Attention plan of one rank's tokens (see `attention.AttentionPlan`). `attend` is a collective of the group.
 
-    `segments[r]` holds the parts of rows and prompts on rank r of the group, which has at least one token. All parts of
+    `spans[r]` holds the parts of rows and prompts on rank r of the group, which has at least one token. All parts of
     a row have its numbers of prompt and row, and those of a shared prompt the prompt's number and no row.
     """
 
-    def __init__(self, segments: Sequence[Sequence[Segment]], group: RankGroup):
+    def __init__(self, spans: Sequence[Sequence[TokenSpan]], group: RankGroup):
         self.group = group
-        self._segments = segments
+        self._spans = spans
         self._tiles: dict[tuple[int, int | None], list[_Tile]] = {}
 
     @property
@@ -67,13 +67,13 @@ class RingPlan:
 
     def num_tokens(self, rank: int) -> int:
         """Number of tokens of a rank of the group."""
-        return sum(segment.length for segment in self._segments[rank])
+        return sum(span.length for span in self._spans[rank])
 
     def tiles(self, rank: int, window: int | None) -> list[_Tile]:
         """The tiles of this rank's queries and the keys of `rank`, made once for all layers with the same window."""
         if (rank, window) not in self._tiles:
-            own, others = self._segments[self.group.index], self._segments[rank]
-            self._tiles[rank, window] = [tile for segment in own for tile in _tiles_of(segment, others, window)]
+            own, others = self._spans[self.group.index], self._spans[rank]
+            self._tiles[rank, window] = [tile for span in own for tile in _tiles_of(span, others, window)]
         return self._tiles[rank, window]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -86,21 +86,21 @@ class RingPlan:
         return _RingAttention.apply(query, key, value, call.sinks, self, call)  # pyright: ignore[reportReturnType]
 
 
-def _tiles_of(queries: Segment, keys: Sequence[Segment], window: int | None) -> Iterator[_Tile]:
-    """The tiles that hold all keys which the tokens of one segment attend to."""
+def _tiles_of(queries: TokenSpan, keys: Sequence[TokenSpan], window: int | None) -> Iterator[_Tile]:
+    """The tiles that hold all keys which the tokens of one span attend to."""
     # A row attends to itself and, unless it has the prompt's tokens too, to the shared prompt, whose row is None.
     rows = (queries.row,) if queries.shared is None else (queries.row, None)
-    visible = [segment for segment in keys if segment.prompt == queries.prompt and segment.row in rows]
+    visible = [span for span in keys if span.prompt == queries.prompt and span.row in rows]
     for first in range(0, queries.length, QUERY_TILE):
         num_queries = min(QUERY_TILE, queries.length - first)
         start = queries.start + first
-        for segment in visible:
-            distance = queries.position + first - segment.position
+        for span in visible:
+            distance = queries.position + first - span.position
             begin = 0 if window is None else max(0, distance - window + 1)
-            end = min(segment.length, distance + num_queries)
+            end = min(span.length, distance + num_queries)
             for key in range(begin, end, KEY_TILE):
                 stop = min(key + KEY_TILE, end)
-                places = slice(segment.start + key, segment.start + stop)
+                places = slice(span.start + key, span.start + stop)
                 yield _Tile(slice(start, start + num_queries), places, distance - key)
 
 
