@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from groupgrad.integrations.recurrent.recurrent_layers import drop_kept_recurrence, recurrent_classes, routed
-from groupgrad.models.unwrapping import arguments, pretrained, unwrapped_parts
+from groupgrad.models.unwrapping import arguments, is_multimodal, pretrained, unwrapped_parts
 from groupgrad.scoring.attention_plan import AttentionCall, AttentionPlan, PlanMask
 
 _PREFIX = "groupgrad_"
@@ -150,6 +150,25 @@ def attention_dropout(model: nn.Module) -> float:
             layers = [(n, c.p) for n, c in module.named_children() if isinstance(c, nn.modules.dropout._DropoutNd)]
             probabilities += [probability for name, probability in layers if "att" in name or name == "dropout"]
     return max(probabilities)
+
+
+def whole_rows_reason(model: nn.Module, padded_because: str | None, *, aux_loss: bool) -> str | None:
+    """Says why the tokens of a row of `model` cannot be on several ranks, and what to set; None if they can.
+
+    `padded_because` says why the model runs on padded rows only; None if it does not.
+    """
+    inner = pretrained(model)
+    if is_multimodal(model):
+        return "this model takes images, whose tokens must stay together. Set context_parallel_size=1"
+    if inner is not None and recurrent_classes(inner):
+        return "this model has recurrent layers, which pass a state on from token to token. Set context_parallel_size=1"
+    if padded_because is not None:
+        return f"this model runs on padded rows only: {padded_because}. Set context_parallel_size=1"
+    if dropout := attention_dropout(model):
+        return f"this model has an attention dropout of {dropout:g}. Set disable_dropout=True"
+    if aux_loss:
+        return "this model's load-balancing loss counts all tokens of a pass. Set router_aux_loss_coef=0"
+    return None
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -22,7 +22,6 @@ from groupgrad.scoring.attention_plan import AttentionCall
 from groupgrad.scoring.blocks import Block, TokenSpan, make_blocks
 from groupgrad.scoring.flex_attention import TokenPlaces, attend_flex, is_usable
 from groupgrad.scoring.recurrence import Recurrence
-from groupgrad.scoring.wide_products import wide_products
 
 
 class BlockPlan:
@@ -89,6 +88,18 @@ def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> c
     """The compiled kernels if they support these tensors (..., D), otherwise None."""
     is_supported = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in (query, key, value))
     return library() if is_supported and key.shape[-1] == value.shape[-1] else None
+
+
+def wide_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """(B, T, S) products of (B, T, D) and (B, D, S): float32 for half precision on CUDA, else in the inputs' type.
+
+    bfloat16 would round a score between 8 and 16 by up to 0.03. Not differentiable on CUDA.
+    """
+    if not left.is_cuda or left.dtype not in (torch.float16, torch.bfloat16):
+        return torch.bmm(left, right)
+    if "dtype" in torch.ops.aten.bmm.overloads():  # torch 2.8
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(left.float(), right.float())
 
 
 class _RowAttention(torch.autograd.Function):

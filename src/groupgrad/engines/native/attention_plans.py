@@ -22,10 +22,9 @@ from groupgrad.engines.native.kv_cache import KVBuffer, KVCache, LayerShape, Sta
 from groupgrad.integrations.recurrent.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
 from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
 from groupgrad.scoring.attention_plan import AttentionCall
-from groupgrad.scoring.block_attention import kernel_for
+from groupgrad.scoring.block_attention import kernel_for, wide_products
 from groupgrad.scoring.blocks import QUERY_TILE
 from groupgrad.scoring.vlm import PromptImages
-from groupgrad.scoring.wide_products import wide_products
 
 _MOST_WIDTH = 256
 """Largest width of a head that torch's kernels of attention take on a GPU."""

@@ -7,8 +7,8 @@ from torch import nn
 from groupgrad import dist
 from groupgrad.config import GRPOConfig
 from groupgrad.errors import ConfigError
+from groupgrad.scoring.attention import whole_rows_reason
 from groupgrad.scoring.self_check import LayoutReport
-from groupgrad.scoring.whole_rows import whole_rows_reason
 
 
 def context_group(

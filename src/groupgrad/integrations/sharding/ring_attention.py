@@ -20,9 +20,9 @@ import torch
 
 from groupgrad.dist import RankGroup, RingHop
 from groupgrad.scoring.attention import AttentionCall
+from groupgrad.scoring.block_attention import wide_products
 from groupgrad.scoring.blocks import QUERY_TILE, TokenSpan
 from groupgrad.scoring.recurrence import Recurrence
-from groupgrad.scoring.wide_products import wide_products
 
 KEY_TILE = 512
 """Keys whose scores with a tile of queries are computed at a time."""
