@@ -26,7 +26,7 @@ from materials import make_model, make_words
 
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native.attention_plans import DecodeBatch
+from groupgrad.engines.native.attention_layouts import DecodeBatch
 from groupgrad.engines.native.kv_cache import Need
 from groupgrad.engines.native.runner import EagerStep
 

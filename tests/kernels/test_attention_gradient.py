@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from groupgrad.kernels.attend import attend, attend_gradient, rows_by_prompt, slot_spans, span_table
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 
 UNIT = 2.0**-24
 """Largest relative error of one rounding in float32."""

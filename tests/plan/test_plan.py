@@ -22,7 +22,7 @@ from groupgrad.apps.plan import shapes
 from groupgrad.apps.plan.fitting import choices, recommended, smallest_device
 from groupgrad.apps.plan.memory import RunSizes, ZeroBuffers, pass_sizes, predict
 from groupgrad.apps.plan.shapes import model_shape, read_config
-from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.scoring.forward import ForwardOptions, build_batch
 from groupgrad.scoring.gradient_checkpointing import activation_bytes_per_token
@@ -44,7 +44,7 @@ def test_counts_are_those_of_the_model(make_model: Any) -> None:
 def test_a_hybrid_is_the_sum_of_its_kinds_of_layers(family: str) -> None:
     """Keys, values and states are those that the native engine stores, and activations those of a pass of the model."""
     config, model = CONFIGS[family](), make_hybrid(family).train()
-    shape, probe, token = model_shape(family, config, half=False), ProbePlan(), torch.zeros(1, dtype=torch.int64)
+    shape, probe, token = model_shape(family, config, half=False), ProbeLayout(), torch.zeros(1, dtype=torch.int64)
     assert shape.parameters == model.num_parameters()
     with torch.no_grad():
         last_logits(model.eval(), token, token, probe, token)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from groupgrad.batch import Batch
 from groupgrad.scoring import block_attention
 from groupgrad.scoring import flex_attention as flex
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.flex_attention import attend_flex, is_usable
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.scoring.layout import flat_layout
@@ -119,9 +119,9 @@ def test_it_is_the_same_function(window, softcap, monkeypatch):
     monkeypatch.setattr(flex, "_try_once", lambda *_: None)
     flat, inputs = make_layout(), heads()
     call = AttentionCall(layer=0, scale=0.3, softcap=softcap, window=window)
-    actual = attend_flex(*inputs, flat.plan.places(CPU), call)
+    actual = attend_flex(*inputs, flat.attention.places(CPU), call)
     assert actual is not None
-    torch.testing.assert_close(actual, flat.plan.attend(*inputs, call), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, flat.attention.attend(*inputs, call), rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------ when it is used
@@ -161,7 +161,7 @@ def test_narrow_heads_leave_it_to_other_models(scripted, monkeypatch):
     """Narrow heads take the matrix products without a warning."""
     made = scripted()
     monkeypatch.setattr(block_attention, "is_usable", is_usable)
-    make_layout().plan.attend(*heads(width=8), AttentionCall(0, 1.0))
+    make_layout().attention.attend(*heads(width=8), AttentionCall(0, 1.0))
     assert (made.calls, flex._State.failed) == ([], set())
 
 
@@ -169,7 +169,7 @@ def test_narrow_heads_leave_it_to_other_models(scripted, monkeypatch):
 
 
 def test_a_small_call_goes_first_forward_and_backward(scripted):
-    made, places, call = scripted(), make_layout().plan.places(CPU), AttentionCall(0, 0.3)
+    made, places, call = scripted(), make_layout().attention.places(CPU), AttentionCall(0, 0.3)
     with torch.no_grad():
         for _ in range(2):
             assert attend_flex(*heads(), places, call) is not None
@@ -178,7 +178,7 @@ def test_a_small_call_goes_first_forward_and_backward(scripted):
 
 
 def test_each_kind_of_call_is_tried_once(scripted):
-    made, places = scripted(), make_layout().plan.places(CPU)
+    made, places = scripted(), make_layout().attention.places(CPU)
     plain, windowed = AttentionCall(0, 0.3), AttentionCall(1, 0.3, window=4)
     for call in (plain, windowed, plain, AttentionCall(2, 0.3, window=9), AttentionCall(3, 0.3, softcap=3.0)):
         attend_flex(*heads(), places, call)
@@ -193,11 +193,11 @@ def test_an_error_of_the_backward_pass_is_found_before_training(scripted, caplog
     flat, call = make_layout(), AttentionCall(0, 0.3)
     inputs = [x.requires_grad_() for x in heads()]
     for _ in range(2):
-        actual = flat.plan.attend(*inputs, call)
+        actual = flat.attention.attend(*inputs, call)
         gradients = torch.autograd.grad(actual.square().sum(), inputs)
     assert made.calls == [(TRIED, True)]
     assert caplog.text.count("flex attention cannot run here (RuntimeError: no kernel image)") == 1
-    expected = make_layout().plan.attend(*inputs, call)
+    expected = make_layout().attention.attend(*inputs, call)
     assert torch.equal(actual, expected)
     for gradient, want in zip(gradients, torch.autograd.grad(expected.square().sum(), inputs)):
         assert torch.equal(gradient, want)
@@ -207,16 +207,16 @@ def test_an_error_of_the_backward_pass_is_found_before_training(scripted, caplog
 def test_numbers_that_are_none_are_an_error(scripted, monkeypatch, caplog, number):
     made = scripted()
     monkeypatch.setattr(made, "attend", lambda query, key, value, *_: number * (query + key.sum() + value.sum()))
-    assert attend_flex(*heads(), make_layout().plan.places(CPU), AttentionCall(0, 0.3)) is None
+    assert attend_flex(*heads(), make_layout().attention.places(CPU), AttentionCall(0, 0.3)) is None
     assert "equal tokens that are not finite" in caplog.text
 
 
 def test_without_its_kernel_matrix_products_do(scripted, caplog):
     flat, inputs, call = make_layout(), heads(), AttentionCall(0, 1.0)
-    expected = flat.plan.attend(*inputs, call)
+    expected = flat.attention.attend(*inputs, call)
     scripted(forward=ZeroDivisionError("such a kernel"))
     for _ in range(2):
-        assert torch.equal(flat.plan.attend(*inputs, call), expected)
+        assert torch.equal(flat.attention.attend(*inputs, call), expected)
     assert caplog.text.count("flex attention cannot run here (ZeroDivisionError: such a kernel)") == 1
 
 
@@ -228,7 +228,7 @@ SHORTAGES = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton 
 def test_a_shortage_of_memory_is_the_callers(scripted, where, error):
     scripted(**{where: error})
     with pytest.raises(type(error), match="out of memory"):
-        attend_flex(*heads(), make_layout().plan.places(CPU), AttentionCall(0, 0.3))
+        attend_flex(*heads(), make_layout().attention.places(CPU), AttentionCall(0, 0.3))
     assert not flex._State.failed
     assert not flex._State.tried
 
@@ -240,7 +240,7 @@ def test_layers_that_are_computed_again_do_not_see_the_trial(scripted, use_reent
     inputs = [x.requires_grad_() for x in heads()]
 
     def layer(*x: torch.Tensor) -> torch.Tensor:
-        return flat.plan.attend(x[0], x[1], x[2], call).square()
+        return flat.attention.attend(x[0], x[1], x[2], call).square()
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = checkpoint(layer, *inputs, use_reentrant=use_reentrant)
@@ -254,7 +254,7 @@ def test_a_checkpointed_layer_may_end_with_attention(scripted):
     """Computing it again then stops inside of the attention, by an exception that is no failure."""
     made, layout = scripted(), make_layout()
     inputs = [x.requires_grad_() for x in heads()]
-    output = checkpoint(lambda *x: layout.plan.attend(*x, AttentionCall(0, 0.3)), *inputs, use_reentrant=False)
+    output = checkpoint(lambda *x: layout.attention.attend(*x, AttentionCall(0, 0.3)), *inputs, use_reentrant=False)
     output.sum().backward()
     assert made.backwards == [TRIED, 17]
     assert not flex._State.failed
@@ -264,7 +264,7 @@ def test_hooks_on_saved_tensors_do_not_see_the_trial(scripted):
     made, flat = scripted(), make_layout()
     inputs, sizes = [x.requires_grad_() for x in heads()], set()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.add(x.shape), lambda x: x):
-        flat.plan.attend(*inputs, AttentionCall(0, 0.3))
+        flat.attention.attend(*inputs, AttentionCall(0, 0.3))
     assert made.backwards == [TRIED]
     assert sizes
     assert not any(TRIED in size for size in sizes)
@@ -274,7 +274,7 @@ def test_hooks_on_saved_tensors_do_not_see_the_trial(scripted):
 def test_it_is_tried_with_gradients_in_any_mode(scripted, mode):
     made = scripted()
     with mode():
-        make_layout().plan.attend(*heads(), AttentionCall(0, 0.3))
+        make_layout().attention.attend(*heads(), AttentionCall(0, 0.3))
     assert made.backwards == [TRIED]
     assert not flex._State.failed
 
@@ -317,7 +317,7 @@ def test_few_variants_do_for_all_lengths_and_windows(recording):
     """
     seen = []
     for with_gradient, window, num_tokens in itertools.product((False, True), (None, 3, 9), (300, 141)):
-        places, call = make_layout(num_tokens).plan.places(CPU), AttentionCall(0, 0.3, window=window)
+        places, call = make_layout(num_tokens).attention.places(CPU), AttentionCall(0, 0.3, window=window)
         with torch.set_grad_enabled(with_gradient):
             actual = flex._attend(*heads(num_tokens), places, call)
         assert actual.shape == (num_tokens, 4, 16)
@@ -330,7 +330,7 @@ def test_few_variants_do_for_all_lengths_and_windows(recording):
 @pytest.mark.slow
 def test_a_soft_cap_is_part_of_the_kernel(recording):
     """A variable soft cap would be a number on the CPU, for which torch compiles no kernel."""
-    places, call = make_layout(141).plan.places(CPU), AttentionCall(0, 0.3, softcap=30.0)
+    places, call = make_layout(141).attention.places(CPU), AttentionCall(0, 0.3, softcap=30.0)
     with torch.no_grad():
         flex._attend(*heads(141), places, call)
     inputs = [node.meta["example_value"] for node in recording.graphs[-1].graph.nodes if node.op == "placeholder"]
@@ -341,10 +341,10 @@ def test_a_soft_cap_is_part_of_the_kernel(recording):
 def test_the_trial_compiles_what_training_uses(recording, monkeypatch):
     """The first step compiles nothing. Gradients, which torch supports on GPUs alone, run uncompiled."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    inputs, places = [x.requires_grad_() for x in heads(300)], make_layout(300).plan.places(CPU)
+    inputs, places = [x.requires_grad_() for x in heads(300)], make_layout(300).attention.places(CPU)
     flex._try_once(*inputs, AttentionCall(0, 0.3))
     assert len(recording.graphs) == 2
-    expected = make_layout(300).plan.attend(*inputs, AttentionCall(0, 0.3))
+    expected = make_layout(300).attention.attend(*inputs, AttentionCall(0, 0.3))
     actual = attend_flex(*inputs, places, AttentionCall(0, 0.3))
     assert actual is not None
     assert len(recording.graphs) == 2
@@ -364,8 +364,8 @@ def test_where_torch_does_not_compile_matrix_products_do(recording, monkeypatch,
         else:
             monkeypatch.setattr(flex, "_VARIANTS", 1)
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=1))
-            assert attend_flex(*heads(141), flat.plan.places(CPU), call) is not None
-        assert attend_flex(*heads(141, query_heads=2), flat.plan.places(CPU), call) is None
+            assert attend_flex(*heads(141), flat.attention.places(CPU), call) is not None
+        assert attend_flex(*heads(141, query_heads=2), flat.attention.places(CPU), call) is None
     assert "flex attention cannot run here" in caplog.text
 
 
@@ -383,8 +383,8 @@ def test_the_compiled_kernel_gives_the_numbers_of_matrix_products(num_tokens, wi
     exact = heads(num_tokens, 8, 2, 64, device="cuda")
     half = [x.bfloat16().requires_grad_() for x in exact]
     exact = [x.detach().float().requires_grad_() for x in half]
-    expected = flat.plan.attend(*exact, call)
-    actual = attend_flex(*half, flat.plan.places(torch.device("cuda")), call)
+    expected = flat.attention.attend(*exact, call)
+    actual = attend_flex(*half, flat.attention.places(torch.device("cuda")), call)
     assert actual is not None
     weights = torch.randn(expected.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     wanted = torch.autograd.grad((expected * weights).sum(), exact)

@@ -18,9 +18,9 @@ from groupgrad.batch import Batch, StepTotals
 from groupgrad.kernels.compile import SWITCH
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
 from groupgrad.scoring import blocks as blocks_module
-from groupgrad.scoring.attention import attention_dropout, plannable
-from groupgrad.scoring.attention_plan import AttentionCall
-from groupgrad.scoring.block_attention import BlockPlan
+from groupgrad.scoring.attention import attention_dropout, flat_obstacle
+from groupgrad.scoring.attention_layout import AttentionCall
+from groupgrad.scoring.block_attention import BlockLayout
 from groupgrad.scoring.blocks import TokenSpan, make_blocks
 from groupgrad.scoring.forward import ForwardOptions, layout_for, score_tokens
 from groupgrad.scoring.layout import flat_layout
@@ -148,8 +148,8 @@ def test_recomputed_layers_see_the_plan_of_their_own_forward_pass(make_model, us
 
 @pytest.mark.parametrize("tile", [4, 7, 256])
 def test_every_architecture_gives_the_dense_numbers(any_model, monkeypatch, tile):
-    if plannable(any_model) is not None:
-        pytest.skip(str(plannable(any_model)))
+    if flat_obstacle(any_model) is not None:
+        pytest.skip(str(flat_obstacle(any_model)))
     monkeypatch.setattr(blocks_module, "QUERY_TILE", tile)
     batch = random_batch([3, 7, 12], [(p, n) for n in (0, 1, 5, 9, 13) for p in (2, 0, 1)])
     expected = score_tokens(any_model, batch, DENSE)
@@ -190,7 +190,7 @@ def test_what_each_token_of_a_shared_prompt_sees():
     assert flat.positions.tolist() == [0, 1, 2, 3, 2, 3, 4]  # the last token of a row is not computed
     assert flat.predictors.tolist() == [1, 2, 3, 1, 4, 5, 6]
     zeros, ones = torch.zeros(1, 7, 8), torch.eye(7, 8)[None]
-    weights = flat.plan.attend(zeros, zeros, ones, AttentionCall(layer=0, scale=1.0))[:, 0, :7]
+    weights = flat.attention.attend(zeros, zeros, ones, AttentionCall(layer=0, scale=1.0))[:, 0, :7]
     third, fourth, fifth = 1 / 3, 1 / 4, 1 / 5
     expected = [
         [1, 0, 0, 0, 0, 0, 0],
@@ -227,7 +227,7 @@ def test_attention_against_float64(window):
     wanted = torch.autograd.grad((expected * weights).sum(), [*inputs, sinks])
     single = [x.detach().float().requires_grad_() for x in (*inputs, sinks)]
     call = AttentionCall(layer=0, scale=0.7, softcap=3.0, window=window, sinks=single[3])
-    actual = flat.plan.attend(single[0], single[1], single[2], call)
+    actual = flat.attention.attend(single[0], single[1], single[2], call)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
     gradients = torch.autograd.grad((actual * weights.float()).sum(), single)
     for gradient, want in zip(gradients, wanted):
@@ -278,7 +278,7 @@ def test_scores_behind_few_keys_are_rounded_once(width: int, monkeypatch):
     query, key, value = (torch.randn(4, 89, width) for _ in range(3))
     query *= 6  # scores of up to 30: two thirds of the weight on one key
     call = AttentionCall(0, width**-0.5)
-    actual = BlockPlan([prompt, *rows]).attend(query, key, value, call)
+    actual = BlockLayout([prompt, *rows]).attend(query, key, value, call)
     for row in rows:
         places = torch.cat([torch.arange(9), torch.arange(row.start, row.start + 20)])
         q, k, v = (x[:, places].double() for x in (query, key, value))

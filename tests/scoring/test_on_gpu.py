@@ -12,8 +12,8 @@ from simulated_cuda import GPU, SimulatedTensor, simulated_cuda, to_cuda, with_r
 from torch import nn
 from vlm_batches import make_batch, make_vlm_setup
 
-from groupgrad.scoring.attention_plan import AttentionCall
-from groupgrad.scoring.block_attention import BlockPlan
+from groupgrad.scoring.attention_layout import AttentionCall
+from groupgrad.scoring.block_attention import BlockLayout
 from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
 
@@ -79,10 +79,12 @@ def test_adapters_and_gradient_checkpointing_do(use_reentrant: bool, build, batc
 def attended(query: Any, key: Any, value: Any, of_output: Any) -> list[torch.Tensor]:
     """Outputs of two rows behind a prompt, with sinks, and the gradients of queries, keys and values."""
     prompt = TokenSpan(0, 5)
-    plan = BlockPlan([prompt, TokenSpan(5, 7, 5, row=0, shared=prompt), TokenSpan(12, 4, 5, row=1, shared=prompt)])
+    attention = BlockLayout(
+        [prompt, TokenSpan(5, 7, 5, row=0, shared=prompt), TokenSpan(12, 4, 5, row=1, shared=prompt)]
+    )
     inputs = [x.detach().requires_grad_() for x in (query, key, value)]
     sinks = query.new_zeros(len(query))
-    output = plan.attend(*inputs, AttentionCall(0, 0.25, sinks=sinks))
+    output = attention.attend(*inputs, AttentionCall(0, 0.25, sinks=sinks))
     return [output.detach(), *torch.autograd.grad(output, inputs, of_output)]
 
 

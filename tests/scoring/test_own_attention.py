@@ -8,7 +8,7 @@ import pytest
 
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.selection import EngineOptions, choose_engine
-from groupgrad.scoring.attention import attention_dropout, plannable
+from groupgrad.scoring.attention import attention_dropout, flat_obstacle
 from groupgrad.scoring.forward import ForwardOptions
 from groupgrad.scoring.self_check import check_layout
 
@@ -19,7 +19,7 @@ REASON = "its attention does not go through transformers' attention interface"
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_without_the_interface_runs_dense_and_says_why(name: str, build: Any) -> None:
     model = build(name)
-    assert plannable(model) == REASON
+    assert flat_obstacle(model) == REASON
     report, engine = check_layout(model, ForwardOptions()), choose_engine(model, EngineOptions(), SamplingOptions(5))
     assert (report.layout, report.reason, engine.name) == ("dense", REASON, "transformers")
 
@@ -29,7 +29,7 @@ def test_a_family_that_has_moved_to_the_interface_runs_all_fast_paths(name: str,
     """Releases of transformers in which GPT-J and CodeGen compute attention in a method of their own run them dense."""
     model = build(name)
     has_moved = not hasattr(type(model.transformer.h[0].attn), "_attn")
-    assert (plannable(model) is None) == has_moved
+    assert (flat_obstacle(model) is None) == has_moved
     report, engine = check_layout(model, ForwardOptions()), choose_engine(model, EngineOptions(), SamplingOptions(5))
     assert (report.layout, engine.name) == (("shared", "native") if has_moved else ("dense", "transformers"))
 

@@ -100,7 +100,7 @@ def test_a_model_that_changes_its_logits_keeps_its_own_head(build, where, change
 
 def test_a_failing_flat_pass_falls_back_to_dense(build, monkeypatch):
     model = build("llama")
-    monkeypatch.setattr(startup, "plannable", lambda model: None)
+    monkeypatch.setattr(startup, "flat_obstacle", lambda model: None)
     attention = model.model.layers[0].self_attn
     plain = attention.forward
 

@@ -26,11 +26,11 @@ from groupgrad.models.reference import Reference
 from groupgrad.models.unwrapping import arguments, is_multimodal, placeholder_ids
 from groupgrad.multimodal.vlm_prompts import example_prompt
 from groupgrad.scoring import vlm as vlm_module
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.forward import ForwardOptions, InputLayout, score_tokens
 from groupgrad.scoring.old_and_ref import OldAndRefScorer
 from groupgrad.scoring.self_check import check_layout, random_batch
-from groupgrad.scoring.vlm import BidirectionalImagePlan, concat_media_tensors, prompt_images
+from groupgrad.scoring.vlm import BidirectionalImageLayout, concat_media_tensors, prompt_images
 from groupgrad.types import Media, Rollout
 
 LAYOUTS: tuple[InputLayout, ...] = ("dense", "packed", "shared")
@@ -322,7 +322,7 @@ def test_the_same_picture_is_one_prompt(qwen: VLMSetup):
 
 
 class _NoAttention:
-    """An attention plan whose outputs are zeros."""
+    """An attention layout whose outputs are zeros."""
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         return torch.zeros(query.shape[1], query.shape[0], value.shape[2])
@@ -336,7 +336,7 @@ def test_tokens_of_an_image_attend_to_the_end_of_the_image(softcap, window, sink
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 8, 4), torch.randn(1, 8, 4), torch.randn(1, 8, 4)
     call = AttentionCall(layer=0, scale=0.7, softcap=softcap, window=window, sinks=sinks)
-    actual = BidirectionalImagePlan(_NoAttention(), [(1, 3, 6)]).attend(query, key, value, call)
+    actual = BidirectionalImageLayout(_NoAttention(), [(1, 3, 6)]).attend(query, key, value, call)
     for head in range(2):
         for place in range(3, 6):
             keys = [i for i in range(1, 6) if window is None or place - i < window]

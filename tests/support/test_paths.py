@@ -17,7 +17,7 @@ from torch import nn
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.scoring.attention import plannable
+from groupgrad.scoring.attention import flat_obstacle
 from groupgrad.scoring.forward import ForwardOptions, InputLayout, score_tokens
 from groupgrad.scoring.self_check import build_batch
 
@@ -100,7 +100,7 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_training_path(name: str, layout: InputLayout, adapters: str, build: Any):
     model = adapted(build, name, adapters)
-    reason = plannable(model)
+    reason = flat_obstacle(model)
     if reason is not None and layout != "dense":
         pytest.skip(reason)
     batch = build_batch([list(ids) for ids in PROMPTS], ROWS, COMPLETIONS)
@@ -120,7 +120,7 @@ def test_training_path(name: str, layout: InputLayout, adapters: str, build: Any
 @pytest.mark.parametrize("name", NAMES)
 def test_sampling_path(name: str, engine: str, adapters: str, build: Any):
     model = adapted(build, name, adapters)
-    reason = plannable(model)
+    reason = flat_obstacle(model)
     if reason is not None and engine == "native":
         pytest.skip(reason)
     # `choose_engine` finds out for whom padding on the left changes the state.

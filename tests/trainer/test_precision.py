@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from groupgrad.engines.native.attention_plans import DecodePlan, PrefillPlan
-from groupgrad.scoring.block_attention import BlockPlan
+from groupgrad.engines.native.attention_layouts import DecodeLayout, PrefillLayout
+from groupgrad.scoring.block_attention import BlockLayout
 from groupgrad.trainer.stochastic_adamw import StochasticAdamW
 
-PLANS = {"prompts": PrefillPlan, "sampled tokens": DecodePlan, "training": BlockPlan}
+PLANS = {"prompts": PrefillLayout, "sampled tokens": DecodeLayout, "training": BlockLayout}
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from groupgrad.models.adapters import is_adapted
 from groupgrad.models.model_names import model_source
 from groupgrad.models.rounding import Rounding
 from groupgrad.models.unwrapping import base_model, is_multimodal, pretrained, unwrap
-from groupgrad.scoring.attention import plannable
+from groupgrad.scoring.attention import flat_obstacle
 from groupgrad.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
 from groupgrad.scoring.self_check import build_batch, random_ids
 from groupgrad.types import Media, Prompt
@@ -177,7 +177,7 @@ def _obstacle(model: nn.Module, sampling: SamplingOptions) -> str | None:
     """The reason not to try the native engine, or None."""
     if brings_own_generate(model):
         return "the model brings its own generate"
-    reason = plannable(model)
+    reason = flat_obstacle(model)
     if reason is not None:
         return reason
     missing = unsupported(sampling)

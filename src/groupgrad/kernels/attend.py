@@ -49,7 +49,7 @@ def slot_spans(
 
 
 class ScoreOptions(Protocol):
-    """Options of attention scores; see `scoring.attention_plan.AttentionCall`."""
+    """Options of attention scores; see `scoring.attention_layout.AttentionCall`."""
 
     @property
     def scale(self) -> float: ...

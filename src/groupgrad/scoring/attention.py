@@ -1,12 +1,12 @@
-"""Runs models under an attention plan, which transformers passes to each layer in place of the mask.
+"""Runs models under an attention layout, which transformers passes to each layer in place of the mask.
 
-A model runs on flat, unpadded tokens, (1, T). Each layer hands its queries, keys and values to the plan, which computes
-the attention. The attention implementation of a model's configuration is wrapped by transformers' attention interface:
-the wrapper recognises plans and passes every other call on. No model file is patched, and a model without a plan (its
-own `generate`, a dense forward pass) runs as before.
+A model runs on flat, unpadded tokens, (1, T). Each layer hands its queries, keys and values to the layout, which
+computes the attention. The attention implementation of a model's configuration is wrapped by transformers' attention
+interface: the wrapper recognises layouts and passes every other call on. No model file is patched, and a model without
+one (its own `generate`, a dense forward pass) runs as before.
 
-The plan is passed as the mask, not looked up when a layer runs. A layer that gradient checkpointing computes again in
-the backward pass therefore gets the plan of its own forward pass.
+The layout is passed as the mask, not looked up when a layer runs. A layer that gradient checkpointing computes again in
+the backward pass therefore gets the layout of its own forward pass.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from groupgrad.integrations.recurrent.recurrent_layers import drop_kept_recurrence, recurrent_classes, routed
 from groupgrad.models.unwrapping import arguments, is_multimodal, pretrained, unwrapped_parts
-from groupgrad.scoring.attention_plan import AttentionCall, AttentionPlan, PlanMask
+from groupgrad.scoring.attention_layout import AttentionCall, AttentionLayout, LayoutMask
 
 _PREFIX = "groupgrad_"
 
-_PLANNABLE_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
+_ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
 """Entries of a configuration's `layer_types` in which tokens interact by attention alone."""
 
-_ROUTABLE_LAYERS = _PLANNABLE_LAYERS | {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
-"""`_PLANNABLE_LAYERS`, and layers that a `Recurrence` can compute."""
+_ROUTABLE_LAYERS = _ATTENTION_LAYERS | {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
+"""`_ATTENTION_LAYERS`, and layers that a `Recurrence` can compute."""
 
 _WHOLE_CALL_ROPE = frozenset({"dynamic", "longrope"})
 """Types of rotary embeddings whose frequencies depend on the largest position of a call."""
@@ -42,49 +42,49 @@ _WHOLE_CALL_ROPE = frozenset({"dynamic", "longrope"})
 _configs: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """The configurations inside a model that name an attention implementation, cached because sampling needs them often."""
 
-_active_plans: list[PlanMask] = []
-"""The plans of the running model calls, innermost last."""
+_active_layouts: list[LayoutMask] = []
+"""The layouts of the running model calls, innermost last."""
 
 _find_packed = masking_utils.find_packed_sequence_indices
 
 
-def _find_packed_without_plan(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """None under a plan, which replaces the mask: the search for packed rows would make the host wait for a GPU."""
-    return None if _active_plans else _find_packed(position_ids)
+def _find_packed_without_layout(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """None under an attention layout: the search for packed rows would make the host wait for a GPU."""
+    return None if _active_layouts else _find_packed(position_ids)
 
 
-masking_utils.find_packed_sequence_indices = _find_packed_without_plan
+masking_utils.find_packed_sequence_indices = _find_packed_without_layout
 
 
-def run_planned(
+def run_flat(
     model: nn.Module,
     ids: torch.Tensor,
     positions: torch.Tensor,
-    plan: AttentionPlan,
+    attention: AttentionLayout,
     **extra: Any,
 ) -> Any:
-    """The model's output for the flat tokens `ids` (T,) at `positions` (T,) under `plan`, without a KV cache.
+    """The model's output for the flat tokens `ids` (T,) at `positions` (T,) under `attention`, without a KV cache.
 
-    Positions with several axes are (3, T). In a vision-language model the plan applies to the text decoder alone.
+    Positions with several axes are (3, T). In a vision-language model the layout applies to the text decoder alone.
 
-    `model` may be wrapped (adapters, data parallelism). ValueError if it cannot run plans (see `plannable`).
+    `model` may be wrapped (adapters, data parallelism). ValueError if it cannot run so (see `flat_obstacle`).
     """
-    reason = plannable(model)
+    reason = flat_obstacle(model)
     if reason is not None:
-        raise ValueError(f"{type(model).__name__} cannot run an attention plan: {reason}")
+        raise ValueError(f"{type(model).__name__} cannot run under an attention layout: {reason}")
     inner = pretrained(model)
     assert inner is not None
     is_kept = _is_kept_for_backward(inner)
-    _active_plans.append(PlanMask(plan))
+    _active_layouts.append(LayoutMask(attention))
     try:
         with _wrapped_attention(inner, is_kept=is_kept), ExitStack() as routes:
             if recurrent_classes(inner):
-                routes.enter_context(routed(inner, plan.recurrence, keep=is_kept))
+                routes.enter_context(routed(inner, attention.recurrence, keep=is_kept))
             if "position_ids" in arguments(model):
                 extra["position_ids"] = positions.unsqueeze(-2)
             return model(input_ids=ids[None], use_cache=False, **extra)
     finally:
-        _active_plans.pop()
+        _active_layouts.pop()
 
 
 def unplug(model: nn.Module) -> None:
@@ -100,8 +100,8 @@ def unplug(model: nn.Module) -> None:
     drop_kept_recurrence(inner)
 
 
-def plannable(model: nn.Module) -> str | None:
-    """None if the structure of `model` supports attention plans, otherwise the reason why not.
+def flat_obstacle(model: nn.Module) -> str | None:
+    """None if the structure of `model` supports attention layouts, otherwise the reason why not.
 
     Only the structure is examined. The start-up check compares the numbers.
     """
@@ -120,7 +120,7 @@ def plannable(model: nn.Module) -> str | None:
     if rope:
         return f"its {rope.pop()} rotary positions depend on the longest row of a call"
     layer_types = set(getattr(config, "layer_types", None) or ())
-    other_layers = sorted(layer_types - (_ROUTABLE_LAYERS if recurrent else _PLANNABLE_LAYERS))
+    other_layers = sorted(layer_types - (_ROUTABLE_LAYERS if recurrent else _ATTENTION_LAYERS))
     if other_layers:
         return f"it has layers of type {', '.join(other_layers)}"
     if not _has_interface(inner) and not (recurrent and layer_types == {"linear_attention"}):
@@ -215,24 +215,24 @@ def is_checkpointing(model: nn.Module) -> bool:
 
 
 def _wrapped(name: str) -> str:
-    """Registers an implementation that runs plans, and `name` for all other calls. Returns its name."""
+    """Registers an implementation that runs layouts, and `name` for all other calls. Returns its name."""
     wrapped = f"{_PREFIX}{name}"
     if wrapped in ALL_ATTENTION_FUNCTIONS:
         return wrapped
 
     def attention(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
-        if isinstance(attention_mask, PlanMask):
+        if isinstance(attention_mask, LayoutMask):
             call = _call(module, query, key, attention_mask, options)
             if torch.is_autocast_enabled(query.device.type):
                 # Rotary embeddings give float32; like the library's kernels, bring all three to one type.
                 dtype = torch.get_autocast_dtype(query.device.type)
                 query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-            return attention_mask.plan.attend(query[0], key[0], value[0], call).unsqueeze(0), None
+            return attention_mask.attention.attend(query[0], key[0], value[0], call).unsqueeze(0), None
         return _original(name, module)(module, query, key, value, attention_mask, **options)
 
     def mask(**arguments: Any) -> Any:
-        if _active_plans:
-            return _active_plans[-1]
+        if _active_layouts:
+            return _active_layouts[-1]
         original = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(name)
         return original(**arguments) if original is not None else None
 
@@ -249,7 +249,7 @@ def _original(name: str, module: nn.Module) -> Any:
 
 
 def _call(
-    module: Any, query: torch.Tensor, key: torch.Tensor, mask: PlanMask, options: dict[str, Any]
+    module: Any, query: torch.Tensor, key: torch.Tensor, mask: LayoutMask, options: dict[str, Any]
 ) -> AttentionCall:
     scale = options.get("scaling")
     return AttentionCall(

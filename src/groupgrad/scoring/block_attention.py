@@ -18,14 +18,14 @@ import torch.nn.functional as F
 
 from groupgrad.kernels import library
 from groupgrad.kernels.attend import attend, attend_gradient, rows_by_prompt, slot_spans, span_table
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.blocks import Block, TokenSpan, make_blocks
 from groupgrad.scoring.flex_attention import TokenPlaces, attend_flex, is_usable
 from groupgrad.scoring.recurrence import Recurrence
 
 
-class BlockPlan:
-    """Attention plan of rows that may share prompts (see `attention.AttentionPlan`).
+class BlockLayout:
+    """Attention layout of rows that may share prompts (see `attention.AttentionLayout`).
 
     Runs in flex attention where that is usable, otherwise in the compiled kernels or as products over blocks.
     """
@@ -110,28 +110,28 @@ class _RowAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor | None,
-        plan: BlockPlan,
+        attention: BlockLayout,
         call: AttentionCall,
     ) -> torch.Tensor:
         kernels, totals = kernel_for(query, key, value), None
         if kernels is not None:
             # The kernels read the tokens of each head one after the other.
             keys, values = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (key, value))
-            records = slot_spans(plan.kernel_spans, (keys, values), (keys, values))
+            records = slot_spans(attention.kernel_spans, (keys, values), (keys, values))
             if any(ctx.needs_input_grad) and sinks is None:
                 totals = query.new_empty(*query.shape[:2], 2)
             output = attend(kernels, query.transpose(0, 1), records, keys.shape[1], call, totals)
         else:
             padded = query.new_empty(len(query) + 1, query.shape[1], value.shape[-1])
             with torch.autocast(query.device.type, enabled=False):
-                for block in plan.blocks(query.device):
+                for block in attention.blocks(query.device):
                     keys, values = _Keys(block, key), _Keys(block, value)
                     scores = _scores(keys, _take(query, block, keys.heads, call.scale), call, is_forward=True)
                     weights, _ = _softmax(scores, keys, sinks, call)
                     _put(padded, block, values.mix(weights))
             output = padded[:-1]
         ctx.save_for_backward(query, key, value, sinks, output, totals)
-        ctx.plan, ctx.call, ctx.kernels = plan, call, kernels
+        ctx.attention, ctx.call, ctx.kernels = attention, call, kernels
         return output
 
     @staticmethod
@@ -140,13 +140,13 @@ class _RowAttention(torch.autograd.Function):
         call: AttentionCall = ctx.call
         if totals is not None:
             tensors = query, key, value, output, grad, totals
-            return *attend_gradient(ctx.kernels, tensors, ctx.plan.groups, call), None, None, None
+            return *attend_gradient(ctx.kernels, tensors, ctx.attention.groups, call), None, None, None
         # Gradients have one more token, which takes what padding adds; the padding of `grad` is 0.
         grad_query, grad_key, grad_value = (x.new_zeros(len(x) + 1, *x.shape[1:]) for x in (query, key, value))
         grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         grad = F.pad(grad, (0, 0, 0, 0, 0, 1))
         with torch.autocast(query.device.type, enabled=False):
-            for block in ctx.plan.blocks(query.device):
+            for block in ctx.attention.blocks(query.device):
                 keys, values = _Keys(block, key), _Keys(block, value)
                 queries = _take(query, block, keys.heads, call.scale)
                 scores = _scores(keys, queries, call)

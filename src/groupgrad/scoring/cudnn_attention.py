@@ -12,7 +12,7 @@ import torch
 def without_cudnn_attention() -> Iterator[None]:
     """Turns cuDNN's attention off inside the context, which PyTorch prefers on Hopper and Blackwell.
 
-    cuDNN builds a plan for each new shape, in about half a second on a B200 (modelscope/FunASR, issue 3704; not
+    cuDNN builds an execution for each new shape, in about half a second on a B200 (modelscope/FunASR, issue 3704; not
     measured here), and prompts and rows have many lengths. A backward pass has to run inside the same context: a
     checkpointed layer that is computed again has to take the same kernel.
     Nothing changes where other fused kernels are off.

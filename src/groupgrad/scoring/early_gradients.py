@@ -1,8 +1,8 @@
 """Gradients of the output head in the forward pass already, from a gradient of the log-probs that is known before it.
 
-`tiled_head.py` is complete without. With the log-probs and their gradient that the sampler's weights gave, one pass over
-the tiles gives scores and gradients: three products of size L x V x H instead of four. The scores are exact whatever was
-precomputed, and tokens whose gradient turns out to be another are computed again in the backward pass.
+`tiled_head.py` is complete without. With the log-probs and their gradient that the sampler's weights gave, one pass
+over the tiles gives scores and gradients: three products of size L x V x H instead of four. The scores are exact
+whatever was precomputed, and tokens whose gradient turns out to be another are computed again in the backward pass.
 """
 
 from __future__ import annotations

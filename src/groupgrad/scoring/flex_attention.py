@@ -19,7 +19,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from groupgrad.batch import to_device
 from groupgrad.kernels.fallbacks import fall_back
 from groupgrad.memory.oom import is_out_of_memory
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.blocks import TokenSpan
 
 logger = logging.getLogger(__name__)

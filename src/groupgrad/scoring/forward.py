@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of a batch's completion tokens.
 
-Models that support attention plans run on the flat layout of `layout.py`: each distinct prompt once, nothing padded.
+Models that support attention layouts run on the flat tokens of `layout.py`: each distinct prompt once, nothing padded.
 Other models run on dense rows padded on the right. In a decoder (attention, recurrence or convolution alike) such
 padding cannot reach a token on its left, so no mask is needed and the kernels for plain causal attention run. Only the
 load-balancing loss of a mixture of experts counts tokens and gets the mask. Layouts stay inside this package.
@@ -26,13 +26,13 @@ from groupgrad.integrations.sharding.zero3 import is_zero_sharded
 from groupgrad.memory.oom import score_in_parts
 from groupgrad.models.adapters import dora_scales_kept
 from groupgrad.models.unwrapping import output_head, unwrap
-from groupgrad.scoring.attention import attention_dropout, plannable
+from groupgrad.scoring.attention import attention_dropout, flat_obstacle
 from groupgrad.scoring.cudnn_attention import without_cudnn_attention
+from groupgrad.scoring.early_gradients import PrecomputedGradient
 from groupgrad.scoring.fused_modules import compiled_parts
 from groupgrad.scoring.head_hook import HeadHook, StatesTap
 from groupgrad.scoring.layout import ForwardInputs, dense_inputs, flat_inputs
 from groupgrad.scoring.logit_transform import logit_transform
-from groupgrad.scoring.early_gradients import PrecomputedGradient
 from groupgrad.scoring.vlm import with_images
 from groupgrad.types import Media, Prompt
 
@@ -73,7 +73,7 @@ def layout_for(model: nn.Module, options: ForwardOptions) -> InputLayout:
     """
     if options.layout is not None:
         return options.layout
-    if plannable(model) is not None or (model.training and attention_dropout(model)):
+    if flat_obstacle(model) is not None or (model.training and attention_dropout(model)):
         return "dense"
     return "packed" if options.aux_loss and not options.weighs_balance else "shared"
 
@@ -142,7 +142,7 @@ def _score_pass(model: nn.Module, inputs: ForwardInputs, hook: HeadHook, options
     """The scores of the tokens of `hook`, from one forward pass."""
     transform = logit_transform(unwrap(model)) if options.tiled_head else None
     on_head = partial(on_shards, hook) if is_zero_sharded(model) else hook.on
-    with compiled_parts(model, is_dense=inputs.plan is None), on_head(output_head(model), transform):
+    with compiled_parts(model, is_dense=inputs.attention is None), on_head(output_head(model), transform):
         output = inputs.run(model)
     scores = hook.scores_of(output.logits) if hook.scores is None else hook.scores
     scores = with_vision_tower(model, scores)

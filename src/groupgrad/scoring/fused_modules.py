@@ -63,10 +63,10 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None, is_dense: boo
     """Replaces the forward methods of known modules inside `model`, as the head of this file describes.
 
     On CPUs float32 modules are replaced, on GPUs norms of any type. Without compiled kernels only norms are replaced on
-    CPUs. With gradient checkpointing (or if `stays` is true) the modules stay replaced until `restore_modules`, because it
-    computes layers again after the pass. Sharded and compiled models are left alone, and modules whose forward method
-    was replaced by other code. CPU computations have no second derivatives. With `is_dense`, models of the gated delta
-    rule keep their norms, so that a dense pass has the bits of transformers' own.
+    CPUs. With gradient checkpointing (or if `stays` is true) the modules stay replaced until `restore_modules`, because
+    it computes layers again after the pass. Sharded and compiled models are left alone, and so are modules whose
+    forward method was replaced by other code. CPU computations have no second derivatives. With `is_dense`, models of
+    the gated delta rule keep their norms, so that a dense pass has the bits of transformers' own.
     """
     replaced: list[Any] = []
     files: list[Any] = []

@@ -138,7 +138,7 @@ class CheckpointingByNeed:
         self.switch(is_on)
 
     def _gradients_to_come(self, device: torch.device) -> int:
-        """Bytes of gradients, summed in float32, that have no memory on a GPU yet; on CPUs `FREE_FRACTION` leaves it."""
+        """Bytes of gradients, summed in float32, without memory on a GPU yet; on CPUs `FREE_FRACTION` leaves it."""
         if device.type != "cuda":
             return 0
         trained = (p for p in self._model.parameters() if p.requires_grad and p.grad is None and p.device == device)

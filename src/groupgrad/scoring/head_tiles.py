@@ -20,7 +20,7 @@ exp; log-probs and entropies leave in nats.
 #                     = p_v (f + k log2 p_v) for v != t  (`factors`: f = -(g + e E) s / T, k = -e ln2 s / T)
 #   d h = dz W,  d W = dz' h,  d b = sum of dz over the tokens
 #
-# For v = t the terms nearly cancel if the token is nearly certain: g (1 - p) is taken as -g expm1(log p) (`token_gradient`).
+# For v = t the terms nearly cancel if the token is nearly certain: `token_gradient` has -g expm1(log p) for g (1 - p).
 
 from __future__ import annotations
 
@@ -458,7 +458,7 @@ def _gradient_tile(
     task: HeadTask,
     sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(t, v) d loss / d (h @ W.T + b), overwriting `logits`. With `sums` (3, t) tokens' logits are summed and left out."""
+    """(t, v) d loss / d (h @ W.T + b), overwriting `logits`. With `sums` (3, t) the tokens are summed and left out."""
     cap_slope = grid.cap_slope(logits)
     inside, where = _place(request.tokens, columns)
     tile = grid.exp2(logits.sub_(request.normaliser[:, None]))

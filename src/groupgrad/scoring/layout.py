@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from groupgrad.batch import Batch, on_host, to_device
-from groupgrad.scoring.attention import run_planned
-from groupgrad.scoring.attention_plan import AttentionPlan
-from groupgrad.scoring.block_attention import BlockPlan
+from groupgrad.scoring.attention import run_flat
+from groupgrad.scoring.attention_layout import AttentionLayout
+from groupgrad.scoring.block_attention import BlockLayout
 from groupgrad.scoring.blocks import TokenSpan
 
 
@@ -40,7 +40,7 @@ class ForwardInputs:
     positions: torch.Tensor | None = None
     """(T,) positions of flat tokens in their rows, the prompt counted; (3, T) or (3, B, T) where they depend on images.
     None for dense rows, where the position is the index in the row."""
-    plan: AttentionPlan | None = None
+    attention: AttentionLayout | None = None
     """Attention of flat tokens; None for dense rows."""
     spans: list[TokenSpan] = field(default_factory=list)
     """All flat tokens, in order; empty for dense rows."""
@@ -55,8 +55,8 @@ class ForwardInputs:
     def run(self, model: nn.Module) -> Any:
         """The model's output."""
         with nullcontext() if self.hooks is None else self.hooks(model):
-            if self.plan is not None and self.positions is not None:
-                return run_planned(model, self.ids, self.positions, self.plan, **self.arguments)
+            if self.attention is not None and self.positions is not None:
+                return run_flat(model, self.ids, self.positions, self.attention, **self.arguments)
             positions = {} if self.positions is None else {"position_ids": self.positions}
             return model(input_ids=self.ids, use_cache=False, **positions, **self.arguments)
 
@@ -85,7 +85,7 @@ def flat_inputs(batch: Batch, *, shared_prompts: bool, aux_loss: bool) -> Forwar
     if aux_loss:
         inputs.arguments["output_router_logits"] = True
     if aux_loss and shared_prompts:
-        # The plan replaces the mask in attention, so the mask is free to weigh the tokens of the auxiliary loss.
+        # The attention layout takes the mask's place, so the mask is free to weigh the tokens of the auxiliary loss.
         inputs.arguments["attention_mask"] = to_device(_rows_per_token(inputs.spans), inputs.ids.device)[None]
     return inputs
 
@@ -135,7 +135,7 @@ def flat_layout(batch: Batch, *, shared_prompts: bool = True, keep_last: bool = 
         rows=torch.zeros(batch.num_tokens, dtype=torch.int64, device=device),
         predictors=to_device(torch.from_numpy(_predictors(batch, firsts, predecessors)), device),
         positions=to_device(torch.from_numpy(positions), device),
-        plan=BlockPlan(spans),
+        attention=BlockLayout(spans),
         spans=spans,
     )
 

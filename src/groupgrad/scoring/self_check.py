@@ -17,7 +17,7 @@ from groupgrad.errors import UnavailableError
 from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.models.rounding import TOLERANCE_FLOAT32, Rounding
 from groupgrad.models.unwrapping import base_model, is_multimodal, output_head, placeholder_ids, unwrap
-from groupgrad.scoring.attention import plannable
+from groupgrad.scoring.attention import flat_obstacle
 from groupgrad.scoring.forward import ForwardOptions, InputLayout, build_batch, evaluation_mode, score_tokens
 from groupgrad.scoring.logit_transform import head_layer, logit_transform
 from groupgrad.types import Prompt
@@ -81,7 +81,7 @@ def check_layout(
     Random streams, module modes and gradients stay as they are.
     """
     # A low temperature multiplies rounding, and nothing else, so layouts are compared without one.
-    options, rounding, obstacle = replace(options, temperature=1.0), Rounding.of(model, precision), plannable(model)
+    options, rounding, obstacle = replace(options, temperature=1.0), Rounding.of(model, precision), flat_obstacle(model)
     batch, reasons, difference = random_batch(model, example), [] if obstacle is None else [obstacle], None
     candidates: list[tuple[InputLayout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
     with torch.no_grad(), evaluation_mode(model), precision():

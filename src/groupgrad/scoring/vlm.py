@@ -23,7 +23,7 @@ from torch import nn
 from groupgrad.batch import Batch
 from groupgrad.models.families import has_bidirectional_images
 from groupgrad.models.unwrapping import arguments, placeholder_ids, pretrained
-from groupgrad.scoring.attention_plan import AttentionCall, AttentionPlan
+from groupgrad.scoring.attention_layout import AttentionCall, AttentionLayout
 from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.layout import ForwardInputs
 from groupgrad.scoring.recurrence import Recurrence
@@ -67,9 +67,9 @@ class ModelInputs:
     image_spans: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     """(row, first, end): flat indices of a row's first token, and of tokens that attend in both directions."""
 
-    def attention_plan(self, plan: AttentionPlan) -> AttentionPlan:
-        """`plan`, with bidirectional attention within images where the model has it."""
-        return BidirectionalImagePlan(plan, self.image_spans) if self.image_spans else plan
+    def with_bidirectional_images(self, attention: AttentionLayout) -> AttentionLayout:
+        """`attention`, with bidirectional attention within images where the model has it."""
+        return BidirectionalImageLayout(attention, self.image_spans) if self.image_spans else attention
 
     @contextmanager
     def embedding_true_ids(self, model: nn.Module) -> Iterator[None]:
@@ -97,21 +97,21 @@ class ModelInputs:
             handle.remove()
 
 
-class BidirectionalImagePlan:
-    """An attention plan in which the tokens of one image attend to each other in both directions."""
+class BidirectionalImageLayout:
+    """An attention layout in which the tokens of one image attend to each other in both directions."""
 
-    def __init__(self, plan: AttentionPlan, spans: Sequence[tuple[int, int, int]]):
-        self._plan, self._spans = plan, spans
+    def __init__(self, attention: AttentionLayout, spans: Sequence[tuple[int, int, int]]):
+        self._attention, self._spans = attention, spans
         self._indices = torch.cat([torch.arange(first, end) for _, first, end in spans])
 
     @property
     def recurrence(self) -> Recurrence:
         """The order of the tokens in recurrent layers, which images do not change."""
-        return self._plan.recurrence
+        return self._attention.recurrence
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """(T, Hq, D) outputs from query (Hq, T, D), key and value (Hkv, T, D)."""
-        output = self._plan.attend(query, key, value, call)
+        output = self._attention.attend(query, key, value, call)
         in_spans = [_attend_in_span(query, key, value, span, call).to(output.dtype) for span in self._spans]
         # The layers of a model with a device map lie on several devices.
         self._indices = self._indices.to(output.device)
@@ -245,18 +245,18 @@ def with_images(model: nn.Module, batch: Batch, inputs: ForwardInputs) -> Forwar
     """The inputs together with the batch's images."""
     of_prompts = _images_of_prompts(model, batch)
     of_rows = _images_of_rows(model, batch, of_prompts)
-    if inputs.plan is None or inputs.positions is None:
+    if inputs.attention is None or inputs.positions is None:
         view = padded_image_inputs(model, inputs.ids, of_rows)
-        plan = None
+        attention = None
     else:
         images = [of_prompts[s.prompt] if s.row is None else of_rows[s.row] for s in inputs.spans]
         spans = [(span, found) for span, found in zip(inputs.spans, images) if found is not None]
         view = flat_image_inputs(model, inputs.ids, inputs.positions, spans)
-        plan = view.attention_plan(inputs.plan)
+        attention = view.with_bidirectional_images(inputs.attention)
     positions = inputs.positions if view.rope is None else view.rope
     arguments = {**view.inputs, **inputs.arguments}
     hooks = view.embedding_true_ids
-    return replace(inputs, ids=view.ids, arguments=arguments, positions=positions, plan=plan, hooks=hooks)
+    return replace(inputs, ids=view.ids, arguments=arguments, positions=positions, attention=attention, hooks=hooks)
 
 
 def _images_of_prompts(model: nn.Module, batch: Batch) -> list[PromptImages | None]:

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from groupgrad.engines.native import triton_attention, triton_layers
 from groupgrad.engines.native.decode_tables import DecodeTables
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 ARCHITECTURES = {80: "sm_80", 89: "sm_89", 90: "sm_90a"}

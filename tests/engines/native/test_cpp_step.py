@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, runner
-from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.cpp_step import CompiledModel
 from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
 from groupgrad.engines.native.logits import last_logits
@@ -108,10 +108,10 @@ def make(family: str, changes: dict[str, Any]) -> Any:
 
 
 def direct_form(model: Any) -> CompiledModel | DirectModel | NoDirectForm:
-    plan, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
+    attention, token = ProbeLayout(), torch.zeros(1, dtype=torch.int64)
     with torch.no_grad():
-        last_logits(model, token, token, plan, token)
-    return direct_model(model, plan.calls)
+        last_logits(model, token, token, attention, token)
+    return direct_model(model, attention.calls)
 
 
 def requests() -> list[Request]:

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.native import NativeEngine, attention_plans, decode_kernels
-from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
+from groupgrad.engines.native import NativeEngine, attention_layouts, decode_kernels
+from groupgrad.engines.native.attention_layouts import DecodeBatch, DecodeLayout, StepShape
 from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set (make test-triton)", allow_module_level=True)
@@ -70,7 +70,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch, call: AttentionCall) -> None:
     def kernels(query: Any, new: Any, own: Any, prompts: Any, tables: Any, products: Any) -> torch.Tensor:
         return triton_attention.decode_attention(query, new, own, prompts, tables, call)
 
-    monkeypatch.setattr(attention_plans, "decode_kernels_for", lambda *_: kernels)
+    monkeypatch.setattr(attention_layouts, "decode_kernels_for", lambda *_: kernels)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +88,7 @@ def test_numbers_are_those_of_matrix_products(
     rows, groups = len(batch.groups), max(batch.groups) + 1
     cache = make_cache(kv_heads, key_dim, value_dim, batch, torch.float64)
     shape = StepShape(rows + 2, groups + 2, 6, max(batch.prompt_lengths) + 3, max(batch.lengths) + 6)
-    exact = DecodePlan(cache, batch)
+    exact = DecodeLayout(cache, batch)
     singles = KVCache({0: LayerShape(kv_heads, key_dim, value_dim, torch.float32, CPU)}, 2**40)
     with_kernels(monkeypatch, call)
     for buffer, other in ((cache.suffixes, singles.suffixes), (cache.prompts, singles.prompts)):
@@ -97,11 +97,11 @@ def test_numbers_are_those_of_matrix_products(
             tensor.copy_(tensor.float())
             copy.copy_(tensor)
     spoil(singles, batch)
-    for plan, padding in ((DecodePlan(singles, batch), 0), (DecodePlan(singles, batch, shape), 2)):
+    for attention, padding in ((DecodeLayout(singles, batch), 0), (DecodeLayout(singles, batch, shape), 2)):
         news = torch.randn(2, kv_heads + kv_heads * repeat, rows + padding, max(key_dim, value_dim))
         query, key = news[0, kv_heads:, :, :key_dim], news[0, :kv_heads, :, :key_dim]
         value = news[1, :kv_heads, :, :value_dim]
-        found = plan.attend(query, key, value, call)[:rows]
+        found = attention.attend(query, key, value, call)[:rows]
         doubles = (x[:, :rows].double() for x in (query, key, value))
         expected = exact._products(*doubles, call)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
@@ -116,7 +116,7 @@ def test_keys_before_a_window_are_not_read(monkeypatch: pytest.MonkeyPatch) -> N
     window, batch = 40, DecodeBatch([0, 0, 1], [300, 300, 280], [10, 600, 700])
     call, cache = AttentionCall(0, 0.25, window=window), make_cache(2, 16, 16, batch, torch.float32)
     query, key, value = (torch.randn(heads, 3, 16) for heads in (4, 2, 2))
-    expected = DecodePlan(cache, batch)._products(query, key, value, call)
+    expected = DecodeLayout(cache, batch)._products(query, key, value, call)
     for stored in cache.suffixes.tensors[0]:
         for row, newest in enumerate(batch.lengths):
             stored[row, :, : max(0, newest + 1 - window)] = torch.nan
@@ -124,7 +124,9 @@ def test_keys_before_a_window_are_not_read(monkeypatch: pytest.MonkeyPatch) -> N
         stored[0, :, : 300 + 10 + 1 - window] = torch.nan
         stored[1] = torch.nan
     with_kernels(monkeypatch, call)
-    torch.testing.assert_close(DecodePlan(cache, batch).attend(query, key, value, call), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        DecodeLayout(cache, batch).attend(query, key, value, call), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +134,9 @@ def test_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, call = make_batch(5, most=1500), AttentionCall(0, 0.125)
     cache = make_cache(2, 64, 64, batch, torch.float16)
     query, key, value = (torch.randn(heads, len(batch.groups), 64).half() for heads in (8, 2, 2))
-    expected = DecodePlan(cache, batch)._products(query, key, value, call)
+    expected = DecodeLayout(cache, batch)._products(query, key, value, call)
     with_kernels(monkeypatch, call)
-    found = DecodePlan(cache, batch).attend(query, key, value, call)
+    found = DecodeLayout(cache, batch).attend(query, key, value, call)
     assert found.dtype == torch.float16
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=5e-4)
 
@@ -148,7 +150,7 @@ def test_rows_advance_and_change_within_a_recorded_shape(monkeypatch: pytest.Mon
     cache.prompts.resize(4, 70)
     for tensor in cache.prompts.tensors[0]:
         tensor.normal_()
-    kernels, products = DecodePlan(cache, first, shape), DecodePlan(cache, first, shape)
+    kernels, products = DecodeLayout(cache, first, shape), DecodeLayout(cache, first, shape)
     with_kernels(monkeypatch, call)
     for batch in (first, later):
         kernels.change(batch)
@@ -182,7 +184,7 @@ def test_rows_sampled_with_the_kernels_say_the_same(name: str, build: Any, monke
 
         return kernels
 
-    monkeypatch.setattr(attention_plans, "decode_kernels_for", kernels_for)
+    monkeypatch.setattr(attention_layouts, "decode_kernels_for", kernels_for)
     found = NativeEngine(model).sample(requests, options)
     assert len(asked) > 50 and [sample.ids for sample in found] == [sample.ids for sample in expected]
     for ours, theirs in zip(found, expected):

@@ -11,7 +11,7 @@ from known_decoders import CHANGES, make
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, engine, runner
-from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.models.families import CAUSAL_LMS
@@ -25,10 +25,10 @@ def _uncompiled(monkeypatch):
 
 
 def calls(model: Any) -> Any:
-    plan, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
+    attention, token = ProbeLayout(), torch.zeros(1, dtype=torch.int64)
     with torch.no_grad():
-        last_logits(model, token, token, plan, token)
-    return plan.calls
+        last_logits(model, token, token, attention, token)
+    return attention.calls
 
 
 def requests() -> list[Request]:
@@ -77,8 +77,8 @@ def test_a_direct_step_that_differs_is_given_up(monkeypatch, caplog):
     monkeypatch.setattr(engine, "direct_model", lambda model, calls: None)
     expected = NativeEngine(model).sample(requests(), OPTIONS)
 
-    def wrong(tokens: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
-        return direct(tokens, positions + 1, plan)
+    def wrong(tokens: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
+        return direct(tokens, positions + 1, attention)
 
     direct = direct_model(model, calls(model))
     assert isinstance(direct, DirectModel)

@@ -16,7 +16,7 @@ from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
-from groupgrad.scoring.attention import plannable
+from groupgrad.scoring.attention import flat_obstacle
 from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
 from groupgrad.types import Prompt, Rollout
 
@@ -117,8 +117,8 @@ def test_greedy_equals_generate_and_sampling_the_other_engine(name: str):
 
 
 def test_every_architecture_that_can_run_plans(any_model):
-    if plannable(any_model) is not None:
-        with pytest.raises(ValueError, match="cannot run an attention plan"):
+    if flat_obstacle(any_model) is not None:
+        with pytest.raises(ValueError, match="cannot run under an attention layout"):
             NativeEngine(any_model).sample(requests(), OPTIONS)
         return
     actual = NativeEngine(any_model).sample(requests(), GREEDY)

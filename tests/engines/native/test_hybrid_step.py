@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BambaConfig, Lfm2Config, Nemotron
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import engine as native
-from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.cpp_step import CompiledModel, CompiledStep
 from groupgrad.engines.native.direct_step import NoDirectForm, direct_model
 from groupgrad.engines.native.engine import NativeEngine
@@ -110,10 +110,10 @@ def requests(keep: bool = False) -> list[Request]:
 
 
 def direct_form(model: Any) -> Any:
-    plan, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
+    attention, token = ProbeLayout(), torch.zeros(1, dtype=torch.int64)
     with torch.no_grad():
-        last_logits(model, token, token, plan, token)
-    return direct_model(model, plan.calls)
+        last_logits(model, token, token, attention, token)
+    return direct_model(model, attention.calls)
 
 
 def assert_same(actual: list[Sample], expected: list[Sample]) -> None:

@@ -19,10 +19,10 @@ from torch import nn
 from groupgrad.engines.base import Request, SamplingOptions, sample_all
 from groupgrad.engines.native import NativeEngine, cuda_graphs, decode_kernels
 from groupgrad.engines.native import session as sessions
-from groupgrad.engines.native.attention_plans import causal_attention, products
+from groupgrad.engines.native.attention_layouts import causal_attention, products
 from groupgrad.engines.native.logits import cast_bytes
 from groupgrad.engines.native.run_ahead import AHEAD_FRACTION
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
 OPTIONS = SamplingOptions(max_new_tokens=70, eos_ids=(1,), pad_id=0)

@@ -18,9 +18,9 @@ from known_decoders import CHANGES, make
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.native import NativeEngine, attention_plans, decode_kernels, runner
+from groupgrad.engines.native import NativeEngine, attention_layouts, decode_kernels, runner
 from groupgrad.engines.native.direct_step import DirectModel, direct_model
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set (make test-triton)", allow_module_level=True)
@@ -130,7 +130,7 @@ class Steps:
         self.on_gpu, self.counts = True, {"direct": 0, "own": 0}
         monkeypatch.setenv("GROUPGRAD_NATIVE_KERNELS", "0")
         monkeypatch.setattr(decode_kernels, "_is_on_gpu", lambda tensor: self.on_gpu)
-        monkeypatch.setattr(attention_plans, "decode_kernels_for", lambda *_: None)
+        monkeypatch.setattr(attention_layouts, "decode_kernels_for", lambda *_: None)
         monkeypatch.setattr(DirectModel, "__call__", self._counted("direct", DirectModel.__call__))
         monkeypatch.setattr(runner, "step_logits", self._counted("own", runner.step_logits))
 

@@ -14,7 +14,7 @@ from vlm_batches import ADAPTERS, HYBRID, NAMES, VLMSetup, adapted, concat_media
 from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.cpp_step import CompiledModel
 from groupgrad.engines.native.direct_step import NoDirectForm, direct_model
 from groupgrad.engines.native.logits import last_logits
@@ -211,7 +211,7 @@ def test_a_model_that_carries_a_state_is_sampled_natively():
 def test_decoders_of_a_known_kind_take_the_direct_step(vlm: VLMSetup, adapters: str, caplog):
     """Also under adapters of the vision tower; Gemma's layers have other norms."""
     model = adapted(make_vlm_setup(vlm.name).model, adapters)
-    probe = ProbePlan()
+    probe = ProbeLayout()
     with torch.no_grad(), evaluation_mode(model):
         last_logits(model, *[torch.zeros(1, dtype=torch.int64)] * 2, probe, torch.zeros(1, dtype=torch.int64))
         direct = direct_model(model, probe.calls)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_rows import assert_scored_as_one_pass_a_row, gradients
-from token_spans import make_spans
 from tiny_hybrids import CONFIGS, VOCABULARY, make_hybrid
+from token_spans import make_spans
 
 from groupgrad.integrations.recurrent import recurrent_layers, stretches
 from groupgrad.integrations.recurrent.recurrent_scans import causal_conv1d, gated_delta_rule

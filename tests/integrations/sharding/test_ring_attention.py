@@ -52,9 +52,9 @@ def dense(spans: list[TokenSpan], tensors: dict[str, torch.Tensor], call: Attent
     number = torch.tensor([place[0] for place in places])
     position = torch.tensor([place[1] for place in places])
     starts = {s.start: index for index, s in enumerate(spans) if s.length}
-    prompt = torch.tensor(
-        [starts[s.shared.start] if s.shared is not None and s.shared.length else -1 for s in spans]
-    )[number]
+    prompt = torch.tensor([starts[s.shared.start] if s.shared is not None and s.shared.length else -1 for s in spans])[
+        number
+    ]
     visible = (number[:, None] == number) | (prompt[:, None] == number)
     distance = position[:, None] - position
     visible &= distance >= 0
@@ -101,8 +101,8 @@ def on_ring(group: dist.RankGroup, seed: int, kind: str, dtype: torch.dtype) -> 
     is_filling = part.inputs.ids == 0
     places = (part.inputs.ids - 1).clamp(min=0)
     sinks = tensors.get("sinks")
-    assert part.inputs.plan is not None
-    output = part.inputs.plan.attend(
+    assert part.inputs.attention is not None
+    output = part.inputs.attention.attend(
         *(tensors[name][:, places] for name in ("query", "key", "value")), replace(call, sinks=sinks)
     )
     assert output.dtype == dtype and output.shape == (len(places), HEADS, VALUE_WIDTH)
@@ -146,8 +146,8 @@ def test_ranks_have_about_equal_work():
     costs = []
     for index in range(8):
         part = cut_over_ranks(inputs, torch.zeros(0, dtype=torch.int64), FakeGroup(index, 8))  # pyright: ignore
-        plan: Any = part.inputs.plan
-        tiles = [tile for rank in range(8) for tile in plan.tiles(rank, None)]
+        attention: Any = part.inputs.attention
+        tiles = [tile for rank in range(8) for tile in attention.tiles(rank, None)]
         costs.append(sum((t.queries.stop - t.queries.start) * (t.keys.stop - t.keys.start) for t in tiles))
         assert len(part.inputs.ids) == pytest.approx(10_000 / 8, abs=2)
     assert max(costs) < 1.02 * sum(costs) / 8

@@ -12,12 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 
-from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.models.layer_configs import common_field, layer_configs, layer_overrides
 from groupgrad.models.load import max_context, turn_off_dropout
 from groupgrad.models.model_names import missing_because
-from groupgrad.scoring.attention import plannable, whole_rows_reason
+from groupgrad.scoring.attention import flat_obstacle, whole_rows_reason
 from groupgrad.scoring.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.scoring.forward import ForwardOptions, build_batch
 from groupgrad.scoring.gradient_checkpointing import activation_bytes_per_token
@@ -152,7 +152,7 @@ def whole_rows(config: Any, settings: Mapping[str, Any]) -> str | None:
         kinds = [_kind(layer) for layer in _decoder_layers(model, text.num_hidden_layers)]
         small = _copy_with(_small_config(text, _factor(text)), [kinds.index(kind) for kind in set(kinds)], config)
         weight = effective_aux_loss_weight(small, ForwardOptions(), weight, None)
-    return whole_rows_reason(model, plannable(model), aux_loss=weight != 0.0)
+    return whole_rows_reason(model, flat_obstacle(model), aux_loss=weight != 0.0)
 
 
 def _unplanned_parts(config: Any) -> str | None:
@@ -254,17 +254,17 @@ def _measured(config: Any, places: list[int], factor: int, *, half: bool) -> _Co
     precision = torch.autocast("cpu", torch.bfloat16) if half else nullcontext()
     with precision:
         model = _copy_with(_small_config(text, factor), places, config)
-        probe, token = ProbePlan(), torch.zeros(1, dtype=torch.int64)
-        if plannable(model) is None:
+        probe, token = ProbeLayout(), torch.zeros(1, dtype=torch.int64)
+        if flat_obstacle(model) is None:
             with torch.no_grad():
                 last_logits(model.eval(), token, token, probe, token)
         elif getattr(model, "_is_stateful", False):
-            raise ValueError(f"{type(model).__name__} carries a state: {plannable(model)}")
+            raise ValueError(f"{type(model).__name__} carries a state: {flat_obstacle(model)}")
         # Short rows do for layers without a state.
         batch = build_batch([list(range(_PROMPT))], [0, 0], [[0] * _COMPLETION] * 2) if probe.states else None
         saved = activation_bytes_per_token(model.train(), ForwardOptions(), batch)
     layers = layer_configs(text)
-    if plannable(model) is None:
+    if flat_obstacle(model) is None:
         values = 0
         for number, stored in probe.layers.items():
             is_divided = _num_key_heads(layers[places[number]]) % factor == 0

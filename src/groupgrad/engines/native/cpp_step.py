@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.engines.native.attention_plans import DecodeBatch
+from groupgrad.engines.native.attention_layouts import DecodeBatch
 from groupgrad.engines.native.decoder_layers import (
     DELTA_LINEARS,
     LINEARS,
@@ -233,7 +233,7 @@ class CompiledStep:
         self._rows: _Rows | None = None
         self._cache_version = (-1, -1)
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, _plan: object = None) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, _attention: object = None) -> torch.Tensor:
         """(n, V) logits behind `tokens` (n,) at `positions` (n,), whose keys and values are stored.
 
         The next step overwrites them.

@@ -21,7 +21,7 @@ from groupgrad import compat
 from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.kernels.fallbacks import fall_back
 from groupgrad.memory.oom import is_out_of_memory
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from groupgrad.models.families import CENTRED_NORMS, GATED_NORMS, GROUPED_NORMS, is_rms_norm
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.fused_modules import activation_of
 
 NORMS = {

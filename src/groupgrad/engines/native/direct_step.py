@@ -33,7 +33,7 @@ from groupgrad.models.families import (
     is_transformers_class,
 )
 from groupgrad.models.unwrapping import is_multimodal, is_prepared
-from groupgrad.scoring.attention_plan import AttentionCall, AttentionPlan
+from groupgrad.scoring.attention_layout import AttentionCall, AttentionLayout
 from groupgrad.scoring.fused_modules import is_replaced, is_silu
 
 _GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
@@ -58,12 +58,12 @@ class DirectModel:
             for layer in decoder.layers
         ]
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionLayout) -> torch.Tensor:
         """(n, V) logits after `tokens` (n,) at `positions` (n,)."""
         with torch.cuda.device_of(tokens):  # where Triton launches, unlike torch, if another device is the current one
-            return self._logits(tokens, positions, plan)
+            return self._logits(tokens, positions, attention)
 
-    def _logits(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def _logits(self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionLayout) -> torch.Tensor:
         operations, hidden, added = self._operations, self._embed(tokens), None
         cosines, sines = (table[0] for table in self._rotary(hidden[None], positions[None]))
         half = sines.shape[-1] // 2
@@ -74,7 +74,7 @@ class DirectModel:
             heads = [modules[name](normed).unflatten(-1, (-1, layer.head_dim)) for name in ("query", "key", "value")]
             query, key = operations.rotate(heads[0], heads[1], modules, angles)
             assert layer.call is not None  # layers without attention have the compiled form alone
-            attended = plan.attend(*(x.transpose(0, 1) for x in (query, key, heads[2])), layer.call)
+            attended = attention.attend(*(x.transpose(0, 1) for x in (query, key, heads[2])), layer.call)
             hidden, normed = operations.add_and_norm(
                 hidden, modules["output"](attended.flatten(1)), modules["mlp_norm"]
             )

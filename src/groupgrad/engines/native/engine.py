@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
-from groupgrad.engines.native.attention_plans import ProbePlan
+from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.cpp_step import CompiledModel
 from groupgrad.engines.native.cuda_graphs import cuda_recorder
 from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
@@ -50,7 +50,7 @@ class NativeEngine:
     `kv_memory` bounds the keys and values in bytes (None: half of the memory that is free when a session opens),
     `max_rows` the sequences that run at once (None: as many as fit). `pack_weights` trades memory for speed on a CPU
     where our kernels cannot be compiled (see `packed_linear`). `precision` makes training's autocast context. The model
-    has to pass `scoring.attention.plannable`.
+    has to pass `scoring.attention.flat_obstacle`.
     """
 
     _recorder = staticmethod(cuda_recorder)
@@ -73,7 +73,7 @@ class NativeEngine:
         self._model, self._tokenizer = model, tokenizer
         self._kv_memory, self._max_rows, self._precision = kv_memory, max_rows, precision
         self._pack_weights = pack_weights
-        self._probe, self._findings = ProbePlan(), StepFindings()
+        self._probe, self._findings = ProbeLayout(), StepFindings()
         self._fingerprint: tuple[Any, ...] = ()
         self.statistics = Statistics()
 
@@ -146,7 +146,7 @@ class NativeEngine:
             may_exceed_bound=self._kv_memory is None,
         )
 
-    def _direct_form(self, model: nn.Module, probe: ProbePlan) -> CompiledModel | DirectModel | None:
+    def _direct_form(self, model: nn.Module, probe: ProbeLayout) -> CompiledModel | DirectModel | None:
         """The direct form of the model; None if it has none, which is said once where its family has one."""
         form = direct_model(model, probe.calls)
         if not isinstance(form, NoDirectForm):
@@ -156,16 +156,16 @@ class NativeEngine:
             fall_back(logger, MODULES, form.reason)
         return None
 
-    def _probe_of(self, model: nn.Module) -> ProbePlan:
+    def _probe_of(self, model: nn.Module) -> ProbeLayout:
         """The probe of `model`, kept as long as that consists of the same modules and parameters; values may differ."""
         fingerprint = _fingerprint(model)
         if self._fingerprint != fingerprint:
-            probe, token = ProbePlan(), torch.zeros(1, dtype=torch.int64, device=input_device(model))
+            probe, token = ProbeLayout(), torch.zeros(1, dtype=torch.int64, device=input_device(model))
             last_logits(model, token, token, probe, token)
             self._probe, self._findings, self._fingerprint = probe, StepFindings(), fingerprint
         return self._probe
 
-    def _make_cache(self, probe: ProbePlan, is_recorded: bool) -> KVCache:
+    def _make_cache(self, probe: ProbeLayout, is_recorded: bool) -> KVCache:
         bound = self._kv_memory
         if bound is None:
             bound = _bytes_that_fit(list(probe.layers.values()), probe.states, self._model)

@@ -1,4 +1,4 @@
-"""Forward passes over flat tokens under an attention plan, and the mixed precision they run in."""
+"""Forward passes over flat tokens under an attention layout, and the mixed precision they run in."""
 
 from __future__ import annotations
 
@@ -10,29 +10,36 @@ import torch
 from torch import nn
 
 from groupgrad.models.unwrapping import output_head
-from groupgrad.scoring.attention import run_planned
-from groupgrad.scoring.attention_plan import AttentionPlan
+from groupgrad.scoring.attention import run_flat
+from groupgrad.scoring.attention_layout import AttentionLayout
 from groupgrad.scoring.cudnn_attention import without_cudnn_attention
 from groupgrad.scoring.head_hook import HeadHook
 
 
 def last_logits(
-    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, last: torch.Tensor, **extra: Any
+    model: nn.Module,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    attention: AttentionLayout,
+    last: torch.Tensor,
+    **extra: Any,
 ) -> torch.Tensor:
     """(N, V) logits at the indices `last` (N,) of the flat tokens `ids` (T,) at `positions` (T,) or (3, T).
 
-    `extra` are further arguments of the model, such as images. ValueError if the model cannot run plans.
+    `extra` are further arguments of the model, such as images. ValueError if the model cannot run under layouts.
     """
     head = HeadHook(last, torch.zeros_like(last), last, torch.Size((1, len(ids))))
     with head.on(output_head(model)), without_cudnn_attention():
-        logits = run_planned(model, ids, positions, plan, **extra).logits[0]
+        logits = run_flat(model, ids, positions, attention, **extra).logits[0]
     # Models that compute their logits without the output head return those of all tokens.
     return logits if head.is_narrowed else logits[last.to(logits.device)]
 
 
-def step_logits(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+def step_logits(
+    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionLayout
+) -> torch.Tensor:
     """(n, V) logits of one token per row, `ids` (n,) at `positions` (n,)."""
-    return run_planned(model, ids, positions, plan).logits[0]
+    return run_flat(model, ids, positions, attention).logits[0]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from groupgrad.engines.native.attention_plans import DecodeBatch, DecodePlan, StepShape
+from groupgrad.engines.native.attention_layouts import DecodeBatch, DecodeLayout, StepShape
 from groupgrad.engines.native.cpp_step import CompiledModel, CompiledStep
 from groupgrad.engines.native.cuda_graphs import Recorder, Work
 from groupgrad.engines.native.direct_step import DirectModel
@@ -45,7 +45,7 @@ first in float32, so many times the distance of 1.0 to the next number in coarse
 MODULES = "decode steps run through the model's modules, which is slower"
 """What is said where a family with a direct form runs without it."""
 
-Compute = Callable[[torch.Tensor, torch.Tensor, DecodePlan], torch.Tensor]
+Compute = Callable[[torch.Tensor, torch.Tensor, DecodeLayout], torch.Tensor]
 """Newest tokens (n,), their positions (n,) and attention -> (n, V) logits behind the tokens, whose keys and values are
 stored."""
 
@@ -80,7 +80,7 @@ class RunningRows:
 
 
 class ModelForms:
-    """The two forms in which a step may be computed: the model's modules, and the direct form if it agrees with them."""
+    """The two forms that compute a step: the model's modules, and its direct form if that agrees with them."""
 
     def __init__(
         self, model: nn.Module, cache: KVCache, direct: CompiledModel | DirectModel | None, findings: StepFindings
@@ -97,6 +97,11 @@ class ModelForms:
         return "compiled" if isinstance(self.direct, CompiledModel) else "direct"
 
     @property
+    def unbound(self) -> DirectModel | None:
+        """The direct form, unless it is compiled: that is bound to rows (`CompiledStep`)."""
+        return None if isinstance(self.direct, CompiledModel) else self.direct
+
+    @property
     def uses_direct(self) -> bool:
         """True if the direct form has agreed with the modules."""
         return self.direct is not None and self._direct_type in self._findings.direct_agrees
@@ -105,7 +110,7 @@ class ModelForms:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        plan: DecodePlan,
+        attention: DecodeLayout,
         *,
         direct: Compute | None,
         num_rows: int | None = None,
@@ -115,13 +120,13 @@ class ModelForms:
         Rows behind the first `num_rows` are padding.
         """
         if direct is not None and self.direct is not None and not self.uses_direct:
-            self._compare(tokens, positions, plan, direct, len(tokens) if num_rows is None else num_rows)
+            self._compare(tokens, positions, attention, direct, len(tokens) if num_rows is None else num_rows)
         if direct is not None and self.uses_direct:
-            return direct(tokens, positions, plan)
-        return step_logits(self._model, tokens, positions, plan)
+            return direct(tokens, positions, attention)
+        return step_logits(self._model, tokens, positions, attention)
 
     def _compare(
-        self, tokens: torch.Tensor, positions: torch.Tensor, plan: DecodePlan, direct: Compute, num_rows: int
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: DecodeLayout, direct: Compute, num_rows: int
     ) -> None:
         """Runs a step in both forms, and drops the direct form if it fails or its logits differ from the modules'.
 
@@ -135,12 +140,12 @@ class ModelForms:
             for state, old in zip(states, before):
                 state.copy_(old)
 
-        expected = step_logits(self._model, tokens, positions, plan)[:num_rows]
+        expected = step_logits(self._model, tokens, positions, attention)[:num_rows]
         put_back()
         if not expected.isfinite().all():
             self.direct = None  # for this session: broken weights prove nothing about later ones
             return
-        problem = self.problem(lambda: direct(tokens, positions, plan)[:num_rows], expected)
+        problem = self.problem(lambda: direct(tokens, positions, attention)[:num_rows], expected)
         put_back()
         self._findings.direct_agrees[self._direct_type] = not problem
         if problem:
@@ -197,8 +202,8 @@ class EagerStep:
     """Steps whose operations the host launches one by one."""
 
     def __init__(self, forms: ModelForms, cache: KVCache, batch: DecodeBatch, *, on_gpu: bool):
-        self._forms, self._on_gpu, self._plan = forms, on_gpu, DecodePlan(cache, batch)
-        self._direct: Compute | None = forms.direct
+        self._forms, self._on_gpu, self._attention = forms, on_gpu, DecodeLayout(cache, batch)
+        self._direct: Compute | None = forms.unbound
 
     @property
     def path(self) -> str:
@@ -207,8 +212,8 @@ class EagerStep:
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """(n, V) logits; see `DecodeStep`."""
-        logits = self._forms.logits(tokens, positions, self._plan, direct=self._direct)
-        self._plan.advance()
+        logits = self._forms.logits(tokens, positions, self._attention, direct=self._direct)
+        self._attention.advance()
         return logits
 
     def run(self, rows: RunningRows, sampler: Sampler, ahead: RunAhead) -> torch.Tensor:
@@ -231,7 +236,7 @@ class CompiledRun(EagerStep):
         if sampling is None:
             return super().run(rows, sampler, ahead)
         tokens = self._compiled.sample(rows.tokens, rows.positions, sampling, ahead.steps)
-        self._plan.advance(len(tokens))
+        self._attention.advance(len(tokens))
         return tokens
 
 
@@ -240,7 +245,7 @@ class RecordedStep:
     """Steps of fixed sizes, which replay recorded operations. These read and write the same tensors at every replay."""
 
     forms: ModelForms
-    plan: DecodePlan
+    attention: DecodeLayout
     ids: torch.Tensor
     """(padded n,)."""
     positions: torch.Tensor
@@ -256,7 +261,7 @@ class RecordedStep:
         self.ids[: len(tokens)] = tokens
         self.positions[: len(tokens)] = positions
         logits = self.replay()[: len(tokens)]
-        self.plan.advance()
+        self.attention.advance()
         return logits
 
     def run(self, rows: RunningRows, sampler: Sampler, ahead: RunAhead) -> torch.Tensor:
@@ -298,13 +303,13 @@ class StepRecorder:
             suffix_size=suffixes.slot_size,
         )
         if shape in self._steps:
-            self._steps[shape].plan.change(batch)
+            self._steps[shape].attention.change(batch)
         else:
             self._steps[shape] = self._record_step(batch, shape)
         return self._steps[shape]
 
     def _record_step(self, batch: DecodeBatch, shape: StepShape) -> RecordedStep:
-        forms, plan = self._forms, DecodePlan(self._cache, batch, shape)
+        forms, attention = self._forms, DecodeLayout(self._cache, batch, shape)
         ids, positions = (torch.zeros(shape.num_rows, dtype=torch.int64, device=self._device) for _ in range(2))
         # The trial may compare logits, and at position 0 rotary embeddings would turn nothing.
         true = [prompt + suffix for prompt, suffix in zip(batch.prompt_lengths, batch.lengths)]
@@ -312,18 +317,18 @@ class StepRecorder:
 
         def work() -> torch.Tensor:
             # Masks depend on lengths, so the recording has to include their computation.
-            plan.drop_masks()
-            return forms.logits(ids, positions, plan, direct=forms.direct, num_rows=len(true))
+            attention.drop_masks()
+            return forms.logits(ids, positions, attention, direct=forms.unbound, num_rows=len(true))
 
         def trial() -> torch.Tensor:
             # The first replay writes the same keys and values again, but would update recurrent states a second time.
-            with plan.recurrence.trial():
+            with attention.recurrence.trial():
                 return work()
 
         buffers = (self._cache.suffixes, self._cache.prompts)
         stored = [tensor for buffer in buffers for pair in buffer.tensors.values() for tensor in pair]
         stored += self._cache.suffixes.states
-        step = RecordedStep(forms, plan, ids, positions, self._record(work, stored, trial))
+        step = RecordedStep(forms, attention, ids, positions, self._record(work, stored, trial))
         self.num_recorded += 1
         return step
 

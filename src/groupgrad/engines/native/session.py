@@ -16,7 +16,7 @@ from torch import nn
 
 from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import Request, Sample
-from groupgrad.engines.native.attention_plans import DecodeBatch, PrefillPlan, PrefillRun
+from groupgrad.engines.native.attention_layouts import DecodeBatch, PrefillLayout, PrefillRun
 from groupgrad.engines.native.kv_cache import KVBuffer
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.engines.native.run_ahead import Pace, run_ahead
@@ -276,20 +276,22 @@ class NativeSession:
         """(N, V) logits behind N runs of tokens, whose keys and values are stored in `buffer`."""
         ids = self._tensor([token for run in runs for token in run.ids])
         positions = self._tensor([run.position + i for run in runs for i in range(len(run.ids))])
-        plan = PrefillPlan(runs, buffer, self._cache.prompts)
-        last = self._tensor([span.stop - 1 for span in plan.spans])
+        attention = PrefillLayout(runs, buffer, self._cache.prompts)
+        last = self._tensor([span.stop - 1 for span in attention.spans])
         self._statistics.num_prefilled += len(ids)
         with_images = [
             (TokenSpan(span.start, len(run.ids), run.position), run.images)
-            for run, span in zip(runs, plan.spans)
+            for run, span in zip(runs, attention.spans)
             if run.images is not None
         ]
         if not with_images:
-            return last_logits(self._model, ids, positions, plan, last)
+            return last_logits(self._model, ids, positions, attention, last)
         view = flat_image_inputs(self._model, ids, positions, with_images)
         with view.embedding_true_ids(self._model):
             positions = positions if view.rope is None else view.rope
-            return last_logits(self._model, view.ids, positions, view.attention_plan(plan), last, **view.inputs)
+            return last_logits(
+                self._model, view.ids, positions, view.with_bidirectional_images(attention), last, **view.inputs
+            )
 
     def _sample_first_tokens(self, sequences: list[EngineSequence]) -> None:
         """Samples the first tokens of fresh sequences from the logits behind their prompts."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from groupgrad.engines.native.decode_tables import DecodeTables
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 
 MIN_CHUNK = 256
 """Keys of a chunk, which one program reads; more where a row would have more than `MAX_CHUNKS`."""

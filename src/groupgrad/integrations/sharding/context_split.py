@@ -19,7 +19,7 @@ import torch
 
 from groupgrad.batch import TokenScores
 from groupgrad.dist import RankGroup, sum_over_group
-from groupgrad.integrations.sharding.ring_attention import RingPlan
+from groupgrad.integrations.sharding.ring_attention import RingLayout
 from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.head_hook import HeadHook
 from groupgrad.scoring.layout import ForwardInputs
@@ -89,10 +89,10 @@ def cut_over_ranks(inputs: ForwardInputs, predictors: torch.Tensor, group: RankG
     place_here = torch.full_like(ids, -1).index_copy_(0, own, torch.arange(len(own), device=ids.device))
     here = place_here[predictors]
     scored = (here >= 0).nonzero().flatten()
-    plan = RingPlan([_cut_spans(chunks, spans) for chunks in places], group)
+    attention = RingLayout([_cut_spans(chunks, spans) for chunks in places], group)
     return ContextPart(
         group,
-        replace(inputs, ids=ids[own], positions=positions[own], plan=plan, spans=[]),
+        replace(inputs, ids=ids[own], positions=positions[own], attention=attention, spans=[]),
         scored,
         here[scored],
         len(predictors),

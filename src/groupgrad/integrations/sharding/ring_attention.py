@@ -48,8 +48,8 @@ class _Tile:
         return distance < 0 if window is None else (distance < 0) | (distance >= window)
 
 
-class RingPlan:
-    """Attention plan of one rank's tokens (see `attention.AttentionPlan`). `attend` is a collective of the group.
+class RingLayout:
+    """Attention layout of one rank's tokens (see `attention.AttentionLayout`). `attend` is a collective of the group.
 
     `spans[r]` holds the parts of rows and prompts on rank r of the group, which has at least one token. All parts of
     a row have its numbers of prompt and row, and those of a shared prompt the prompt's number and no row.
@@ -125,7 +125,7 @@ class _RingAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor | None,
-        plan: RingPlan,
+        attention: RingLayout,
         call: AttentionCall,
     ) -> torch.Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)
@@ -135,19 +135,19 @@ class _RingAttention(torch.autograd.Function):
         if sinks is not None:
             total.copy_(_of_heads(sinks, total))
         with torch.autocast(query.device.type, enabled=False):
-            for rank, (keys, values) in _around(plan, [key, value]):
-                for tile in plan.tiles(rank, call.window):
+            for rank, (keys, values) in _around(attention, [key, value]):
+                for tile in attention.tiles(rank, call.window):
                     _merge(output, total, _scores(queries, keys, tile, call)[0], values[:, tile.keys], tile.queries)
         # (T, Hq, E), whose last two dimensions the model joins
         result = output.flatten(0, 1).transpose(0, 1).to(query.dtype).contiguous()
         ctx.save_for_backward(query, key, value, sinks, result, total)
-        ctx.plan, ctx.call = plan, call
+        ctx.attention, ctx.call = attention, call
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, sinks, result, total = ctx.saved_tensors
-        plan, call, heads, exact = ctx.plan, ctx.call, key.shape[0], total.dtype
+        attention, call, heads, exact = ctx.attention, ctx.call, key.shape[0], total.dtype
         queries, grads, outputs = (
             _by_key_head(x, heads) for x in (query * call.scale, grad.transpose(0, 1), result.transpose(0, 1))
         )
@@ -156,16 +156,16 @@ class _RingAttention(torch.autograd.Function):
         grad_query = torch.zeros_like(queries, dtype=exact)
         coming: RingHop | None = None
         with torch.autocast(query.device.type, enabled=False):
-            for rank, (keys, values) in _around(plan, [key, value]):
+            for rank, (keys, values) in _around(attention, [key, value]):
                 if coming is None:
                     grad_key, grad_value = (torch.zeros_like(x, dtype=exact) for x in (keys, values))
                 else:
                     grad_key, grad_value = coming.wait()
-                for tile in plan.tiles(rank, call.window):
+                for tile in attention.tiles(rank, call.window):
                     # One call a tile, so that a tile's temporary tensors are freed before the next one is computed.
                     _add_gradients(state, tile, (keys, values), (grad_query, grad_key, grad_value))
-                following = (rank - 1) % plan.group.size
-                coming = RingHop([grad_key, grad_value], plan.num_tokens(following), plan.group, channel=1)
+                following = (rank - 1) % attention.group.size
+                coming = RingHop([grad_key, grad_value], attention.num_tokens(following), attention.group, channel=1)
             assert coming is not None
             grad_key, grad_value = coming.wait()
         of_sinks = None
@@ -176,18 +176,18 @@ class _RingAttention(torch.autograd.Function):
         return of_query, grad_key.to(key.dtype), grad_value.to(value.dtype), of_sinks, None, None
 
 
-def _around(plan: RingPlan, tensors: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+def _around(attention: RingLayout, tensors: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Yields each rank's place in the group and its (H, T, ...) tensors, beginning with this rank.
 
     While one rank's tensors are in use, the next rank's are transferred. Collective.
     """
-    rank, size = plan.group.index, plan.group.size
+    rank, size = attention.group.index, attention.group.size
     tensors = [tensor.contiguous() for tensor in tensors]
     for hop in range(size):
         source = (rank - hop) % size
         coming = None
         if hop < size - 1:
-            coming = RingHop(tensors, plan.num_tokens((source - 1) % size), plan.group)
+            coming = RingHop(tensors, attention.num_tokens((source - 1) % size), attention.group)
         yield source, tensors
         if coming is not None:
             tensors = coming.wait()

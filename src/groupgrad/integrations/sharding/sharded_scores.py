@@ -12,8 +12,8 @@ from torch import nn
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.integrations.sharding.fsdp import zero_of_vision_tower
-from groupgrad.scoring.head_hook import HeadHook, StatesTap
 from groupgrad.scoring.early_gradients import PrecomputedGradient
+from groupgrad.scoring.head_hook import HeadHook, StatesTap
 from groupgrad.scoring.tiled_head import LogitTransform
 
 

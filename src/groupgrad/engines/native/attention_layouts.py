@@ -1,4 +1,4 @@
-"""Attention plans of sampling: prefill of prompts and suffixes, and decode of one token per row.
+"""Attention layouts of sampling: prefill of prompts and suffixes, and decode of one token per row.
 
 Decode reads the keys of a prompt once for all rows of its group, in one matrix product per group and head, and the keys
 of suffixes in a second one. One softmax normalises the scores of both.
@@ -21,7 +21,7 @@ from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.engines.native.kv_cache import KVBuffer, KVCache, LayerShape, StateShape
 from groupgrad.integrations.recurrent.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
 from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
-from groupgrad.scoring.attention_plan import AttentionCall
+from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.block_attention import kernel_for, wide_products
 from groupgrad.scoring.blocks import QUERY_TILE
 from groupgrad.scoring.vlm import PromptImages
@@ -30,7 +30,7 @@ _MOST_WIDTH = 256
 """Largest width of a head that torch's kernels of attention take on a GPU."""
 
 
-class ProbePlan:
+class ProbeLayout:
     """Records the attention calls of a model's layers, and the shapes of their keys and values, for one token."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class PrefillRun:
         return self.prefix_length + self.offset
 
 
-class PrefillPlan:
+class PrefillLayout:
     """Attention of a prefill pass; stores the keys and values of its runs in `buffer`.
 
     The flat tokens are the runs' tokens, in this order. A run attends to its prompt, to the tokens that its slot holds
@@ -102,7 +102,9 @@ class PrefillPlan:
         """Runs continue from their slot's states, or, if the slot has no tokens, from their prompt's final states."""
         if self._recurrence is None:
             continued = [(i, run.slot) for i, run in enumerate(self._runs) if run.offset]
-            after_prompt = [(i, run.prefix_slot) for i, run in enumerate(self._runs) if run.prefix_length and not run.offset]
+            after_prompt = [
+                (i, run.prefix_slot) for i, run in enumerate(self._runs) if run.prefix_length and not run.offset
+            ]
             sources = [
                 StateSource([i for i, _ in pairs], buffer, [slot for _, slot in pairs])
                 for pairs, buffer in ((continued, self._buffer), (after_prompt, self._prompts))
@@ -227,11 +229,11 @@ class StepShape:
     suffix_size: int
 
 
-class DecodePlan:
+class DecodeLayout:
     """Attention of one new token for each of n rows, which have the first n suffix slots of the cache.
 
-    A plan serves one set of rows; `advance` moves it to the next step. With a `shape` sizes are fixed and the plan's
-    tensors keep their memory, so that the operations of a step can be recorded; `change` then replaces the rows.
+    A layout serves one set of rows; `advance` moves it to the next step. With a `shape` sizes are fixed and its tensors
+    keep their memory, so that the operations of a step can be recorded; `change` then replaces the rows.
     """
 
     def __init__(self, cache: KVCache, batch: DecodeBatch, shape: StepShape | None = None):
@@ -270,7 +272,7 @@ class DecodePlan:
         self._masks = {key: masks for key, masks in self._masks.items() if key[0] is None and masks[1] is None}
 
     def change(self, batch: DecodeBatch) -> None:
-        """Replaces the rows by others within the same shape; the plan's tensors keep their memory."""
+        """Replaces the rows by others within the same shape; the layout's tensors keep their memory."""
         self._batch, self._num_steps = batch, 0
         for table in self._tables.values():
             table.copy_(self._make_table())
@@ -301,7 +303,9 @@ class DecodePlan:
         pairs = self._num_groups * heads
         suffix_keys, suffix_values = (stored[:rows] for stored in self._cache.suffixes.tensors[call.layer])
         self._write((suffix_keys, key), (suffix_values, value))
-        kernels = None if self._shape is not None or suffix_keys.dtype != torch.float32 else kernel_for(query, key, value)
+        kernels = (
+            None if self._shape is not None or suffix_keys.dtype != torch.float32 else kernel_for(query, key, value)
+        )
         if kernels is not None:
             return attend(kernels, query, self._spans_of(call.layer), heads, call)
         suffix_keys, suffix_values = (x.flatten(0, 1)[:, : self._num_suffix] for x in (suffix_keys, suffix_values))

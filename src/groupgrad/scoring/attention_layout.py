@@ -1,4 +1,4 @@
-"""The attention plan, which computes attention for one layout of flat tokens, and the mask in which layers get it."""
+"""The attention layout, which computes the attention of flat tokens, and the mask in which layers get it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AttentionCall:
     """The earlier layer whose keys and values this layer reads, as some layers of Gemma 4 do; None: it has its own."""
 
 
-class AttentionPlan(Protocol):
+class AttentionLayout(Protocol):
     """Computes attention between the tokens of a flat (1, T) input."""
 
     @property
@@ -44,8 +44,8 @@ class AttentionPlan(Protocol):
         ...
 
 
-class PlanMask:
-    """An attention plan passed to the layers of a model in place of the mask.
+class LayoutMask:
+    """An attention layout passed to the layers of a model in place of the mask.
 
     It has the few attributes that model files read from a mask.
     """
@@ -53,16 +53,16 @@ class PlanMask:
     ndim = 0
     __iter__ = None  # with `__getitem__` alone, iterating would never end
 
-    def __init__(self, plan: AttentionPlan):
-        self.plan = plan
+    def __init__(self, attention: AttentionLayout):
+        self.attention = attention
         self._layer_of: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """Identity of a key tensor -> the tensor, and the first layer that has passed it."""
 
-    def to(self, *_: object, **__: object) -> PlanMask:
-        """Returns itself. Model files call `to` to convert the dtype of a mask; a plan has none."""
+    def to(self, *_: object, **__: object) -> LayoutMask:
+        """Returns itself. Model files call `to` to convert the dtype of a mask; a layout has none."""
         return self
 
-    def __getitem__(self, _: object) -> PlanMask:
+    def __getitem__(self, _: object) -> LayoutMask:
         """Returns itself. Gemma 4 slices masks to the queries that logits are wanted for, which are all here."""
         return self
 
