@@ -69,8 +69,9 @@ class RolloutFiles:
         before = path.stat().st_size if path.exists() else 0
         replace_file(path, lambda aside: aside.write_bytes(data))
         self._used += data.size - before
-        for name in dict.fromkeys(name for names in table["images"].to_pylist() for name in names) if images else ():
-            self._write_image(name, images[name])
+        known = images or {}
+        for name in dict.fromkeys(name for names in table["images"].to_pylist() for name in names if name in known):
+            self._write_image(name, known[name])
 
     def _fitting(self, step: int, tables: Sequence[pa.Table], max_steps: int) -> tuple[pa.Table, pa.Buffer] | None:
         """The rows that are kept and the bytes of their file; None if no group fits.

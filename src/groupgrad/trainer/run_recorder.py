@@ -139,12 +139,11 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._forget()
         logging.getLogger("groupgrad").removeHandler(self._handler)
         self._digest = None
-        if not self._writer.drain(WAIT_S):
+        if not self._writer.close(WAIT_S):
             logger.warning("%s: the last rollouts were not written within %g s", self._folder, WAIT_S)
         self._write_lines()
         if self._writer.num_dropped:
             self.event("rollouts_dropped", steps=self._writer.num_dropped, text="the disk was slower than training")
-        self._writer = WriteBehind(self._report)
         if error is None:
             self.event("ended")
         elif isinstance(error, (Stopped, KeyboardInterrupt)):
@@ -314,10 +313,11 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             error = self._prepared(step, checkpoint, name, is_first_here)
             errors = dist.all_gather_objects(error)
             error = next((one for one in errors if one is not None), None)
-        if dist.is_main() and error is None:
-            self._try((self._folder / name).unlink)
-        elif dist.is_main():
-            self._report(error)
+        if dist.is_main():
+            if error is None:
+                self._try((self._folder / name).unlink)
+            else:
+                self._report(error)
         return error is None
 
     def _prepared(self, step: int, checkpoint: Path | None, name: str, wanted: bool) -> OSError | None:
