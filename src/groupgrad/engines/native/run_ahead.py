@@ -19,6 +19,7 @@ takes as long as the step. But only the host ends rows, and gives their slots to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from groupgrad.engines.native.scheduler import Scheduler
 
@@ -38,8 +39,7 @@ class Pace:
     """Of the host's work between two runs of steps."""
 
 
-@dataclass(slots=True, frozen=True)
-class RunAhead:
+class RunAhead(NamedTuple):
     """How far decode steps may run before the host reads their tokens."""
 
     steps: int
@@ -64,7 +64,7 @@ def run_ahead(scheduler: Scheduler, pace: Pace, *, has_stops: bool) -> RunAhead:
     room = cache.suffixes.slot_size - longest + 1
     steps = max(1, min(budget, room, int(pace.run_seconds / pace.step_seconds)))
     keeps_state = bool(cache.state_tokens) and any(row.request.keep for row in running)
-    if scheduler.waiting or keeps_state:
+    if steps == 1 or scheduler.waiting or keeps_state:
         return RunAhead(steps, unread_steps=1, idle_tokens=0)
     unread_steps = int(AHEAD_FRACTION * num_sampled / len(running))
     idle_tokens = min(len(running), int(len(running) * pace.host_seconds / pace.step_seconds))

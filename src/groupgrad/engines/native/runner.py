@@ -88,6 +88,8 @@ class ModelForms:
         self._model, self._cache, self._findings, self._direct_type = model, cache, findings, type(direct)
         self.direct = direct if findings.direct_agrees.get(self._direct_type, True) else None
         """The direct form; None if there is none or its logits differ."""
+        self.is_compared = self._direct_type in findings.direct_agrees
+        """The direct form's logits have been compared with the modules'."""
 
     @property
     def path(self) -> str:
@@ -100,11 +102,6 @@ class ModelForms:
     def unbound(self) -> DirectModel | None:
         """The direct form, unless it is compiled: that is bound to rows (`CompiledStep`)."""
         return None if isinstance(self.direct, CompiledModel) else self.direct
-
-    @property
-    def uses_direct(self) -> bool:
-        """True if the direct form has agreed with the modules."""
-        return self.direct is not None and self._direct_type in self._findings.direct_agrees
 
     def logits(
         self,
@@ -119,11 +116,11 @@ class ModelForms:
 
         Rows behind the first `num_rows` are padding.
         """
-        if direct is not None and self.direct is not None and not self.uses_direct:
+        if direct is not None and self.direct is not None and not self.is_compared:
             self._compare(tokens, positions, attention, direct, len(tokens) if num_rows is None else num_rows)
-        if direct is not None and self.uses_direct:
-            return direct(tokens, positions, attention)
-        return step_logits(self._model, tokens, positions, attention)
+        if direct is None or self.direct is None:
+            return step_logits(self._model, tokens, positions, attention)
+        return direct(tokens, positions, attention)
 
     def _compare(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: DecodeLayout, direct: Compute, num_rows: int
@@ -147,7 +144,7 @@ class ModelForms:
             return
         problem = self.problem(lambda: direct(tokens, positions, attention)[:num_rows], expected)
         put_back()
-        self._findings.direct_agrees[self._direct_type] = not problem
+        self.is_compared, self._findings.direct_agrees[self._direct_type] = True, not problem
         if problem:
             self.direct = None
             fall_back(logger, MODULES, f"the direct form {problem}")
@@ -231,7 +228,7 @@ class CompiledRun(EagerStep):
     def run(self, rows: RunningRows, sampler: Sampler, ahead: RunAhead) -> torch.Tensor:
         """(steps, n) tokens of one or several steps."""
         sampling = None
-        if ahead.steps > 1 and self._forms.uses_direct:
+        if ahead.steps > 1 and self._forms.direct is not None and self._forms.is_compared:
             sampling = sampler.unfiltered(rows.table_rows, rows.counts, ahead.idle_tokens)
         if sampling is None:
             return super().run(rows, sampler, ahead)
