@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What groupgrad does on one card, in two commands of a quarter of an hour together, with what is installed there.
 #
-#   bash bench/gpu.sh first      nine minutes: checks of the fast path, decode steps, whole steps, TRL beside them
+#   bash bench/gpu.sh first      nine minutes: checks of the fast path, kernels, decode steps, whole steps, TRL beside them
 #   bash bench/gpu.sh second     three minutes: the GPU tests of the suite
-#   bash bench/gpu.sh STAGE...   some stages (see bench/gpu_bench.py): check smoke decode steps trl beside-trl 8b tests
+#   bash bench/gpu.sh STAGE...   some stages (see bench/gpu_bench.py): check smoke kernels decode steps trl beside-trl 8b tests
 #
 # Each stage ends by its own limit, and RESULTS-gpu.md, gpu.json and gpu.log are whole after each; they go to $OUT if that
 # is set, else to bench/. The status is the number of failures. `--tiny` rehearses everything on a CPU.
@@ -14,9 +14,9 @@
 # triton 3.6, transformers 5.17, accelerate 1.15, huggingface-hub 1.33 and pyarrow 24 on Python 3.12, these do:
 #
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --dest .whl datasets==5.2.0 dill==0.4.1 \
-#       multiprocess==0.70.19 loky==3.7.0 shtab==1.8.0 trl==1.16.0
+#       multiprocess==0.70.19 loky==3.7.0 shtab==1.8.0 trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 #
-# trl only to be timed beside. Where pyarrow is 21 to 23, datasets==4.8.5 instead.
+# trl and what follows it only to be timed beside. Where pyarrow is 21 to 23, datasets==4.8.5 instead.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -123,7 +123,8 @@ def gpu_tests() -> list[str]:
 STAGES: dict[str, Stage] = {
     # Reading torch from a cold disk may take half a minute.
     "check": Stage(40, (f"{HERE}/gpu_check.py",), ()),
-    "smoke": _training("smoke", "groupgrad", 110),
+    "smoke": _training("smoke", "groupgrad", 60),
+    "kernels": Stage(50, (f"{HERE}/gpu_kernels.py", "--answer", "ANSWER")),
     "decode": Stage(80, (f"{HERE}/gpu_decode.py", "--answer", "ANSWER")),
     "steps": _training("0.6b", "groupgrad", 150),
     "trl": _training("0.6b-short", "trl", 65),
@@ -131,7 +132,7 @@ STAGES: dict[str, Stage] = {
     "8b": _training("8b", "groupgrad", 180),
     "tests": Stage(190, ("-m", "pytest", "-m", "gpu", "-v", "--continue-on-collection-errors", "TESTS"), ()),
 }
-CALLS = {"first": ("check", "smoke", "decode", "steps", "trl", "beside-trl"), "second": ("tests",)}
+CALLS = {"first": ("check", "smoke", "kernels", "decode", "steps", "trl", "beside-trl"), "second": ("tests",)}
 """Stages of the two calls that a quarter of an hour allows; others run by name."""
 
 
@@ -227,7 +228,9 @@ def render(answers: dict[str, Answer]) -> str:
     parts.append(table(["stage", "seconds", "ended", "when"], rows))
     found = {name: answer["found"] for name, answer in answers.items()}
     if checks := [check for answer in found.values() for check in answer.get("checks", ())]:
-        rows = [[check["name"], "yes" if check["ok"] else "**no**", check["text"]] for check in checks]
+        rows = [
+            [check["name"], "yes" if check["ok"] else "**no**", check["text"].replace("|", "\\|")] for check in checks
+        ]
         parts += ["## Checks", table(["check", "passed", "found"], rows)]
     if steps := found.get("decode", {}).get("steps"):
         parts += ["## Decode steps", table(_DECODE_HEADER, [decode_row(step) for step in steps]), _DECODE_HOW]

@@ -179,7 +179,7 @@ def checks_of(logs: dict[str, float], warnings: list[str], *, on_gpu: bool) -> l
     found = [
         ("numbers", is_finite, f"loss {logs['loss']:.3g}, norm of the gradient {logs['grad_norm']:.3g}"),
         ("path", paths.get(fast, 0.0) == 1.0, shares or "not logged"),
-        ("fallbacks", not warnings, "; ".join(warnings).replace("|", "\\|") or "none was warned of"),
+        ("fallbacks", not warnings, "; ".join(warnings) or "none was warned of"),
     ]
     if on_gpu:
         recordings, left = logs["sampling/recordings"], logs["sampling/memory_left"]

@@ -41,6 +41,30 @@ def test_decode_steps_of_a_tiny_model_are_timed(tmp_path, capsys):
     assert all(step["milliseconds"] > 0 and step["path"] == "eager" for step in steps)
 
 
+def test_kernels_are_checked_in_a_rehearsal(tmp_path, capsys):
+    import gpu_kernels
+
+    file = tmp_path / "answer.json"
+    assert gpu_kernels.main(["--tiny", "--answer", str(file)]) == 0
+    assert [check["name"] for check in json.loads(file.read_text())["checks"]] == [
+        *("decode attention, 3 rows", "decode attention, 20 rows"),
+        *("head of 16 by 500, groupgrad", "training attention"),
+    ]
+
+
+def test_a_check_that_fails_is_counted(tmp_path, capsys):
+    import gpu_kernels
+
+    report = gpu_kernels.Report(tmp_path / "answer.json", torch.device("cpu"))
+    report.add("one", False, "differs")
+    report.run("two", lambda: 1 / 0)
+    report.add("three", True, "right")
+    assert report.num_failed == 2
+    found = json.loads((tmp_path / "answer.json").read_text())["checks"]
+    assert [check["ok"] for check in found] == [False, False, True]
+    assert found[1]["text"] == "ZeroDivisionError: division by zero"
+
+
 def test_a_tiny_model_is_measured(tmp_path):
     import gpu_worker
 
