@@ -228,10 +228,7 @@ def render(answers: dict[str, Answer]) -> str:
     parts.append(table(["stage", "seconds", "ended", "when"], rows))
     found = {name: answer["found"] for name, answer in answers.items()}
     if checks := [check for answer in found.values() for check in answer.get("checks", ())]:
-        rows = [
-            [check["name"], "yes" if check["ok"] else "**no**", check["text"].replace("|", "\\|")] for check in checks
-        ]
-        parts += ["## Checks", table(["check", "passed", "found"], rows)]
+        parts += ["## Checks", table(["check", "passed", "found"], map(check_row, checks))]
     if steps := found.get("decode", {}).get("steps"):
         parts += ["## Decode steps", table(_DECODE_HEADER, [decode_row(step) for step in steps]), _DECODE_HOW]
     trained = [answer for answer in found.values() if answer.get("trainer") and answer.get("steps")]
@@ -261,6 +258,11 @@ def _setting(answers: dict[str, Answer]) -> str:
 def _described(card: Card) -> str:
     adapters = "" if card.lora_rank is None else f", LoRA of rank {card.lora_rank} on all linear layers"
     return f"{card.workload.describe()}{adapters}; {card.workload.model.describe()}"
+
+
+def check_row(check: dict[str, Any]) -> list[str]:
+    """The report's row for a check."""
+    return [check["name"], "yes" if check["ok"] else "**no**", check["text"].replace("|", "\\|")]
 
 
 def decode_row(step: dict[str, Any]) -> list[str]:
