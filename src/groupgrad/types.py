@@ -118,7 +118,7 @@ class Rollout:
     tool_results: dict[int, Any] = field(default_factory=dict[int, Any])
     """Results of tools as reward functions get them, by their places in `completion`, where the model read another
     form."""
-    own_rewards: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
+    environment_rewards: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     """Rewards that the rollout brings with it, by the name of their column (its environment's)."""
     trace: Trace | None = None
     """Turns, calls and failures of an agent's rollout; None for a rollout of one turn."""

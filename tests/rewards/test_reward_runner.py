@@ -426,14 +426,14 @@ def test_the_registry_scores(run):
 def test_rewards_of_environments_follow_the_columns_of_functions(make_rollouts):
     own = [{"Maze": 1.5}, {"Maze": None}, {"Shop": -1.0}]
     rollouts = [
-        dataclasses.replace(rollout, own_rewards=rewards)
+        dataclasses.replace(rollout, environment_rewards=rewards)
         for rollout, rewards in zip(make_rollouts(["a", "bb", "ccc"]), own)
     ]
-    runner = RewardRunner(length, own_names=["Maze", "Shop"])
+    runner = RewardRunner(length, environment_names=["Maze", "Shop"])
     table = runner.score(rollouts)
     assert runner.names == table.names == ["length", "Maze", "Shop"]
     assert values(table) == [[1.0, 1.5, 99.0], [2.0, 99.0, 99.0], [3.0, 99.0, -1.0]]
-    assert values(RewardRunner([], own_names=["Maze"]).score(rollouts)) == [[1.5], [99.0], [99.0]]
+    assert values(RewardRunner([], environment_names=["Maze"]).score(rollouts)) == [[1.5], [99.0], [99.0]]
 
 
 def test_failed_rollouts_are_not_passed_to_functions_and_get_no_reward(make_rollouts):

@@ -306,7 +306,7 @@ def test_an_environment_for_each_rollout(tokenizer):
     data = {0: user("count", start=0), 1: user("count", start=4)}
     rollouts, engine = play(tokenizer, script, [], data, environment=Counter)
     assert [m["content"] for m in rollouts[0].completion if m["role"] == "tool"] == ["2", "5"]
-    assert [r.own_rewards for r in rollouts] == [{"Counter": 5.0}, {"Counter": 4.0}]
+    assert [r.environment_rewards for r in rollouts] == [{"Counter": 5.0}, {"Counter": 4.0}]
     assert [r.extra["environments"].value for r in rollouts] == [5, 4]
     assert rollouts[0].extra["environments"] is not rollouts[1].extra["environments"]
     assert "<user>count (from 4)" in text_of(tokenizer, rollouts[1].prompt.ids)
@@ -411,7 +411,7 @@ def test_a_reward_that_fails_is_none(tokenizer, caplog):
             raise ValueError("no reward today")
 
     rollouts, _ = play(tokenizer, {0: ["ok"]}, [], environment=Broken)
-    assert rollouts[0].own_rewards == {"Broken": None}
+    assert rollouts[0].environment_rewards == {"Broken": None}
     assert rollouts[0].finish_reason == "eos"
     assert "no reward today" in caplog.text
 
@@ -433,7 +433,7 @@ def test_rows_choose_their_environment(tokenizer):
     data = {0: user("x", environment="up"), 1: user("x", environment="down")}
     rollouts, engine = play(tokenizer, script, [], data, environment={"up": Counter, "down": Other})
     assert [m["content"] for r in rollouts for m in r.completion if m["role"] == "tool"] == ["2", "-2"]
-    assert [r.own_rewards for r in rollouts] == [{"Counter": 2.0}, {"Other": -2.0}]
+    assert [r.environment_rewards for r in rollouts] == [{"Counter": 2.0}, {"Other": -2.0}]
     prompts = [text_of(tokenizer, rollout.prompt.ids) for rollout in rollouts]
     assert {tuple(r.prompt.ids) for r in rollouts} <= {tuple(request.prompt_ids) for request in engine.asked}
     assert ["subtract" in prompt for prompt in prompts] == [False, True]

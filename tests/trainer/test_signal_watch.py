@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from groupgrad.metrics import average, mean_of
-from groupgrad.trainer.signal_watch import SignalWatch
+from groupgrad.trainer.signal_watch import LearningSignalWatch
 
 WARNING = "gave no gradient, so nothing was learned"
 
@@ -65,7 +65,7 @@ def generation(*, equal=0.0, truncated=0.0):
 
 
 def test_reasons_are_counted_and_a_gradient_starts_anew(caplog):
-    watch = SignalWatch(mask_truncated=True)
+    watch = LearningSignalWatch(mask_truncated=True)
     for metrics in [generation(equal=1.0)] * 9 + [generation(equal=0.5)] + [generation(truncated=1.0)] * 7:
         watch.read(metrics)
     assert not warnings_of(caplog)
@@ -78,7 +78,7 @@ def test_reasons_are_counted_and_a_gradient_starts_anew(caplog):
 
 
 def test_truncated_completions_that_are_trained_give_a_gradient(caplog):
-    watch = SignalWatch(mask_truncated=False)
+    watch = LearningSignalWatch(mask_truncated=False)
     for _ in range(12):
         watch.read(generation(truncated=1.0))
     assert not warnings_of(caplog)

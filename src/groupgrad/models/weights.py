@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from groupgrad.integrations.sharding import zero3
-from groupgrad.integrations.sharding.fsdp import own_classes
+from groupgrad.integrations.sharding.fsdp import unsharded_classes
 from groupgrad.integrations.sharding.sharding import gathered, is_sharded
 from groupgrad.models.adapters import active_adapters, is_adapted
 from groupgrad.models.quantized import is_packed
@@ -63,7 +63,7 @@ def checkpoint_weights(
             else:
                 tensors[source.name] = _merged_value(source, merged) if merge else _unsharded(source.tensor)
         if hasattr(base, "config"):  # in memory transformers fuses experts, say
-            with own_classes(base):
+            with unsharded_classes(base):
                 tensors = revert_weight_conversion(base, tensors)
         for name, tensor in tensors.items():
             yield name, tensor.detach()

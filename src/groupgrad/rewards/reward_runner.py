@@ -41,9 +41,10 @@ class RewardRunner:
 
     `reward_funcs` are callables, plain or async, sequence-classification models, and names or folders of such models,
     which are loaded with the options of `models`. `processing_classes` are the models' tokenizers: None, one for a
-    single item, or a list as long as the items, in which entries of callables are ignored. `own_names` names the
-    rewards that rollouts bring along (`Rollout.own_rewards`): they become further columns of the table, and with them
-    `reward_funcs` may be empty. `supervision` has deadlines, worker processes, retries, and what a failure means.
+    single item, or a list as long as the items, in which entries of callables are ignored. `environment_names` names
+    the rewards that rollouts bring along (`Rollout.environment_rewards`): they become further columns of the table, and
+    with them `reward_funcs` may be empty. `supervision` has deadlines, worker processes, retries, and what a failure
+    means.
     ValueError or TypeError for arguments that cannot work.
     """
 
@@ -53,20 +54,20 @@ class RewardRunner:
         processing_classes: Any = None,
         *,
         models: RewardModelOptions | None = None,
-        own_names: Sequence[str] = (),
+        environment_names: Sequence[str] = (),
         supervision: SupervisionOptions | None = None,
     ):
         given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         items: list[Any] = [folder_as_text(item) for item in given]
-        if not items and not own_names:
+        if not items and not environment_names:
             raise ValueError("reward_funcs=[]: without a reward there is nothing to learn; give at least one function")
         tokenizers = _align(processing_classes, len(items))
         options = models or RewardModelOptions()
         for item in items:  # all of them before the first model is loaded
             _check(item)
         self._scorers = [_scorer(item, tokenizer, options) for item, tokenizer in zip(items, tokenizers)]
-        self._own_names = tuple(own_names)
-        self.names: list[str] = distinct_names([*(scorer.name for scorer in self._scorers), *own_names])
+        self._environment_names = tuple(environment_names)
+        self.names: list[str] = distinct_names([*(scorer.name for scorer in self._scorers), *environment_names])
         for scorer, name in zip(self._scorers, self.names):
             scorer.name = name
         self.weights: tuple[float, ...] = (1.0,) * len(self.names)
@@ -97,7 +98,7 @@ class RewardRunner:
             else qualified_name(scorer.call)
             for scorer in self._scorers
         ]
-        return [*found, *self._own_names]
+        return [*found, *self._environment_names]
 
     def missing_arguments(self, columns: Sequence[str]) -> dict[str, list[str]]:
         """The required arguments of each function that rows with these data-set columns do not provide."""
@@ -156,9 +157,10 @@ class RewardRunner:
         inputs = CallInputs.of([rollouts[row] for row in rows], trainer_state, step, self.texts)
         logs = [CallLog(scorer.name, len(rows), step) for scorer in self._scorers]
         rewards = self._call_all(inputs, logs, table.seconds)
-        own = [[rollout.own_rewards.get(name) for rollout in inputs.rollouts] for name in self._own_names]
-        own = [[torch.nan if value is None else value for value in values] for values in own]
-        table.rewards[rows] = torch.tensor([*rewards, *own], dtype=torch.float64).T
+        for name in self._environment_names:
+            given = (rollout.environment_rewards.get(name) for rollout in inputs.rollouts)
+            rewards.append([torch.nan if value is None else value for value in given])
+        table.rewards[rows] = torch.tensor(rewards, dtype=torch.float64).T
         for log in logs:
             for column, values in log.columns.items():
                 name = _free_name(column, log.function, {*TABLE_COLUMNS, *self.names, *table.columns})

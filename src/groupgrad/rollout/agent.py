@@ -229,11 +229,11 @@ class _Agent:
         messages = _conversation(self._data)
         prompt = Prompt([], {**self._data, "prompt": messages}, self._group)
         reason: FinishReason = "error"
-        own_rewards: dict[str, float | None] = {}
+        environment_rewards: dict[str, float | None] = {}
         try:
             prompt = await self._begin(messages)
             reason = await self._converse(prompt)
-            own_rewards = await self._own_rewards()
+            environment_rewards = await self._environment_rewards()
         except _RolloutFailed as failure:
             self._problem = str(failure)
         return Rollout(
@@ -249,7 +249,7 @@ class _Agent:
             **versions_of(self._versions, self._step),
             extra={} if self._handle is None else {"environments": self._handle.instance},
             tool_results=self._results,
-            own_rewards=own_rewards,
+            environment_rewards=environment_rewards,
             trace=Trace(self._num_turns, self._tool_uses, self._wait_s, self._hidden_s, self._problem),
             media=None if self._media is prompt.media else self._media,
         )
@@ -354,7 +354,7 @@ class _Agent:
         self._logprobs += unknown if sample is None or sample.logprobs is None else sample.logprobs
         self._entropies += unknown if sample is None or sample.entropies is None else sample.entropies
 
-    async def _own_rewards(self) -> dict[str, float | None]:
+    async def _environment_rewards(self) -> dict[str, float | None]:
         """The environment's own reward by the name of its class; empty if it computes none."""
         if self._handle is None or not self._handle.spec.has_reward:
             return {}

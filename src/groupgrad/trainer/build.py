@@ -71,7 +71,7 @@ from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.trainer.given_model import GivenModel
 from groupgrad.trainer.gradient_sums import GradientSums
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
-from groupgrad.trainer.signal_watch import SignalWatch
+from groupgrad.trainer.signal_watch import LearningSignalWatch
 from groupgrad.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def entropy_controller(config: GRPOConfig) -> EntropyController:
     )
 
 
-def signal_watch(config: GRPOConfig, policy: PolicyBundle) -> SignalWatch | None:
+def signal_watch(config: GRPOConfig, policy: PolicyBundle) -> LearningSignalWatch | None:
     """The watch of generation batches without a gradient; None where another term of the loss gives one everywhere."""
     further_terms = config.beta != 0.0 or config.entropy_coef != 0.0 or policy.aux_loss_coef != 0.0
     if further_terms or config.use_adaptive_entropy or not dist.is_main():
@@ -173,7 +173,7 @@ def signal_watch(config: GRPOConfig, policy: PolicyBundle) -> SignalWatch | None
     # The share of truncated completions is this rank's, so with several ranks it does not speak for all.
     mask_truncated = config.mask_truncated_completions and not dist.is_active()
     num_steps = config.steps_per_generation_resolved * config.num_iterations / config.gradient_accumulation_steps
-    return SignalWatch(mask_truncated=mask_truncated, steps_per_batch=num_steps)
+    return LearningSignalWatch(mask_truncated=mask_truncated, steps_per_batch=num_steps)
 
 
 @dataclass(slots=True, frozen=True)
@@ -344,7 +344,7 @@ def build_rewards(
         reward_funcs,
         processing_classes,
         models=component_options.reward_model_options(config),
-        own_names=rollout_components.reward_names,
+        environment_names=rollout_components.reward_names,
         supervision=component_options.supervision_options(config),
     )
     if config.reward_workers > rewards.num_workers:
@@ -401,8 +401,8 @@ def build_components(
         seed=config.seed,
         trainer=trainer,
     )
-    num_own = len(rollout_components.reward_names)
-    scoring = component_options.scoring_options(config, len(rewards.names) - num_own, num_own)
+    num_given = len(rollout_components.reward_names)
+    scoring = component_options.scoring_options(config, len(rewards.names) - num_given, num_given)
     rewards.weights = scoring.reward_weights
     end_ids = (*sampling.eos_ids, *(() if rollout_components.chat is None else rollout_components.chat.end_ids))
     rewards.texts = CompletionTexts(policy.tokenizer, frozenset(end_ids))

@@ -171,11 +171,11 @@ def supervision_options(config: GRPOConfig) -> SupervisionOptions:
     return options if names is None else dataclasses.replace(options, transient_errors=tuple(names))
 
 
-def scoring_options(config: GRPOConfig, num_rewards: int, num_own: int = 0) -> ScoringOptions:
+def scoring_options(config: GRPOConfig, num_rewards: int, num_given: int = 0) -> ScoringOptions:
     """Returns the options of the way from rewards to advantages.
 
-    `num_own` environments score rollouts with a reward of their own, whose weight is 1. ValueError if `reward_weights`
-    does not have `num_rewards` entries.
+    `num_given` is the number of environments that score their rollouts; such a reward has weight 1. ValueError if
+    `reward_weights` does not have `num_rewards` entries.
     """
     weights = config.reward_weights
     if weights is not None and len(weights) != num_rewards:
@@ -184,7 +184,10 @@ def scoring_options(config: GRPOConfig, num_rewards: int, num_own: int = 0) -> S
             "give one weight for each"
         )
     return ScoringOptions(
-        reward_weights=(*(float(weight) for weight in weights or (1.0,) * num_rewards), *(1.0,) * num_own),
+        reward_weights=(
+            *(float(weight) for weight in weights or (1.0,) * num_rewards),
+            *(1.0,) * num_given,
+        ),
         scale_rewards=cast(ScaleRewards, str(config.scale_rewards)),
         aggregation=cast(Aggregation, config.multi_objective_aggregation),
         mask_truncated=config.mask_truncated_completions,

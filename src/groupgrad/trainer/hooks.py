@@ -58,7 +58,7 @@ from groupgrad.integrations.sharding.fsdp import (
     clip_offloaded,
     is_fully_sharded,
     is_shard,
-    own_classes,
+    unsharded_classes,
     whole_state_dict,
     without_accelerate,
 )
@@ -97,7 +97,7 @@ from groupgrad.trainer.resuming import Resume, without_second_names
 from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.saves import Saves
-from groupgrad.trainer.signal_watch import SignalWatch
+from groupgrad.trainer.signal_watch import LearningSignalWatch
 from groupgrad.trainer.step_log import StepLog, StepWatches
 from groupgrad.trainer.stochastic_adamw import StochasticAdamW
 from groupgrad.trainer.stops import Stops
@@ -130,7 +130,7 @@ class Hooks(TRLNames, ReplaceableLoss, Trainer):
     """Working directory in which the trainer was made, to which a relative `output_dir` belongs."""
     progress: ProgressCallback
     finite_steps: FiniteSteps
-    signal_watch: SignalWatch | None
+    signal_watch: LearningSignalWatch | None
     recorder: RunRecorder
     on_experience: Callable[[Experience], None] | None = None
     """Is called with each generation batch of training, once it is scored."""
@@ -383,7 +383,7 @@ class Hooks(TRLNames, ReplaceableLoss, Trainer):
                 super().save_model(output_dir, _internal_call)
                 return
             weights = whole_state_dict(self.model)
-            with own_classes(self.model):
+            with unsharded_classes(self.model):
                 self._save(output_dir, state_dict=weights)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

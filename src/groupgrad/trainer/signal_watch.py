@@ -27,7 +27,7 @@ _REMEDIES = {
 }
 
 
-class SignalWatch:
+class LearningSignalWatch:
     """Reads the metrics of each generation batch, and warns once when none of the last ones had a gradient.
 
     It is of use only where the advantages alone give a gradient: no KL term, no entropy bonus.

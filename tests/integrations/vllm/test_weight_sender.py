@@ -16,7 +16,7 @@ from simulated_server import Model, Receiver, SimulatedServer, Worker, pretend_v
 from groupgrad.integrations.vllm import weight_sender
 from groupgrad.integrations.vllm.client import ServerClient
 from groupgrad.integrations.vllm.http import ServerRefused
-from groupgrad.integrations.vllm.own_sender import sender_of
+from groupgrad.integrations.vllm.policy_sender import sender_of
 from groupgrad.integrations.vllm.weight_receiver import REFUSED
 from groupgrad.integrations.vllm.weight_sender import PolicyWeights, WeightSender
 from groupgrad.integrations.vllm.wire import SHARED_MEMORY

@@ -218,22 +218,22 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
     Collective on entry.
     """
-    with whole_parameters(model, dtype=getattr(model, _COMPUTE_DTYPE, None)), own_classes(model):
+    with whole_parameters(model, dtype=getattr(model, _COMPUTE_DTYPE, None)), unsharded_classes(model):
         yield
 
 
-def own_class(module: nn.Module) -> type[nn.Module]:
+def unsharded_class(module: nn.Module) -> type[nn.Module]:
     """The class of `module`, which for a sharded one is the class that it had before."""
     return next(kind for kind in type(module).__mro__ if _Sharded is None or not issubclass(kind, _Sharded))
 
 
 @contextmanager
-def own_classes(model: nn.Module) -> Iterator[None]:
+def unsharded_classes(model: nn.Module) -> Iterator[None]:
     """Inside, every module of `model` has its own class, by which transformers finds a model's names in checkpoints."""
     classes = [(module, type(module)) for module in model.modules() if is_fully_sharded(module)]
     try:
         for module, _ in classes:
-            module.__class__ = own_class(module)
+            module.__class__ = unsharded_class(module)
         yield
     finally:
         for module, kind in classes:

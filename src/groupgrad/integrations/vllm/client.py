@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from groupgrad._version import __version__
-from groupgrad.integrations.sharding.fsdp import own_class
+from groupgrad.integrations.sharding.fsdp import unsharded_class
 from groupgrad.integrations.vllm.http import (
     LOOK_TIMEOUT_S,
     Address,
@@ -23,7 +23,7 @@ from groupgrad.integrations.vllm.http import (
     wait_until_up,
 )
 from groupgrad.integrations.vllm.lora import adapter_bytes
-from groupgrad.integrations.vllm.own_sender import sender_of
+from groupgrad.integrations.vllm.policy_sender import sender_of
 from groupgrad.integrations.vllm.transfer_plugin import BACKEND, TRANSFER_CONFIG
 from groupgrad.integrations.vllm.vllm_engine import Push
 from groupgrad.integrations.vllm.vllm_params import refusal
@@ -231,7 +231,7 @@ def another_trainer(address: Address, theirs: str | None, ours: str | None) -> R
 def incompatibilities(policy: nn.Module, num_tokens: int, info: dict[str, Any]) -> list[str]:
     """Reasons why a server with this `info` cannot serve contexts of `num_tokens` of the policy; empty if it can."""
     base = base_model(unwrap(policy))
-    sizes = {**model_sizes(base.config), "architecture": own_class(base).__name__}
+    sizes = {**model_sizes(base.config), "architecture": unsharded_class(base).__name__}
     vocab_size = base.config.get_text_config().vocab_size
     problems = []
     wrong = [

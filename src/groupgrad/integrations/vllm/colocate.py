@@ -24,7 +24,7 @@ from groupgrad.integrations.recurrent.recurrent_layers import recurrent_classes
 from groupgrad.integrations.vllm.colocate_start import ColocateOptions, classes_restored, save_config, start
 from groupgrad.integrations.vllm.lora import adapter_bytes, lora_rank, lora_request
 from groupgrad.integrations.vllm.media import check_prompt, vllm_prompt
-from groupgrad.integrations.vllm.own_sender import sender_of
+from groupgrad.integrations.vllm.policy_sender import sender_of
 from groupgrad.integrations.vllm.tensor_parallel import TensorParallelSession, check_tensor_parallel
 from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.integrations.vllm.vllm_params import (

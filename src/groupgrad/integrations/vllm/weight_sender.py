@@ -1,6 +1,6 @@
 """Trainer side of groupgrad's backend for vLLM's weight transfer: sends weights in phases, which workers verify.
 
-A `WeightSender` makes each push, for groupgrad's own trainer (`own_sender`) and for other trainers. `transfer_engine`
+A `WeightSender` makes each push, for groupgrad's trainer (`policy_sender`) and for other trainers. `transfer_engine`
 makes it the class that vLLM's `WeightTransferTrainerFactory` gives.
 """
 
