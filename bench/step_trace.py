@@ -44,6 +44,7 @@ INTERNALS = (
     "scoring/cudnn_attention.py",
     "scoring/blocks.py",
     "scoring/block_attention.py",
+    "scoring/early_gradients.py",
     "scoring/flex_attention.py",
     "scoring/tiled_head.py",
     "scoring/head_tiles.py",
