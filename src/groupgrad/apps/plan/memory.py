@@ -204,9 +204,7 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         + _ring(shape, sizes, tokens),
         keys_values=_keys_values(shape, sizes) if sizes.samples else 0,
         update=_update(shape, sizes) + _before_update(trained, sizes),
-        context=_CUDA_CONTEXT
-        if sizes.on_gpu
-        else CPU_PROCESS + _CPU_CONTEXT + (sizes.sharding != "ddp") * _SHARDS_CODE,
+        context=_context(sizes),
         accumulates=sizes.accumulates or len(passes) > 1,
     )
 
