@@ -60,7 +60,7 @@ class Measuring(TrainerCallback):
         self.steps: list[dict[str, Any]] = []
         self.started, self.held = 0.0, 0
         self.logs: dict[str, float] = {}
-        """Of the last step."""
+        """Logs of the last step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.recorder.clear()
@@ -172,7 +172,7 @@ class Warnings(logging.Handler):
 
 
 def checks_of(logs: dict[str, float], warnings: list[str], *, on_gpu: bool) -> list[dict[str, Any]]:
-    """Whether the last step's numbers are finite and the fast path sampled, and what its generation batch left."""
+    """Checks of the last step: finite numbers, the fast path, and the memory that its generation batch left."""
     paths = {key.rpartition("/")[2]: value for key, value in logs.items() if key.startswith("sampling/path/")}
     fast, shares = ("direct" if on_gpu else "compiled"), ", ".join(f"{name} {x:.0%}" for name, x in paths.items())
     is_finite = math.isfinite(logs["loss"]) and math.isfinite(logs["grad_norm"])

@@ -1,4 +1,4 @@
-"""What the benchmarks share: an environment for a peer, processes that take turns, memory, dates and tables.
+"""Shared by the benchmarks: an environment for a peer, processes that take turns, memory, dates and tables.
 
 Nothing here imports torch: whoever starts processes leaves cores and cards to them.
 """

@@ -41,7 +41,7 @@ _CURRENT_RUN: dict[str, Callable[[Any], Any]] = {
     "wandb": lambda wandb: wandb.run,
     "trackio": lambda trackio: trackio.context_vars.current_run.get(),
 }
-"""The trackers that get the table, and how each tells its run."""
+"""Tracker that gets the table -> function that reads its current run; None outside of a run."""
 
 
 class CompletionLog:

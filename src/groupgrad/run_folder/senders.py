@@ -110,7 +110,7 @@ class RunTraces:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row has beside its texts."""
+    """Returns the columns of a row without its texts."""
     return {name: value for name, value in row.items() if name not in ("prompt", "completion", "is_messages")}
 
 

@@ -527,28 +527,28 @@ class Hooks(TRLNames, ReplaceableLoss, Trainer):
         self.saves.write(trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Also weights that FSDP has saved in shards, or that have other names."""
+        """Loads weights, including shards of FSDP and renamed parameters."""
         load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
         self.resume.load_weights(resume_from_checkpoint, model or self.model, otherwise=load)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Names of tied weights that no checkpoint has are no news."""
+        """Warns of missing weights, except for second names of tied weights, which no checkpoint has."""
         super()._issue_warnings_after_load(without_second_names(load_result, self.model))
 
     def _load_best_model(self) -> None:
-        """As `_load_from_checkpoint`."""
+        """Loads the best weights as `_load_from_checkpoint` does."""
         self.resume.load_best_weights(otherwise=super()._load_best_model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """By the parameters' names; `Trainer` goes by their order."""
+        """Assigns the optimizer's state by the names of parameters; `Trainer` goes by their order."""
         self.resume.load_optimizer(checkpoint, otherwise=partial(super()._load_optimizer_and_scheduler, checkpoint))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Unless its file is damaged and the user goes on without."""
+        """Loads the scaler, unless its file is damaged and the user goes on without it."""
         self.resume.load_scaler(checkpoint, otherwise=partial(super()._load_scaler, checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The same."""
+        """Loads the random streams, unless their file is damaged and the user goes on without it."""
         self.resume.load_random_streams(checkpoint, otherwise=partial(super()._load_rng_state, checkpoint))
 
     def _evaluate(

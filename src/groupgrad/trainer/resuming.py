@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Resume:
-    """Where the present training of one trainer goes on from, if anywhere.
+    """Finds and loads the checkpoint from which a training goes on, if there is one.
 
     Methods named `load_...` take the place of `Trainer`'s and get these as `otherwise`.
     """
@@ -186,7 +186,7 @@ class Resume:
 
 
 def without_second_names(load_result: Any, model: Any) -> Any:
-    """What `load_state_dict` has returned, without the second names of tied weights, which no checkpoint has."""
+    """Returns the result of `load_state_dict` without second names of tied weights, which no checkpoint has."""
     tensors = unwrap(model).state_dict(keep_vars=True)
     loaded = {id(tensor) for name, tensor in tensors.items() if name not in load_result.missing_keys}
     missing = [name for name in load_result.missing_keys if id(tensors.get(name)) not in loaded]

@@ -66,7 +66,7 @@ class Saves:
         self._told_of_memory = False
 
     def begin_training(self) -> None:
-        """Forgets what an earlier training has saved, and sweeps unfinished checkpoints. Collective."""
+        """Collective. Begins anew, without the saves of an earlier training, and deletes unfinished checkpoints."""
         trainer, run_folder = self._trainer, self._run_folder()
         self._end()
         with dist.errors_on_all_ranks():

@@ -1,4 +1,4 @@
-"""What surrounds a training: its run's folder, the terminal, and the watches that end what hangs or was left alone."""
+"""Contexts that `train` enters: the run's folder, the terminal, and the watches that end hung or abandoned runs."""
 
 from __future__ import annotations
 

@@ -113,8 +113,10 @@ class NativeEngine:
 
     @property
     def path(self) -> str:
-        """How decode steps of the session opened last ran (`DecodeStep.path`), and why not faster; empty if none
-        ran."""
+        """The paths of the last session's decode steps (`DecodeStep.path`), and why it took no faster one.
+
+        Empty if no step ran.
+        """
         paths = ", ".join(path for path, _ in self.statistics.steps_by_path.most_common())
         reasons = "; ".join(f"{what} ({why})" for what, why in fallbacks().items())
         return f"{paths}; {reasons}" if paths and reasons else paths

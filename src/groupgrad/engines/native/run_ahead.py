@@ -4,9 +4,9 @@ Reading a token costs time: a GPU's host waits for the step, and Python between 
 takes as long as the step. But only the host ends rows, and gives their slots to sequences that wait.
 """
 
-# Who may run ahead of the host, and how far:
+# Steps that may run ahead of the host:
 #
-#   nobody           while the host examines every token: a stop string may end a row, or new requests are gathering
+#   none             while the host examines every token: a stop string may end a row, or new requests are gathering
 #                    and may be admitted after the next step.
 #   compiled steps   see the ends of rows themselves. They run until a budget or the room in the slots is used up, or
 #                    `RUN_SECONDS` are over, or rows that have ended have wasted as much time as the host's work on them
@@ -34,13 +34,13 @@ class Pace:
     run_seconds: float
     """Several steps may run for about this long before the host reads their tokens."""
     step_seconds: float
-    """Of one step. `run_seconds` until one is measured, so that a single step is run first."""
+    """Seconds of one step; equal to `run_seconds` until a step is measured, so that the first run has a single step."""
     host_seconds: float = 0.0
-    """Of the host's work between two runs of steps."""
+    """Seconds that the host works between two runs of steps."""
 
 
 class RunAhead(NamedTuple):
-    """How far decode steps may run before the host reads their tokens."""
+    """The number of decode steps that may run before the host reads their tokens."""
 
     steps: int
     """Steps before the scheduler is needed, unless a row ends earlier; 1: the host reads every token."""
@@ -51,7 +51,10 @@ class RunAhead(NamedTuple):
 
 
 def run_ahead(scheduler: Scheduler, pace: Pace, *, has_stops: bool) -> RunAhead:
-    """How far the running rows may run ahead of the host; `has_stops` means that stop strings end rows."""
+    """Returns the number of steps that the running rows may take ahead of the host.
+
+    `has_stops` means that stop strings end rows.
+    """
     running, cache = scheduler.running, scheduler.cache
     if has_stops or scheduler.gathering:
         return RunAhead(steps=1, unread_steps=1, idle_tokens=0)

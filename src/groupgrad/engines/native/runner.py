@@ -52,7 +52,7 @@ stored."""
 
 @dataclass(slots=True)
 class StepFindings:
-    """What sessions found out about the decode steps of a model, kept as long as its modules stay the same."""
+    """Results of the trials of a model's decode steps, which hold as long as its modules stay the same."""
 
     direct_agrees: dict[type, bool] = field(default_factory=dict[type, bool])
     """Class of a direct form -> True if its logits agreed with the logits of the model's modules."""
@@ -150,7 +150,7 @@ class ModelForms:
             fall_back(logger, MODULES, f"the direct form {problem}")
 
     def problem(self, compute: Callable[[], torch.Tensor], expected: torch.Tensor) -> str:
-        """What speaks against logits that should equal the modules' (`expected`); empty if nothing does."""
+        """Returns how computed logits differ from the modules' logits `expected`; empty if by rounding alone."""
         try:
             apart, largest = (x.float().abs().max().item() for x in (compute() - expected, expected))
         except Exception as error:
@@ -170,7 +170,7 @@ class DecodeStep(Protocol):
 
     @property
     def path(self) -> str:
-        """How the steps run: a form (`ModelForms.path`), or `eager` on a GPU for steps that are not recorded."""
+        """The form that computes the steps (`ModelForms.path`), or `eager` on a GPU for steps that are not recorded."""
         ...
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What scoring a batch under a sharded model takes beyond the plain pass of `scoring/forward.py`."""
+"""Wraps the plain pass of `scoring/forward.py` for models whose parameters are sharded over ranks."""
 
 from __future__ import annotations
 
