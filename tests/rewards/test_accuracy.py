@@ -162,12 +162,36 @@ def test_several_threads_at_once():
     assert wrong == [] and len(verifier._workers) <= 2
 
 
+def test_a_process_that_dies_between_calls_is_replaced():
+    verifier = MathVerifier(max_workers=1)
+    verifier.judge(["1"], ["x"])
+    process = psutil.Process(verifier._workers[0].pid)
+    process.kill()
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert verifier.judge(["1"], [r"\boxed{1}"]) == [Verdict(True, gold="1", answer="1")]
+
+
 def test_the_processes_end_with_the_verifier():
     verifier = MathVerifier(max_workers=1)
     verifier.judge(["1"], [r"\boxed{1}"])
     pid = verifier._workers[0].pid
     del verifier
     assert not psutil.pid_exists(pid)
+
+
+def test_a_script_without_a_main_guard_works_and_leaves_no_process_behind(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from groupgrad.rewards import accuracy, accuracy_reward\n"
+        "print(accuracy_reward([r'\\boxed{2}'], ['2']), accuracy._VERIFIER._workers[0].pid)\n"
+    )
+    out = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=60)
+    assert out.returncode == 0, out.stderr
+    rewards, pid = out.stdout.rsplit(" ", 1)
+    assert rewards == "[1.0]"
+    with pytest.raises(subprocess.CalledProcessError):
+        subprocess.run(["kill", "-0", pid.strip()], check=True, capture_output=True)
 
 
 def test_missing_math_verify(monkeypatch):
