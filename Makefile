@@ -195,7 +195,7 @@ $(VENV)/bin/python:
 $(VENV)/.groupgrad: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing groupgrad and what it needs into $(VENV) ..."
 	$(PIP) torch
-	$(PIP) --editable ".[math,plot]"
+	$(PIP) --editable ".[math,plot,view]"
 	@touch $@
 
 $(VENV)/.groupgrad-dev: $(VENV)/.groupgrad pyproject.toml constraints.txt
