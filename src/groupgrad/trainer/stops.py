@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from groupgrad.config.launcher import holds_parts
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import Paused, Stopped, StopRequested
 from groupgrad.trainer.callbacks import SameOnRanks
-from groupgrad.trainer.exit_guard import exits_are_errors
 from groupgrad.trainer.kept_state import random_states, set_random_states
 
 logger = logging.getLogger(__name__)
@@ -203,3 +203,19 @@ class Stops:
         if dist.is_main():
             logger.warning("%s", message)
         return Stopped(name, message)
+
+
+@contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """Raises RuntimeError, naming the line, where the body of the `with` statement raises SystemExit.
+
+    `stopping.Stopped`, with which a signal ends training, is raised outside of the body.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise RuntimeError(
+            f"{last.name} ({last.filename}:{last.lineno}) raised SystemExit({error.code!r}), which would end the run "
+            "in the middle without an error; raise an exception, or set control.should_training_stop in a callback"
+        ) from error
