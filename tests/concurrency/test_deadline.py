@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from groupgrad.concurrency import deadline
 from groupgrad.concurrency.deadline import DeadlinePassed, call_within
+from groupgrad.interrupt import Interrupt
 
 
 def spin():
@@ -52,7 +52,7 @@ def test_a_regular_expression_that_hangs_is_interrupted():
 @pytest.mark.parametrize("on_main_thread", [True, False])
 def test_handlers_and_threads_are_as_before(on_main_thread):
     """Calls that end at their deadline, so that interrupts come at every instruction of the end."""
-    before = [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGPROF)]
+    before = signal.getsignal(signal.SIGVTALRM)
     num_threads, late, answers = threading.active_count(), [], []
 
     def work():
@@ -76,8 +76,8 @@ def test_handlers_and_threads_are_as_before(on_main_thread):
         thread.join(60)
         assert not thread.is_alive()
     assert len(answers) + len(late) == 300
-    assert [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGPROF)] == before
-    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     ends_at = time.monotonic() + 10.0
     while threading.active_count() > num_threads and time.monotonic() < ends_at:
         time.sleep(0.01)
@@ -86,17 +86,36 @@ def test_handlers_and_threads_are_as_before(on_main_thread):
 
 @pytest.mark.parametrize("method", ["start", "end"])
 def test_an_interrupt_of_the_start_or_the_end_keeps_neither_from_its_work(method, monkeypatch):
-    original = getattr(deadline._Deadline, method)
+    original = getattr(Interrupt, method)
 
     def slow(self):
+        original(self) if method == "start" else None
         time.sleep(0.1)  # the deadline passes here
-        original(self)
+        original(self) if method == "end" else None
 
-    monkeypatch.setattr(deadline._Deadline, method, slow)
-    before = signal.getsignal(signal.SIGUSR2)
+    monkeypatch.setattr(Interrupt, method, slow)
+    before = signal.getsignal(signal.SIGVTALRM)
     with contextlib.suppress(DeadlinePassed):
         call_within(0.05, lambda: None, "late")
-    assert signal.getsignal(signal.SIGUSR2) is before
+    assert signal.getsignal(signal.SIGVTALRM) is before
+
+
+def test_the_end_of_a_run_comes_before_that_of_a_call_in_it():
+    class Ended(BaseException):
+        pass
+
+    outer = Interrupt(lambda: Ended("the run hangs") if begun.is_set() else None)
+    begun = threading.Event()
+    thread = threading.Timer(0.2, lambda: (begun.set(), outer.throw()))
+    outer.start()
+    try:
+        thread.start()
+        with pytest.raises(Ended, match="the run hangs"):
+            call_within(20.0, lambda: time.sleep(30), "late")
+    finally:
+        outer.end()
+    with pytest.raises(DeadlinePassed):  # and nothing of it is left
+        call_within(0.1, lambda: time.sleep(30), "late")
 
 
 STUBBORN = """
