@@ -436,7 +436,7 @@ AUDIT: dict[str, Changes | Warns] = {
     "special_tokens_in_completions": Changes(
         "tests/trainer/test_think_rewards.py::test_think_tags_that_are_special_tokens"
     ),
-    "hang_timeout_s": Changes("tests/trainer/test_watchdog.py::test_a_reward_that_hangs_ends_the_run_with_its_name"),
+    "hang_timeout_s": Changes("tests/trainer/test_hangs.py::test_what_hangs_ends_the_run_with_its_name"),
     "image_root": Changes("tests/trainer/test_vision.py::test_paths_stay_below_image_root"),
     "cache_implementation": Changes("tests/trainer/test_options.py::test_cache_implementation"),
     "use_transformers_continuous_batching": Changes(

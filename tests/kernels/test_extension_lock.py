@@ -22,7 +22,7 @@ from torch.utils.file_baton import FileBaton
 from groupgrad import GRPOConfig, activity
 from groupgrad.activity import Hung
 from groupgrad.kernels import extension_lock
-from groupgrad.trainer.watchdog import Watchdog
+from groupgrad.trainer.hangs import Watch
 
 HOLD = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT); print('open', flush=True); time.sleep(60)"
 
@@ -120,7 +120,7 @@ def compiling(lock: Path, work: str) -> Iterator[int]:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[None]:
-    with Watchdog(folder, lambda: 0, 2.0), activity.doing("the training loop"):
+    with Watch(folder, lambda: 0, 2.0), activity.doing("the training loop"):
         yield
 
 

@@ -30,7 +30,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from transformers.training_args import OptimizerNames
 
 from groupgrad import dist
-from groupgrad.activity import Hung
+from groupgrad.activity import Hung, doing
 from groupgrad.batching.eval_loader import EvalLoader
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.batching.micro_batches import MicroBatch
@@ -78,6 +78,7 @@ from groupgrad.run_folder.completions import CompletionLog
 from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback, bars_on_terminals_only
 from groupgrad.run_folder.run_card import write_run_card
+from groupgrad.run_folder.run_lock import locked
 from groupgrad.scoring.attention import unplug
 from groupgrad.scoring.cudnn_attention import without_cudnn_attention
 from groupgrad.scoring.fused_modules import restore_modules
@@ -92,6 +93,7 @@ from groupgrad.trainer.deterministic_cpu import deterministic_cpu
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.gradient_sums import GradientSums
 from groupgrad.trainer.gradient_sync import GradientSync
+from groupgrad.trainer.hangs import Watch
 from groupgrad.trainer.replaceable_loss import ReplaceableLoss
 from groupgrad.trainer.resuming import Resume, without_second_names
 from groupgrad.trainer.run_recorder import RunRecorder
@@ -101,7 +103,6 @@ from groupgrad.trainer.signal_watch import LearningSignalWatch
 from groupgrad.trainer.step_log import StepLog, StepWatches
 from groupgrad.trainer.stochastic_adamw import StochasticAdamW
 from groupgrad.trainer.stops import Stops
-from groupgrad.trainer.surroundings import in_run_folder, shown, watched
 from groupgrad.trainer.trl_names import TRLNames
 
 logger = logging.getLogger(__name__)
@@ -190,9 +191,11 @@ class Hooks(TRLNames, ReplaceableLoss, Trainer):
         folder = os.path.join(self._start_folder, self._get_output_dir(trial))
         try:
             with (
-                shown(self.progress),
-                in_run_folder(self),
-                watched(folder, lambda: self.state.global_step + 1, self.args.hang_timeout_s),
+                self.progress,
+                bars_on_terminals_only(),
+                self._in_run_folder(),
+                Watch(folder, lambda: self.state.global_step + 1, self.args.hang_timeout_s),
+                doing("the training loop"),
                 self.saves.until_written(),
                 self.stops.at_signals(),
             ):
@@ -214,6 +217,24 @@ class Hooks(TRLNames, ReplaceableLoss, Trainer):
             self.components.collector.close()
             if self.completion_log.upload is not None:
                 self.completion_log.upload.finish()
+
+    @contextmanager
+    def _in_run_folder(self) -> Iterator[None]:
+        """Collective at its start. The run's folder by a whole path, locked by the main process, with its record.
+
+        The path is whole since a reward function or a tool may change the folder that relative paths belong to.
+        """
+        given = self.args.output_dir
+        self.args.output_dir = os.path.join(self._start_folder, str(given))
+        try:
+            with ExitStack() as stack:
+                with dist.errors_on_all_ranks():
+                    if dist.is_main():
+                        stack.enter_context(locked(self._get_output_dir(self.trial)))
+                stack.enter_context(self.recorder)
+                yield
+        finally:
+            self.args.output_dir = given
 
     def _follow_steps(self) -> None:
         """Adds the callbacks that keep or record a part of the run."""

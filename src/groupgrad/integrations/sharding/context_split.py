@@ -6,7 +6,7 @@ Rank r has the chunks r and 2 C - 1 - r of C ranks: a token attends to those bef
 late ones, and these pairs cost about the same.
 
 Each pass is a collective of the group. The ranks do not agree on an exception inside it: it ends its own rank, and
-`trainer/rank_watch.py` ends the others.
+`trainer/hangs.py` ends the others.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""A rank that fails, hangs or is killed ends the others within seconds, with its name and the cause."""
+"""What hangs, fails, is killed or has lost its launcher ends on every rank, with its name and the cause."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
+import logging
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -16,14 +20,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from forked_ranks import forked_ranks, wait_for
 from transformers import TrainerCallback
 
 from groupgrad import GRPOTrainer, activity, dist
-from groupgrad.activity import EXIT_HUNG
-from groupgrad.trainer import rank_links, rank_watch, watchdog
+from groupgrad.activity import EXIT_HUNG, Hung
+from groupgrad.errors import HangError
+from groupgrad.trainer import hangs, rank_links
+from groupgrad.trainer.hangs import Watch, launcher
 
 TEXT = "the judge is out"
 
@@ -40,6 +47,108 @@ class Do(TrainerCallback):
                 action()
 
         setattr(self, event, act)
+
+
+def hanging(hang: Callable[[], Any]) -> Any:
+    def judge(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+        if trainer_state.global_step == 1:
+            hang()
+        return [float(len(text)) for text in completions]
+
+    return judge
+
+
+def swallow() -> None:
+    with contextlib.suppress(Exception):
+        time.sleep(60)
+
+
+async def asynchronous(completions: list[str], **kwargs: Any) -> list[float]:
+    await asyncio.sleep(60)
+    return [0.0] * len(completions)
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+JUDGE = r"the reward function '{}' has run for \d+ s \(step {}, rank 0, rows 0 to 7, the first: row 0 \(prompt"
+BACKTRACKING = hanging(lambda: re.match(r"(a+)+$", "a" * 60 + "b"))
+PLACES: dict[str, tuple[dict[str, Any], str]] = {
+    "reward": ({"reward_funcs": hanging(swallow)}, JUDGE.format("judge", 2)),
+    "async reward": ({"reward_funcs": asynchronous}, JUDGE.format("asynchronous", 1)),
+    "callback": ({"trainer": {"callbacks": [Do("on_step_end", swallow)]}}, r"the training loop has run for \d+ s"),
+    "regular expression": ({"reward_funcs": BACKTRACKING}, JUDGE.format("judge", 2)),
+}
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=pytest.mark.slow if p.startswith("regular") else ()) for p in PLACES]
+)
+@pytest.mark.fault(
+    "a reward function, plain or async, hangs",
+    "after `hang_timeout_s` an error names function, step, rank and rows; all stacks are in `hang_step_*.txt`",
+    "the steps since the last checkpoint",
+)
+@pytest.mark.fault(
+    "a callback hangs",
+    "the same, named as the training loop",
+    "the steps since the last checkpoint",
+)
+@pytest.mark.fault(
+    "a reward function that hangs swallows exceptions",
+    "the error passes through `except Exception` and ends the run",
+    "the steps since the last checkpoint",
+)
+@pytest.mark.fault(
+    "a reward function hangs inside a regular expression, which keeps Python's lock",
+    "the system raises the error in its place after the same computing time",
+    "the steps since the last checkpoint",
+)
+def test_what_hangs_ends_the_run_with_its_name(make_trainer, place):
+    settings, name = PLACES[place]
+    trainer = make_trainer(hang_timeout_s=3.0, **settings)
+    with pytest.raises(HangError, match=name):
+        trainer.train()
+    if place == "reward":
+        stacks = (Path(trainer.args.output_dir) / "hang_step_000002_rank_0.txt").read_text()
+        assert "in swallow" in stacks and "in judge" in stacks and "hang_timeout_s=3" in stacks
+    assert "groupgrad-watch" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_work_that_shows_signs_of_life_may_take_its_time(tmp_path):
+    with Watch(tmp_path, lambda: 1, 1.0), activity.doing("sampling"):
+        for _ in range(6):
+            time.sleep(0.3)
+            activity.sign_of_life()
+
+
+def test_long_work_is_named_while_it_runs(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(hangs, "FIRST_NOTE_S", 0.4)
+    work = activity.doing("sampling", lambda: "row 3")
+    with caplog.at_level(logging.WARNING), Watch(tmp_path, lambda: 12, 8.0), work:
+        time.sleep(1.5)
+    notes = [record.getMessage() for record in caplog.records]
+    assert len(notes) == 2  # after 0.4 s and 0.8 s; the next one would come after 1.6 s
+    assert all(note.startswith("sampling has run for ") and "(step 12, rank 0, row 3)" in note for note in notes)
+
+
+def test_a_thread_that_is_not_the_main_one_is_watched_as_well(tmp_path):
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with Watch(tmp_path, lambda: 1, 0.5), activity.doing("sampling"):
+                for _ in range(200):
+                    time.sleep(0.05)
+        except Hung as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "sampling has run for" in str(errors[0])
+
+
+# -------------------------------------------------------------------------------------------------- failures of a rank
 
 
 def on_rank_1(action: Callable[[], Any]) -> Callable[[], Any]:
@@ -63,11 +172,8 @@ def train_and_tell(trainer: Any, out: Path, *, stays_s: float = 0.0) -> None:
         raise
 
 
-def errors(out: Path) -> list[str]:
-    return [(out / f"error_{rank}").read_text() for rank in range(2)]
-
-
-# ------------------------------------------------------------------------------------------------------------ failures
+def read_times(out: Path, *names: str) -> list[float]:
+    return [float((out / name).read_text()) for name in names]
 
 
 def at(place: str, name: str) -> Callable[[Any], None]:
@@ -134,28 +240,24 @@ def test_an_error_on_one_rank_ends_all_with_its_text(ranks, tmp_path, phase):
 
     with forked_ranks(action, tmp_path) as both:
         assert both.wait(60) == [1, 1], both.log(0) + both.log(1)
-    first, second = errors(tmp_path)
+    first, second = ((tmp_path / f"error_{rank}").read_text() for rank in range(2))
     assert TEXT in second
     assert first.startswith("RankError: stopped because rank 1") and TEXT in first
-    assert time_between(tmp_path) < DEADLINE_S
+    ended, failed = read_times(tmp_path, "time_0", "time_1")
+    assert abs(ended - failed) < DEADLINE_S
 
 
-def time_between(out: Path) -> float:
-    first, second = (float((out / f"time_{rank}").read_text()) for rank in range(2))
-    return abs(first - second)
-
-
-# --------------------------------------------------------------------------------------------------- kills and hangs
+# ------------------------------------------------------------------------------------------- kills and hangs of a rank
 
 
 def no_folder() -> None:
     """Lets no rank read the folder of the run while it names the checkpoint to go on from."""
-    rank_watch.checkpoints_in = Mock(side_effect=OSError("Stale file handle"))
+    hangs.checkpoints_in = Mock(side_effect=OSError("Stale file handle"))
 
 
 def no_silence() -> None:
     """Has a part of the watch fail at every look."""
-    rank_watch.RankWatch._look_for_silence = Mock(side_effect=ValueError("odd"))
+    hangs.Watch._look_for_silence = Mock(side_effect=ValueError("odd"))
 
 
 CHECKPOINT_NAMED = "has checkpoint-1, and resume_from_checkpoint='auto' goes on"
@@ -177,16 +279,15 @@ CHECKPOINT_NAMED = "has checkpoint-1, and resume_from_checkpoint='auto' goes on"
     "the steps since the last checkpoint",
 )
 def test_a_rank_that_is_killed_ends_the_others_with_its_name(ranks, tmp_path, victim, trouble, way_out):
-    def judge(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
-        if trainer_state.global_step == 1 and dist.rank() == victim:
+    def die() -> None:
+        if dist.rank() == victim:
             time.sleep(1.5)
             (tmp_path / "killed_at").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
-        return [float(len(text)) for text in completions]
 
     def action(rank: int) -> None:
         trouble()
-        trainer = ranks.build("killed", tmp_path, reward=judge, save_strategy="steps", save_steps=1)
+        trainer = ranks.build("killed", tmp_path, reward=hanging(die), save_strategy="steps", save_steps=1)
         train_and_tell(trainer, tmp_path)
 
     with forked_ranks(action, tmp_path) as both:
@@ -197,7 +298,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_its_name(ranks, tmp_path, vi
     assert error.startswith(f"RankError: stopped because {name} went away during ")
     assert "the reward function 'judge'\" in step 2" in error
     assert way_out in error
-    ended, killed = (float((tmp_path / name).read_text()) for name in (f"time_{1 - victim}", "killed_at"))
+    ended, killed = read_times(tmp_path, f"time_{1 - victim}", "killed_at")
     assert ended - killed < DEADLINE_S
 
 
@@ -245,7 +346,7 @@ def test_a_hang_on_one_rank_ends_all_with_its_cause(ranks, tmp_path, place):
         assert re.search(own, both.log(1))
     name, error = f"rank 1 (pid {both.pids[1]} on ", (tmp_path / "error_0").read_text()
     assert error.startswith(f"RankError: stopped because {name}") and "hang_timeout_s=3 allows" in error
-    began, ended = (float((tmp_path / name).read_text()) for name in ("began_at", "time_0"))
+    began, ended = read_times(tmp_path, "began_at", "time_0")
     seconds = ended - began - timeout_s
     print(f"{place}: rank 0 ended {seconds:.1f} s after the deadline with: {error[:160]}")
     assert seconds < DEADLINE_S
@@ -271,31 +372,13 @@ def test_a_rank_that_waits_long_for_one_that_works_is_no_hang(ranks, tmp_path):
             time.sleep(0.1)
 
     def action(rank: int) -> None:
-        watchdog.REACTION_S = 0.0  # a rank that waits has 3 s then
+        hangs.REACTION_S = 0.0  # a rank that waits has 3 s then
         trainer = ranks.build("long", tmp_path, hang_timeout_s=1.0)
         trainer.add_callback(Do("on_step_end", on_rank_1(work)))
         trainer.train()
 
     with forked_ranks(action, tmp_path) as both:
         assert both.wait(60) == [0, 0], both.log(0) + both.log(1)
-
-
-def test_the_first_message_may_come_in_pieces():
-    hello = b"secret 1".ljust(rank_links.HELLO_BYTES)
-
-    def connect(port: int) -> None:
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            for piece in (hello[:3], hello[3:40], hello[40:]):
-                connection.sendall(piece)
-                time.sleep(0.05)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=connect, args=(server.getsockname()[1],))
-        thread.start()
-        (link,) = rank_links._accept(server, ["rank 0", "rank 1"], "secret")
-        thread.join()
-    assert (link.rank, link.name) == (1, "rank 1")
-    link.close()
 
 
 @pytest.mark.slow
@@ -309,14 +392,131 @@ def test_ranks_leave_without_a_word_to_each_other(ranks, tmp_path):
         def with_stranger(*args: Any, **kwargs: Any) -> socket.socket:
             server = accept(*args, **kwargs)
             strangers.append(socket.create_connection(server.getsockname()))
-            strangers[0].sendall(b"stranger 1\n")
+            strangers[0].sendall(b'stranger 1\n["failed", 1, "a lie"]\n')
             return server
 
         strangers: list[socket.socket] = []
         rank_links.socket.create_server = with_stranger
         trainer.train()
         trainer.train()
-        assert not [thread for thread in threading.enumerate() if thread.name == "groupgrad-rank-watch"]
+        assert "groupgrad-watch" not in [thread.name for thread in threading.enumerate()]
 
     with forked_ranks(action, tmp_path) as both:
         assert both.wait(60) == [0, 0], both.log(0) + both.log(1)
+
+
+# ------------------------------------------------------------------------------------------------------- the launcher
+
+SCRIPT = Path(__file__).with_name("launched_ranks.py")
+PLAIN = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")}
+ENVIRONMENT = {**PLAIN, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def forked(action: Callable[[], object]) -> int:
+    """The process of a copy of this one that calls `action`."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return pid
+
+
+@pytest.mark.fault(
+    "the launcher (torchrun, `accelerate launch`) is killed",
+    "its ranks notice within seconds and stop as after SIGTERM, with a checkpoint",
+    "the step in progress",
+)
+def test_a_process_gets_sigterm_when_its_launcher_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(hangs, "TICK_S", 0.1)
+
+    def rank() -> None:
+        os.environ["TORCHELASTIC_RUN_ID"] = "1"
+        signal.signal(signal.SIGTERM, lambda *_: ((tmp_path / "stopped").touch(), os._exit(0)))
+        with Watch(tmp_path, lambda: 1, None):
+            (tmp_path / "launched").touch()
+            time.sleep(30)
+
+    def launch() -> None:
+        forked(rank)
+        time.sleep(30)
+
+    process = forked(launch)
+    wait_for(tmp_path / "launched")
+    time.sleep(0.5)
+    assert not (tmp_path / "stopped").exists()
+    os.kill(process, signal.SIGKILL)
+    wait_for(tmp_path / "stopped", 5.0)
+    assert (tmp_path / "stopped").exists()
+    os.waitpid(process, 0)
+
+
+def test_a_process_without_a_launcher_is_left_alone(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launcher() is None
+    # The launcher is the nearest process above that has not got torchrun's variables from it.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    parent, grandparent, *_ = psutil.Process().parents()
+    assert launcher() == parent
+    monkeypatch.setattr(psutil.Process, "environ", lambda self: {"TORCHELASTIC_RUN_ID": "1"} if self == parent else {})
+    assert launcher() == grandparent
+
+
+@pytest.mark.slow
+def test_ranks_of_a_killed_torchrun_stop_with_a_checkpoint(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = subprocess.Popen([*command, str(SCRIPT), "launched", str(tmp_path)], env=ENVIRONMENT)
+    files = [tmp_path / f"rank_{rank}" for rank in range(2)]
+    for file in files:
+        wait_for(file, 120)
+    time.sleep(1.0)
+    process.kill()
+    process.wait()
+    pids = [int(file.read_text().split()[0]) for file in files]
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
+    assert not alive
+    last = min(int(file.read_text().split()[1]) for file in files)
+    (checkpoint,) = (tmp_path / "run" / "launched").glob("checkpoint-*")
+    assert int(checkpoint.name.split("-")[1]) >= last
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "the shell or terminal that a run was started in by hand ends (nohup, disown)",
+    "the run goes on to its end",
+    "nothing",
+)
+def test_a_run_outlives_the_shell_that_has_started_it(tmp_path):
+    command = f"nohup {sys.executable} {SCRIPT} by_hand {tmp_path} > {tmp_path}/log 2>&1 & wait"
+    shell = subprocess.Popen(["sh", "-c", command], env=ENVIRONMENT)
+    wait_for(tmp_path / "rank_0", 120)
+    shell.kill()
+    shell.wait()
+    wait_for(tmp_path / "finished", 60)
+    assert (tmp_path / "rank_0").read_text().split()[1] == "20"
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a rank has failed and its process lives on, which gloo waits for when another one exits",
+    "the other one exits within seconds after its error",
+    "nothing",
+)
+def test_a_failed_rank_that_lives_on_does_not_keep_the_others_from_their_exit(tmp_path):
+    processes = []
+    for rank in range(2):
+        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
+        environment = {**ENVIRONMENT, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, str(SCRIPT), "lives_on", str(tmp_path)]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        wait_for(tmp_path / "rank_1", 120)
+        _, output = processes[0].communicate(timeout=20)
+        assert processes[0].returncode == 1
+        assert output.strip().endswith("failed with ValueError: no luck")
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
