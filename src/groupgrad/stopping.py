@@ -7,6 +7,7 @@ servers within seconds. `dist.errors_on_all_ranks` surrounds the former and carr
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from groupgrad.interrupt import Interrupt
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
 """Signals that end a run after a checkpoint; a second SIGINT ends it at once.
@@ -78,8 +81,12 @@ class _Request:
         """Seconds after which work that is being finished is left too; None: never."""
         self.patience: threading.Timer | None = None
         """Runs while such work is finished after a signal."""
-        self.is_reminder = False
-        """The next signal comes from `patience`, not from outside."""
+        self.patience_ends_at = math.inf
+        self.interrupt = Interrupt(self._overdue)
+
+    def _overdue(self) -> StopRequested | None:
+        is_overdue = self.num_interruptible and time.monotonic() >= self.patience_ends_at
+        return StopRequested(self.name or "") if is_overdue else None
 
 
 _request = _Request()
@@ -122,26 +129,22 @@ def finishing(*, within_s: float | None = None) -> Iterator[None]:
     _request.leaves_work = False
     try:
         if _request.name is not None:
-            _be_patient(_request.name)
+            _be_patient()
         yield
     finally:
         if _request.patience is not None:
             _request.patience.cancel()
-            _request.patience = None
+            _request.patience, _request.patience_ends_at = None, math.inf
         _request.leaves_work, _request.patience_s = before
 
 
-def _be_patient(name: str) -> None:
-    """Sends the signal once more after `patience_s`, in case the work under way has not ended by then."""
+def _be_patient() -> None:
+    """Leaves the work under way after `patience_s`, unless it has ended by then."""
     if _request.patience_s is not None:
-        _request.patience = threading.Timer(_request.patience_s, _remind, [getattr(signal, name)])
+        _request.patience_ends_at = time.monotonic() + _request.patience_s
+        _request.patience = threading.Timer(_request.patience_s, _request.interrupt.throw)
         _request.patience.daemon = True
         _request.patience.start()
-
-
-def _remind(number: int) -> None:
-    _request.is_reminder = True
-    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 @contextmanager
@@ -155,11 +158,13 @@ def received_signals(*, ignored: tuple[str, ...] = (), leaves_work: bool = True)
     before: dict[int, Any] = {}
     _request.name, _request.num_interruptible, _request.leaves_work = None, 0, leaves_work
     _request.num_interrupts, _request.is_active, _request.process = 0, True, os.getpid()
+    _request.interrupt.start()
     try:
         for number in numbers:
             before[number] = signal.signal(number, _receive)
         yield
     finally:
+        _request.interrupt.end()
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         _request.name, _request.is_active = None, False
@@ -170,15 +175,11 @@ def _is_of_nohup(number: int) -> bool:
 
 
 def _receive(number: int, frame: FrameType | None) -> None:
-    if os.getpid() != _request.process:  # a process that was forked while training
-        pass_on(number)
+    if os.getpid() != _request.process:  # a process that was forked while training ends as it would otherwise
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
         return
     name = signal.Signals(number).name
-    if _request.is_reminder:
-        _request.is_reminder = False
-        if _request.patience is not None and _request.num_interruptible:
-            raise StopRequested(_request.name or name)
-        return
     is_first, _request.name = _request.name is None, _request.name or name
     _request.num_interrupts += name == "SIGINT"
     if is_first:
@@ -191,10 +192,4 @@ def _receive(number: int, frame: FrameType | None) -> None:
     if is_first and _request.num_interruptible and _request.leaves_work:
         raise StopRequested(name)
     if is_first:
-        _be_patient(name)
-
-
-def pass_on(number: int) -> None:
-    """Restores the signal's default handler and sends the signal to this process."""
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+        _be_patient()
