@@ -148,7 +148,7 @@ def try_all(mechanism: str = "auto", python: str | None = None, *, quick: bool =
     # On a busy machine, filling the memory of 16 processes takes long.
     many = code_reward(**options | {"max_concurrency": 1, "timeout_s": 30}, memory_mb=128, max_processes=16)
     killed = code_reward(**options | {"timeout_s": 1}, memory_mb=256)
-    names = f"MARK, SECRET, PARENT = {MARK!r}, {SECRET!r}, {os.getpid()}\nNO_SESSIONS = {mechanism == 'landlock'}\n"
+    names = f"MARK, SECRET, PARENT = {MARK!r}, {SECRET!r}, {os.getpid()}\n"
     tries = Tries(mechanism)
     with bait() as trap:
         names += f"FOLDER, TCP, UDP = {trap.folder!r}, {trap.tcp}, {trap.udp}\n" + PRELUDE

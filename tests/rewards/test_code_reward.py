@@ -277,9 +277,8 @@ thread.start()
 thread.join()
 """
     assert score(reward, [code], [[["", "5000"]]])[0] == [1.0]
-    if reward.mechanism != "landlock":
-        code = "open('a', 'a').write('x')\nprint(open('a').read())"
-        assert score(reward, [code], [[["", "x"], ["", "x"]]])[0] == [1.0]
+    code = "open('a', 'a').write('x')\nprint(open('a').read())"
+    assert score(reward, [code], [[["", "x"], ["", "x"]]])[0] == [1.0]
 
 
 def test_equal_code_runs_once_and_some_completions_at_a_time(reward, monkeypatch):
@@ -385,7 +384,7 @@ def test_calls_leave_no_open_file(reward):
 
 def test_a_sandbox_that_does_not_hold_is_refused(reward, monkeypatch):
     source = sandbox_module._source
-    weaker = {"_seccomp": "the network can be used", "_limit": "memory has no limit"}
+    weaker = {"_deny_calls": "new processes can be started", "_limit": "memory has no limit"}
     for function, message in weaker.items():
         broken = f"\n{function} = lambda *a: None\n" + 'if __name__ == "__main__":'
         monkeypatch.setattr(
@@ -424,7 +423,7 @@ def test_it_can_be_pickled_and_bad_settings_and_tests_are_refused(reward):
     for settings, message in (
         ({"score": "some"}, "score='some' is not known"),
         ({"extract": "none"}, "extract='none' is not known"),
-        ({"mechanism": "docker"}, "mechanism='docker' is not known"),
+        ({"mechanism": "landlock"}, "mechanism='landlock' is not one .* set it to auto, bubblewrap or namespaces"),
         ({"timeout_s": 0}, "timeout_s=0 lets no code run"),
         ({"max_concurrency": 0}, "max_concurrency=0 lets no code run"),
         ({"memory_mb": 8}, "memory_mb=8 is less than an interpreter needs"),

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import sandbox_escapes
 
@@ -50,7 +51,8 @@ def test_every_escape_as_a_user(mechanism):
     python = "/usr/bin/python3"
     become = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups"]
     script = [python, str(ROOT / "tests/helpers/sandbox_escapes.py"), "--mechanism", mechanism, "--python", python]
-    paths = {"PYTHONPATH": str(ROOT / "src"), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
+    packages = Path(cloudpickle.__file__).parents[1]
+    paths = {"PYTHONPATH": f"{ROOT / 'src'}:{packages}", "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run(
         [*become, *script], env=paths, cwd="/", capture_output=True, text=True, timeout=200, check=False
     )

@@ -99,7 +99,7 @@ class code_reward:
     """Completions at the same time; None: as many as this process has CPUs."""
     python: str | None = None
     """Interpreter, Python 3.10 or newer; None: that of the trainer. Its packages can be imported by code."""
-    mechanism: Literal["auto", "bubblewrap", "namespaces", "landlock"] = "auto"
+    mechanism: Literal["auto", "bubblewrap", "namespaces"] = "auto"
     """Kind of sandbox; "auto" is replaced by the first of these that holds on this machine, which is logged."""
 
     def __post_init__(self) -> None:
@@ -107,7 +107,10 @@ class code_reward:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; set it to {' or '.join(choices)}")
         if self.mechanism not in ("auto", *MECHANISMS):
-            raise ValueError(f"mechanism={self.mechanism!r} is not known; set it to auto or {', '.join(MECHANISMS)}")
+            raise ValueError(
+                f"mechanism={self.mechanism!r} is not one of those that keep code apart; set it to auto, bubblewrap or "
+                "namespaces, which need root or user namespaces"
+            )
         for name in ("timeout_s", "folder_mb", "output_kb", "max_processes", "max_concurrency"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -1,6 +1,7 @@
 """Runs Python programs in a sandbox: without network, files, secrets or other processes, and within limits.
 
-`Sandbox` chooses the strongest mechanism that holds on this machine, by an attempt to break out of each.
+The kernel's namespaces keep it apart. `Sandbox` has bubblewrap make them where it is installed, and is refused where
+an attempt to break out succeeds. `sandbox_confine` is what runs inside: limits, and the filter of system calls.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MECHANISMS = ("bubblewrap", "namespaces", "landlock")
-"""From the strongest to the weakest; docs/code-rewards.md has a table of what each prevents."""
+MECHANISMS = ("bubblewrap", "namespaces")
+"""What makes the namespaces: the program `bwrap`, or `sandbox_confine` itself."""
 START_TIMEOUT_S = 60.0
 START_ATTEMPTS = 3
-_FOLDER = {"bubblewrap": "/box", "namespaces": "/tmp", "landlock": "/"}
+_FOLDER = "/box"
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/bin")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
@@ -100,8 +101,8 @@ class Sandbox:
             refused.append(f"{self.mechanism}: {reason}")
         raise SandboxError(
             f"no sandbox holds on this machine for {self._python} ({'; '.join(refused)}), and code of a model must not "
-            "run without one; install bubblewrap, or allow user namespaces or Landlock to this process, or name an "
-            "interpreter that every user can read with python=..."
+            "run without one; install bubblewrap, start the container with the right to make namespaces "
+            "(docs/code-rewards.md has the options), or name an interpreter that every user can read with python=..."
         )
 
     @contextlib.asynccontextmanager
@@ -169,9 +170,9 @@ class Sandbox:
                 "mechanism": self.mechanism,
                 "parent": os.getpid(),
                 "uid": _spare_user() if os.getuid() == 0 else None,
-                "folder": _FOLDER[self.mechanism],
+                "folder": _FOLDER,
                 "folder_bytes": limits.file_bytes,
-                "readable": [*self._readable, *_SYSTEM, *_SYSTEM_FILES],
+                "readable": self._paths(),
                 "single_process": single_process,
                 "limits": {
                     "RLIMIT_CPU": int(cpu_s) + 1,
@@ -189,6 +190,10 @@ class Sandbox:
         )
         return b"%012d" % len(text) + text
 
+    def _paths(self) -> list[str]:
+        """What exists in the sandbox beside the folder of the code. Folders stand before what lies in them."""
+        return sorted(filter(os.path.exists, {*_SYSTEM, *_SYSTEM_FILES, *_DEVICES, *self._readable}))
+
     def _command(self) -> list[str]:
         program = [self._python, "-s", "-c", _source("sandbox_confine")]
         if self.mechanism != "bubblewrap":
@@ -197,14 +202,12 @@ class Sandbox:
         command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--unshare-pid", "--unshare-net"]
         command += ["--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         command += [] if os.getuid() == 0 else ["--unshare-user"]
-        paths = [path for path in (*_SYSTEM, *_SYSTEM_FILES, *self._readable) if os.path.exists(path)]
-        for folder in sorted({str(folder) for path in (*paths, *_DEVICES) for folder in Path(path).parents} - {"/"}):
+        paths = self._paths()
+        for folder in sorted({str(folder) for path in paths for folder in Path(path).parents} - {"/"}):
             command += ["--dir", folder]  # else only root may pass through it
         for path in paths:
-            command += ["--ro-bind", path, path]
-        for path in _DEVICES:
-            command += ["--dev-bind", path, path]
-        command += ["--dir", _FOLDER["bubblewrap"], "--remount-ro", "/", "--chdir", "/"]
+            command += ["--dev-bind" if path in _DEVICES else "--ro-bind", path, path]
+        command += ["--dir", _FOLDER, "--remount-ro", "/", "--chdir", "/"]
         for capability in capabilities:
             command += ["--cap-add", capability]  # given up before the program starts
         return [*command, "--", *program]
@@ -224,7 +227,7 @@ async def _end(process: Any) -> None:
     """Kills a sandbox and waits for its end."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            # Ends bubblewrap, with which the kernel ends the sandbox; `sandbox_confine` ends its own. The method
+            # Ends bubblewrap, with which the kernel ends the sandbox; `sandbox_confine` does the same. The method
             # `send_signal` of the process would take its exit code away from the event loop.
             os.kill(process.pid, signal.SIGTERM)
     process.stdin.close()
