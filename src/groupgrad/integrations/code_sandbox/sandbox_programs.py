@@ -18,15 +18,20 @@ from typing import Any
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "eq", "lt", "le")
 _Parts = Callable[[Any], list[Any]]
-EXACT: dict[str, tuple[str, _Parts, str]] = {
-    "Decimal": ("decimal", lambda value: [str(value)], ""),
-    "Fraction": ("fractions", lambda value: [str(value)], ""),
-    **dict.fromkeys(("date", "time", "datetime"), ("datetime", lambda value: [str(value)], "fromisoformat")),
-    "timedelta": ("datetime", lambda value: [value.days, value.seconds, value.microseconds], ""),
+FORMS: dict[str, tuple[str, _Parts, str]] = {
+    **dict.fromkeys(("tuple", "set", "frozenset"), ("builtins", list, "")),
+    "int": ("builtins", lambda value: [hex(value), 16], ""),  # those that JSON would round
+    "complex": ("builtins", lambda value: [value.real, value.imag], ""),
+    **dict.fromkeys(("bytes", "bytearray"), ("builtins", lambda value: [value.hex()], "fromhex")),
     "range": ("builtins", lambda value: [value.start, value.stop, value.step], ""),
     "deque": ("collections", lambda value: [list(value), value.maxlen], ""),
+    **dict.fromkeys(("date", "time", "datetime"), ("datetime", lambda value: [str(value)], "fromisoformat")),
+    "timedelta": ("datetime", lambda value: [value.days, value.seconds, value.microseconds], ""),
+    "Decimal": ("decimal", lambda value: [str(value)], ""),
+    "Fraction": ("fractions", lambda value: [str(value)], ""),
 }
-"""Further types with a plain form, by name: module, parts of a value, and what makes one of them ("": the type)."""
+"""Types with a plain form beside those of JSON, by name: module, parts of a value, and what makes one of the parts ("":
+the type). Where the parts are the items (`list`), they are one argument. Values of derived types have the same form."""
 RESERVED = {*dir(builtins), *sys.stdlib_module_names}
 
 
@@ -149,38 +154,29 @@ class Peer:
         return [kind.__name__, text, list(map(self.encode, error.args)) if is_plain else [text]]
 
     def encode(self, value: Any) -> Any:
-        """Encodes a value as JSON; objects without a JSON form become numeric handles."""
+        """Encodes a value as JSON; objects without a plain form become numeric handles."""
         if value is None or isinstance(value, (bool, str)):
             return value
-        if isinstance(value, int):
-            return int(value) if abs(value) < 1 << 53 else {"int": hex(value)}
         if isinstance(value, float):
             return float(value)
+        if isinstance(value, int) and abs(value) < 1 << 53:
+            return int(value)
         if isinstance(value, list):
             return [self.encode(item) for item in value]
-        if isinstance(value, tuple) and isinstance(names := getattr(value, "_fields", None), tuple):
-            return {"named": [type(value).__name__, list(names), list(map(self.encode, value))]}
-        if isinstance(value, (tuple, set, frozenset)):
-            kind = next(kind for kind in (tuple, set, frozenset) if isinstance(value, kind))
-            return {kind.__name__: [self.encode(item) for item in value]}
         if isinstance(value, dict):
             return {"dict": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
-        if isinstance(value, (bytes, bytearray)):
-            return {"bytes": value.hex()}
-        if isinstance(value, complex):
-            return {"complex": [value.real, value.imag]}
+        if isinstance(value, tuple) and isinstance(names := getattr(value, "_fields", None), tuple):
+            return {"named": [type(value).__name__, list(names), list(map(self.encode, value))]}
         if type(value) is Remote:
             return {"yours": object.__getattribute__(value, "_number")}
-        name = type(value).__name__
-        if name in EXACT and EXACT[name][0] == type(value).__module__:
-            return {name: self.encode(EXACT[name][1](value))}
-        if isinstance(value, types.CoroutineType):
-            self.objects.append(value)
-            return {"coroutine": len(self.objects) - 1}
-        if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-            return self.encode(value.tolist())
+        for kind in type(value).__mro__:
+            module, parts, _ = FORMS.get(kind.__name__, ("", list, ""))
+            if module == kind.__module__:
+                return {kind.__name__: [self.encode(part) for part in parts(value)]}
+        if type(value).__module__ == "numpy" and (plain := getattr(value, "tolist", None)):
+            return self.encode(plain())
         self.objects.append(value)
-        return {"mine": len(self.objects) - 1}
+        return {"coroutine" if isinstance(value, types.CoroutineType) else "mine": len(self.objects) - 1}
 
     def decode(self, value: Any) -> Any:
         """The inverse. Whatever arrives, the result consists of plain values and `Remote`s."""
@@ -189,31 +185,23 @@ class Peer:
         if not isinstance(value, dict):
             return value
         ((kind, content),) = value.items()
-        if kind in ("tuple", "set", "frozenset"):
-            return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(self.decode, content))
         if kind == "dict":
             return {self.decode(key): self.decode(item) for key, item in content}
-        if kind == "mine":
-            return Remote(self, int(content))
-        if kind == "yours":
-            return self.objects[content]
-        plain: dict[str, Callable[[Any], Any]] = {
-            "int": lambda text: int(text, 16),
-            "bytes": bytes.fromhex,
-            "complex": lambda parts: complex(*parts),
-        }
-        if kind in plain:
-            return plain[kind](content)
         if kind == "named":
             import collections
 
             name, names, items = content
             return collections.namedtuple(str(name), list(map(str, names)))(*map(self.decode, items))
+        if kind == "yours":
+            return self.objects[content]
+        if kind == "mine":
+            return Remote(self, int(content))
         if kind == "coroutine":
             return self._awaited(Remote(self, int(content)))
-        module, _, method = EXACT[kind]
+        module, parts, method = FORMS[kind]
         made = getattr(importlib.import_module(module), kind)
-        return (getattr(made, method) if method else made)(*self.decode(content))
+        items = [self.decode(item) for item in content]
+        return made(items) if parts is list else (getattr(made, method) if method else made)(*items)
 
     async def _awaited(self, coroutine: Any) -> Any:
         """Stands for a coroutine of the other side, which runs there, to its end, once this one is awaited."""
