@@ -213,7 +213,7 @@ class Normed(nn.Module):
 
 def statistics(buffers: bool) -> list[list[float]]:
     """Returns the running means and a table after each rank has taken a step on different numbers."""
-    from groupgrad.trainer.gradient_sync import GradientSync
+    from groupgrad.trainer.gradients import GradientSync
 
     model: Any = Normed()
     sync = GradientSync(model, buffers=buffers)
@@ -226,8 +226,7 @@ def statistics(buffers: bool) -> list[list[float]]:
 
 def half_precision_sum() -> torch.Tensor:
     """The gradient of a bfloat16 weight after each rank has made five passes."""
-    from groupgrad.trainer.gradient_sums import GradientSums
-    from groupgrad.trainer.gradient_sync import GradientSync
+    from groupgrad.trainer.gradients import GradientSums, GradientSync
 
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     sums = GradientSums(model, in_float32=True)
@@ -268,8 +267,7 @@ class Stack(nn.Module):
 
 def sent_early(dtype: torch.dtype, *, overlaps: bool) -> dict[str, Any]:
     """The averaged gradients of some steps, and how many buckets were sent before a step's last pass was over."""
-    from groupgrad.trainer.gradient_sums import GradientSums
-    from groupgrad.trainer.gradient_sync import GradientSync
+    from groupgrad.trainer.gradients import GradientSums, GradientSync
 
     model = Stack(dtype)
     sums = GradientSums(model, in_float32=True)

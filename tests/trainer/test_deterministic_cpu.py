@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils import deterministic
 
-from groupgrad.trainer.deterministic_cpu import deterministic_cpu
+from groupgrad.trainer.gradients import deterministic_cpu
 
 
 def setting() -> tuple[bool, bool, bool]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from groupgrad.trainer.gradient_sums import GradientSums
+from groupgrad.trainer.gradients import GradientSums
 
 PASSES = 64
 

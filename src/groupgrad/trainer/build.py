@@ -69,7 +69,7 @@ from groupgrad.spelling import did_you_mean
 from groupgrad.trainer import component_options
 from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.trainer.given_model import GivenModel
-from groupgrad.trainer.gradient_sums import GradientSums
+from groupgrad.trainer.gradients import GradientSums
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
 from groupgrad.trainer.signal_watch import LearningSignalWatch
 from groupgrad.types import Prompt

@@ -89,10 +89,8 @@ from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import LossWindow, RunState
 from groupgrad.trainer.changed_options import ChangedOptions
 from groupgrad.trainer.checked_entry import entry
-from groupgrad.trainer.deterministic_cpu import deterministic_cpu
 from groupgrad.trainer.finite_steps import FiniteSteps
-from groupgrad.trainer.gradient_sums import GradientSums
-from groupgrad.trainer.gradient_sync import GradientSync
+from groupgrad.trainer.gradients import GradientSums, GradientSync, deterministic_cpu
 from groupgrad.trainer.hangs import Watch
 from groupgrad.trainer.replaceable_loss import ReplaceableLoss
 from groupgrad.trainer.resuming import Resume, without_second_names
