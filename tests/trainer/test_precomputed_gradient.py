@@ -10,7 +10,7 @@ import torch
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.objectives import LOSSES, PolicyOptions, policy_loss
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
-from groupgrad.trainer.precomputed_gradient import precompute_gradient
+from groupgrad.trainer.sampler_logprobs import precompute_gradient
 
 
 def make_batch(model: torch.nn.Module) -> Batch:

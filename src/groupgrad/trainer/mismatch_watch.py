@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from torch import nn
-
 from groupgrad.metrics import Metric
 from groupgrad.models.rounding import Rounding
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
+from groupgrad.trainer.sampler_logprobs import MISMATCH
 
 logger = logging.getLogger(__name__)
 
-MISMATCH = "sampling/logp_mismatch"
-"""Key of the largest gap (nats) between sampling and training log-probs."""
 FLOAT32_TOLERANCE = 1e-4
 _GROWTH = 10.0
 
@@ -78,14 +75,3 @@ def tolerance(rounding: Rounding, temperature: float) -> float:
     and TF32), which is four roundings of a logit of size 16 to 32. Temperatures below 1 multiply both.
     """
     return max(FLOAT32_TOLERANCE, 64 * rounding.eps) / min(temperature, 1.0)
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """True if the model computes at random in training mode, so that its scores are not those of sampling."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return True
-        for name, value in vars(module).items():
-            if isinstance(value, float) and value > 0 and ("dropout" in name or "jitter" in name):
-                return True
-    return False

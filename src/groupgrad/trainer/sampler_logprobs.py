@@ -1,4 +1,4 @@
-"""Decides where the engine's log-probs and entropies replace a forward pass of the policy."""
+"""Decides where the engine's log-probs and entropies replace a pass of the policy, or tell its gradient beforehand."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ from torch import nn
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric
 from groupgrad.models.rounding import Rounding
-from groupgrad.objectives import MismatchOptions, OnPolicyInfo, fresh_rows, known_rows, logp_mismatch, mismatch_metrics
+from groupgrad.objectives import (
+    MismatchOptions,
+    OnPolicyInfo,
+    PolicyOptions,
+    fresh_rows,
+    known_rows,
+    logp_mismatch,
+    mismatch_metrics,
+    policy_loss,
+)
 from groupgrad.rollout.custom import CustomRollouts
 from groupgrad.rollout.requests import RolloutSource
-from groupgrad.trainer.mismatch_watch import MISMATCH, has_dropout
+from groupgrad.scoring.early_gradients import PrecomputedGradient
+
+MISMATCH = "sampling/logp_mismatch"
+"""Key of the largest gap (nats) between sampling and training log-probs."""
 
 
 class SamplerLogprobs:
@@ -98,3 +110,33 @@ class SamplerLogprobs:
         if not self._samples_policy or batch.sampling_logprobs is None or self._has_dropout:
             return {}
         return {MISMATCH: logp_mismatch(scores.logprobs, batch, fresh_rows(batch, OnPolicyInfo(step, exact=True)))}
+
+
+def precompute_gradient(batch: Batch, options: PolicyOptions) -> PrecomputedGradient | None:
+    """The gradient of the loss with respect to the log-probs; None off-policy, or without log-probs of the sampler.
+
+    If the batch was sampled from the present weights, its forward pass will give the sampler's log-probs, so this
+    gradient is known beforehand. The output head then computes its gradients together with its scores, instead of
+    computing its logits twice.
+
+    The entropy bonus is left out: with one, entropies carry gradients of their own and no gradient is known beforehand.
+    """
+    if batch.old_logprobs is not None or batch.sampling_logprobs is None or not batch.num_tokens:
+        return None
+    known = batch.sampling_logprobs.detach().float()
+    logprobs = known.nan_to_num(nan=0.0).requires_grad_()
+    with torch.enable_grad():
+        loss = policy_loss(TokenScores(logprobs, torch.zeros_like(known)), batch, options).loss
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+    return PrecomputedGradient(known, gradient)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """True if the model computes at random in training mode, so that its scores are not those of sampling."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        for name, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and ("dropout" in name or "jitter" in name):
+                return True
+    return False

@@ -12,7 +12,7 @@ from groupgrad.metrics import Metric, average, merge_all
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, PolicyLoss
 from groupgrad.rollout.collector import Experience
 from groupgrad.run_folder.timings import Timings
-from groupgrad.trainer.mismatch_watch import MISMATCH
+from groupgrad.trainer.sampler_logprobs import MISMATCH
 
 _PHASES = ("sampling", "rewards", "scoring", "training")
 """Parts of a step whose seconds are logged as `time/...`; they do not overlap, and `step_time` is about their sum."""

@@ -18,8 +18,8 @@ from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback
 from groupgrad.run_folder.run_folder import RunFolder
 from groupgrad.trainer.batch_findings import FirstBatch
-from groupgrad.trainer.mismatch_watch import MISMATCH
 from groupgrad.trainer.run_summary import StartLines
+from groupgrad.trainer.sampler_logprobs import MISMATCH
 
 DIFFERENCE = "sampling/sampling_logp_difference/mean"
 """Key of the mean distance (nats) between the log-probs of trainer and sampler."""
