@@ -10,9 +10,9 @@ import pytest
 from groupgrad import dist
 from groupgrad.metrics import maximum, mean_of, minimum
 from groupgrad.rollout.sources import RolloutComponents
-from groupgrad.trainer.batch_findings import FirstBatch, ending
+from groupgrad.trainer.step_log import FirstBatch, ending
 
-LOGGER = "groupgrad.trainer.batch_findings"
+LOGGER = "groupgrad.trainer.step_log"
 
 
 def constant(completions, **kwargs):

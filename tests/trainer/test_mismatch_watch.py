@@ -11,8 +11,8 @@ from torch import nn
 from groupgrad.metrics import maximum, mean_of, merge_all
 from groupgrad.models.rounding import Rounding
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
-from groupgrad.trainer.mismatch_watch import MismatchWatch, tolerance
 from groupgrad.trainer.sampler_logprobs import MISMATCH, has_dropout
+from groupgrad.trainer.step_log import MismatchWatch, tolerance
 
 
 def test_it_warns_once_and_again_after_tenfold_growth(caplog):

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from groupgrad.metrics import average, mean_of
-from groupgrad.trainer.signal_watch import LearningSignalWatch
+from groupgrad.trainer.step_log import LearningSignalWatch
 
 WARNING = "gave no gradient, so nothing was learned"
 

@@ -71,7 +71,7 @@ from groupgrad.trainer.callbacks import EntropyController
 from groupgrad.trainer.given_model import GivenModel
 from groupgrad.trainer.gradients import GradientSums
 from groupgrad.trainer.sampler_logprobs import SamplerLogprobs
-from groupgrad.trainer.signal_watch import LearningSignalWatch
+from groupgrad.trainer.step_log import LearningSignalWatch
 from groupgrad.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -83,7 +83,6 @@ from groupgrad.scoring.attention import unplug
 from groupgrad.scoring.cudnn_attention import without_cudnn_attention
 from groupgrad.scoring.fused_modules import restore_modules
 from groupgrad.trainer import build, dataset_checks
-from groupgrad.trainer.batch_findings import FirstBatch
 from groupgrad.trainer.best_metric import BestMetric
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import LossWindow, RunState
@@ -97,8 +96,7 @@ from groupgrad.trainer.resuming import Resume, without_second_names
 from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.saves import Saves
-from groupgrad.trainer.signal_watch import LearningSignalWatch
-from groupgrad.trainer.step_log import StepLog, StepWatches
+from groupgrad.trainer.step_log import FirstBatch, LearningSignalWatch, StepLog, StepWatches
 from groupgrad.trainer.stochastic_adamw import StochasticAdamW
 from groupgrad.trainer.stops import Stops
 from groupgrad.trainer.trl_names import TRLNames

@@ -1,7 +1,16 @@
-"""Collects the rollouts, losses and durations of an optimizer step for its log line, progress bar and watches."""
+"""The numbers of an optimizer step: its log, and the watches that read them and warn.
+
+`StepLog` collects the rollouts, losses and durations of a step. `FirstBatch` judges the completions of a run's first
+step, `LearningSignalWatch` notices that nothing is learned, `MismatchWatch` that sampling and training differ. Each
+warns on its own; none changes a step.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +18,15 @@ from transformers import TrainerCallback
 
 from groupgrad import dist
 from groupgrad.metrics import Metric, average, merge_all
+from groupgrad.models.rounding import Rounding
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, PolicyLoss
 from groupgrad.rollout.collector import Experience
+from groupgrad.run_folder.advice import Finding, Status, advice_on_step
+from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.timings import Timings
 from groupgrad.trainer.sampler_logprobs import MISMATCH
+
+logger = logging.getLogger(__name__)
 
 _PHASES = ("sampling", "rewards", "scoring", "training")
 """Parts of a step whose seconds are logged as `time/...`; they do not overlap, and `step_time` is about their sum."""
@@ -65,3 +79,192 @@ class StepWatches(TrainerCallback):
             # Over all ranks, estimated from this one.
             speed = sum(lengths) * dist.world_size() / max(step.sampling_s, 1e-9)
             trainer.progress.set_numbers(length=sum(lengths) / len(lengths), tokens_per_second=speed)
+
+
+LEAST_GROUPS = 4
+"""Groups of a generation batch from which training warns of equal rewards; fewer often are equal by chance."""
+
+TRUNCATED, NO_VARIANCE = "completions/clipped_ratio", "frac_reward_zero_std"
+
+
+def ending(trainer: Any, metrics: Mapping[str, Any]) -> Finding:
+    """Returns a finding about the share of truncated completions and the lengths of all."""
+    advised = advice_on_step(metrics).get(TRUNCATED)
+    truncated, longest = float(metrics[TRUNCATED]), float(metrics["completions/max_length"])
+    lengths = f"they are {metrics['completions/min_length']:,.0f} to {longest:,.0f} tokens long"
+    if advised is None:
+        others = ", the others were truncated" if truncated else ""
+        return Finding("ended", f"{percent(1 - truncated)} of completions ended by themselves{others}; {lengths}")
+    status: Status = "error" if truncated == 1 else "warning"
+    share = "all" if truncated == 1 else f"{percent(truncated)} of"
+    masked = trainer.args.mask_truncated_completions
+    follows = "they teach nothing (mask_truncated_completions=True)" if masked else "unfinished answers are rewarded"
+    seen = f"{share} completions were truncated, so {follows}; {lengths}."
+    limit, context = trainer.args.max_completion_length, trainer.prompt_maker.max_context
+    mend = f"max_completion_length is {limit:,}."
+    parts = trainer.rollout_components  # results of tools count against the limit, but not in `longest`
+    is_short = longest < limit and parts.chat is None and parts.function is None
+    if context is not None and (limit >= context or is_short):
+        choices = ["Take a model with a longer context", "shorten prompts", "reward short answers"]
+        if not masked:
+            choices.append("set mask_truncated_completions=True")
+        mend = (
+            f"{mend[:-1]}, but prompt and completion have a context of {context:,} positions together, which truncates "
+            f"them. {', '.join(choices[:-1])}, or {choices[-1]}."
+        )
+    else:
+        mend = f"{mend} {'Raise it, or reward short answers.' if masked else advised.setting}"
+    return Finding("ended", seen, status, mend)
+
+
+def variance(metrics: Mapping[str, Any]) -> Finding:
+    """Returns a finding about the share of groups whose rewards differ."""
+    advised = advice_on_step(metrics).get(NO_VARIANCE)
+    if advised is None:
+        return Finding("variance", f"{percent(1 - float(metrics[NO_VARIANCE]))} of groups have rewards that differ")
+    return Finding("variance", advised.text, "warning", advised.setting)
+
+
+class FirstBatch(TrainerCallback):
+    """Warns, after the first optimizer step of a run, of what is wrong with its completions and rewards."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Collective in the first step: merges its metrics over all ranks. The main process warns."""
+        if state.global_step != 1:
+            return
+        store = MetricStore()
+        for experience in self._trainer._step_log.experiences:
+            store.add(experience.metrics)
+        metrics = store.flush()
+        has_rewards = math.isfinite(metrics.get("reward", math.nan))  # without any there is a warning of its own
+        if not state.is_world_process_zero or not has_rewards:
+            return
+        found = [ending(self._trainer, metrics)] if TRUNCATED in metrics else []
+        if NO_VARIANCE in metrics and self._trainer.plan.prompts_per_generation >= LEAST_GROUPS:
+            found.append(variance(metrics))
+        for finding in found:
+            if finding.status != "ok":
+                logger.warning("step 1: %s %s", finding.text, finding.setting)
+
+
+def percent(share: float) -> str:
+    """Returns a share as a whole percentage, such as `25 %`."""
+    return f"{100 * share:.0f} %"
+
+
+PATIENCE = 10
+"""Optimizer steps without a gradient, one after the other, after which the warning is due."""
+
+_UNSCORED = "no completion was scored (reward functions returned None)"
+_ALL_TRUNCATED = "every completion was truncated, and mask_truncated_completions=True leaves them out"
+_EQUAL = "the rewards of each group were equal"
+_REMEDIES = {
+    _UNSCORED: "have a reward function return numbers for these rows",
+    _ALL_TRUNCATED: "raise max_completion_length",
+    _EQUAL: (
+        "end the run if the task is learned; otherwise choose tasks that are sometimes solved, give partial credit, or "
+        "raise num_generations or temperature"
+    ),
+}
+
+
+class LearningSignalWatch:
+    """Reads the metrics of each generation batch, and warns once when none of the last ones had a gradient.
+
+    It is of use only where the advantages alone give a gradient: no KL term, no entropy bonus.
+    """
+
+    def __init__(self, *, mask_truncated: bool, steps_per_batch: float = 1.0):
+        self._mask_truncated = mask_truncated
+        self._patience = math.ceil(PATIENCE / steps_per_batch)
+        self._reasons: list[str] = []
+        self._has_warned = False
+
+    def read(self, metrics: Mapping[str, Metric]) -> None:
+        """Counts a generation batch."""
+        reason = self._reason(metrics)
+        self._reasons = [] if reason is None else [*self._reasons, reason]
+        if len(self._reasons) < self._patience or self._has_warned:
+            return
+        self._has_warned = True
+        counted = Counter(self._reasons).most_common()
+        logger.warning(
+            "the last %d generation batches gave no gradient, so nothing was learned: %s. %s",
+            len(self._reasons),
+            "; ".join(f"in {count} of them {reason}" for reason, count in counted),
+            "; ".join(_REMEDIES[reason] for reason, _ in counted).capitalize(),
+        )
+
+    def _reason(self, metrics: Mapping[str, Metric]) -> str | None:
+        """The reason why a generation batch has no gradient; None if it has one."""
+        if metrics["reward"].read() is None:
+            return _UNSCORED
+        if self._mask_truncated and metrics[TRUNCATED].read() == 1.0:
+            return _ALL_TRUNCATED
+        return _EQUAL if metrics[NO_VARIANCE].read() == 1.0 else None
+
+
+FLOAT32_TOLERANCE = 1e-4
+_GROWTH = 10.0
+_DROPPED = (FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS)
+
+MUCH_DROPPED = 0.25
+"""Share of a step's rows or tokens; dropping more is worth a warning."""
+
+
+class MismatchWatch:
+    """Warns of this rank's step metrics: each kind of warning once, and again when its cause has grown.
+
+    A gap above `tolerance` (nats) is warned of again for each tenfold growth. A mismatch correction that drops more
+    than a quarter of a step is warned of again when it drops more than half. `is_native` tells of the engine.
+    """
+
+    def __init__(self, tolerance: float, *, is_native: bool = True):
+        self._tolerance, self._warn_above, self._is_native = tolerance, tolerance, is_native
+        self._warn_above_dropped = MUCH_DROPPED
+
+    def end_step(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Reads the metrics of an optimizer step, and warns if the mismatch exceeds rounding."""
+        numbers = {key: metrics[key].read() for key in (MISMATCH, *_DROPPED) if key in metrics}
+        gap, shares = numbers.get(MISMATCH), [numbers.get(key) or 0.0 for key in _DROPPED]
+        if gap is not None and gap > self._warn_above:
+            self._warn_above = gap * _GROWTH
+            self._warn_of_gap(step, gap)
+        if max(shares) > self._warn_above_dropped:
+            self._warn_above_dropped = 2 * MUCH_DROPPED if max(shares) <= 2 * MUCH_DROPPED else 1.0
+            self._warn_of_dropped(step, shares)
+
+    def _warn_of_gap(self, step: int, gap: float) -> None:
+        logger.warning(
+            "step %d: training gives a sampled token a log-prob that is %.3g nats away from the one that sampling gave "
+            "it (sampling/logp_mismatch), where rounding explains up to about %.1g; so the text is not quite the "
+            "policy's%s",
+            step,
+            gap,
+            self._tolerance,
+            ". rollout_engine='transformers' samples in another way" if self._is_native else "",
+        )
+
+    def _warn_of_dropped(self, step: int, shares: list[float]) -> None:
+        logger.warning(
+            "step %d: the correction of the difference between vLLM and training drops %.0f %% of the completions and "
+            "%.0f %% of the tokens, which then teach nothing (sampling/frac_dropped_rows, "
+            "sampling/frac_dropped_tokens). Raise vllm_importance_sampling_clip_max, use "
+            "vllm_importance_sampling_mode='token_truncate' (a product over long completions soon leaves its bounds), "
+            "or let both compute alike: the same precision in vLLM and training, rollout_ahead=0",
+            step,
+            100 * shares[0],
+            100 * shares[1],
+        )
+
+
+def tolerance(rounding: Rounding, temperature: float) -> float:
+    """The gap (nats) that rounding explains at this sampling temperature.
+
+    1e-4 in float32. Half precision: 64 times the distance of 1.0 to the next number (0.5 in bfloat16, 0.06 in float16
+    and TF32), which is four roundings of a logit of size 16 to 32. Temperatures below 1 multiply both.
+    """
+    return max(FLOAT32_TOLERANCE, 64 * rounding.eps) / min(temperature, 1.0)

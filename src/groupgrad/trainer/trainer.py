@@ -68,9 +68,8 @@ from groupgrad.trainer.constructor_arguments import (
 )
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.hooks import STEPS_IN_BACKWARD, Hooks
-from groupgrad.trainer.mismatch_watch import MismatchWatch, tolerance
 from groupgrad.trainer.sampler_logprobs import precompute_gradient
-from groupgrad.trainer.step_log import StepLog
+from groupgrad.trainer.step_log import MismatchWatch, StepLog, tolerance
 from groupgrad.trainer.trl_names import check_overrides
 from groupgrad.types import RewardTable, Rollout
 

@@ -9,9 +9,8 @@ from typing import Any
 from groupgrad.apps.check.small_round import DIFFERENCE, Round
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.run_folder.advice import Advice, Finding, advice_on_step
-from groupgrad.trainer.batch_findings import NO_VARIANCE, TRUNCATED, ending, percent, variance
-from groupgrad.trainer.mismatch_watch import tolerance
 from groupgrad.trainer.sampler_logprobs import MISMATCH
+from groupgrad.trainer.step_log import NO_VARIANCE, TRUNCATED, ending, percent, tolerance, variance
 
 FULL = 0.9
 """Share of the memory from which on a round is warned of."""

@@ -17,9 +17,9 @@ from groupgrad.objectives.mismatch import mismatch_gap
 from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback
 from groupgrad.run_folder.run_folder import RunFolder
-from groupgrad.trainer.batch_findings import FirstBatch
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.sampler_logprobs import MISMATCH
+from groupgrad.trainer.step_log import FirstBatch
 
 DIFFERENCE = "sampling/sampling_logp_difference/mean"
 """Key of the mean distance (nats) between the log-probs of trainer and sampler."""
