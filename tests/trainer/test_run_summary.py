@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from groupgrad.apps.check.data_findings import data_findings
 from groupgrad.rewards.reward_runner import RewardRunner
-from groupgrad.trainer import half_precision
+from groupgrad.trainer import run_summary
 from groupgrad.trainer.run_summary import columns_in_words
 
 
@@ -132,7 +132,7 @@ def test_the_cost_of_half_precision_on_a_cpu_is_told(
 ) -> None:
     """At the start of a run, as a line; by `groupgrad check`, as a warning where products are slow."""
     measured: list[torch.dtype] = []
-    monkeypatch.setattr(half_precision, "time_of_products", lambda kind: measured.append(kind) or times)
+    monkeypatch.setattr(run_summary, "time_of_products", lambda kind: measured.append(kind) or times)
     model = make_model().to(getattr(torch, dtype))
     trainer = make_trainer(model=model, max_steps=1, learning_rate=0.0, **settings)
     trainer.train()

@@ -1,16 +1,20 @@
-"""Describes a run before it begins: in words its data, batches, steps, prompts and end tokens; its configuration."""
+"""Describes a run before it begins: its configuration, and in words data, batches, prompts, end tokens, precision."""
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
+from torch import nn
 from transformers import TrainerCallback
 
 from groupgrad import compat, dist
@@ -23,13 +27,17 @@ from groupgrad.models.load import inner_tokenizer
 from groupgrad.models.model_names import model_source
 from groupgrad.models.quantized import quantization_settings
 from groupgrad.models.unwrapping import unwrap
+from groupgrad.run_folder.advice import Finding
 from groupgrad.run_folder.terminal import write_line
-from groupgrad.trainer.half_precision import half_precision
 
 PROMPTS_AT_START = 64
 SECONDS_AT_START = 0.05
 """Prompts that are tokenized for the lines at the start of training, and the time after which no further one is."""
 DECODING = "decoding"
+SLOW = 2.0
+"""Times as long as in float32 from which on products count as slow: on a busy machine clocks may err by as much."""
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(slots=True, frozen=True)
@@ -288,3 +296,48 @@ def first_prompt(dataset: Any) -> Any:
 
 def _count(dataset: Any, use: str) -> str:
     return f"{len(dataset):,} prompts {use}" if isinstance(dataset, Sized) else f"a stream of prompts {use}"
+
+
+def half_precision(trainer: Any) -> Finding | None:
+    """Returns how a run in half precision on a CPU compares with one in float32; None for any other run."""
+    weights, mixed = _type_of_weights(trainer.model), trainer.accelerator.mixed_precision
+    if trainer.accelerator.device.type != "cpu":
+        return None
+    if weights in _HALF.values():
+        what, mend = f"weights in {str(weights).removeprefix('torch.')}", "Load the model with dtype='float32'"
+    elif mixed in _HALF:
+        what, mend = f"{mixed}=True", f"Set {mixed}=False"
+    else:
+        return None
+    times = time_of_products(_HALF.get(mixed, weights))
+    products = f"a matrix product and its gradients take {times:.2g} times as long as in float32 on this processor"
+    if times < SLOW:
+        return Finding("precision", f"{what}: {products}; sampling lacks the compiled kernels, which are for float32.")
+    text = f"{what}: {products}, and the compiled kernels are for float32 alone."
+    return Finding("precision", text, "warning", f"{mend} if memory allows.")
+
+
+def _type_of_weights(model: nn.Module) -> torch.dtype | None:
+    """The dtype of most of the model's weights."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
+@functools.cache
+def time_of_products(dtype: torch.dtype) -> float:
+    """Returns how many times as long as in float32 a product of 64 tokens, forward and backward, takes on this CPU."""
+    return _seconds(dtype) / _seconds(torch.float32)
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """Seconds of the fastest of five products, after one that may compile a kernel."""
+    tokens, weight = (torch.ones(rows, 512, dtype=dtype, requires_grad=True) for rows in (64, 512))
+    taken = []
+    for _ in range(6):
+        started = time.perf_counter()
+        with torch.autocast("cpu", enabled=False), torch.enable_grad():
+            torch.autograd.grad(F.linear(tokens, weight).sum(), (tokens, weight))
+        taken.append(time.perf_counter() - started)
+    return min(taken[1:])

@@ -8,7 +8,6 @@ from groupgrad.chat import ChatFormat
 from groupgrad.models.load import inner_tokenizer
 from groupgrad.run_folder.advice import Finding
 from groupgrad.trainer import dataset_checks, run_summary
-from groupgrad.trainer.half_precision import half_precision
 
 MEASURED_PROMPTS = 1024
 """Prompts whose lengths are measured."""
@@ -16,7 +15,7 @@ MEASURED_PROMPTS = 1024
 
 def data_findings(trainer: Any) -> list[Finding]:
     """Returns what a trainer's data set, batch sizes, tokenizer and precision show, as a run uses them."""
-    precision = half_precision(trainer)
+    precision = run_summary.half_precision(trainer)
     return [
         _columns(trainer),
         Finding("data", run_summary.data_in_words(trainer)),
