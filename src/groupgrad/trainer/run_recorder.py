@@ -40,8 +40,7 @@ from groupgrad.run_folder.senders import RunSpans, RunTraces
 from groupgrad.run_folder.token_texts import TokenTexts
 from groupgrad.scoring.head_hook import StatesTap
 from groupgrad.stopping import Paused, Stopped
-from groupgrad.trainer.experience_rows import numbers_by_row, stored_rows
-from groupgrad.trainer.gradient_shares import GradientShares
+from groupgrad.trainer.recorded_rows import GradientShares, numbers_by_row, stored_rows
 from groupgrad.trainer.run_summary import path_of_step, run_configuration
 
 logger = logging.getLogger(__name__)

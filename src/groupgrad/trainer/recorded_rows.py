@@ -1,28 +1,108 @@
-"""Measures which rollouts taught a step, from the hidden states at the output head and their gradients.
+"""The rows of a step as the run folder stores them: tokens, scores, and which rollouts taught the step.
 
-The formula is in `objectives/gradient_share.py`. Passes are observed, none is added and no number of training changes.
+`stored_rows` turns a generation batch into rows, on the folder's own thread. `GradientShares` observes the hidden
+states at the output head and their gradients, and gives each token its share of the step's gradient by the formula of
+`objectives/gradient_share.py`. Passes are observed, none is added and no number of training changes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from groupgrad import dist
-from groupgrad.batch import Batch
+from groupgrad.batch import Batch, TokenScores
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.objectives import FORWARD_AND_BACKWARD
 from groupgrad.objectives.gradient_share import gradient_shares, layer_gradient, signal_and_noise
+from groupgrad.rollout.collector import Experience
+from groupgrad.run_folder.rollout_table import TRAINING, StoredRows
 from groupgrad.scoring.head_hook import StatesTap
-from groupgrad.trainer.experience_rows import RowKey, places_of_rows
 
 logger = logging.getLogger(__name__)
+
+RowKey = tuple[int, bytes, bytes]
+"""A row's number in its generation batch, its prompt's tokens and its own: several generation batches have the same
+numbers."""
+
+
+def stored_rows(
+    experience: Experience,
+    scores: Mapping[RowKey, np.ndarray],
+    texts_of: Callable[[np.ndarray], list[str]],
+    shares: Mapping[RowKey, np.ndarray],
+    *,
+    num_generations: int,
+    phase: str = TRAINING,
+    first_row: int = 0,
+) -> StoredRows:
+    """Converts a generation batch for storage; log-probs and entropies come from the engine, or else from `scores`.
+
+    `shares` are the gradient shares of the tokens of rows. An evaluation has a `phase`, and numbers its rows from
+    `first_row` on.
+    """
+    batch = experience.batch
+    ids, offsets = batch.completion_ids.numpy(), batch.offsets.numpy()
+    logprobs, entropy = _array(batch.sampling_logprobs), _array(batch.sampling_entropy)
+    if scores and (logprobs is None or entropy is None):
+        known = _of_rows(batch, scores, 2)
+        logprobs, entropy = (known[0] if logprobs is None else logprobs), (known[1] if entropy is None else entropy)
+    return StoredRows(
+        rollouts=experience.rollouts,
+        ids=ids,
+        offsets=offsets,
+        texts=texts_of(ids),
+        advantages=experience.advantages.tolist(),
+        table=experience.table,
+        combined=experience.combined_rewards,
+        num_generations=num_generations,
+        logprobs=logprobs,
+        entropy=entropy,
+        gradient_shares=_of_rows(batch, shares, 1)[0] if shares else None,
+        phase=phase,
+        first_row=first_row,
+    )
+
+
+def places_of_rows(batch: Batch) -> dict[RowKey, tuple[int, int]]:
+    """Maps each row's number and tokens to the places where its tokens begin and end."""
+    assert batch.row_index is not None
+    ids, offsets = batch.completion_ids.cpu().numpy(), batch.offsets.tolist()
+    prompts = [np.asarray(prompt, np.int64).tobytes() for prompt in batch.prompts()]
+    rows = enumerate(zip(batch.row_index.tolist(), batch.prompt_of_row.tolist()))
+    return {
+        (number, prompts[prompt], ids[offsets[row] : offsets[row + 1]].tobytes()): (offsets[row], offsets[row + 1])
+        for row, (number, prompt) in rows
+    }
+
+
+def numbers_by_row(scores: Sequence[tuple[Batch, TokenScores]]) -> dict[RowKey, np.ndarray]:
+    """(2, l) log-probs and entropies that passes have given to the tokens of each row."""
+    found: dict[RowKey, np.ndarray] = {}
+    for part, numbers in scores:
+        both = torch.stack([numbers.logprobs.float(), numbers.entropy.float()]).cpu().numpy()
+        found |= {key: both[:, start:end] for key, (start, end) in places_of_rows(part).items()}
+    return found
+
+
+def _array(values: torch.Tensor | None) -> np.ndarray | None:
+    return None if values is None else values.numpy()
+
+
+def _of_rows(batch: Batch, known: Mapping[RowKey, np.ndarray], count: int) -> np.ndarray:
+    """(count, L) numbers of the tokens of the rows that `known` has, (count, l) or (l,) of each; NaN in other rows."""
+    values = np.full((count, batch.num_tokens), np.nan, np.float32)
+    for key, (start, end) in places_of_rows(batch).items():
+        if key in known:
+            values[:, start:end] = known[key]
+    return values
+
 
 GroupName = tuple[int, bytes]
 """A group's number and its prompt's tokens: generation batches number their groups alike."""
