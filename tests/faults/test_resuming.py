@@ -13,7 +13,7 @@ import torch
 
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.errors import CheckpointError
-from groupgrad.trainer.resumed_options import apply_learning_rate
+from groupgrad.trainer.resumed_optimizer import apply_learning_rate
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from datasets import Dataset
 from groupgrad.errors import ConfigError
 from groupgrad.run_folder import senders
 from groupgrad.run_folder.run_files import read_lines
-from groupgrad.trainer.resumed_options import deciding
+from groupgrad.trainer.changed_options import deciding
 
 SETTINGS = {"report_to": "trackio", "run_name": "first", "trackio_static_space_id": False, "record_traces": True}
 

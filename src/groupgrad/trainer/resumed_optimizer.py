@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from groupgrad import dist
 from groupgrad.checkpoints import sharded_files
@@ -17,6 +18,15 @@ from groupgrad.integrations.sharding.fsdp import is_fully_sharded
 from groupgrad.trainer.resumed_parameters import trained_parameters
 
 logger = logging.getLogger(__name__)
+
+OPTIMIZER_OPTIONS = {
+    "learning_rate": ("initial_lr", None),
+    "weight_decay": ("weight_decay", None),
+    "adam_beta1": ("betas", 0),
+    "adam_beta2": ("betas", 1),
+    "adam_epsilon": ("eps", None),
+}
+"""Option -> key and index in an optimizer's parameter groups, which a checkpoint restores."""
 
 _OF_PARAMETERS_SHAPE = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum", "z"),
@@ -82,6 +92,49 @@ def forward_scheduler(trainer: Any) -> None:
         scheduler.last_epoch = trainer.state.global_step - 1
         scheduler._step_count = trainer.state.global_step
         scheduler.step()
+
+
+def optimizer_options(optimizer: Any) -> dict[str, Any]:
+    """The options that an optimizer's first parameter group has as numbers; others of `OPTIMIZER_OPTIONS` are left out.
+
+    Some optimizers use the names for other things, as Adafactor does for a pair of `eps`.
+    """
+    groups = getattr(optimizer, "param_groups", None) or [{}]
+    group = {**groups[0], "initial_lr": groups[0].get("initial_lr", groups[0].get("lr"))}
+    found: dict[str, Any] = {}
+    for name, (key, index) in OPTIMIZER_OPTIONS.items():
+        value = group.get(key)
+        value = value[index] if index is not None and isinstance(value, (list, tuple)) else value
+        if isinstance(value, (int, float, torch.Tensor)):
+            found[name] = float(value)
+    return found
+
+
+def apply_learning_rate(optimizer: Any, scheduler: Any, new: Mapping[str, Any], old: Mapping[str, Any]) -> None:
+    """Scales the learning rates of a restored optimizer and its scheduler from the checkpoint's to the configured one.
+
+    The schedule goes on at its step, towards the new rate.
+    """
+    if "learning_rate" not in new or not old.get("learning_rate") or new["learning_rate"] == old["learning_rate"]:
+        return
+    factor = new["learning_rate"] / old["learning_rate"]
+    for group in optimizer.param_groups:
+        for key in {"lr", "initial_lr"} & group.keys():
+            group[key] = group[key] * factor
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+
+
+def apply_schedule(optimizer: Any, scheduler: Any) -> None:
+    """Sets a restored optimizer's learning rates by this run's schedule instead of the checkpoint's.
+
+    Only schedules that are functions of the step have them; others go on from the checkpoint's.
+    """
+    if isinstance(scheduler, LambdaLR):
+        rates = [rate * part(scheduler.last_epoch) for rate, part in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+        scheduler._last_lr = rates
 
 
 def _load(trainer: Any, point: ResumePoint) -> tuple[bool, bool]:

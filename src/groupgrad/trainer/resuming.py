@@ -18,7 +18,7 @@ from groupgrad.models.adapters import is_adapted
 from groupgrad.models.load import load_renamed_checkpoint
 from groupgrad.models.model_names import model_source
 from groupgrad.models.unwrapping import unwrap
-from groupgrad.trainer import resumed_optimizer, resumed_options, resumed_parameters
+from groupgrad.trainer import changed_options, resumed_optimizer, resumed_parameters
 from groupgrad.trainer.kept_state import KeptState, set_random_states
 
 logger = logging.getLogger(__name__)
@@ -134,30 +134,30 @@ class Resume:
             self._kept.restore(trainer)
             return
         then = {} if point.manifest is None else point.manifest.options
-        intervals = resumed_options.changed_intervals(trainer.state, trainer.args)
-        configured = resumed_options.optimizer_options(trainer.optimizer)
+        intervals = changed_options.changed_intervals(trainer.state, trainer.args)
+        configured = resumed_optimizer.optimizer_options(trainer.optimizer)
         if trainer.is_deepspeed_enabled:
             otherwise()
         restored = trainer.is_deepspeed_enabled or resumed_optimizer.restore(trainer, point)
-        old = resumed_options.optimizer_options(trainer.optimizer) if restored else {}
+        old = resumed_optimizer.optimizer_options(trainer.optimizer) if restored else {}
         if trainer.is_deepspeed_enabled:  # which has restored its optimizer already
             old = {name: then[name] for name in old if name in then}
             configured = {name: getattr(trainer.args, name) for name in old}
-        rows = resumed_options.differences(
+        rows = changed_options.differences(
             then,
-            resumed_options.deciding_options(trainer.args),
+            changed_options.deciding_options(trainer.args),
             old,
             configured,
             new_learning_rate=trainer.args.resume_learning_rate,
             reference=model_source(trainer.model) if trainer.reference is not None else None,
         )
         dropout = resumed_parameters.changed_dropout(point.folder, point.manifest, trainer.model)
-        further = [resumed_options.ChangedOption(name, *values) for name, values in dropout.items()]
-        resumed_options.report([*rows, *intervals, *further], checkpoint)
+        further = [changed_options.Difference(name, *values) for name, values in dropout.items()]
+        changed_options.report([*rows, *intervals, *further], checkpoint)
         if restored and trainer.args.resume_learning_rate:
-            resumed_options.apply_learning_rate(trainer.optimizer, trainer.lr_scheduler, configured, old)
+            resumed_optimizer.apply_learning_rate(trainer.optimizer, trainer.lr_scheduler, configured, old)
         if restored and rows:
-            resumed_options.apply_schedule(trainer.optimizer, trainer.lr_scheduler)
+            resumed_optimizer.apply_schedule(trainer.optimizer, trainer.lr_scheduler)
         trainer.run_state.load(checkpoint, world_size=point.world_size, without=point.damage)
 
     def load_scaler(self, checkpoint: str | None, otherwise: Callable[[], None]) -> None:

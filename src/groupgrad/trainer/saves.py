@@ -27,7 +27,7 @@ from groupgrad.memory.free_memory import free_bytes
 from groupgrad.models.adapters import adapter_settings, is_adapted
 from groupgrad.models.policy_checks import nonfinite_weights
 from groupgrad.models.unwrapping import unwrap
-from groupgrad.trainer import resumed_optimizer, resumed_options, resumed_parameters
+from groupgrad.trainer import changed_options, resumed_optimizer, resumed_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -317,8 +317,8 @@ class Saves:
         trainer = self._trainer
         has_optimizer = not trainer.args.save_only_model
         return {
-            "versions": resumed_options.installed_versions(),
-            "options": resumed_options.deciding_options(trainer.args),
+            "versions": changed_options.installed_versions(),
+            "options": changed_options.deciding_options(trainer.args),
             "optimizer": resumed_optimizer.class_name(trainer.optimizer) if has_optimizer else None,
             "prompts_used": trainer.resume.prompts_used(trainer.state.global_step),
             "trained": resumed_parameters.trained_parameters(trainer.model, trainer.optimizer),

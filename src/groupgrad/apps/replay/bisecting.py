@@ -15,7 +15,7 @@ from groupgrad.apps.replay.replaying import Start, check_processes, find_start, 
 from groupgrad.apps.replay.run_records import RunRecords
 from groupgrad.checkpoints.manifest import Manifest
 from groupgrad.errors import CheckpointError
-from groupgrad.trainer.resumed_options import deciding
+from groupgrad.trainer.changed_options import deciding
 
 MakeTrainer = Callable[[], Any]
 

@@ -27,7 +27,7 @@ from groupgrad.errors import CheckpointError
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.models.weights_digest import weights_digest
 from groupgrad.trainer import build
-from groupgrad.trainer.resumed_options import deciding
+from groupgrad.trainer.changed_options import deciding
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.step_log import FirstBatch
 from groupgrad.types import RewardTable

@@ -30,7 +30,8 @@ from groupgrad.models.unwrapping import unwrap
 from groupgrad.objectives import PolicyOptions
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.scoring.old_and_ref import OldAndRefScorer
-from groupgrad.trainer.resumed_options import OPTIMIZER_OPTIONS, deciding
+from groupgrad.trainer.changed_options import deciding
+from groupgrad.trainer.resumed_optimizer import OPTIMIZER_OPTIONS
 
 T = TypeVar("T")
 
