@@ -10,6 +10,7 @@
     _load_from_checkpoint to _load_rng_state     `Resume`: verified, by name          a run goes on bit for bit
     _run_epoch                                   no step after the last; signals      `Trainer` would take one more
     get_batch_samples *, training_step *         one optimizer step                   what all the rest is for
+    compute_loss *                               `batch_loss`                         a subclass may replace either
     _clip_grad_norm, _get_grad_norm              norms of shards, finite steps        one bad step ruins the weights
     floating_point_ops, _track_num_input_tokens  true tokens                          nothing is padded
     log                                          metrics of all ranks                 `Trainer` logs those of one
@@ -91,7 +92,6 @@ from groupgrad.trainer.checked_entry import entry
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.gradients import GradientSums, GradientSync, deterministic_cpu
 from groupgrad.trainer.hangs import Watch
-from groupgrad.trainer.replaceable_loss import ReplaceableLoss
 from groupgrad.trainer.resuming import Resume, without_second_names
 from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
@@ -106,7 +106,7 @@ logger = logging.getLogger(__name__)
 STEPS_IN_BACKWARD = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
 
 
-class Hooks(TRLNames, ReplaceableLoss, Trainer):
+class Hooks(TRLNames, Trainer):
     """The overrides of `transformers.Trainer`, but for those of a step; `GRPOTrainer` sets the attributes."""
 
     args: GRPOConfig

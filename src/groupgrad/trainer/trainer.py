@@ -34,6 +34,7 @@ from groupgrad.config import GRPOConfig
 from groupgrad.engines.native import NativeEngine
 from groupgrad.integrations.sharding.fsdp import is_offloaded
 from groupgrad.integrations.sharding.sharding import is_sharded, num_parameters
+from groupgrad.metrics import merge_all
 from groupgrad.models.rounding import Rounding
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.objectives import (
@@ -313,7 +314,8 @@ class GRPOTrainer(Hooks):
         batch = part.batch.to(self.args.device)
         with self.compute_loss_context_manager():
             if part.passes == FORWARD_AND_BACKWARD:
-                return self._loss_with_gradient(model, batch)
+                is_builtin = self._uses_builtin_compute_loss
+                return self.batch_loss(model, batch) if is_builtin else self._replaced_loss(model, batch)
             with torch.no_grad():
                 return self.batch_loss(unwrap(model), batch, known=part.passes == NO_PASS)
 
@@ -341,6 +343,43 @@ class GRPOTrainer(Hooks):
         if not known:
             result.metrics |= self.sampler_logprobs.metrics(scores, batch, self._on_policy.step)
         return result
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The loss of `batch_loss`; a subclass may change it."""
+        if return_outputs:
+            raise ValueError("return_outputs=True is not supported: the loss is made of token scores, not of outputs")
+        return self.batch_loss(model, inputs).loss
+
+    @property
+    def _uses_builtin_compute_loss(self) -> bool:
+        """True if neither a subclass nor a script has replaced `compute_loss`."""
+        return getattr(self.compute_loss, "__func__", None) is _COMPUTE_LOSS
+
+    @property
+    def _uses_builtin_loss(self) -> bool:
+        """True if neither `batch_loss` nor `compute_loss` is replaced: rows without advantage then have no loss."""
+        return self._uses_builtin_compute_loss and getattr(self.batch_loss, "__func__", None) is _BATCH_LOSS
+
+    def _replaced_loss(self, model: nn.Module, batch: Batch) -> PolicyLoss:
+        """The replaced `compute_loss`, with the metrics of each `batch_loss` that it calls."""
+        losses: list[PolicyLoss] = []
+        batch_loss, replaced = self.batch_loss, vars(self).get("batch_loss")
+
+        def recorded(*args: Any, **kwargs: Any) -> PolicyLoss:
+            losses.append(batch_loss(*args, **kwargs))
+            return losses[-1]
+
+        self.batch_loss = recorded
+        try:
+            loss = self.compute_loss(model, batch)
+        finally:
+            del self.batch_loss
+            if replaced is not None:
+                self.batch_loss = replaced
+        terms = tuple(one for part in losses for one in part.token_terms)
+        return PolicyLoss(loss, merge_all(part.metrics for part in losses), terms)
 
     def score_rollouts(self, rollouts: Sequence[Rollout], *, trainer_state: Any, step: int) -> RewardTable:
         """The rewards of finished rollouts of this rank, at least one, (B, R) in their order; NaN where not scored.
@@ -500,3 +539,7 @@ class GRPOTrainer(Hooks):
         self._flush_completions(metric_key_prefix)
         metrics = {f"{metric_key_prefix}_{key}": value for key, value in numbers.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)  # pyright: ignore
+
+
+_COMPUTE_LOSS, _BATCH_LOSS = GRPOTrainer.compute_loss, GRPOTrainer.batch_loss
+"""The built-in functions: a script may replace them on an instance, in a subclass, or on the class itself."""
