@@ -1,4 +1,4 @@
-"""Conditions of rules that are too long for a row of `rules.py`.
+"""`Rule`, a combination of settings that must not occur, and the conditions that are too long for a row of `rules.py`.
 
 Each returns the text that its rule's sentence shows as `{found}`, empty or None if the rule holds.
 """
@@ -11,7 +11,8 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,24 @@ from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_p
 from groupgrad.integrations.vllm.http import Address
 from groupgrad.integrations.vllm.vllm_params import STRUCTURE, shaping
 from groupgrad.spelling import did_you_mean, with_nearest
+
+
+@dataclass(slots=True, frozen=True)
+class Rule:
+    """A combination of settings that must not occur, or that deserves a warning."""
+
+    broken: Callable[[GRPOSettings], object]
+    """Truthy if the rule is broken."""
+    sentence: str
+    """Message. `{c.NAME}` stands for the value of a setting, `{found}` for the result of `broken`."""
+    warns: bool = False
+    """The settings work, and the message is a warning."""
+
+    def message(self, config: GRPOSettings) -> str | None:
+        """Returns the rule's sentence if the config breaks it, else None."""
+        found = self.broken(config)
+        return self.sentence.format(c=config, found=found) if found else None
+
 
 _RETURNED = "the trainer decides what the sampler returns"
 _TOKEN_BY_TOKEN = "completions are sampled token by token from the policy alone"

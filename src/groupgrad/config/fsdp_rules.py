@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from groupgrad.config import conditions
+from groupgrad.config.conditions import Rule
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp
-from groupgrad.config.rule import Rule
 from groupgrad.config.settings import GRPOSettings, mapping
 from groupgrad.spelling import did_you_mean
 
