@@ -33,10 +33,8 @@ BAD: list[tuple[str, Any, list[str]]] = [
     ("chat_template_kwargs", ["enable_thinking"], ["['enable_thinking'] is not a dict", "Give a dict"]),
     ("chat_template_kwargs", {"enable_thinking": "False"}, ["enable_thinking='False'", "True or False"]),
     ("gradient_checkpointing_kwargs", {"use_reentrant": "no"}, ["use_reentrant='no'", "True or False"]),
-    ("lr_scheduler_type", "greedy", ["lr_scheduler_type='greedy'", "Set eval_strategy"]),
+    ("lr_scheduler_type", "greedy", ["lr_scheduler_type greedy requires an eval strategy"]),
     ("lr_scheduler_type", "cosin", ["lr_scheduler_type='cosin'", "did you mean 'cosine'"]),
-    ("lr_scheduler_type", "cosine_with_min_lr", ["lr_scheduler_kwargs has no value", "min_lr"]),
-    ("lr_scheduler_type", "warmup_stable_decay", ["lr_scheduler_kwargs has no value", "num_decay_steps"]),
     ("optim", "adamw", ["optim='adamw' is not known", "adamw_torch"]),
     ("save_strategy", "step", ["save_strategy='step'", "did you mean 'steps'"]),
     ("hub_strategy", "always", ["hub_strategy='always'", "every_save"]),
@@ -55,14 +53,6 @@ def test_a_bad_value_is_named_with_what_to_set(name: str, value: Any, texts: lis
     for text in texts:
         assert text in str(caught.value)
     assert len(caught.value.problems) == 1
-
-
-def test_scheduler_arguments_are_tried() -> None:
-    kind = {"use_cpu": True, "lr_scheduler_type": "cosine_with_restarts"}
-    with pytest.raises(ConfigError, match=r"the value {'num_cycles': 'two'}.*Set it to what that needs"):
-        GRPOConfig("out", lr_scheduler_kwargs={"num_cycles": "two"}, **kind)
-    GRPOConfig("out", lr_scheduler_kwargs={"num_cycles": 2}, **kind)
-    GRPOConfig("out", use_cpu=True, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-7})
 
 
 @pytest.mark.parametrize(

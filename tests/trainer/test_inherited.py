@@ -73,6 +73,13 @@ def test_learning_rates(make_trainer, settings, rates):
     assert list(logged(trainer, "learning_rate").values()) == pytest.approx(rates)
 
 
+def test_a_schedule_refuses_other_options_before_anything_is_sampled(make_trainer):
+    trainer = make_trainer(lr_scheduler_type="linear", lr_scheduler_kwargs={"num_cycle": 2})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_cycle'"):
+        trainer.train()
+    assert trainer.state.num_input_tokens_seen == 0
+
+
 def test_the_rate_falls_when_evaluation_does_not_improve(make_trainer, tools):
     """Patience 0 and a metric that stays what it is: halved at every evaluation but the first."""
     trainer = make_trainer(

@@ -6,21 +6,17 @@ Each returns the text that its rule's sentence shows as `{found}`, empty or None
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 
 from groupgrad.config.field_rules import DTYPES, failure_action, field_problem
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
@@ -29,7 +25,7 @@ from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged, without_effect
 from groupgrad.integrations.vllm.http import Address
 from groupgrad.integrations.vllm.vllm_params import STRUCTURE, shaping
-from groupgrad.spelling import did_you_mean, with_nearest
+from groupgrad.spelling import with_nearest
 
 
 @dataclass(slots=True, frozen=True)
@@ -207,46 +203,6 @@ _CHECKPOINTING_KEYS = (
 def strategy(value: Any) -> str:
     """The name of a strategy or scheduler, which is an enumeration or a text."""
     return str(getattr(value, "value", value))
-
-
-_NEEDING_ARGUMENTS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
-
-
-def unknown_scheduler_kwargs(c: GRPOSettings) -> str | None:
-    """Describes what the scheduler cannot take of `lr_scheduler_kwargs`, with the most similar that it can."""
-    kwargs, name = c.lr_scheduler_kwargs, strategy(c.lr_scheduler_type)
-    if not isinstance(kwargs, (dict, type(None))):
-        return f"the value {kwargs!r}, which is no dict. Set it to a dict, or leave it unset"
-    function = {strategy(kind): made for kind, made in TYPE_TO_SCHEDULER_FUNCTION.items()}.get(name)
-    kwargs = dict(kwargs or {})
-    if function is None or (not kwargs and name not in _NEEDING_ARGUMENTS):
-        return None
-    own = {"optimizer", "num_warmup_steps", "num_training_steps", "kwargs"}
-    known = [parameter for parameter in inspect.signature(function).parameters if parameter not in own]
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-    unknown = next((key for key in kwargs if key not in known), None)
-    if unknown is not None and not takes_all:
-        hint = did_you_mean(unknown, known, after=" ")
-        return f"{unknown!r}, which the scheduler {name!r} does not know: {hint}It takes {', '.join(known) or 'none'}"
-    return _scheduler_failure(name, kwargs)
-
-
-def _scheduler_failure(name: str, kwargs: dict[str, Any]) -> str | None:
-    """Describes why a scheduler cannot be made with these arguments; it is tried on a parameter of its own."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            made = get_scheduler(
-                name, optimizer, num_warmup_steps=1, num_training_steps=3, scheduler_specific_kwargs=kwargs
-            )
-            for _ in range(0 if name in ("reduce_lr_on_plateau", "greedy") else 2):
-                optimizer.step()
-                made.step()
-    except (TypeError, ValueError, ArithmeticError) as error:
-        given = f"the value {kwargs!r}" if kwargs else "no value"
-        return f"{given}, with which lr_scheduler_type={name!r} cannot be made: {error}. Set it to what that needs"
-    return None
 
 
 def unknown_checkpointing_keys(c: GRPOSettings) -> str:

@@ -194,7 +194,6 @@ RULES: tuple[Rule, ...] = (
         "eval_steps={c.eval_steps} with eval_strategy='steps' never comes to an evaluation. Set it to 1 or more, or "
         "eval_strategy='no'",
     ),
-    Rule(conditions.unknown_scheduler_kwargs, "lr_scheduler_kwargs has {found}"),
     Rule(
         lambda c: (
             c.cache_implementation not in (None, *ALL_CACHE_IMPLEMENTATIONS) and ", ".join(ALL_CACHE_IMPLEMENTATIONS)
@@ -243,15 +242,6 @@ RULES: tuple[Rule, ...] = (
         ),
         "save_strategy='best' with {found} never knows a best model. Set eval_strategy='steps' and "
         "metric_for_best_model='reward', or save_strategy='steps'",
-    ),
-    Rule(
-        lambda c: (
-            conditions.strategy(c.eval_strategy) == "no"
-            and (name := conditions.strategy(c.lr_scheduler_type)) in ("reduce_lr_on_plateau", "greedy")
-            and name
-        ),
-        "lr_scheduler_type={found!r} follows evaluations, and eval_strategy='no' makes none. Set "
-        "eval_strategy to 'steps' or 'epoch', or another lr_scheduler_type",
     ),
     Rule(
         lambda c: c.bf16 and not c.use_cpu and not env_flag("ACCELERATE_USE_CPU") and not compat.has_bf16_accelerator(),

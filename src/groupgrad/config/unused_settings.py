@@ -159,6 +159,11 @@ UNUSED: tuple[UnusedSettings, ...] = (
     ),
     UnusedSettings(("fsdp_config",), "fsdp is not in use", lambda c: not c.fsdp),
     UnusedSettings(
+        ("lr_scheduler_kwargs",),
+        "a constant schedule takes none",
+        lambda c: getattr(c.lr_scheduler_type, "value", c.lr_scheduler_type).startswith("constant"),
+    ),
+    UnusedSettings(
         ("optim_target_modules",),
         "only the GaLore and APOLLO optimizers have target modules",
         lambda c: not c.optimizer_name.startswith(("galore", "apollo")),
