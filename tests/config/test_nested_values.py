@@ -38,8 +38,6 @@ BAD: list[tuple[str, Any, list[str]]] = [
     ("optim", "adamw", ["optim='adamw' is not known", "adamw_torch"]),
     ("save_strategy", "step", ["save_strategy='step'", "did you mean 'steps'"]),
     ("hub_strategy", "always", ["hub_strategy='always'", "every_save"]),
-    ("report_to", "tensorbord", ["'tensorbord' (did you mean 'tensorboard'?)", "Set it to 'none'"]),
-    ("report_to", ["wandb", "foo"], ["report_to=['wandb', 'foo'] has 'foo'", "Set it to 'none'"]),
     ("ddp_backend", "gloo", ["ddp_backend='gloo'", "torchrun"]),
     ("warmup_ratio", 1.5, ["warmup_ratio=1.5", "from 0 to 1"]),
     ("beta", None, ["beta=None cannot work: it is no finite number", "0 or more"]),

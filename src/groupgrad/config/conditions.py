@@ -16,7 +16,6 @@ from typing import Any
 
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from groupgrad.config.field_rules import DTYPES, failure_action, field_problem
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
@@ -237,13 +236,6 @@ def overridden_sampling(c: GRPOSettings) -> str:
     kwargs = mapping(c.generation_kwargs)
     problems = {key: field_problem(names[key], kwargs[key]) for key in kwargs if key in names}
     return "; ".join(key + text.removeprefix(names[key]) for key, text in problems.items() if text)
-
-
-def unknown_trackers(c: GRPOSettings) -> str:
-    """Lists the entries of `report_to` that are no trackers of transformers, with the most similar."""
-    given = [c.report_to] if isinstance(c.report_to, str) else c.report_to or []
-    known = ["all", "none", *INTEGRATION_TO_CALLBACK]
-    return with_nearest([name for name in given if name not in known], known)
 
 
 def cut_group(c: GRPOSettings) -> str | None:

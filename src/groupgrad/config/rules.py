@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from groupgrad import compat
 from groupgrad.byte_sizes import parse_bytes
@@ -199,11 +198,6 @@ RULES: tuple[Rule, ...] = (
             c.cache_implementation not in (None, *ALL_CACHE_IMPLEMENTATIONS) and ", ".join(ALL_CACHE_IMPLEMENTATIONS)
         ),
         "cache_implementation={c.cache_implementation!r} is no cache of transformers. Set it to one of {found}",
-    ),
-    Rule(
-        conditions.unknown_trackers,
-        "report_to={c.report_to!r} has {found}, which transformers does not know. Set it to 'none', 'all' or "
-        + ", ".join(INTEGRATION_TO_CALLBACK),
     ),
     Rule(
         lambda c: c.max_steps > 0 and c.warmup_steps >= c.max_steps and c.warmup_steps >= 1,

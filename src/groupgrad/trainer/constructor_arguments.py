@@ -11,7 +11,6 @@ from typing import Any, ParamSpec
 
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from transformers import Trainer, TrainerCallback
-from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from groupgrad import compat
 from groupgrad.config import GRPOConfig
@@ -103,7 +102,7 @@ def resolve_reward_funcs(reward_funcs: Any, reward_fn: Any, reward_model: Any, e
 
 def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOConfig:
     """The configuration, a default one if none is given. TypeError for another kind of arguments object, ImportError
-    for a setting whose package is not installed."""
+    for kernels whose package is not installed."""
     if args is None:
         name = model_source(model).rstrip("/").rsplit("/", 1)[-1] or type(model).__name__
         args = GRPOConfig(output_dir=f"{name}-GRPO")
@@ -114,19 +113,7 @@ def resolve_config(args: Any, model: Any, num_generations: int | None) -> GRPOCo
         args = replace(args, num_generations=num_generations)
     if args.use_liger_kernel:
         check_liger(args.device)
-    _check_trackers(args)
     return args
-
-
-def _check_trackers(config: GRPOConfig) -> None:
-    """ImportError for a tracker whose package is not installed."""
-    for name in config.report_to or ():
-        # The list of transformers lacks two, whose callbacks raise errors of their own.
-        if name not in (*get_available_reporting_integrations(), "azure_ml", "flyte"):
-            raise ImportError(
-                f"report_to has {name!r}, which is not installed; install its package (`pip install {name}`), or take "
-                "it out of report_to"
-            )
 
 
 def use_one_device(config: GRPOConfig, model: Any) -> None:
