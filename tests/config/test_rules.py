@@ -230,7 +230,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({**SERVER, "vllm_server_base_url": "a:1"}, ["'a:1', which is no address"]),
     ({"vllm_gpu_memory_utilization": 30}, ["vllm_gpu_memory_utilization=30", "at most 1"]),
     ({"learning_rate": -1e-6}, ["learning_rate=-1e-06", "0 or more"]),
-    ({"eval_strategy": "sometimes"}, ["eval_strategy='sometimes'", "no, steps, epoch"]),
+    ({"eval_strategy": "sometimes"}, ["sometimes is not a valid IntervalStrategy", "'no', 'steps', 'epoch'"]),
     ({"fp16": True, "bf16": True}, ["fp16 and bf16"]),
     ({"learning_rate": float("inf")}, ["learning_rate=inf", "no finite number", "0 or more"]),
     ({"max_grad_norm": None}, ["max_grad_norm=None", "0 clips nothing"]),

@@ -10,14 +10,11 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from os import PathLike
 from typing import Any, get_args
 
 from accelerate.parallelism_config import ParallelismConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
-from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
-from transformers.training_args import OptimizerNames
 
 from groupgrad.objectives import Aggregation, LossType, MismatchMode, RatioLevel, ScaleRewards
 from groupgrad.rewards.supervision import FailureAction
@@ -194,15 +191,6 @@ DICTS = (
 )
 """Fields that hold a dict and also accept it as JSON text."""
 
-ENUMERATIONS: dict[str, type[Enum]] = {
-    "lr_scheduler_type": SchedulerType,
-    "optim": OptimizerNames,
-    "eval_strategy": IntervalStrategy,
-    "logging_strategy": IntervalStrategy,
-    "save_strategy": SaveStrategy,
-    "hub_strategy": HubStrategy,
-}
-"""Enumerations of which the base class takes a member for a setting."""
 
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "deepspeed": ((str, dict), "a dict or the path of a JSON file"),
@@ -219,7 +207,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 def field_problems(config: Any) -> dict[str, str]:
     """Maps each setting whose value is invalid on its own to the reason."""
-    names = [name for name in (*CHOICES, *ENUMERATIONS, *RANGES, *FIXED, *DICTS) if hasattr(config, name)]
+    names = [name for name in (*CHOICES, *RANGES, *FIXED, *DICTS) if hasattr(config, name)]
     return {name: text for name in names if (text := field_problem(name, getattr(config, name)))}
 
 
@@ -229,9 +217,6 @@ def field_problem(name: str, value: Any) -> str | None:
         return range_problem(name, value, *RANGES[name])
     if name in CHOICES and value not in CHOICES[name]:
         return _not_among(name, value, CHOICES[name])
-    if name in ENUMERATIONS:
-        known = [str(member.value) for member in ENUMERATIONS[name]]
-        return None if str(getattr(value, "value", value)) in known else _not_among(name, value, known)
     if name in FIXED and value and value != FIXED[name][0]:
         return f"{name}={value!r} {FIXED[name][1].format(name=name)}"
     if name in DICTS and not isinstance(value, (dict, type(None))):

@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from groupgrad import compat
 from groupgrad.config import legacy, rules
-from groupgrad.config.field_rules import DICTS, ENUMERATIONS, RANGES, wrong_kinds
+from groupgrad.config.field_rules import DICTS, RANGES, wrong_kinds
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.text_values import parse_texts
@@ -289,6 +289,4 @@ def option_values(config: GRPOConfig) -> dict[str, Any]:
 def _is_about(failure: str, problem: str) -> bool:
     """True if an error of the base class names the setting that a rule's sentence begins with."""
     name = problem.split("=", 1)[0]
-    if name in ENUMERATIONS and f"is not a valid {ENUMERATIONS[name].__name__}" in failure:
-        return True
     return name.isidentifier() and {"ddp_backend": "process group"}.get(name, name) in failure
