@@ -10,11 +10,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any, get_args
-
-from accelerate.parallelism_config import ParallelismConfig
-from transformers.trainer_pt_utils import AcceleratorConfig
 
 from groupgrad.objectives import Aggregation, LossType, MismatchMode, RatioLevel, ScaleRewards
 from groupgrad.rewards.supervision import FailureAction
@@ -192,15 +188,6 @@ DICTS = (
 """Fields that hold a dict and also accept it as JSON text."""
 
 
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "deepspeed": ((str, dict), "a dict or the path of a JSON file"),
-    "accelerator_config": ((str, dict, AcceleratorConfig), "a dict or the path of a JSON file"),
-    "parallelism_config": ((ParallelismConfig,), "an accelerate.ParallelismConfig"),
-    "optim_args": ((str,), "a text such as 'name=value, name=value'"),
-    "logging_dir": ((str, PathLike), "a folder"),
-}
-"""Types of settings that the base class reads before rules are checked; None is allowed too."""
-
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Types in which models are loaded."""
 
@@ -239,16 +226,6 @@ def range_problem(name: str, value: Any, allowed: Range, why: str) -> str | None
     if not is_number(value):
         why = "it is no finite number"
     return f"{name}={value!r} cannot work: {why}. Set it to {allowed.remedy}"
-
-
-def wrong_kinds(config: Any) -> list[str]:
-    """Returns a sentence for each setting whose value is of a type that the base class cannot read."""
-    texts = []
-    for name, (kinds, remedy) in KINDS.items():
-        value = getattr(config, name, None)
-        if value is not None and not isinstance(value, kinds):
-            texts.append(f"{name}={value!r} is a {type(value).__name__}. Set it to {remedy}, or leave it unset")
-    return texts
 
 
 def changed(record: Any, names: Iterable[str]) -> list[str]:

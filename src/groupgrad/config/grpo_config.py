@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from groupgrad import compat
 from groupgrad.config import legacy, rules
-from groupgrad.config.field_rules import DICTS, RANGES, wrong_kinds
+from groupgrad.config.field_rules import DICTS, RANGES
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.text_values import parse_texts
@@ -83,8 +83,6 @@ class GRPOConfig(GRPOSettings):
         followed = self._derive_again()
         self._parse_dicts()
         if texts := [text for text in parse_texts(self) if text.partition("=")[0] not in RANGES]:
-            raise ConfigError(texts)
-        if texts := wrong_kinds(self):
             raise ConfigError(texts)
         legacy.take_over(self)
         passed = {name: getattr(self, name, None) for name in option_values(self)}

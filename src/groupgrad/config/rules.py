@@ -254,6 +254,10 @@ RULES: tuple[Rule, ...] = (
         "output_dir={c.output_dir!r} cannot be written to: {found}. Set it to a folder that exists or can be made",
     ),
     Rule(
+        lambda c: not isinstance(c.optim_args, (str, type(None))),
+        "optim_args={c.optim_args!r} is no text. Set it to 'name=value, name=value', or leave it unset",
+    ),
+    Rule(
         lambda c: c.stochastic_rounding and conditions.beside_stochastic_rounding(c),
         "stochastic_rounding=True is an AdamW of its own over bfloat16 weights, which {found} excludes. Set "
         "stochastic_rounding=False, or take the other out (optim='adamw_torch')",
