@@ -249,10 +249,9 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"load_best_model_at_end": True}, ["load_best_model_at_end=True", "eval_strategy='no'", "'steps' or 'epoch'"]),
     (
         {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"},
-        ["save_strategy='epoch' and eval_strategy='steps' differ", "Set both to the same"],
+        ["--load_best_model_at_end requires the save and eval strategy to match"],
     ),
     ({"save_strategy": "best"}, ["save_strategy='best' with eval_strategy='no'", "metric_for_best_model='reward'"]),
-    ({"save_strategy": "best", "eval_strategy": "steps"}, ["metric_for_best_model=None", "save_strategy='steps'"]),
     ({"chat_template_kwargs": {"chat_template": "x"}}, ["chat_template='x'", "Take it out"]),
     ({"chat_template_kwargs": {"return_tensors": "pt"}}, ["return_tensors='pt'", "Take it out"]),
     ({"warmup_steps": float("nan")}, ["warmup_steps=nan", "0 or more"]),
@@ -305,9 +304,8 @@ def test_bf16_works_on_a_cpu_and_is_refused_on_an_accelerator_without_it(monkeyp
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert GRPOConfig(bf16=True).use_cpu
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(compat, "has_bf16_accelerator", lambda: False)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"bf16=True, and the accelerator .* Set bf16=False") as caught:
+    with pytest.raises(ConfigError, match=r"support bf16/gpu\. You need to assign use_cpu") as caught:
         GRPOConfig(bf16=True)
     assert len(caught.value.problems) == 1
 

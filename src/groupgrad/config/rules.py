@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
-from groupgrad import compat
 from groupgrad.byte_sizes import parse_bytes
-from groupgrad.compat import env_flag
 from groupgrad.config import conditions, nested_values
 from groupgrad.config.conditions import Rule
 from groupgrad.config.field_rules import DTYPES, field_problems, is_number
@@ -210,16 +208,6 @@ RULES: tuple[Rule, ...] = (
         "'steps' or 'epoch', or load_best_model_at_end=False",
     ),
     Rule(
-        lambda c: (
-            c.load_best_model_at_end
-            and (save := conditions.strategy(c.save_strategy)) != "best"
-            and save != (evaluation := conditions.strategy(c.eval_strategy)) != "no"
-            and f"save_strategy={save!r} and eval_strategy={evaluation!r}"
-        ),
-        "load_best_model_at_end=True can load only models that were saved when they were evaluated, and {found} "
-        "differ. Set both to the same",
-    ),
-    Rule(
         conditions.chosen_by_loss,
         "{found} chooses by the loss of evaluations (metric_for_best_model={c.metric_for_best_model!r}, the default), "
         "which does not fall as the model learns: it weighs completions against others of their prompt. Set "
@@ -227,19 +215,9 @@ RULES: tuple[Rule, ...] = (
         warns=True,
     ),
     Rule(
-        lambda c: (
-            conditions.strategy(c.save_strategy) == "best"
-            and (
-                (conditions.strategy(c.eval_strategy) == "no" and "eval_strategy='no'")
-                or (c.metric_for_best_model is None and "metric_for_best_model=None")
-            )
-        ),
-        "save_strategy='best' with {found} never knows a best model. Set eval_strategy='steps' and "
+        lambda c: conditions.strategy(c.save_strategy) == "best" and conditions.strategy(c.eval_strategy) == "no",
+        "save_strategy='best' with eval_strategy='no' never knows a best model. Set eval_strategy='steps' and "
         "metric_for_best_model='reward', or save_strategy='steps'",
-    ),
-    Rule(
-        lambda c: c.bf16 and not c.use_cpu and not env_flag("ACCELERATE_USE_CPU") and not compat.has_bf16_accelerator(),
-        "bf16=True, and the accelerator of this machine does not compute in bfloat16. Set bf16=False, or use_cpu=True",
     ),
     Rule(
         lambda c: str(c.reward_model_device).startswith("cuda") and not torch.cuda.is_available(),
