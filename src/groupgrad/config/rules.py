@@ -176,20 +176,17 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.max_grad_norm is None or not c.max_grad_norm >= 0,
         "max_grad_norm={c.max_grad_norm} cannot work: it is a length; 0 clips nothing. Set it to 0 or more",
     ),
-    Rule(
-        lambda c: conditions.strategy(c.save_strategy) == "steps" and not c.save_steps > 0,
-        "save_steps={c.save_steps} with save_strategy='steps' never comes to a save. Set it to 1 or more, or "
-        "save_strategy='no'",
-    ),
-    Rule(
-        lambda c: conditions.strategy(c.logging_strategy) == "steps" and not c.logging_steps > 0,
-        "logging_steps={c.logging_steps} with logging_strategy='steps' never comes to a log. Set it to 1 or more, or "
-        "logging_strategy='no'",
-    ),
-    Rule(
-        lambda c: conditions.strategy(c.eval_strategy) == "steps" and c.eval_steps is not None and not c.eval_steps > 0,
-        "eval_steps={c.eval_steps} with eval_strategy='steps' never comes to an evaluation. Set it to 1 or more, or "
-        "eval_strategy='no'",
+    *(
+        Rule(
+            lambda c, kind=kind: (
+                conditions.strategy(getattr(c, f"{kind}_strategy")) == "steps"
+                and (steps := getattr(c, f"{kind}_steps")) is not None
+                and not steps > 0
+            ),
+            f"{kind}_steps={{c.{kind}_steps}} with {kind}_strategy='steps' never comes to {event}. Set it to 1 or "
+            f"more, or {kind}_strategy='no'",
+        )
+        for kind, event in (("save", "a save"), ("logging", "a log"), ("eval", "an evaluation"))
     ),
     Rule(
         lambda c: (
