@@ -194,7 +194,6 @@ BAD: list[tuple[dict, list[str]]] = [
     ({**PAGED, "repetition_penalty": 1.2}, ["samples without repetition_penalty=1.2", "Take that out"]),
     ({**PAGED, "cache_implementation": "static"}, ["samples without cache_implementation='static'", "Take that out"]),
     ({**PAGED, "generation_kwargs": {"num_beams": 2}}, ["samples without num_beams=2", "Take that out"]),
-    ({**PAGED, PAGES: {"page_sise": 8}}, ["'page_sise' (did you mean 'page_size'?)", "Take it out"]),
     ({**PAGED, PAGES: {"seed": 8}}, ["has seed=8, which the sampler sets itself", "Take it out"]),
     ({**PAGED, "deepspeed": ZERO_3}, ["use_transformers_continuous_batching=True", "ZeRO-3", "Set it to False"]),
     ({"fsdp": "full_shard"}, ["fsdp shards weights over several processes", "there is one", "--num-processes 2"]),

@@ -362,15 +362,8 @@ def test_process_group_arguments(monkeypatch):
 
 def test_accelerator_arguments(make_trainer):
     accumulation = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
-    with pytest.warns(UserWarning, match="sync_each_batch=True, without effect: processes join their gradients once"):
-        accelerator = make_trainer(accumulation).accelerator
+    accelerator = make_trainer(accumulation).accelerator
     assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is True
-
-
-@pytest.mark.parametrize("setting", [{"even_batches": False}, {"use_seedable_sampler": False}, {"non_blocking": True}])
-def test_loading_options_of_the_accelerator_are_not_used_and_that_is_said(setting):
-    with pytest.warns(UserWarning, match=f"accelerator_config has {next(iter(setting))}=.*without effect"):
-        make(accelerator_config=setting)
 
 
 def test_data_loader_arguments(make_trainer):

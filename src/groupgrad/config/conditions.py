@@ -5,7 +5,6 @@ Each returns the text that its rule's sentence shows as `{found}`, empty or None
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import tempfile
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
-from transformers.generation import ContinuousBatchingConfig
 
 from groupgrad.config.field_rules import DTYPES, failure_action, field_problem
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
@@ -169,22 +167,10 @@ def missing_from_continuous_batching(c: GRPOSettings) -> str:
     return ", ".join(missing_from_paged(sampling_options(c, eos_ids=[], pad_id=0)))
 
 
-def continuous_batching_problem(c: GRPOSettings) -> str | None:
-    """Describes an entry that transformers' configuration of continuous batching does not take."""
-    settings = mapping(c.transformers_continuous_batching_config)
-    if not settings or not c.use_transformers_continuous_batching:
-        return None
-    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-    for key, value in settings.items():
-        if key not in known:
-            return f"has {with_nearest([key], known)}, which transformers does not know. Take it out"
-        if key in ("return_logprobs", "seed"):
-            return f"has {key}={value!r}, which the sampler sets itself. Take it out"
-    try:
-        ContinuousBatchingConfig(**settings)
-    except (TypeError, ValueError) as error:
-        return f"is refused by transformers: {error}. Correct the entry"
-    return None
+def settings_of_the_sampler(c: GRPOSettings) -> str:
+    """Lists entries of transformers' configuration of continuous batching that the sampler sets itself."""
+    settings = c.transformers_continuous_batching_config if c.use_transformers_continuous_batching else None
+    return entries(settings, ("return_logprobs", "seed"))
 
 
 TEMPLATE_KEYS = (
@@ -326,13 +312,6 @@ def parallel_sizes(c: GRPOSettings) -> str:
 def accumulation_kwargs(c: GRPOSettings) -> dict[str, Any]:
     """Returns accelerate's options of gradient accumulation."""
     return mapping(getattr(c.accelerator_config, "gradient_accumulation_kwargs", None))
-
-
-def loading_options(c: GRPOSettings) -> str:
-    """Lists accelerate's options of data loading that were changed."""
-    defaults = {"even_batches": True, "use_seedable_sampler": True, "non_blocking": False}
-    values = {name: getattr(c.accelerator_config, name, default) for name, default in defaults.items()}
-    return ", ".join(f"{name}={value!r}" for name, value in values.items() if value != defaults[name])
 
 
 def fields_of_rows(c: GRPOSettings) -> str | None:

@@ -66,7 +66,10 @@ RULES: tuple[Rule, ...] = (
         "use_transformers_continuous_batching=True samples without {found}, which it lacks. Take that out, or set "
         "use_transformers_continuous_batching=False",
     ),
-    Rule(conditions.continuous_batching_problem, "transformers_continuous_batching_config {found}"),
+    Rule(
+        conditions.settings_of_the_sampler,
+        "transformers_continuous_batching_config has {found}, which the sampler sets itself. Take it out",
+    ),
     Rule(
         lambda c: zero_stage(c) == 3 and c.use_transformers_continuous_batching,
         "use_transformers_continuous_batching=True does not go with DeepSpeed ZeRO-3, whose weights are in parts. Set "
@@ -301,16 +304,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: (steps := conditions.accumulation_kwargs(c).get("num_steps", 1)) != 1 and str(steps),
         "accelerator_config has num_steps={found}, which would change the step behind the batch arithmetic. Take it "
         "out and set gradient_accumulation_steps",
-    ),
-    Rule(
-        conditions.loading_options,
-        "accelerator_config has {found}, without effect: the trainer reads its data itself",
-        warns=True,
-    ),
-    Rule(
-        lambda c: conditions.accumulation_kwargs(c).get("sync_each_batch", False),
-        "accelerator_config has sync_each_batch=True, without effect: processes join their gradients once a step",
-        warns=True,
     ),
     *FSDP_RULES,
     # --- rewards ---
