@@ -43,7 +43,6 @@ DECAY = Range(lambda x: 0 <= x < 1, "0 or more and below 1")
 FINITE = Range(math.isfinite, "a finite number")
 COUNT = Range(lambda x: x >= 1, "a whole number of at least 1", whole=True)
 COUNT_OR_ZERO = Range(lambda x: x >= 0, "a whole number, 0 or more", whole=True)
-SEED = Range(lambda x: 0 <= x < 2**32, "a whole number from 0 to 4294967295", whole=True)
 PORT = Range(lambda x: 1 <= x <= 65535, "a port from 1 to 65535", whole=True)
 
 RANGES: dict[str, tuple[Range, str]] = {
@@ -104,17 +103,11 @@ RANGES: dict[str, tuple[Range, str]] = {
     "adam_beta1": (DECAY, "it is the decay of a moving average"),
     "adam_beta2": (DECAY, "it is the decay of a moving average"),
     "adam_epsilon": (NOT_NEGATIVE, "it is added to a square root"),
-    "seed": (SEED, "random generators start by 32 bits without a sign"),
-    "data_seed": (or_none(SEED), "random generators start by 32 bits without a sign"),
-    "warmup_steps": (NOT_NEGATIVE, "it counts steps, or is a share of them"),
-    "eval_delay": (NOT_NEGATIVE, "it counts steps or epochs"),
-    "ddp_bucket_cap_mb": (or_none(COUNT), "it is a size in MiB"),
     "max_steps": (
         Range(lambda x: x >= -1, "a whole number, or -1 for num_train_epochs", whole=True),
         "it counts steps",
     ),
     "ddp_timeout": (POSITIVE, "it is a time in seconds"),
-    "dataloader_num_workers": (COUNT_OR_ZERO, "it counts processes"),
     "dataloader_prefetch_factor": (or_none(COUNT), "it counts generation batches"),
     "neftune_noise_alpha": (or_none(NOT_NEGATIVE), "it is the size of the noise"),
     # rewards
@@ -150,7 +143,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "importance_sampling_level": get_args(RatioLevel),
     "scale_rewards": get_args(ScaleRewards),
     "multi_objective_aggregation": get_args(Aggregation),
-    "include_num_input_tokens_seen": ("no", "all", "non_padding"),
     "shuffle_rows": ("groups", "rows"),
     "gradient_dtype": ("auto", "float32", "weights"),
     "rollout_engine": ("auto", "native", "transformers"),
