@@ -1,0 +1,232 @@
+"""Warnings of a step's numbers: the first batch, no gradient for ten batches, sampling that differs from training."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from groupgrad import dist
+from groupgrad.metrics import average, maximum, mean_of, merge_all, minimum
+from groupgrad.models.rounding import Rounding
+from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
+from groupgrad.rollout.sources import RolloutComponents
+from groupgrad.trainer.sampler_logprobs import MISMATCH, has_dropout
+from groupgrad.trainer.step_log import FirstBatch, LearningSignalWatch, MismatchWatch, ending, tolerance
+
+LOGGER = "groupgrad.trainer.step_log"
+
+
+def constant(completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == LOGGER]
+
+
+@pytest.fixture
+def endless(make_policy):
+    """A model with one end token, which it does not sample here in the first step."""
+    model = make_policy()
+    model.generation_config.eos_token_id = [1]
+    return model
+
+
+def test_a_run_that_truncates_all_completions_is_warned_once(make_trainer, endless, caplog):
+    with caplog.at_level(logging.WARNING):
+        make_trainer(model=endless, max_steps=3, max_completion_length=2, logging_steps=100).train()
+    (message,) = warnings_of(caplog)
+    assert message.startswith("step 1: all completions were truncated, so unfinished answers are rewarded")
+    assert "max_completion_length is 2. Raise max_completion_length, reward short answers" in message
+
+
+def test_truncated_completions_that_are_masked_teach_nothing(make_trainer, endless, caplog):
+    with caplog.at_level(logging.WARNING):
+        make_trainer(model=endless, max_steps=1, max_completion_length=2, mask_truncated_completions=True).train()
+    (message,) = warnings_of(caplog)
+    assert "they teach nothing (mask_truncated_completions=True)" in message
+    assert message.endswith("Raise it, or reward short answers.")
+
+
+def test_groups_without_variance_are_warned_of_once_and_not_by_a_resumed_run(make_trainer, caplog):
+    settings = {"reward_funcs": constant, "max_completion_length": 40, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"per_device_train_batch_size": 16}
+    with caplog.at_level(logging.WARNING):
+        make_trainer(max_steps=2, **settings).train()
+    (message,) = warnings_of(caplog)
+    assert message.startswith("step 1: 100 % of groups have no variance")
+    assert "raise num_generations" in message
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        make_trainer(max_steps=3, **settings).train(resume_from_checkpoint=True)
+    assert not warnings_of(caplog)
+
+
+def test_a_run_without_findings_is_silent(make_trainer, caplog):
+    with caplog.at_level(logging.WARNING):
+        make_trainer(max_steps=2, max_completion_length=40).train()
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_shares_are_those_of_all_ranks_and_the_main_process_warns(is_main, monkeypatch, caplog):
+    def metrics(clipped):
+        return {
+            "completions/clipped_ratio": mean_of(clipped, 4),
+            "completions/min_length": minimum(2),
+            "completions/max_length": maximum(6),
+            "frac_reward_zero_std": mean_of(0, 2),
+            "reward": mean_of(2.0, 4),
+        }
+
+    trainer = SimpleNamespace(
+        _step_log=SimpleNamespace(experiences=[SimpleNamespace(metrics=metrics(0))]),
+        args=SimpleNamespace(max_completion_length=6, mask_truncated_completions=False),
+        prompt_maker=SimpleNamespace(max_context=None),
+        rollout_components=RolloutComponents(),
+        plan=SimpleNamespace(prompts_per_generation=4),
+    )
+    monkeypatch.setattr(dist, "all_gather_objects", lambda own: [own, metrics(4)])
+    with caplog.at_level(logging.WARNING):
+        state = SimpleNamespace(global_step=1, is_world_process_zero=is_main)
+        FirstBatch(trainer).on_step_end(None, state, None)
+    found = warnings_of(caplog)
+    assert [text.partition(",")[0] for text in found] == ["step 1: 50 % of completions were truncated"] * is_main
+
+
+def test_agents_that_are_cut_before_the_limit_are_not_told_of_the_context():
+    """Results of tools count against the limit, but not in the length of a completion."""
+    metrics = {"completions/clipped_ratio": 1.0, "completions/min_length": 2, "completions/max_length": 40}
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(max_completion_length=64, mask_truncated_completions=False),
+        prompt_maker=SimpleNamespace(max_context=512),
+        rollout_components=RolloutComponents(chat=object()),
+    )
+    assert ending(trainer, metrics).setting.startswith("max_completion_length is 64. Raise max_completion_length")
+    trainer.rollout_components = RolloutComponents()
+    assert "have a context of 512 positions together" in ending(trainer, metrics).setting
+
+
+WARNING = "gave no gradient, so nothing was learned"
+
+
+def unscored(completions, **kwargs):
+    return [None] * len(completions)
+
+
+def lengths(completions, **kwargs):
+    return [float(len(set(text))) for text in completions]
+
+
+def signal_warnings(caplog):
+    return [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason", "remedy"),
+    [
+        (
+            constant,
+            "in 10 of them the rewards of each group were equal",
+            "End the run if the task is learned",
+        ),
+        (unscored, "in 10 of them no completion was scored", "return numbers"),
+    ],
+)
+def test_a_run_without_a_gradient_is_warned_once(make_trainer, caplog, reward, reason, remedy):
+    with caplog.at_level(logging.WARNING):
+        make_trainer(reward_funcs=reward, max_steps=12).train()
+    (message,) = signal_warnings(caplog)
+    assert message.startswith("the last 10 generation batches")
+    assert reason in message
+    assert remedy in message
+
+
+@pytest.mark.parametrize(("reward", "settings"), [(lengths, {}), (constant, {"beta": 0.1})])
+def test_no_warning_where_there_is_a_gradient(make_trainer, caplog, reward, settings):
+    with caplog.at_level(logging.WARNING):
+        make_trainer(reward_funcs=reward, max_steps=11, **settings).train()
+    assert not signal_warnings(caplog)
+
+
+def generation(*, equal=0.0, truncated=0.0):
+    """Metrics of a generation batch with these shares of groups with equal rewards and of truncated completions."""
+    return {
+        "reward": average(1.0),
+        "frac_reward_zero_std": mean_of(equal, 1.0),
+        "completions/clipped_ratio": mean_of(truncated, 1.0),
+    }
+
+
+def test_reasons_are_counted_and_a_gradient_starts_anew(caplog):
+    watch = LearningSignalWatch(mask_truncated=True)
+    for metrics in [generation(equal=1.0)] * 9 + [generation(equal=0.5)] + [generation(truncated=1.0)] * 7:
+        watch.read(metrics)
+    assert not signal_warnings(caplog)
+    for metrics in [generation(equal=1.0)] * 3:
+        watch.read(metrics)
+    (message,) = signal_warnings(caplog)
+    assert "in 7 of them every completion was truncated" in message
+    assert "in 3 of them the rewards of each group were equal" in message
+    assert "Raise max_completion_length; end the run if the task is learned; otherwise choose tasks" in message
+
+
+def test_truncated_completions_that_are_trained_give_a_gradient(caplog):
+    watch = LearningSignalWatch(mask_truncated=False)
+    for _ in range(12):
+        watch.read(generation(truncated=1.0))
+    assert not signal_warnings(caplog)
+
+
+def test_it_warns_once_and_again_after_tenfold_growth(caplog):
+    watch, warned = MismatchWatch(1e-4), []
+    for step, gaps in enumerate(
+        [[1e-5, 1e-4], [2e-4, 1e-3, float("nan")], [9e-3], [1.1e-2], [0.1], [], [float("nan")]]
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            watch.end_step(step, merge_all({MISMATCH: maximum(torch.tensor(gap))} for gap in gaps))
+        if caplog.records:
+            warned.append(step)
+            assert f"step {step}: " in caplog.text
+    assert warned == [1, 3]
+
+
+def test_half_precision_and_low_temperatures_may_round_more():
+    float32, bfloat16, float16 = (Rounding(eps) for eps in (2**-23, 2**-7, 2**-10))
+    assert [tolerance(rounding, 1.0) for rounding in (float32, bfloat16, float16)] == [1e-4, 0.5, 0.0625]
+    assert tolerance(float32, 0.01) == pytest.approx(1e-2)
+    assert tolerance(bfloat16, 0.5) == 1.0
+    assert tolerance(float32, 5.0) == 1e-4
+
+
+def test_dropout_is_found_wherever_it_is(make_model):
+    assert not has_dropout(make_model())
+    assert has_dropout(make_model(attention_dropout=0.1))
+    assert has_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+    assert not has_dropout(nn.Sequential(nn.Dropout(0.0)))
+
+
+def test_more_than_a_quarter_dropped_is_said_once_and_again_above_half(caplog):
+    watch, warned = MismatchWatch(1e-4), []
+    for step, (tokens, rows) in enumerate([(25, 25), (26, 0), (40, 50), (0, 51), (100, 100)]):
+        caplog.clear()
+        micro_batches = [
+            {
+                FRAC_DROPPED_TOKENS: mean_of(tokens * share / 100, 1),
+                FRAC_DROPPED_ROWS: mean_of(rows * share / 100, 1),
+            }
+            for share in (0, 2)  # their mean counts
+        ]
+        watch.end_step(step, merge_all(micro_batches))
+        if caplog.records:
+            warned.append(step)
+            assert f"step {step}: " in caplog.text
+            assert f"drops {rows} % of the completions and {tokens} % of the tokens" in caplog.text
+            assert "Raise vllm_importance_sampling_clip_max" in caplog.text
+    assert warned == [1, 3]
+    watch.end_step(9, {})
