@@ -107,21 +107,15 @@ class Resume:
             sharded_files.load_model(folder, inner, trained_only=is_adapted(inner))
             return
         with whole_parameters(inner, keep_changes=True):
-            if not load_renamed_checkpoint(inner, folder):
+            if self._trainer.is_deepspeed_enabled or not load_renamed_checkpoint(inner, folder):
                 otherwise()
 
     def load_best_weights(self, otherwise: Callable[[], None]) -> None:
         """Loads the best checkpoint once training has ended. CheckpointError if it is damaged."""
-        trainer = self._trainer
-        folder, inner = trainer.state.best_model_checkpoint, unwrap(trainer.model)
-        if folder is not None:
-            choose(Path(str(trainer.args.output_dir)), folder)
-        if folder is not None and sharded_files.is_present(folder):
-            sharded_files.load_model(folder, inner, trained_only=is_adapted(inner))
-            return
-        with whole_parameters(inner, keep_changes=True):
-            if trainer.is_deepspeed_enabled or folder is None or not load_renamed_checkpoint(inner, folder):
-                otherwise()
+        trainer, self._kept = self._trainer, None  # the weights in memory are the last ones
+        folder = str(trainer.state.best_model_checkpoint)
+        choose(Path(str(trainer.args.output_dir)), folder)
+        self.load_weights(folder, trainer.model, otherwise)
 
     def load_optimizer(self, checkpoint: str | None, otherwise: Callable[[], None]) -> None:
         """Restores optimizer, scheduler and the run's state. CheckpointError if the optimizer is another one."""
