@@ -209,7 +209,7 @@ def test_numbers_with_an_exponent_are_numbers_in_the_dicts_of_the_base(tmp_path,
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"base": "nowhere.yaml"}, "base: nowhere.yaml cannot be read"),
+        ({"base": "nowhere.yaml"}, "base nowhere.yaml: No such file"),
         ({"base": None}, "base=None; set it to settings of `groupgrad train`"),
         ({"output_dir": None}, "output_dir is not set"),
         ({"halvnig": True}, "unknown key 'halvnig'; did you mean 'halving'"),
@@ -234,7 +234,7 @@ def test_mistakes_in_the_file_end_with_a_sentence(content, capsys, change, text)
         (["stpo", "out", "1"], "there is no action 'stpo'; did you mean 'stop'"),
         (["status"], "status needs the folder of a sweep"),
         (["status", "nowhere"], "'nowhere' holds no sweep"),
-        (["nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["nowhere.yaml"], "the sweep nowhere.yaml: No such file"),
         (["sweep.yaml", "--set", "a=b"], "belong to clone"),
         (["stop", "out", "1", "--dry-run"], "--dry-run belongs to `groupgrad sweep FILE`, not to stop"),
         (["status", "out", "--devices", "2"], "--devices belongs to `groupgrad sweep FILE`, not to status"),
@@ -270,7 +270,7 @@ def test_a_sweep_of_a_script_takes_clones_from_the_command_line(make_sweep, tmp_
     [
         ("output_dir=elsewhere", "the sweep resumes and places its arms itself"),
         ("output-dir=elsewhere", "the sweep resumes and places its arms itself"),
-        ("beta=[0.1", "--set beta=[0.1: '[0.1' is not YAML"),
+        ("beta=[0.1", "--set beta=[0.1: the value is not YAML"),
         ("beta", "it has no value"),
     ],
 )

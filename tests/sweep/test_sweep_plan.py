@@ -14,12 +14,12 @@ from groupgrad.apps.sweep.sweep_plan import Halving, arm_name, merged, read_plan
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["1e-4", 3e-4], (1e-4, 3e-4)),  # YAML reads 1e-4 as a text
+        ([1e-4, 3e-4], (1e-4, 3e-4)),
         (["grpo", "dapo"], ("grpo", "dapo")),
         ([[1.0, 0.5], [1.0, 0.0]], ([1.0, 0.5], [1.0, 0.0])),
         ({"range": [8, 64], "step": 28}, (8, 36, 64)),
         ({"range": [0.0, 0.1], "num": 3}, (0.0, 0.05, 0.1)),
-        ({"range": ["1e-5", "1e-3"], "num": 3, "scale": "log"}, (1e-5, 1e-4, 1e-3)),
+        ({"range": [1e-5, 1e-3], "num": 3, "scale": "log"}, (1e-5, 1e-4, 1e-3)),
         ({"range": [1, 8], "num": 4, "scale": "log"}, (1, 2, 4, 8)),
     ],
 )

@@ -58,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
         warnings.simplefilter("always", UserWarning)
         parsed = parse(argv, CheckParser())
         try:
-            if parsed.own["prompts"] < 1:
-                raise ValueError(f"--prompts {parsed.own['prompts']}: give at least 1")
+            if parsed.flags["prompts"] < 1:
+                raise ValueError(f"--prompts {parsed.flags['prompts']}: give at least 1")
             trainer = _build(parsed, aside)
         except (ValueError, TypeError, ImportError, OSError) as error:
             return refuse("check", error)
@@ -127,7 +127,7 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
 
     plan = trainer.plan
     report.add(*data_findings(trainer))
-    if parsed.own["no_round"]:
+    if parsed.flags["no_round"]:
         return True
     num_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
 
@@ -137,7 +137,7 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
 
     try:
         with activity.last_words(end_with):
-            done = make_round(trainer, parsed.own["prompts"])
+            done = make_round(trainer, parsed.flags["prompts"])
     except (Exception, stopping.StopRequested) as error:  # functions of the user raise anything
         if os.environ.get("GROUPGRAD_TRACEBACK"):
             raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import datetime
 import os
 import types
 import typing
@@ -24,7 +23,7 @@ from transformers.hf_argparser import string_to_bool
 from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.apps.cli.command_parser import ChoiceParser, CommandHelp, epilog
 from groupgrad.apps.cli.launch import add_flags
-from groupgrad.apps.cli.yaml_numbers import NumberLoader, settings_from, value_from
+from groupgrad.apps.cli.yaml_files import read_settings, read_value
 from groupgrad.config import GRPOConfig, legacy
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.config.unknown_names import advice
@@ -52,6 +51,10 @@ _NO_FIELDS = ("help", "config", "set", "dry_run", "num_processes", "accelerate_c
 TRAINING, OLD = "Training (transformers.TrainingArguments)", "Accepted for older scripts"
 
 
+_IS_NOT = {int: "is not a whole number", float: "is not a number", string_to_bool: "is neither true nor false"}
+"""Type of a flag -> what is wrong with a value that it cannot read."""
+
+
 @dataclass(slots=True)
 class Parsed:
     """The records of one command line."""
@@ -59,7 +62,7 @@ class Parsed:
     script: TaskArguments
     model: ModelArguments
     config: GRPOConfig
-    own: dict[str, Any]
+    flags: dict[str, Any]
     """Values of the flags that are no fields, such as `dry_run`."""
     given: frozenset[str] = frozenset()
     """Fields that the command line or the YAML file sets; the others have defaults or follow from these."""
@@ -136,20 +139,16 @@ class FieldParser(ChoiceParser, HfArgumentParser):
         """Returns the flag of each field, not its `--no_` form."""
         return {action.dest: action for action in reversed(self._actions) if action.dest not in _NO_FIELDS}
 
-    def read_config(self, path: str) -> dict[str, Any]:
+    def take_file(self, content: Mapping[Any, Any], origin: str) -> dict[str, Any]:
         """Takes a YAML file's keys as defaults and exports its `env:` mapping; the keys without a field, with values.
 
-        Exits with status 2 for a bad file.
+        Exits with status 2, and a sentence that begins with `origin`, for what cannot be read.
         """
-        return self.take_file(self.load_yaml(path), path)
-
-    def take_file(self, content: Mapping[Any, Any], path: str) -> dict[str, Any]:
-        """`read_config` for a file with this content."""
         environment = content.get("env") or {}
         if not isinstance(environment, dict):
-            self.error(f"{path}: env={environment!r} is not a mapping of variables to values")
+            self.error(f"{origin}env={environment!r} is not a mapping of variables to values")
         os.environ.update({str(name): str(value) for name, value in environment.items()})
-        return self.take_defaults({key: value for key, value in content.items() if key != "env"}, f"{path}: ")
+        return self.take_defaults({key: value for key, value in content.items() if key != "env"}, origin)
 
     def take_defaults(self, values: dict[Any, Any], origin: str = "") -> dict[str, Any]:
         """Takes values as defaults of the fields of their names; those without a field. `origin` begins messages."""
@@ -186,9 +185,9 @@ class FieldParser(ChoiceParser, HfArgumentParser):
             if not given.isdisjoint(fields[name].option_strings):
                 self.error(f"--set {setting}: --{name} is given too; set it in one place")
             try:
-                value = value_from(yaml.load(text, NumberLoader), in_dict=bool(keys))
-            except yaml.YAMLError as error:
-                self.error(f"--set {setting}: the value is not YAML: {_one_line(error)}")
+                value = read_value(text, in_dict=bool(keys))
+            except ValueError as error:
+                self.error(f"--set {setting}: {error}")
             if keys:
                 value = self._with_key(fields[name], keys, value, setting)
             self.take_defaults({name: value}, "--set ")
@@ -210,53 +209,28 @@ class FieldParser(ChoiceParser, HfArgumentParser):
     def load_yaml(self, path: str) -> dict[Any, Any]:
         """The keys of a YAML file. Exits with status 2 for a bad file."""
         try:
-            with open(path, encoding="utf-8") as file:
-                content = yaml.load(file, _Loader)
-        except OSError as error:
-            self.error(f"--config {path}: {error.strerror or error}")
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            self.error(f"--config {path} is not YAML: {_one_line(error)}")
-        if not isinstance(content, (dict, type(None))):
-            self.error(f"--config {path} holds a {type(content).__name__}, not keys with values")
-        return settings_from(content or {})
+            return read_settings(path)
+        except ValueError as error:
+            self.error(str(error))
 
     def _from_yaml(self, flag: argparse.Action, shown: str, value: Any) -> Any:
-        """Converts a YAML value as the flag would. Text is read as if it came from the command line."""
-        if value is None:
-            return None
-        kind: Any = flag.type.number if isinstance(flag.type, _Optional) else flag.type
-        if kind is string_to_bool:
-            return self._boolean(shown, value)
-        number = {int: "a whole number", float: "a number"}.get(kind)
-        if number is not None and not isinstance(value, str):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value != kind(value):
-                self.error(f"{shown} is not {number}")
-            return kind(value)
-        kinds = self._kinds.get(flag.dest, set())
-        is_wrong = kind in (None, str) if flag.nargs == "+" else bool(kinds) and type(value) not in kinds
-        if isinstance(value, (list, dict)) and is_wrong:
+        """Converts a YAML value as the flag would convert its text, unless it has a type of the field already."""
+        kinds = self._kinds[flag.dest]
+        read: Any = flag.type or str
+        if value is None or (type(value) in kinds - {str} and flag.nargs != "+"):
+            return value
+        is_not = _IS_NOT.get(read.kind if isinstance(read, _Optional) else read)
+        if isinstance(value, (list, dict)) and is_not is None:
             wanted = "a list of values" if flag.nargs == "+" else "one value"
             self.error(f"{shown} has a {type(value).__name__}, and {flag.dest} takes {wanted}")
-        if value is False and "no" in (flag.choices or ()):  # YAML reads an unquoted no as False
-            return "no"
-        if dict not in kinds and type(value) in (int, float, datetime.date):  # and an unquoted 17 as a number
-            value = str(value)
-        if isinstance(value, str) and callable(flag.type):
-            try:
-                return flag.type(value)
-            except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-                self.error(f"{shown} cannot be read{f' as {number}' if number else f': {error}'}")
-        return value
-
-    def _boolean(self, shown: str, value: Any) -> bool | None:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in ("none", "null"):
-            return None
+        if isinstance(value, bool) and is_not is None:  # YAML reads an unquoted no as False
+            return "no" if value is False and "no" in (flag.choices or ()) else value
+        if int in kinds and isinstance(value, float) and value.is_integer():
+            value = int(value)
         try:
-            return string_to_bool(value if isinstance(value, str) else str(int(value)) if value in (0, 1) else "?")
-        except (TypeError, argparse.ArgumentTypeError):
-            self.error(f"{shown} is neither true nor false")
+            return read(str(value))
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            self.error(f"{shown} {is_not or f'cannot be read: {error}'}")
 
 
 class TrainParser(FieldParser):
@@ -281,18 +255,18 @@ class TrainParser(FieldParser):
             help="set a field, or a key of a field that is a mapping (a.b=VALUE); VALUE is read as YAML; repeatable",
         )
 
-    def take_run(self, content: Mapping[Any, Any], path: str) -> dict[str, Any]:
+    def take_run(self, content: Mapping[Any, Any], origin: str = "") -> dict[str, Any]:
         """`take_file` for a run, whose keys are fields. Returns their converted values.
 
         Exits with status 2, and the key that may have been meant, for another one.
         """
-        for key, value in self.take_file(content, path).items():
+        for key, value in self.take_file(content, origin).items():
             hint = _did_you_mean(key.replace("-", "_"), self.fields())
             if isinstance(value, dict) and any(str(name) in self.fields() for name in value):
                 hint = (
                     f"; fields are not nested: write {', '.join(map(str, value))} at the left margin, without {key!r}"
                 )
-            self.error(f"{path}: unknown key {key!r}{hint}")
+            self.error(f"{origin}unknown {'key' if origin else 'field'} {key!r}{hint}")
         fields, names = self.fields(), (str(key).replace("-", "_") for key in content)
         return {name: fields[name].default for name in names if name in fields}
 
@@ -326,7 +300,7 @@ def parse(
     known, unknown = parser.parse_known_args(argv)
     if known.config is not None:
         content = parser.load_yaml(known.config) if content is None else content
-        parser.take_run(content, known.config)
+        parser.take_run(content, f"{known.config}: ")
     parser.take_settings(known.set or [], argv)
     if unknown:
         argument = unknown[0].split("=")[0]
@@ -337,9 +311,9 @@ def parse(
         script, model, config, *_ = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
     except (ValueError, ImportError) as error:
         parser.error(str(error))
-    own = {name: value for name, value in vars(known).items() if name in _NO_FIELDS}
+    flags = {name: value for name, value in vars(known).items() if name in _NO_FIELDS}
     given = _given(parser, argv, known.set or [], content or {})
-    return Parsed(script, model, config, own, given, command_of(argv, content))
+    return Parsed(script, model, config, flags, given, command_of(argv, content))
 
 
 def _given(
@@ -364,30 +338,6 @@ def command_of(argv: Sequence[str], content: Mapping[Any, Any] | None) -> dict[s
     return {"argv": words, "yaml": without_secrets(content), "folder": os.getcwd()}
 
 
-class _Loader(NumberLoader):
-    """Refuses a key that is there twice, of which YAML would take the last one."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            name = self.construct_object(key, deep=True)
-            if isinstance(name, str) and name.replace("-", "_") in seen and name != "<<":
-                raise yaml.constructor.ConstructorError(
-                    problem=f"the key {name!r} is there twice; remove one", problem_mark=key.start_mark
-                )
-            seen.add(name.replace("-", "_") if isinstance(name, str) else None)
-        return super().construct_mapping(node, deep)
-
-
-def _one_line(error: Exception) -> str:
-    """Describes an error of several lines in one: the problem and its place."""
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    if mark is None:
-        return " ".join(str(error).split())
-    problem = (problem or "").replace("found character '\\t' that cannot start any token", "a tab; indent by spaces")
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
-
-
 class _SettingsParser(TrainParser):
     """Parser of settings that no command line has given: problems are errors."""
 
@@ -400,21 +350,20 @@ def parse_settings(settings: Mapping[str, Any]) -> Parsed:
     """Reads settings as the YAML file of `groupgrad train` would have them. ValueError, with what to change, if they
     cannot work."""
     parser = _SettingsParser(prog="groupgrad train", usage="", description="", epilog="")
-    for key in parser.take_defaults(dict(settings)):
-        parser.error(f"unknown field {key!r}{_did_you_mean(key.replace('-', '_'), parser.fields())}")
+    parser.take_run(settings)
     script, model, config, *_ = parser.parse_args_into_dataclasses([], look_for_args_file=False)
-    return Parsed(script=script, model=model, config=config, own={})
+    return Parsed(script=script, model=model, config=config, flags={})
 
 
 class _Optional:
-    """Flag type that reads a number, or `none` and `null` as None."""
+    """Flag type that reads a number or a boolean, or `none` and `null` as None."""
 
-    def __init__(self, number: Any):
-        self.number = number
-        self.__name__ = number.__name__  # argparse shows it in errors
+    def __init__(self, kind: Any):
+        self.kind = kind
+        self.__name__ = kind.__name__  # argparse shows it in errors
 
-    def __call__(self, text: Any) -> Any:
-        return None if isinstance(text, str) and text.lower() in ("none", "null") else self.number(text)
+    def __call__(self, text: str) -> Any:
+        return None if text.lower() in ("none", "null") else self.kind(text)
 
 
 def _did_you_mean(name: str, known: Any, prefix: str = "") -> str:

@@ -205,7 +205,7 @@ def _settings_of(asked: argparse.Namespace) -> dict[str, Any]:
         from groupgrad.apps.cli.parsing import TrainParser
 
     run = TrainParser(prog="groupgrad plan", usage="", description="", epilog="")
-    settings = {} if asked.config is None else run.take_run(run.load_yaml(asked.config), asked.config)
+    settings = {} if asked.config is None else run.take_run(run.load_yaml(asked.config), f"{asked.config}: ")
     run.take_settings(asked.set, [])
     return settings | {name: run.fields()[name].default for name in map(_name, asked.set)}
 

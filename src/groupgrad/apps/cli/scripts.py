@@ -223,7 +223,7 @@ class TrlParser(FieldParser):
                 self.error("--config names no file; give the path of a YAML file after it")
             path = arguments[place + 1]
             del arguments[place : place + 2]
-            unknown = self.read_config(path)
+            unknown = self.take_file(self.load_yaml(path), f"{path}: ")
         of_file = [text for key, value in unknown.items() for text in (f"--{key}", str(value))]
         if of_file and fail_with_unknown_args and not return_remaining_strings:
             raise ValueError(f"the configuration file has unknown keys: {', '.join(unknown)}; remove or rename them")

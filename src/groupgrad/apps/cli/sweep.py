@@ -14,11 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
 from groupgrad.apps.cli.command_parser import CommandParser, refuse
-from groupgrad.apps.cli.yaml_numbers import NumberLoader, settings_from
-from groupgrad.apps.sweep.choices import number
+from groupgrad.apps.cli.yaml_files import read_settings, read_value
 from groupgrad.apps.sweep.commands import apply_commands, check_queued
 from groupgrad.apps.sweep.store import FILE, Store
 from groupgrad.apps.sweep.sweep_plan import SweepPlan, merged, read_plan
@@ -120,11 +117,11 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], Path, dict[st
 
     ValueError if they cannot work.
     """
-    content = _yaml(path, "the sweep")
+    content = read_settings(path, "the sweep")
     base, origin = content.pop("base", None), str(path)
     if isinstance(base, str):
         origin = str(path.parent / base)
-        base = _yaml(path.parent / base, "base")
+        base = read_settings(origin, "base")
     if not isinstance(base, dict) or not base:
         raise ValueError(f"{path}: base={base!r}; set it to settings of `groupgrad train`, or to a YAML file of them")
     environment = {str(name): str(value) for name, value in (base.pop("env", None) or {}).items()}
@@ -139,19 +136,6 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], Path, dict[st
         if key in given:
             raise ValueError(f"{origin}: {key} is set, but the sweep resumes and places its arms itself; remove it")
     return content, base, Path(folder), environment
-
-
-def _yaml(path: Path, what: str) -> dict[str, Any]:
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), NumberLoader)
-    except OSError as error:
-        raise ValueError(f"{what}: {path} cannot be read ({error.strerror or error})") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{what}: {path} is not YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{what}: {path} holds a {type(content).__name__}, not keys with values")
-    base = content.get("base")
-    return {**settings_from(content), **({"base": settings_from(base)} if isinstance(base, dict) else {})}
 
 
 def _describe(plan: SweepPlan, check: Callable[[dict[str, Any]], None], devices: Sequence[str]) -> int:
@@ -220,11 +204,9 @@ def _changes(settings: Sequence[str]) -> dict[str, Any]:
         if key.split(".")[0] in _FORBIDDEN:
             raise ValueError(f"--set {setting}: the sweep resumes and places its arms itself")
         try:
-            changes[key] = number(yaml.safe_load(text))
-        except yaml.YAMLError:
-            raise ValueError(
-                f"--set {setting}: {text!r} is not YAML; put a text with such characters in quotes"
-            ) from None
+            changes[key] = read_value(text, in_dict=True)
+        except ValueError as error:
+            raise ValueError(f"--set {setting}: {error}; put a text with such characters in quotes") from None
     return changes
 
 

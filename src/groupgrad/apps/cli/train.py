@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         trainer = build(parsed)
     except (ValueError, TypeError, ImportError, OSError) as error:
         return refuse("train", error)
-    if parsed.own["dry_run"]:
+    if parsed.flags["dry_run"]:
         if dist.is_main():
             print(describe(trainer, parsed), end="")
         if is_new and output_dir.is_dir() and not any(output_dir.iterdir()):

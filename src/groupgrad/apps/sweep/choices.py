@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _RANGE_KEYS = ("range", "num", "step", "scale")
 
 
@@ -62,13 +60,6 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def number(value: Any) -> Any:
-    """A text that is a number as that number, since YAML reads `1e-4` as a text; anything else as it is."""
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        return float(value)
-    return value
-
-
 def read_choices(field: str, given: Any) -> Choices:
     """Reads the entry of a field in `vary`. ValueError if it names no values."""
     if isinstance(given, Mapping) and "range" in given:
@@ -78,7 +69,7 @@ def read_choices(field: str, given: Any) -> Choices:
             f"vary: {field}={given!r} is one value, which nothing is compared with; give a list of values or "
             "{range: [low, high]}"
         )
-    values = tuple(number(value) for value in given)
+    values = tuple(given)
     if len(values) < 1:
         raise ValueError(f"vary: {field} is an empty list; give the values to try")
     repeated = next((value for index, value in enumerate(values) if value in values[:index]), None)
@@ -92,7 +83,7 @@ def _read_range(field: str, given: Mapping[str, Any]) -> Choices:
     if unknown:
         raise ValueError(f"vary: {field} has the unknown key {unknown[0]!r}; a range has {', '.join(_RANGE_KEYS)}")
     bounds, scale = given["range"], given.get("scale", "linear")
-    ends = [number(bound) for bound in bounds] if isinstance(bounds, (list, tuple)) else []
+    ends = list(bounds) if isinstance(bounds, (list, tuple)) else []
     if len(ends) != 2 or not all(isinstance(end, (int, float)) for end in ends) or not ends[0] < ends[1]:
         raise ValueError(f"vary: {field} has range={bounds!r}; give two numbers, the lower one first")
     if scale not in ("linear", "log"):
@@ -100,7 +91,7 @@ def _read_range(field: str, given: Mapping[str, Any]) -> Choices:
     low, high = ends
     if scale == "log" and low <= 0:
         raise ValueError(f"vary: {field} has scale=log and begins at {low:g}; a logarithm needs numbers above 0")
-    num, step = given.get("num"), number(given.get("step"))
+    num, step = given.get("num"), given.get("step")
     if num is not None and step is not None:
         raise ValueError(f"vary: {field} has num and step; set one of them")
     is_whole = all(isinstance(end, int) for end in ends)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from groupgrad import compat
-from groupgrad.apps.sweep.choices import Choices, Values, number, read_choices
+from groupgrad.apps.sweep.choices import Choices, Values, read_choices
 from groupgrad.apps.sweep.store import Arm, Store
 from groupgrad.spelling import did_you_mean
 
@@ -158,7 +158,7 @@ def read_plan(content: Mapping[str, Any], base: Mapping[str, Any]) -> SweepPlan:
     plan = SweepPlan(
         base=dict(base),
         vary={str(name): read_choices(str(name), given) for name, given in vary.items()},
-        arms=tuple({str(key): number(value) for key, value in arm.items()} for arm in arms),
+        arms=tuple({str(key): value for key, value in arm.items()} for arm in arms),
         sample=_read_sample(content.get("sample", "grid"), bool(vary)),
         halving=_read_halving(content.get("halving")),
         metric=str(content.get("metric") or "reward"),
