@@ -14,24 +14,23 @@ import psutil
 from groupgrad.apps.cli.command_parser import CommandParser
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.imports import quick_imports
-from groupgrad.spelling import did_you_mean
 
 _FIELDS = {
     "model_name_or_path": "model",
     "max_completion_length": "completion",
-    "num_generations": "num_generations",
-    "per_device_train_batch_size": "micro_batch",
+    "num_generations": "num-generations",
+    "per_device_train_batch_size": "micro-batch",
     "gradient_accumulation_steps": "accumulation",
-    "context_parallel_size": "context_parallel_size",
-    "lora_r": "lora_r",
+    "context_parallel_size": "context-parallel-size",
+    "lora_r": "lora-r",
     "dtype": "dtype",
     "optim": "optim",
     "beta": "beta",
-    "gradient_checkpointing": "gradient_checkpointing",
-    "gradient_dtype": "gradient_dtype",
+    "gradient_checkpointing": "gradient-checkpointing",
+    "gradient_dtype": "gradient-dtype",
     "use_cpu": "cpu",
 }
-"""Keys of the YAML file of `groupgrad train` -> the options of this command that they set."""
+"""Keys of the YAML file of `groupgrad train` -> the flags of this command that they set."""
 
 _COLOCATE = {
     "gpu_memory_utilization": None,
@@ -156,7 +155,7 @@ def _add_count(group: Any, name: str, default: int, help: str) -> None:
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line, with the values of a YAML file and of `--set` as defaults.
+    """The options of a command line, before which those stand that a YAML file and `--set` ask for.
 
     Exits with status 2 for a file or a setting that cannot be read or planned for.
     """
@@ -165,36 +164,21 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     before.add_argument("--config")
     before.add_argument("--set", action="append", default=[])
     asked = before.parse_known_args(argv)[0]
-    if asked.config is None and not asked.set:
-        return _checked_together(flags, _completed(flags.parse_args(argv), {}))
     path = asked.config or "--set"
-    settings = _settings_of(asked)
-    if (clash := _exclusive(settings)) is not None:
-        flags.error(f"{path}: {clash}")
+    is_of_run = bool(asked.config or asked.set)
+    settings = _settings_of(asked) if is_of_run else {}
     given = {word.partition("=")[0].replace("_", "-") for word in argv}
     for setting in asked.set:
-        names = {**_FIELDS, "vllm_tensor_parallel_size": "vllm_tensor_parallel_size"}
-        flag = "--" + names.get(_name(setting), "").replace("_", "-")
+        flag = "--" + {**_FIELDS, "vllm_tensor_parallel_size": "vllm-tensor-parallel-size"}.get(_name(setting), "")
         if flag in given:
             flags.error(f"--set {setting}: {flag} is given too; set it in one place")
-    vllm_flags = {"--vllm-server", "--vllm-colocate"}
-    if not given.isdisjoint(vllm_flags):
-        given |= vllm_flags
-    actions = {action.dest: action for action in flags._actions}
     try:
-        for name, value in _options_of(settings).items():
-            action = actions[name]
-            if given.isdisjoint(action.option_strings):
-                action.default, action.required = _checked(action, name, value), False
-    except ValueError as error:
-        flags.error(f"{path}: {error}")
-    if actions["model"].required and given.isdisjoint(actions["model"].option_strings):
-        flags.error(f"{path} has no model_name_or_path; add it, or give --model")
-    ignored = sorted(name for name, value in settings.items() if name not in _used(settings) and value is not None)
-    if ignored:
-        print(f"Not considered of {path}: {', '.join(ignored)}", file=sys.stderr)
-    try:
-        return _checked_together(flags, _completed(flags.parse_args(argv), settings))
+        _check_sharding(settings)
+        options = flags.parse_args([*(_words(settings, given) if is_of_run else ()), *argv])
+        ignored = sorted(name for name, value in settings.items() if name not in _used(settings) and value is not None)
+        if ignored:
+            print(f"Not considered of {path}: {', '.join(ignored)}", file=sys.stderr)
+        return _checked_together(flags, _completed(options, settings))
     except ValueError as error:
         flags.error(f"{path}: {error}")
 
@@ -224,17 +208,20 @@ def _used(settings: dict[str, Any]) -> set[str]:
     return {*_FIELDS, *further}
 
 
-def _exclusive(settings: dict[str, Any]) -> str | None:
-    """Names settings of a run that exclude each other, or that leave the way to shard unknown; None without any."""
+def _check_sharding(settings: dict[str, Any]) -> None:
+    """ValueError for settings of a run that exclude each other, or that leave the way to shard unknown."""
     fsdp, deepspeed = settings.get("fsdp"), settings.get("deepspeed")
     uses_deepspeed = deepspeed not in (None, "")
     if fsdp and uses_deepspeed:
-        return f"fsdp={fsdp!r} and deepspeed={deepspeed!r} exclude each other; remove one of them"
+        raise ValueError(f"fsdp={fsdp!r} and deepspeed={deepspeed!r} exclude each other; remove one of them")
     if uses_deepspeed and _sharding(settings) is None:
-        return f"deepspeed={deepspeed!r} has no ZeRO stage from 0 to 3 that can be read; give a file or a mapping"
+        raise ValueError(
+            f"deepspeed={deepspeed!r} has no ZeRO stage from 0 to 3 that can be read; give a file or a mapping"
+        )
     if settings.get("load_in_4bit") and _sharding(settings) in ("zero3", "fsdp2"):
-        return "load_in_4bit=True with a model in shards cannot be planned for; remove fsdp, deepspeed or load_in_4bit"
-    return None
+        raise ValueError(
+            "load_in_4bit=True with a model in shards cannot be planned for; remove fsdp, deepspeed or load_in_4bit"
+        )
 
 
 def _sharding(settings: dict[str, Any]) -> str | None:
@@ -289,38 +276,25 @@ def _checked_together(flags: argparse.ArgumentParser, options: argparse.Namespac
     return options
 
 
-def _options_of(settings: dict[str, Any]) -> dict[str, Any]:
-    """The options of this command that the settings of a run stand for."""
-    found = {option: settings[name] for name, option in _FIELDS.items() if settings.get(name) is not None}
+def _words(settings: dict[str, Any], given: set[str]) -> list[str]:
+    """The flags that the settings of a run stand for, without those that are `given` on the command line."""
+    found: dict[str, Any] = {
+        option: settings[name] for name, option in _FIELDS.items() if settings.get(name) is not None
+    }
     loading = settings.get("model_init_kwargs") or {}
     dtype = loading.get("dtype") or loading.get("torch_dtype") if isinstance(loading, dict) else None
-    if dtype is not None:
-        found["dtype"] = dtype
-    if "dtype" in found:
-        found["dtype"] = str(found["dtype"]).removeprefix("torch.")
-    if "optim" in found:
-        found["optim"] = _OPTIMIZERS.get(str(found["optim"]), str(found["optim"]))
-    if found.get("gradient_dtype") == "auto":
-        found["gradient_dtype"] = "float32"
-    found["vllm_server"] = bool(settings.get("use_vllm")) and settings.get("vllm_mode") == "server"
-    found["vllm_colocate"] = bool(settings.get("use_vllm")) and not found["vllm_server"]
-    if found["vllm_colocate"] and (size := settings.get("vllm_tensor_parallel_size")) is not None:
-        found["vllm_tensor_parallel_size"] = size
-    return {"accumulation": 1, **found}
-
-
-def _checked(action: argparse.Action, name: str, value: Any) -> Any:
-    """A value for an option. ValueError if the option cannot have it."""
-    flag = f"--{name.replace('_', '-')}"
-    if action.choices is not None and value not in action.choices:
-        known = ", ".join(str(choice) for choice in action.choices)
-        hint = did_you_mean(value, map(str, action.choices), before="; ")
-        raise ValueError(f"{name}={value!r} cannot be planned for; give {flag} with one of {known}{hint}")
-    if action.type is _count and int(value) < 1:
-        raise ValueError(f"{value} is no count; give {flag} with 1 or more")
-    if action.choices is None and (problem := _problem(name, value)) is not None:
-        raise ValueError(problem)
-    return value
+    if (dtype := dtype or found.get("dtype")) is not None:
+        found["dtype"] = str(dtype).removeprefix("torch.")
+    if found.get("gradient-dtype") == "auto":
+        del found["gradient-dtype"]
+    if settings.get("use_vllm") and given.isdisjoint({"--vllm-server", "--vllm-colocate"}):
+        found["vllm-server" if settings.get("vllm_mode") == "server" else "vllm-colocate"] = True
+    if found.get("vllm-colocate") and (size := settings.get("vllm_tensor_parallel_size")) is not None:
+        found["vllm-tensor-parallel-size"] = size
+    found.setdefault("accumulation", 1)
+    words = {name: f"--{name}={value}" for name, value in found.items()}
+    words |= {name: f"--{name}" if on else f"--no-{name}" for name, on in found.items() if isinstance(on, bool)}
+    return [word for name, word in words.items() if f"--{name}" not in given]
 
 
 def _completed(options: argparse.Namespace, settings: dict[str, Any]) -> argparse.Namespace:
