@@ -137,20 +137,15 @@ def test_a_report_that_cannot_be_written_is_refused_before_any_work(folder, tmp_
     kept = tmp_path / "kept.html"
     kept.write_text("kept")
     monkeypatch.setattr(view, "RunPaths", refuse)
-    for path, reason, cure in (
-        (tmp_path / "none" / "x.html", f"there is no folder {str(tmp_path / 'none')!r}", "make it first"),
-        (tmp_path, "it is a folder", "set --export to a file in it, such as"),
-        (kept / "x.html", f"there is no folder {str(kept)!r}", "set --export to a file in another one"),
-        (Path("/proc/x.html"), "No such file or directory", "set --export to a file that you may write"),
-        (tmp_path / ("x" * 300), "File name too long", "set --export to a file that you may write"),
+    for path, reason in (
+        (tmp_path / "none" / "x.html", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+        (kept / "x.html", "Not a directory"),
+        (tmp_path / ("x" * 300), "File name too long"),
     ):
         assert main(["view", str(folder), "--export", str(path)]) == 2
         message = capsys.readouterr().err
-        assert message.startswith(f"groupgrad view: error: --export {str(path)!r}: {reason}") and cure in message
-    for refused in (PermissionError(13, "Permission denied"), OSError(30, "Read-only file system")):
-        monkeypatch.setattr(Path, "open", lambda *args, error=refused: (_ for _ in ()).throw(error))
-        assert main(["view", str(folder), "--export", str(kept)]) == 2
-        assert f"--export {str(kept)!r}: {refused.strerror}; set --export to a file" in capsys.readouterr().err
+        assert message.startswith(f"groupgrad view: error: --export {str(path)!r}: {reason}; set --export to a file")
     monkeypatch.undo()
     assert kept.read_text() == "kept"
     assert main(["view", str(tmp_path / "no run"), "--export", str(tmp_path / "y.html")]) == 2

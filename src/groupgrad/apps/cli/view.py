@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
             for flag, given in (("--host", arguments.host), ("--port", arguments.port), ("--token", arguments.token)):
                 if given is not None:
                     raise ValueError(f"{flag} belongs to a served page, and --export writes a file; drop one of them")
-            _check_writable(arguments.export)
+            _check_writable(arguments.export)  # before runs are read, which may take a while
         paths = RunPaths(arguments.runs or ["."])
         sweeps = _panels(paths.sweeps)
         if arguments.export is not None:
@@ -68,22 +68,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _check_writable(path: Path) -> None:
-    """Opens the file of a report and closes it as it was. ValueError, with the reason, if it cannot be written."""
-    folder = path.parent
+    """Opens the file of a report and leaves it as it was. ValueError, with the reason, if it cannot be written."""
     try:
-        if path.is_dir():
-            problem = f"it is a folder; set --export to a file in it, such as {str(path / 'report.html')!r}"
-        elif not folder.is_dir():
-            problem = f"there is no folder {str(folder)!r}; make it first, or set --export to a file in another one"
-        else:
-            is_new = not path.exists()
-            path.open("ab").close()
-            if is_new:
-                path.unlink()
-            return
+        is_new = not path.exists()
+        path.open("ab").close()
     except OSError as error:
-        problem = f"{error.strerror}; set --export to a file that you may write"
-    raise ValueError(f"--export {str(path)!r}: {problem}")
+        raise ValueError(
+            f"--export {str(path)!r}: {error.strerror}; set --export to a file that you may write, in a folder that "
+            "exists"
+        ) from None
+    if is_new:
+        path.unlink()
 
 
 def _port(text: str) -> int:
