@@ -16,7 +16,6 @@ import torch
 
 from groupgrad.apps.sweep import compare
 from groupgrad.apps.sweep.arm_run import ArmRun
-from groupgrad.apps.sweep.common_work import CommonWork
 from groupgrad.apps.sweep.factory import ArmFactory
 from groupgrad.apps.sweep.report import cost
 from groupgrad.apps.sweep.sharing import SharedWeights
@@ -62,7 +61,7 @@ class ArmTurns:
         self.plan, self.store, self.factory, self.num_workers = plan, store, factory, num_workers
         self._runs: dict[int, ArmRun] = {}
         """Kept runs by the id of their arm, the most recently used last."""
-        self._bases, self._weights, self._work = BaseModels(), SharedWeights(), CommonWork()
+        self._bases, self._weights = BaseModels(), SharedWeights()
         self._free_at_start = psutil.virtual_memory().available / max(1, num_workers)
 
     def take(self, arm: Arm) -> Stopped | None:
@@ -108,7 +107,6 @@ class ArmTurns:
                 f"{', '.join(trainer.rewards.names)}"
             )
         self._weights.share(trainer.model)
-        self._work.join(trainer)
         trainer.progress.name = arm.name
         run = self._runs[arm.id] = ArmRun(trainer, folder)
         return run
