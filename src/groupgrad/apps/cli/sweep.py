@@ -17,6 +17,7 @@ from typing import Any
 from groupgrad.apps.cli.command_parser import CommandParser, refuse
 from groupgrad.apps.cli.yaml_files import read_settings, read_value
 from groupgrad.apps.sweep.commands import apply_commands, check_queued
+from groupgrad.apps.sweep.report import cost, is_trained, table
 from groupgrad.apps.sweep.store import FILE, Store
 from groupgrad.apps.sweep.sweep_plan import SweepPlan, merged, read_plan
 from groupgrad.errors import OutputDirInUse
@@ -187,7 +188,7 @@ def _act(arguments: argparse.Namespace) -> int:
         print(f"{arguments.what} of {arm.name}: done{f', the new arm is {message}' if message else ''}")
         if arguments.what in ("resume", "clone"):
             print("no process trains this sweep now; start it with `groupgrad sweep FILE`")
-    elif not is_command_line and _is_idle(store):
+    elif not is_command_line and not is_trained(store.folder):
         print(f"{arguments.what} of {arm.name}: queued; no process trains this sweep now, its script takes it when run")
     else:
         print(f"{arguments.what} of {arm.name}: queued; the sweep takes it after the present step")
@@ -220,15 +221,6 @@ def _where_it_started(store: Store) -> Iterator[None]:
         yield
     finally:
         os.chdir(here)
-
-
-def _is_idle(store: Store) -> bool:
-    """True if no process trains the sweep."""
-    try:
-        with locked(store.folder):
-            return True
-    except OutputDirInUse:
-        return False
 
 
 def _check(store: Store, settings: dict[str, Any], is_command_line: bool) -> None:
@@ -277,30 +269,24 @@ def _take_at_once(store: Store, own: int) -> bool:
 
 def status_text(store: Store) -> str:
     """Returns the arms as a table, the best one first, with what the sweep has cost."""
-    from groupgrad.apps.sweep.report import arms_in_turn, cost, order_note, results, shown_state, steps_so_far
-
-    metric, rows = store.fact("metric") or "reward", results(store)
-    ids, made = {arm.name: arm.id for arm in store.arms()}, steps_so_far(store)
-    in_turn = arms_in_turn(store)
-    width = max([len(row.name) for row in rows] + [4])
-    head = f"{'':>3}  {'arm':<{width}}  {'state':<17} {'steps':>11}  {'compared':>11}  {metric:>8}  behind the best by"
-    lines = [head]
+    shown, total = table(store), cost(store)
+    metric, rows = shown["metric"], shown["arms"]
+    width = max([len(row["name"]) for row in rows] + [4])
+    lines = [
+        f"{'':>3}  {'arm':<{width}}  {'state':<17} {'steps':>11}  {'compared':>11}  {metric:>8}  behind the best by"
+    ]
     for row in rows:
-        state = shown_state(row, in_turn)
-        step = made.get(row.name, row.step)
-        steps = f"{step}/{row.max_steps or '?'}" if step or row.max_steps else ""
-        reward = f"{row.reward:.3f}" if math.isfinite(row.reward) else ""
-        compared = "-".join(map(str, row.compared)) if row.step else ""
-        reason = f"  {row.reason.splitlines()[0][:120]}" if row.state == "failed" else ""
+        steps = f"{row['step']}/{row['max_steps'] or '?'}" if row["step"] or row["max_steps"] else ""
+        reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
+        compared = "-".join(map(str, row["compared"] or ()))
+        reason = f"  {row['reason'].splitlines()[0][:120]}" if row["state"] == "failed" else ""
         lines.append(
-            f"{ids[row.name]:>3}  {row.name:<{width}}  {state:<17} {steps:>11}  {compared:>11}  {reward:>8}  "
-            f"{row.behind_text}{reason}".rstrip()
+            f"{row['id']:>3}  {row['name']:<{width}}  {row['shown_state']:<17} {steps:>11}  {compared:>11}  "
+            f"{reward:>8}  {row['behind']}{reason}".rstrip()
         )
-    total = cost(store)
     share = math.floor(100 * total.steps / total.all_steps + 0.5) if total.all_steps else 0  # halves up, as on the page
-    note = order_note(rows)
     lines += [
-        *(["", note] if note else []),
+        *(["", shown["note"]] if shown["note"] else []),
         "",
         f"{total.steps:,} steps, {share}% of training all arms to their end; switching took "
         f"{total.switch_share:.1%} of {total.train_s + total.switch_s:,.0f} s",

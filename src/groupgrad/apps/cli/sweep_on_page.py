@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from groupgrad.apps.sweep.commands import check_queued
-from groupgrad.apps.sweep.report import arms_in_turn, cost, is_trained, order_note, results, shown_state, steps_so_far
-from groupgrad.apps.sweep.store import ARMS, Store
+from groupgrad.apps.sweep.report import arms_in_turn, is_trained, steps_so_far, table
+from groupgrad.apps.sweep.store import Store
 
 TIMEOUT_S = 300
 """Longest time of a command that needs a process, most of which is the import of torch."""
@@ -37,7 +36,9 @@ class CommandLinePanel:
         steps, in_turn = steps_so_far(self._store), arms_in_turn(self._store)
         version = steps, in_turn, [(status.st_mtime_ns, status.st_size) for status in written]
         if self._known is None or self._known[0] != version:
-            self._known = version, self._table(steps, in_turn)
+            commands = [command._asdict() for command in self._store.commands(MAX_COMMANDS)]
+            shown = {"name": self.name, "path": str(self.path), **table(self._store), "commands": commands}
+            self._known = version, shown
         return self._known[1]
 
     def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
@@ -61,30 +62,3 @@ class CommandLinePanel:
             message = "\n".join(lines[lines.index(found[0]) :] if found else lines[-3:])
             raise ValueError(message.removeprefix("groupgrad sweep: error: ") or f"exit code {done.returncode}")
         return done.stdout.strip()
-
-    def _table(self, steps: Mapping[str, int], in_turn: Collection[str]) -> dict[str, Any]:
-        store, total = self._store, cost(self._store)
-        arms = {arm.name: arm for arm in store.arms()}
-        rows, found = [], results(store)
-        for row in found:
-            rows.append(
-                {
-                    "id": arms[row.name].id,
-                    "parent": arms[row.name].parent,
-                    "name": row.name,
-                    "state": row.state,
-                    "shown_state": shown_state(row, in_turn),
-                    "step": steps.get(row.name, row.step),
-                    "max_steps": row.max_steps,
-                    "reward": row.reward if math.isfinite(row.reward) else None,
-                    "compared": list(row.compared) if row.step else None,
-                    "behind": row.behind_text,
-                    "reason": row.reason,
-                    "path": str(store.folder / ARMS / row.name),
-                }
-            )
-        commands = [command._asdict() for command in store.commands(MAX_COMMANDS)]
-        numbers = {"steps": total.steps, "all_steps": total.all_steps, "switch_share": total.switch_share}
-        base = {"name": self.name, "path": str(self.path), "metric": store.fact("metric") or "reward"}
-        base["note"] = order_note(found)
-        return {**base, **numbers, "arms": rows, "commands": commands}

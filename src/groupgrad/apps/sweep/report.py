@@ -114,6 +114,31 @@ def order_note(rows: Sequence[Result]) -> str:
     )
 
 
+def table(store: Store) -> dict[str, Any]:
+    """What page and terminal show of a sweep, as plain types: the arms, the best one first, and what it has cost."""
+    arms, found, total = {arm.name: arm for arm in store.arms()}, results(store), cost(store)
+    steps, in_turn = steps_so_far(store), arms_in_turn(store)
+    rows = [
+        {
+            "id": arms[row.name].id,
+            "parent": arms[row.name].parent,
+            "name": row.name,
+            "state": row.state,
+            "shown_state": shown_state(row, in_turn),
+            "step": steps.get(row.name, row.step),
+            "max_steps": row.max_steps,
+            "reward": row.reward if math.isfinite(row.reward) else None,
+            "compared": list(row.compared) if row.step else None,
+            "behind": row.behind_text,
+            "reason": row.reason,
+            "path": str(store.folder_of(arms[row.name])),
+        }
+        for row in found
+    ]
+    numbers = {"steps": total.steps, "all_steps": total.all_steps, "switch_share": total.switch_share}
+    return {"metric": store.fact("metric") or compare.COMBINED, "note": order_note(found), **numbers, "arms": rows}
+
+
 def planned_steps(store: Store, arm: Arm) -> int | None:
     """The length of an arm's run by its `max_steps`, which a first turn has not recorded yet; None without that."""
     given = {**(store.fact("base") or {}), **arm.changes}.get("max_steps")
