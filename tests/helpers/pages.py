@@ -20,9 +20,8 @@ import pytest
 import uvicorn
 from synthetic_run import write_run
 
-from groupgrad.apps.cli.run_paths import RunPaths
-from groupgrad.apps.cli.sweep_on_page import CommandLinePanel
-from groupgrad.apps.cli.view import _listen
+from groupgrad.apps.cli.sweep import CommandLinePanel
+from groupgrad.apps.cli.view import RunPaths, _listen
 from groupgrad.apps.sweep.store import ArmTurn, Store
 from groupgrad.apps.view.server import make_app
 

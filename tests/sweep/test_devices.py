@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from groupgrad.apps.sweep import device_workers
-from groupgrad.apps.sweep.device_workers import DeviceWorkers
-from groupgrad.apps.sweep.devices import Device, find_devices
+from groupgrad.apps.sweep.device_workers import Device, DeviceWorkers, find_devices
 from groupgrad.apps.sweep.store import Arm, Store
 from groupgrad.apps.sweep.sweep_plan import SweepPlan
 from groupgrad.concurrency.worker_process import WorkerDied

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from groupgrad.apps.cli import main as cli
-from groupgrad.apps.cli.sweep_on_page import CommandLinePanel
+from groupgrad.apps.cli.sweep import CommandLinePanel
 from groupgrad.apps.sweep.store import ArmTurn, Decision, PromptRewards, Store
 from groupgrad.run_folder.run_files import LineFile
 from groupgrad.run_folder.run_lock import locked
@@ -183,7 +183,7 @@ def test_a_sweep_in_training_is_given_commands_at_once(tmp_path, monkeypatch):
     store.set_state(2, "dropped")
     panel = CommandLinePanel(tmp_path)
     with locked(tmp_path):
-        monkeypatch.setattr("groupgrad.apps.cli.sweep_on_page.subprocess.run", refuse)
+        monkeypatch.setattr("groupgrad.apps.cli.sweep.subprocess.run", refuse)
         said = panel.act("stop", 1, [], from_weights=False)
         assert said == "stop of 01-a: queued; the sweep takes it after the present step"
         with pytest.raises(ValueError, match="'7' is no arm of the sweep"):

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from groupgrad.apps.sweep.choices import Range, Values, read_choices
-from groupgrad.apps.sweep.sweep_plan import Halving, arm_name, merged, read_plan
+from groupgrad.apps.sweep.sweep_plan import Halving, Range, Values, arm_name, merged, read_choices, read_plan
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from synthetic_run import write_run
 
-from groupgrad.apps.cli.run_paths import RunPaths
+from groupgrad.apps.cli.view import RunPaths
 from groupgrad.apps.sweep.store import Store
 from groupgrad.run_folder.run_folder import NoRun
 

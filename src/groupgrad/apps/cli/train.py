@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import warnings
@@ -17,11 +18,11 @@ from groupgrad import compat, dist
 from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.apps.cli.command_parser import refuse
 from groupgrad.apps.cli.dataset import load_splits
-from groupgrad.apps.cli.dry_run import describe
 from groupgrad.apps.cli.parsing import Parsed, parse, train_parser
 from groupgrad.checkpoints.saving import is_storage_error
 from groupgrad.config import GRPOConfig
 from groupgrad.config.field_rules import DTYPES, changed
+from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.config.settings import mapping
 from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED, CheckpointError, CheckpointNotSaved
 from groupgrad.models.model_names import check_model_name
@@ -276,3 +277,52 @@ def quantization_config(model: ModelArguments) -> Any:
         bnb_4bit_use_double_quant=model.use_bnb_nested_quant,
         bnb_4bit_quant_storage=model.bnb_4bit_quant_storage,
     )
+
+
+_COMPUTED = ("logging_dir", "deepspeed_plugin", "derived_settings")
+"""Fields that are derived from others and say no more than they."""
+_CONVERTED = ("accelerator_config", "debug", "disable_tqdm")
+"""Fields whose default transformers writes in another form."""
+
+
+def describe(trainer: Any, parsed: Parsed) -> str:
+    """Returns the settings that were given and those that follow from them and, in words, the model, data, batch,
+    steps and engine."""
+    from groupgrad.trainer import run_summary
+
+    given, derived = _settings(parsed)
+    lines = ["settings that were given:", *given]
+    if derived:
+        lines += ["", "settings that follow from them or from this machine:", *derived]
+    model, execution = trainer.model, trainer.execution
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    rows = {
+        "model": f"{model.num_parameters():,} parameters, of which {trained:,} are trained",
+        "data": run_summary.data_in_words(trainer),
+        "batch": run_summary.batch_in_words(trainer.plan),
+        "steps": run_summary.steps_in_words(trainer),
+        "prompts": str(run_summary.prompt_lengths(trainer, run_summary.PROMPTS_AT_START)),
+        "ending": run_summary.ending_in_words(trainer),
+        "rewards": ", ".join(trainer.rewards.names),
+        "sampled by": f"{execution.engine_choice.name} engine: {execution.engine_choice.reason}",
+        "scored in": f"{execution.layout_report.layout} layout",
+        **run_summary.old_logprobs_row(trainer),
+    }
+    width = max(map(len, rows))
+    lines += ["", *(f"{name:<{width}}  {text}" for name, text in rows.items()), "", "No step was taken.\n"]
+    return "\n".join(lines)
+
+
+def _settings(parsed: Parsed) -> tuple[list[str], list[str]]:
+    """Lines of the fields that were given, and of the others that differ from their defaults."""
+    given, derived = [], []
+    for record in (parsed.script, parsed.model, parsed.config):
+        names = [field.name for field in dataclasses.fields(record) if field.name not in _COMPUTED]
+        differ = changed(record, names)
+        for name in names:
+            line = f"  {name}: {without_secrets(getattr(record, name), name)}"
+            if name in parsed.given:
+                given.append(line)
+            elif name in differ and name not in _CONVERTED:
+                derived.append(line)
+    return given or ["  none"], derived

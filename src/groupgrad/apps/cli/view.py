@@ -8,13 +8,15 @@ import secrets
 import socket
 import sqlite3
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from groupgrad.apps.cli.command_parser import CommandParser, refuse
-from groupgrad.apps.cli.run_paths import RunPaths
-from groupgrad.apps.cli.sweep_on_page import CommandLinePanel
+from groupgrad.apps.cli.sweep import CommandLinePanel
+from groupgrad.apps.sweep.store import FILE as SWEEP_FILE
 from groupgrad.apps.view import LOCAL_HOSTS
+from groupgrad.run_folder.run_folder import NoRun, RunFolder
 
 INSTALL = "the page needs Starlette and uvicorn; install them with `pip install 'starlette>=0.40' 'uvicorn>=0.30'`"
 
@@ -158,3 +160,50 @@ def _listen(host: str, port: int) -> socket.socket:
             if number == ports[-1]:
                 raise
     raise AssertionError("a port or an error was found")
+
+
+class RunPaths:
+    """Paths of runs, of sweeps, or of folders of them. Runs that begin later are found when they are looked for again.
+
+    NoRun, which names the path, if a path holds neither a run nor a sweep.
+    """
+
+    def __init__(self, paths: Sequence[str]):
+        self._paths = [Path(path) for path in paths]
+        self._known: dict[Path, RunFolder] = {}
+        self.sweeps: list[Path] = []
+        """Folders of sweeps, each once."""
+        for path in self._paths:
+            sweeps = [folder for folder in _with_inner(path) if (folder / SWEEP_FILE).is_file()]
+            if not sweeps and not any(_runs_at(path)):
+                RunFolder(path)  # which says what is missing
+            places = {folder.resolve() for folder in self.sweeps}
+            self.sweeps += [folder for folder in sweeps if folder.resolve() not in places]
+
+    def runs(self) -> list[RunFolder]:
+        """All runs; runs that are new since the last call come last. Runs with equal names get their paths as names."""
+        for run in (run for path in self._paths for run in _runs_at(path)):
+            self._known.setdefault(run.path.resolve(), run)
+        runs = list(self._known.values())
+        names = [path.name for path in self._known]
+        for run, name in zip(runs, names):
+            run.name = str(run.path) if names.count(name) > 1 else name
+        return runs
+
+
+def _with_inner(path: Path) -> list[Path]:
+    """A folder and the folders in it, by name."""
+    inner = sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
+    return [path, *inner]
+
+
+def _runs_at(path: Path) -> Iterator[RunFolder]:
+    """The run at a path, or else the runs in that folder and the arms of the sweeps there."""
+    with suppress(NoRun):
+        yield RunFolder(path)
+        return
+    for folder in _with_inner(path):
+        is_sweep = (folder / SWEEP_FILE).is_file()
+        for place in _with_inner(folder / "arms")[1:] if is_sweep else [folder]:
+            with suppress(NoRun):
+                yield RunFolder(place)
