@@ -159,7 +159,7 @@ def test_the_help_of_each_command_has_its_exit_codes(command: str, capsys: Any) 
         (["view", ".", "--exprt", "a.html"], "unknown option '--exprt'; did you mean --export?"),
         (["rollouts", ".", "--min-rewrd=1"], "unknown option '--min-rewrd'; did you mean --min-reward?"),
         (["demo", "--sed", "1"], "unknown option '--sed'; did you mean --seed?"),
-        (["env", "extra"], "unknown argument 'extra'"),
+        (["env", "extra"], "unrecognized arguments: extra"),
         (["replay", ".", "--stp", "3"], "unknown option '--stp'; did you mean --step?"),
         (["replay", "--stp=3"], "unknown option '--stp'; did you mean --step?"),
         (["replay", "."], "the following arguments are required: --step"),

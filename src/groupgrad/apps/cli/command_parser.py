@@ -104,8 +104,8 @@ class CommandHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptio
         return action.help if action.default is None or is_off else super()._get_help_string(action)
 
 
-class ChoiceParser(argparse.ArgumentParser):
-    """Parser that names the choice that may have been meant by a value that is none."""
+class HelpfulParser(argparse.ArgumentParser):
+    """Parser whose errors are a sentence, with the name that may have been meant by one that is unknown."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -113,8 +113,12 @@ class ChoiceParser(argparse.ArgumentParser):
             hint = did_you_mean(value, choices, before="; ")
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}{hint}")
 
+    def error(self, message: str) -> NoReturn:
+        """Prints the problem and exits with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n(`{self.prog} --help` lists all options)\n")
 
-class CommandParser(ChoiceParser):
+
+class CommandParser(HelpfulParser):
     """Parser of one command. Options may be written with hyphens or underscores."""
 
     def __init__(self, command: str, *, description: str, examples: str, **options: Any) -> None:
@@ -129,24 +133,14 @@ class CommandParser(ChoiceParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses a command line. Exits with status 2, and the option that may have been meant, for an unknown one."""
-        known = [option for action in self._actions for option in action.option_strings]
+        known = list(self._option_string_actions)
         words = [_spelled_as(word, known) for word in args]
-        required = [action for action in self._actions if action.required]
-        for action in required:
-            action.required = False
-        _, unknown = self.parse_known_args(words)  # a misspelled option is named, not the one that is missing then
-        for action in required:
-            action.required = True
-        if unknown:
-            word = unknown[0].partition("=")[0]
-            similar = nearest(word, known)
-            kind = "option" if word.startswith("-") else "argument"
-            self.error(f"unknown {kind} {word!r}" + (f"; did you mean {similar}?" if similar else ""))
+        for word in words:  # before argparse, which would name an option that is missing instead
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in ("--", *known):
+                similar = nearest(name, known)
+                self.error(f"unknown option {name!r}" + (f"; did you mean {similar}?" if similar else ""))
         return super().parse_args(words, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the problem and exits with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n(`{self.prog} --help` lists all options)\n")
 
 
 def refuse(command: str, error: Exception, status: int = 2) -> int:

@@ -21,7 +21,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
-from groupgrad.apps.cli.command_parser import ChoiceParser, CommandHelp, epilog
+from groupgrad.apps.cli.command_parser import CommandHelp, HelpfulParser, epilog
 from groupgrad.apps.cli.launch import add_flags
 from groupgrad.apps.cli.yaml_files import read_settings, read_value
 from groupgrad.config import GRPOConfig, legacy
@@ -82,7 +82,7 @@ groupgrad train --config run.yaml --num-processes all --accelerate-config zero3
 """
 
 
-class FieldParser(ChoiceParser, HfArgumentParser):
+class FieldParser(HelpfulParser, HfArgumentParser):
     """Parser with the fields of dataclasses as flags, whose defaults may come from a YAML file."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -130,10 +130,6 @@ class FieldParser(ChoiceParser, HfArgumentParser):
             flag.nargs, flag.const = "?", True
         if type(None) in options and str not in options and callable(flag.type):
             flag.type = _Optional(flag.type)
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the problem and exits with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n(`{self.prog} --help` lists all fields)\n")
 
     def fields(self) -> dict[str, argparse.Action]:
         """Returns the flag of each field, not its `--no_` form."""

@@ -321,7 +321,7 @@ class CommandLinePanel:
         steps, in_turn = steps_so_far(self._store), arms_in_turn(self._store)
         version = steps, in_turn, [(status.st_mtime_ns, status.st_size) for status in written]
         if self._known is None or self._known[0] != version:
-            commands = [command._asdict() for command in self._store.commands(MAX_COMMANDS)]
+            commands = [{**given._asdict(), "arm": given.name} for given in self._store.commands(MAX_COMMANDS)]
             shown = {"name": self.name, "path": str(self.path), **table(self._store), "commands": commands}
             self._known = version, shown
         return self._known[1]

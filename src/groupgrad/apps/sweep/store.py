@@ -67,15 +67,20 @@ class Arm:
     """Step of the parent whose weights it begins with; None for an arm that begins as the base does."""
 
 
-@dataclass(slots=True, frozen=True)
-class Command:
-    """A command for an arm, from a user."""
+class Command(NamedTuple):
+    """A command for an arm, from a user, and what has become of it."""
 
     id: int
     kind: str
     arm: int
+    name: str
+    """Name of the arm."""
     changes: dict[str, Any]
     from_weights: bool
+    state: str
+    """`queued`, `done` or `refused`."""
+    message: str
+    """Why it was refused, or the name of the clone."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -111,20 +116,6 @@ class Decision(NamedTuple):
     text: str
     behind: Sequence[Any] | None
     """The fields of the best arm's lead (`compare.MeanDifference`); None for the best arm."""
-
-
-class GivenCommand(NamedTuple):
-    """A command that was given, and what has become of it."""
-
-    kind: str
-    arm: str
-    """Name of the arm."""
-    changes: dict[str, Any]
-    from_weights: bool
-    state: str
-    """`queued`, `done` or `refused`."""
-    message: str
-    """Why it was refused, or the name of the clone."""
 
 
 class Store:
@@ -261,16 +252,16 @@ class Store:
 
     def queued(self) -> list[Command]:
         """The commands that have not been taken."""
-        rows = self._rows(
-            "SELECT id, kind, arm, changes, from_weights FROM commands WHERE state = 'queued' ORDER BY id"
-        )
-        return [Command(row[0], row[1], row[2], json.loads(row[3]), bool(row[4])) for row in rows]
+        return self._commands("WHERE c.state = 'queued' ORDER BY c.id")
 
-    def commands(self, count: int) -> list[GivenCommand]:
+    def commands(self, count: int) -> list[Command]:
         """The last commands, the newest first."""
-        query = "SELECT c.kind, a.name, c.changes, c.from_weights, c.state, c.message FROM commands c"
-        rows = self._rows(f"{query} JOIN arms a ON a.id = c.arm ORDER BY c.id DESC LIMIT ?", count)
-        return [GivenCommand(row[0], row[1], json.loads(row[2]), bool(row[3]), row[4], row[5]) for row in rows]
+        return self._commands("ORDER BY c.id DESC LIMIT ?", count)
+
+    def _commands(self, which: str, *values: Any) -> list[Command]:
+        columns = "c.id, c.kind, c.arm, a.name, c.changes, c.from_weights, c.state, c.message"
+        rows = self._rows(f"SELECT {columns} FROM commands c JOIN arms a ON a.id = c.arm {which}", *values)
+        return [Command(*row)._replace(changes=json.loads(row[4]), from_weights=bool(row[5])) for row in rows]
 
     def take(
         self,
