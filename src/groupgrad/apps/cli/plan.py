@@ -140,10 +140,8 @@ def _advice(shape: Any, sizes: Any, device: int, best: Any, obstacle: str | None
     """Says what to set, or that nothing fits. `obstacle` is the reason why devices cannot train each row together."""
     from groupgrad.apps.plan.fitting import smallest_device
 
-    remedies = _with_server(shape, sizes, device)
+    remedies = _remedies(shape, sizes, device, best, obstacle)
     if best is None:
-        remedies += _with_devices(shape, sizes, device, obstacle)
-        remedies = remedies or _with_both(shape, sizes, device)
         least = smallest_device(shape, sizes)
         texts = [
             f"Nothing fits. With micro-batches of one row and checkpointing the least demanding way needs devices of "
@@ -218,43 +216,31 @@ def _vllm_settings(sizes: Any, share: Any) -> str:
     return text
 
 
-def _with_server(shape: Any, sizes: Any, device: int) -> list[str]:
-    """A sentence about the way that fits if a vLLM server samples; empty without one."""
-    from groupgrad.apps.plan.fitting import with_server
+def _remedies(shape: Any, sizes: Any, device: int, best: Any, obstacle: str | None) -> list[str]:
+    """Sentences about the ways that come to fit: if a vLLM server samples and, where nothing fits as it is, if devices
+    train each row together, or if there are more of them."""
+    from groupgrad.apps.plan.fitting import with_context_parallel, with_more_devices, with_server
 
-    served = with_server(shape, sizes, device) if sizes.samples or sizes.colocate else None
-    return [] if served is None else [f"If a vLLM server on other devices samples (--vllm-server), {served.name} fits."]
-
-
-def _with_devices(shape: Any, sizes: Any, device: int, obstacle: str | None) -> list[str]:
-    """Sentences about the ways that fit if devices train each row together, or if there are more of them."""
-    from groupgrad.apps.plan.fitting import with_context_parallel, with_more_devices
-
-    cuts = with_context_parallel(shape, sizes, device)
-    texts = [
-        f"If {number} devices train each row together (--context-parallel-size {number}), {cut.name} fits."
-        for cut in (cuts if cuts and obstacle is None else [])
-        for number in [cut.sizes.context_parallel_size]
-    ]
+    samples_here = sizes.samples or sizes.colocate
+    texts, with_a_server = [], "If a vLLM server on other devices samples (--vllm-server),"
+    if samples_here and (served := with_server(shape, sizes, device)) is not None:
+        texts.append(f"{with_a_server} {served.name} fits.")
+    if best is not None:
+        return texts
+    for cut in with_context_parallel(shape, sizes, device) if obstacle is None else ():
+        number = cut.sizes.context_parallel_size
+        texts.append(
+            f"If {number} devices train each row together (--context-parallel-size {number}), {cut.name} fits."
+        )
     if (wider := with_more_devices(shape, sizes, device)) is not None:
         number = wider.sizes.devices
         texts.append(f"On {number} such devices (--devices {number}), {wider.name} fits.")
+    if not texts and samples_here:
+        wider = with_more_devices(shape, replace(sizes, samples=False, colocate=None), device)
+        if wider is not None:
+            number = wider.sizes.devices
+            texts.append(f"{with_a_server} {wider.name} fits on {number} such devices (--devices {number}).")
     return texts
-
-
-def _with_both(shape: Any, sizes: Any, device: int) -> list[str]:
-    """A sentence about the way that fits on more devices if a vLLM server samples as well; empty without one."""
-    from groupgrad.apps.plan.fitting import with_more_devices
-
-    samples_here = sizes.samples or sizes.colocate
-    wider = with_more_devices(shape, replace(sizes, samples=False, colocate=None), device) if samples_here else None
-    if wider is None:
-        return []
-    number = wider.sizes.devices
-    return [
-        f"If a vLLM server on other devices samples (--vllm-server), {wider.name} fits on {number} such devices "
-        f"(--devices {number})."
-    ]
 
 
 def _gib(size: int) -> str:
