@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from groupgrad.apps.cli import demo, parsing, train
+from groupgrad.apps.cli.sweep import in_folder
 from groupgrad.apps.replay.replaying import ReplayError
 from groupgrad.apps.replay.run_records import RunRecords
 from groupgrad.apps.sweep.store import ARMS, FILE
@@ -44,7 +43,7 @@ def trainer_of(records: RunRecords, advice: str) -> Any:
         raise ReplayError(
             f"{records.name} {origin}, so its data, model and reward functions are not known here; {advice}"
         )
-    with tempfile.TemporaryDirectory(prefix="groupgrad-") as folder, in_folder(records):
+    with tempfile.TemporaryDirectory(prefix="groupgrad-") as folder, in_folder(command.get("folder")):
         if command.get("name") == "demo":
             return _trainer_of_demo(records, command["argv"], folder)
         argv = [word for word in command["argv"] if word != "--dry-run"]
@@ -74,18 +73,6 @@ def sweep_folder(records: RunRecords) -> Path | None:
     """Returns the folder of the sweep that a run is an arm of; None for any other run."""
     arms = records.path.resolve().parent
     return arms.parent if arms.name == ARMS and (arms.parent / FILE).is_file() else None
-
-
-@contextmanager
-def in_folder(records: RunRecords) -> Iterator[None]:
-    """Context in the folder that relative paths of the run's command line belong to, if it is still there."""
-    before, then = os.getcwd(), (records.config.get("command") or {}).get("folder", "")
-    try:
-        if os.path.isdir(then):
-            os.chdir(then)
-        yield
-    finally:
-        os.chdir(before)
 
 
 def at_training_of(script: str, arguments: Sequence[str], records: RunRecords, act: Callable[[Any], None]) -> None:

@@ -19,7 +19,8 @@ def main(argv: Sequence[str]) -> int:
     place = words.index("--") if "--" in words else len(words)
     arguments, of_script = parser().parse_args(words[:place]), words[place + 1 :]
     with quick_imports():
-        from groupgrad.apps.cli.rebuilt import at_training_of, in_folder, trainer_of
+        from groupgrad.apps.cli.rebuilt import at_training_of, trainer_of
+        from groupgrad.apps.cli.sweep import in_folder
         from groupgrad.apps.replay.replaying import Replay, find_start, replay
         from groupgrad.apps.replay.run_records import RunRecords
         from groupgrad.apps.replay.wording import replay_report
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             if arguments.script is not None:
                 at_training_of(arguments.script, of_script, records, act)
             else:
-                with in_folder(records):
+                with in_folder((records.config.get("command") or {}).get("folder")):
                     act(trainer_of(records, "give the script that made it: --script train.py"))
     except (ValueError, TypeError, ImportError, OSError) as error:
         return refuse("replay", error)

@@ -179,7 +179,7 @@ def _act(arguments: argparse.Namespace) -> int:
     if arguments.what == "clone":
         if not changes and not arguments.from_weights:
             raise ValueError("a clone without changes is the same arm; give --set KEY=VALUE or --from-weights")
-        with _where_it_started(store):
+        with in_folder(store.fact("started_in")):
             _check(store, merged(store.fact("base"), {**arm.changes, **changes}), is_command_line)
     command = store.queue(arguments.what, arm.id, changes, arguments.from_weights)
     if is_command_line and _take_at_once(store, command):
@@ -213,10 +213,10 @@ def _changes(settings: Sequence[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def _where_it_started(store: Store) -> Iterator[None]:
-    """Works in the folder in which the sweep was started: its settings name reward functions and paths from there."""
-    here, folder = os.getcwd(), store.fact("started_in")
-    if folder is not None and Path(folder).is_dir():
+def in_folder(folder: str | None) -> Iterator[None]:
+    """Works in the folder in which a command was started, if it is still there: settings name paths from it."""
+    here = os.getcwd()
+    if folder and os.path.isdir(folder):
         os.chdir(folder)
     try:
         yield
@@ -258,7 +258,7 @@ def _take_at_once(store: Store, own: int) -> bool:
         return read_plan(content, description["base"]), CommandLineArms()
 
     try:
-        with locked(store.folder), _where_it_started(store):
+        with locked(store.folder), in_folder(store.fact("started_in")):
             refused = apply_commands(store, sweep, drop=lambda arm: None)
     except OutputDirInUse:
         return False
