@@ -52,13 +52,7 @@ def test_a_profile_is_a_file_for_accelerate(name, monkeypatch):
     assert command[1:4] == ["-m", "accelerate.commands.launch", "--config_file"]
     assert command[4:] == [
         str(PROFILES[name]),
-        "--num_processes",
-        "8",
-        "-m",
-        "groupgrad",
-        "train",
-        "--config",
-        "run.yaml",
+        *["--num_processes", "8", "-m", "groupgrad", "train", "--config", "run.yaml"],
     ]
     content = yaml.safe_load(Path(command[4]).read_text())
     stage = content.get("deepspeed_config", {}).get("zero_stage")
@@ -139,15 +133,7 @@ def test_a_check_makes_its_round_on_all_processes(model_dir, tmp_path):
     done = subprocess.run(
         [
             sys.executable,
-            "-m",
-            "groupgrad",
-            "check",
-            "--config",
-            "run.yaml",
-            "--output_dir",
-            "out",
-            "--num-processes",
-            "2",
+            *["-m", "groupgrad", "check", "--config", "run.yaml", "--output_dir", "out", "--num-processes", "2"],
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "1000"},
         cwd=tmp_path,

@@ -55,13 +55,8 @@ def _fakes(monkeypatch, tmp_path):
 
 
 BASE = [
-    "--use_cpu",
-    "--dataset_name",
-    "rows.jsonl",
-    "--model_name_or_path",
-    "some/model",
-    "--prompt_column",
-    "question",
+    *("--use_cpu", "--dataset_name", "rows.jsonl"),
+    *("--model_name_or_path", "some/model", "--prompt_column", "question"),
 ]
 
 
