@@ -239,12 +239,6 @@ def test_a_prompt_is_followed_over_steps_in_the_terminal(folder, capsys):
     assert main(["rollouts", str(folder), "--prompt-id", "none"]) == 1
 
 
-def test_a_search_for_bytes_that_are_no_text_is_refused(folder, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["rollouts", str(folder), "--search", "\udcff"])
-    assert "--search: '\\udcff' has bytes that are no UTF-8" in capsys.readouterr().err
-
-
 def test_what_taught_a_step_and_held_out_rollouts_are_found(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     folder = write_run(tmp_path / "run", steps=3, rows=16, evaluated=[3])

@@ -136,7 +136,6 @@ def parser() -> argparse.ArgumentParser:
         "--search",
         dest="text",
         metavar="TEXT",
-        type=_text,
         help="only rollouts whose prompt or completion contains TEXT, in any case",
     )
     chosen.add_argument("--reward", metavar="NAME", help="reward function of the bounds (default: the weighted reward)")
@@ -159,14 +158,6 @@ def _at_least_one(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} prints nothing; give 1 or more")
     return number
-
-
-def _text(given: str) -> str:
-    try:
-        given.encode()
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{given!r} has bytes that are no UTF-8; give a part of the text") from None
-    return given
 
 
 def _steps(text: str | None) -> tuple[int | None, int | None]:

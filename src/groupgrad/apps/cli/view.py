@@ -146,20 +146,13 @@ def _names(paths: RunPaths) -> str:
 
 def _listen(host: str, port: int) -> socket.socket:
     """A socket that listens at a port, or at the first free one of some if it is 0. OSError if there is none."""
-    ports = [port] if port else [*range(8765, 8785), 0]
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for number in ports:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    family, refused = socket.AF_INET6 if ":" in host else socket.AF_INET, OSError()
+    for number in [port] if port else [*range(8765, 8785), 0]:
         try:
-            listener.bind((host, number))
-            listener.listen(64)
-            return listener
-        except OSError:
-            listener.close()
-            if number == ports[-1]:
-                raise
-    raise AssertionError("a port or an error was found")
+            return socket.create_server((host, number), family=family, backlog=64)
+        except OSError as error:
+            refused = error
+    raise refused
 
 
 class RunPaths:
