@@ -143,6 +143,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "importance_sampling_level": get_args(RatioLevel),
     "scale_rewards": get_args(ScaleRewards),
     "multi_objective_aggregation": get_args(Aggregation),
+    "include_num_input_tokens_seen": ("no", "all", "non_padding"),
     "shuffle_rows": ("groups", "rows"),
     "gradient_dtype": ("auto", "float32", "weights"),
     "rollout_engine": ("auto", "native", "transformers"),
