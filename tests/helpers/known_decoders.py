@@ -8,6 +8,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from groupgrad.engines.native.attention_layouts import ProbeLayout
+from groupgrad.engines.native.cpp_step import CompiledModel
+from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
+from groupgrad.engines.native.logits import last_logits
+from groupgrad.scoring.forward import evaluation_mode
+
 SIZES: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 16,
@@ -30,6 +36,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
     },
 }
+
+
+def direct_form(model: Any) -> CompiledModel | DirectModel | NoDirectForm:
+    """What the native engine finds for the decode steps of a model."""
+    attention, token = ProbeLayout(), torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad(), evaluation_mode(model):
+        last_logits(model, token, token, attention, token)
+        return direct_model(model, attention.calls)
 
 
 def make(family: str, **changes: Any) -> Any:

@@ -60,14 +60,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Any:
-    """Sets the number of threads of torch and the kernels; restores it afterwards."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def make(kind: str, seed: int = 0) -> Any:
     family, changes = KINDS[kind]
     torch.manual_seed(seed)
@@ -149,8 +141,7 @@ def assert_trained_alike(model: Any, rows: Sequence[Row], temperature: float = 1
     return batch
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("kind", "num_threads"), [(kind, 1 + i % 2) for i, kind in enumerate(sorted(KINDS))])
 def test_trained_as_sampled(kind: str, num_threads: int, threads: Callable[[int], None]):
     threads(num_threads)
     model = make(kind)
@@ -174,16 +165,15 @@ def test_trained_as_sampled(kind: str, num_threads: int, threads: Callable[[int]
 )
 def test_however_tokens_are_chosen(changes: dict[str, Any]):
     options = replace(OPTIONS, **changes)
-    for kind in ("qwen2", "qwen3, tied, odd widths"):
-        model = make(kind)
-        submitted = requests(model.config.vocab_size)
-        samples = NativeEngine(model).sample(submitted, options)
-        if "eos_ids" in changes:
-            assert len({len(sample.ids) for sample in samples}) > 3, "rows of many lengths"
-        assert_trained_alike(model, rows_of(submitted, samples), options.temperature)
+    model = make("qwen3, tied, odd widths")
+    submitted = requests(model.config.vocab_size)
+    samples = NativeEngine(model).sample(submitted, options)
+    if "eos_ids" in changes:
+        assert len({len(sample.ids) for sample in samples}) > 3, "rows of many lengths"
+    assert_trained_alike(model, rows_of(submitted, samples), options.temperature)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral, window", "qwen2, tied, window in one layer", "qwen3"])
+@pytest.mark.parametrize("kind", ["mistral, window", "qwen3"])
 def test_rows_that_gave_way_and_were_computed_anew(kind: str):
     model, options = make(kind), replace(OPTIONS, max_new_tokens=150, eos_ids=())
     config = model.config
@@ -199,7 +189,7 @@ def test_rows_that_gave_way_and_were_computed_anew(kind: str):
     assert_trained_alike(model, rows_of(submitted, samples))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral, window", "qwen3, tied, odd widths"])
+@pytest.mark.parametrize("kind", ["mistral, window", "qwen3, tied, odd widths"])
 def test_rows_longer_than_a_tile_of_keys(kind: str):
     model = make(kind)
     submitted = requests(model.config.vocab_size, num_rows=8, longest=240)
@@ -228,20 +218,17 @@ def sample_turns(engine: NativeEngine, submitted: Sequence[Request], vocabulary:
     return rows
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral, window", "qwen2", "qwen3"])
-@pytest.mark.parametrize("is_tight", [False, True])
-def test_turns_with_given_tokens_between_them(kind: str, is_tight: bool):
+@pytest.mark.parametrize("kind", ["mistral, window", "qwen2", "qwen3"])
+def test_turns_with_given_tokens_between_them(kind: str):
     model = make(kind)
     submitted = requests(model.config.vocab_size, num_rows=8)
     engine = NativeEngine(model)
     rows = sample_turns(engine, submitted, model.config.vocab_size, keep=True)
-    if is_tight:
-        tight = NativeEngine(model, kv_memory=engine.statistics.peak_bytes // 2)
-        actual = sample_turns(tight, submitted, model.config.vocab_size, keep=True)
-        assert tight.statistics.num_restored < engine.statistics.num_restored, "some were dropped"
-        assert actual == rows
     assert engine.statistics.num_restored > 0
     assert_trained_alike(model, rows)
+    tight = NativeEngine(model, kv_memory=engine.statistics.peak_bytes // 2)
+    assert sample_turns(tight, submitted, model.config.vocab_size, keep=True) == rows
+    assert tight.statistics.num_restored < engine.statistics.num_restored, "some were dropped"
 
 
 def test_turns_that_nothing_was_kept_of_are_close():
@@ -262,7 +249,7 @@ def test_many_rows_behind_one_prompt(kind: str):
     assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
 
 
-@pytest.mark.parametrize("kind", ["llama, tied, a large vocabulary", "mistral, window", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama, tied, a large vocabulary", "mistral, window", "qwen3"])
 def test_any_micro_batch(kind: str):
     model = make(kind)
     submitted = requests(model.config.vocab_size)
@@ -305,14 +292,16 @@ def training_passes(model: Any) -> dict[str, Callable[[Batch], TokenScores]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["llama, tied, a large vocabulary", "mistral, window", "qwen2", "qwen3"])
-@pytest.mark.parametrize("name", sorted(training_passes(None)))
-def test_every_way_of_training(kind: str, name: str):
+@pytest.mark.parametrize("kind", ["llama, tied, a large vocabulary", "mistral, window", "qwen3"])
+def test_every_way_of_training(kind: str):
     model = make(kind)
     submitted = requests(model.config.vocab_size)
-    batch = batch_of(rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
-    assert_equal(training_passes(model)[name](batch), batch)
-    assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
+    rows = rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS))
+    batch = batch_of(rows)
+    for score in training_passes(model).values():
+        assert_equal(score(batch), batch)
+        assert rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)) == rows
+    assert_trained_alike(model, rows)
 
 
 # ------------------------------------------------------------------------------------------------ other decoders
@@ -338,7 +327,7 @@ def make_other(family: str) -> Any:
 @pytest.mark.parametrize("family", sorted(OTHERS))
 def test_other_decoders(family: str):
     model = make_other(family)
-    submitted = requests(300)
+    submitted = requests(300, num_rows=8, longest=14)
     unbounded = NativeEngine(model)
     samples = unbounded.sample(submitted, OPTIONS)
     assert_trained_alike(model, rows_of(submitted, samples))
@@ -346,15 +335,11 @@ def test_other_decoders(family: str):
     assert_trained_alike(model, sample_turns(unbounded, submitted[:6], 300, keep=True))
 
 
-@pytest.mark.parametrize("family", ["Gemma", "Gemma3Text"])
-def test_threads_cut_no_activation_elsewhere(family: str):
+def test_threads_cut_no_activation_elsewhere(threads: Callable[[int], None]):
     """PyTorch computes the last numbers of a thread's part by other code, whose GELU rounds otherwise."""
-    model, submitted, before = make_other(family), requests(300), torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
-    finally:
-        torch.set_num_threads(before)
+    model, submitted = make_other("Gemma"), requests(300, longest=20)
+    threads(2)
+    assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from known_decoders import direct_form
+from sample_checks import assert_same_samples
 from torch import nn
 from transformers import AutoModelForCausalLM, BambaConfig, Lfm2Config, NemotronHConfig, Qwen3_5TextConfig
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import engine as native
-from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.cpp_step import CompiledModel, CompiledStep
-from groupgrad.engines.native.direct_step import NoDirectForm, direct_model
+from groupgrad.engines.native.direct_step import NoDirectForm
 from groupgrad.engines.native.engine import NativeEngine
-from groupgrad.engines.native.logits import last_logits
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -106,21 +107,7 @@ def _random(config: Any) -> Any:
 
 def requests(keep: bool = False) -> list[Request]:
     lengths = (1, 6, 11, 130)
-    return [Request([3 + i % 4] * lengths[i % 4], i, 8 + 5 * (i % 7), keep=keep) for i in range(21)]
-
-
-def direct_form(model: Any) -> Any:
-    attention, token = ProbeLayout(), torch.zeros(1, dtype=torch.int64)
-    with torch.no_grad():
-        last_logits(model, token, token, attention, token)
-    return direct_model(model, attention.calls)
-
-
-def assert_same(actual: list[Sample], expected: list[Sample]) -> None:
-    assert [sample.ids for sample in actual] == [sample.ids for sample in expected]
-    for ours, theirs in zip(actual, expected):
-        assert ours.logprobs == pytest.approx(theirs.logprobs, rel=0, abs=1e-5)
-        assert ours.entropies == pytest.approx(theirs.entropies, rel=0, abs=1e-5)
+    return [Request([3 + i % 4] * lengths[i % 4], i, 5 + 3 * (i % 7), keep=keep) for i in range(14)]
 
 
 @pytest.fixture
@@ -157,20 +144,16 @@ def test_compiled_steps_give_the_texts_of_the_models_own(name: str, by_modules: 
     assert counts["steps"] == engine.statistics.num_steps + 1, "one step compares both forms"
     assert not [record for record in caplog.records if record.name.startswith("groupgrad")]
     assert {sample.finish_reason for sample in samples} == {"eos", "length"}
-    assert_same(samples, by_modules(model, requests()))
+    assert_same_samples(samples, by_modules(model, requests()), relative=0.0)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", *OTHERS])
-def test_a_row_has_the_same_bits_whatever_is_sampled_beside_it(name: str) -> None:
+def test_a_row_has_the_same_bits_whatever_is_sampled_beside_it(name: str, threads: Callable[[int], None]) -> None:
     model = make_other(name) if name in OTHERS else make(**CHANGES["whole vectors"])
-    before = torch.get_num_threads()
-    asked = [Request([5, 6, 7, 8, 9], i, 8 + 5 * (i % 7)) for i in range(21)]
+    asked = [Request([5, 6, 7, 8, 9], i, 5 + 3 * (i % 7)) for i in range(14)]
     together = NativeEngine(model).sample(asked, OPTIONS)
-    try:
-        torch.set_num_threads(2 if before == 1 else 1)
-        assert NativeEngine(model).sample(asked, OPTIONS) == together
-    finally:
-        torch.set_num_threads(before)
+    threads(2 if torch.get_num_threads() == 1 else 1)
+    assert NativeEngine(model).sample(asked, OPTIONS) == together
     for number in (0, 3, 10):
         assert NativeEngine(model).sample([asked[number]], OPTIONS) == [together[number]]
 
@@ -203,7 +186,7 @@ def test_rows_that_are_continued_have_the_states_behind_their_last_token(name: s
             ended.update(session.advance())
     assert any(turn.finish_reason == "eos" for turn in turns)
     alone = [Request(ids, 50 + i, 9) for i, ids in enumerate(contexts)]
-    assert_same([ended[ticket] for ticket in second], by_modules(model, alone))
+    assert_same_samples([ended[ticket] for ticket in second], by_modules(model, alone), relative=0.0)
 
 
 def test_weights_that_training_has_changed_are_read_anew(by_modules: Any) -> None:
@@ -215,7 +198,7 @@ def test_weights_that_training_has_changed_are_read_anew(by_modules: Any) -> Non
             parameter.mul_(1.1)
     second = engine.sample(requests(), OPTIONS)
     assert second != first
-    assert_same(second, by_modules(model, requests()))
+    assert_same_samples(second, by_modules(model, requests()), relative=0.0)
 
 
 def test_models_that_it_does_not_fit() -> None:
@@ -248,4 +231,4 @@ def test_time_steps_are_bounded_as_in_the_model(by_modules: Any) -> None:
         if layer.block_type == "linear_attention":
             layer.mamba.time_step_limit = (0.6, 0.7)
     assert isinstance(direct_form(model), CompiledModel)
-    assert_same(NativeEngine(model).sample(requests(), OPTIONS), by_modules(model, requests()))
+    assert_same_samples(NativeEngine(model).sample(requests(), OPTIONS), by_modules(model, requests()), relative=0.0)

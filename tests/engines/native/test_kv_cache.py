@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_checks import assert_same_samples
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
@@ -25,14 +26,7 @@ def make_cache(max_tokens: int) -> KVCache:
     return KVCache({0: LayerShape(1, 1, 1, torch.float32, torch.device("cpu"))}, max_tokens * 8)
 
 
-def assert_same_texts(actual: Any, expected: Any) -> None:
-    assert [s.ids for s in actual] == [s.ids for s in expected]
-    for ours, theirs in zip(actual, expected):
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-5)
-        assert ours.entropies == pytest.approx(theirs.entropies, abs=2e-5)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "mistral (sliding window)", "gemma4 (shared keys and values)"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma4 (shared keys and values)"])
 def test_when_memory_is_short_rows_wait_and_give_way_and_say_the_same(name: str, build):
     model = build(name, max_position_embeddings=256)
     prompts = ([5, 6, 7, 8, 9], [10, 11], [12, 13, 14])
@@ -43,7 +37,7 @@ def test_when_memory_is_short_rows_wait_and_give_way_and_say_the_same(name: str,
     assert (roomy.statistics.num_waited, roomy.statistics.num_preempted) == (0, 0)
     most = roomy.statistics.peak_bytes
     engine = NativeEngine(model, kv_memory=300 * BYTES)
-    assert_same_texts(engine.sample(submitted, options), expected)
+    assert_same_samples(engine.sample(submitted, options), expected, absolute=2e-5, relative=0.0)
     statistics = engine.statistics
     assert statistics.num_waited > 0
     assert statistics.num_preempted > 0
@@ -61,7 +55,7 @@ def test_rows_that_end_make_place_at_once(build):
     assert len(set(lengths)) > 5
     assert engine.statistics.num_decoded == sum(lengths) - 30
     assert engine.statistics.num_steps <= (sum(lengths) - 30) / 4 + max(lengths)
-    assert_same_texts(actual, NativeEngine(model).sample(submitted, OPTIONS))
+    assert_same_samples(actual, NativeEngine(model).sample(submitted, OPTIONS), absolute=2e-5, relative=0.0)
 
 
 def test_a_row_that_can_never_fit_is_told_before_sampling(build):
@@ -82,11 +76,12 @@ def test_bounds_that_let_nothing_in(arguments: dict[str, int], build):
 def test_one_long_prompt_does_not_pad_all_others(build):
     """Prompts of 900 and of 1 to 3 tokens: in slots of equal size they would take 30 x 900 places."""
     model = build("qwen3", max_position_embeddings=1024)
-    submitted = [Request([5 + i % 30] * (900 if i == 0 else 1 + i % 3), i, 5) for i in range(30)]
+    submitted = [Request([5 + i % 30] * (900 if i == 0 else 1 + i % 3), i, 3) for i in range(30)]
     engine = NativeEngine(model)
     actual = engine.sample(submitted, replace(OPTIONS, eos_ids=()))
     assert engine.statistics.peak_bytes < (2 * 1000 + 8192 + 30 * 40) * BYTES
-    assert_same_texts(actual, [NativeEngine(model).sample([r], replace(OPTIONS, eos_ids=()))[0] for r in submitted])
+    alone = [NativeEngine(model).sample([r], replace(OPTIONS, eos_ids=()))[0] for r in submitted]
+    assert_same_samples(actual, alone, absolute=2e-5, relative=0.0)
 
 
 @given(gone=st.lists(st.booleans(), max_size=12))
