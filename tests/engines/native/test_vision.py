@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from known_decoders import direct_form
 from tiny_vlms import make_image
-from vlm_batches import ADAPTERS, HYBRID, NAMES, VLMSetup, adapted, concat_media, make_batch, make_vlm_setup
+from vlm_batches import HYBRID, NAMES, VLMSetup, adapted, concat_media, make_batch, make_vlm_setup
 
 from groupgrad.batching.collate import collate
 from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.cpp_step import CompiledModel
-from groupgrad.engines.native.direct_step import NoDirectForm, direct_model
-from groupgrad.engines.native.logits import last_logits
+from groupgrad.engines.native.direct_step import NoDirectForm
 from groupgrad.engines.native.runner import DecodeRunner
 from groupgrad.engines.native.sequence import Group
 from groupgrad.engines.native.session import _start_of_last_pass
@@ -26,17 +25,21 @@ from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.kernels import library
 from groupgrad.multimodal.vlm_prompts import example_prompt
 from groupgrad.scoring import vlm as vision
-from groupgrad.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
+from groupgrad.scoring.forward import ForwardOptions, score_tokens
 from groupgrad.types import Media, Rollout
 
-LENGTH = 8
+LENGTH = 6
 GREEDY = SamplingOptions(max_new_tokens=LENGTH, extra={"do_sample": False})
 FREE = SamplingOptions(max_new_tokens=LENGTH)
 PROMPTS = (0, 1, 2, 0, 2, 1, 0)
 """Prompt of each row: several rows of each prompt; they have two images, none and one."""
 
 
-@pytest.fixture(scope="module", params=NAMES)
+FEW = ("qwen3_vl", "gemma3", "idefics3")
+"""Image features in several layers; attention both ways within an image; images in tiles of several shapes."""
+
+
+@pytest.fixture(scope="module", params=FEW)
 def vlm(request) -> VLMSetup:
     return make_vlm_setup(request.param)
 
@@ -63,18 +66,23 @@ def mismatch(model: Any, vlm: VLMSetup, samples: list[Sample], prompts: Sequence
     return float((scores - sampled).abs().max())
 
 
-@pytest.mark.parametrize("adapters", ADAPTERS)
-@pytest.mark.parametrize("engine", ["native", "transformers"])
-@pytest.mark.parametrize("name", [*NAMES, HYBRID])
-def test_path(name: str, engine: str, adapters: str):
+@pytest.mark.parametrize(
+    ("name", "adapters"), [*((name, "lora_all") for name in (*NAMES, HYBRID)), *((name, "full") for name in FEW)]
+)
+def test_path(name: str, adapters: str, caplog):
+    """Adapters everywhere include those of the language model."""
     vlm = make_vlm_setup(name)
     model = adapted(vlm.model, adapters)
-    sampler: Any = NativeEngine(model) if engine == "native" else TransformersEngine(model)
-    actual = sampler.sample(requests(vlm), GREEDY)
+    chosen = choose_engine(model, EngineOptions(), FREE, example=example_prompt(vlm.processor))
+    reason = "it samples from the modules that train, and its log-probs agree"
+    assert (chosen.name, chosen.reason) == ("native", reason)
     expected = [generated(model, vlm, number) for number in range(3)]
-    assert [sample.ids for sample in actual] == [expected[number] for number in PROMPTS]
     assert len({tuple(ids) for ids in expected}) > 1
-    assert mismatch(model, vlm, sampler.sample(requests(vlm), FREE)) <= 1e-5
+    for sampler in (NativeEngine(model), TransformersEngine(model)):
+        actual = sampler.sample(requests(vlm), GREEDY)
+        assert [sample.ids for sample in actual] == [expected[number] for number in PROMPTS]
+        assert mismatch(model, vlm, sampler.sample(requests(vlm), FREE)) <= 1e-5
+    assert "the direct form differs" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", [NativeEngine, TransformersEngine])
@@ -180,14 +188,6 @@ def test_new_images_come_between_turns(vlm: VLMSetup, way: str):
     torch.testing.assert_close(scores, torch.tensor(told), rtol=0, atol=1e-5)
 
 
-def test_the_engine_is_chosen_with_images_in_sight(vlm: VLMSetup):
-    chosen = choose_engine(vlm.model, EngineOptions(), FREE, example=example_prompt(vlm.processor))
-    assert (chosen.name, chosen.reason) == (
-        "native",
-        "it samples from the modules that train, and its log-probs agree",
-    )
-
-
 def test_images_that_the_native_engine_would_see_otherwise_are_left_to_generate(monkeypatch, caplog):
     vlm = make_vlm_setup("gemma3")
     monkeypatch.setattr(vision, "has_bidirectional_images", lambda _type: False)
@@ -197,30 +197,15 @@ def test_images_that_the_native_engine_would_see_otherwise_are_left_to_generate(
     assert "Gemma3ForConditionalGeneration is sampled by generate: its log-probs differ by" in caplog.text
 
 
-def test_a_model_that_carries_a_state_is_sampled_natively():
-    vlm = make_vlm_setup(HYBRID)
-    chosen = choose_engine(vlm.model, EngineOptions(), FREE, example=example_prompt(vlm.processor))
-    assert chosen.name == "native"
-    actual = chosen.engine.sample(requests(vlm), GREEDY)
-    expected = [generated(vlm.model, vlm, number) for number in range(3)]
-    assert [sample.ids for sample in actual] == [expected[number] for number in PROMPTS]
-    assert mismatch(vlm.model, vlm, chosen.engine.sample(requests(vlm), FREE)) <= 1e-5
-
-
-@pytest.mark.parametrize("adapters", ["full", "lora_text", "lora_all"])
-def test_decoders_of_a_known_kind_take_the_direct_step(vlm: VLMSetup, adapters: str, caplog):
+@pytest.mark.parametrize("name", NAMES)
+def test_decoders_of_a_known_kind_take_the_direct_step(name: str):
     """Also under adapters of the vision tower; Gemma's layers have other norms."""
-    model = adapted(make_vlm_setup(vlm.name).model, adapters)
-    probe = ProbeLayout()
-    with torch.no_grad(), evaluation_mode(model):
-        last_logits(model, *[torch.zeros(1, dtype=torch.int64)] * 2, probe, torch.zeros(1, dtype=torch.int64))
-        direct = direct_model(model, probe.calls)
-    has_form = not isinstance(direct, NoDirectForm)
-    assert has_form == (vlm.name != "gemma3")
-    NativeEngine(model).sample(requests(vlm), FREE)
-    assert "the direct form differs" not in caplog.text
-    if adapters == "full" and has_form:
-        assert isinstance(direct, CompiledModel) == (library() is not None)
+    vlm = make_vlm_setup(name)
+    for adapters in ("full", "lora_all"):
+        direct = direct_form(adapted(vlm.model, adapters))
+        assert isinstance(direct, NoDirectForm) == (name == "gemma3")
+        if adapters == "full" and name != "gemma3":
+            assert isinstance(direct, CompiledModel) == (library() is not None)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "llava_next"])
