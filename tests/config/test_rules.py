@@ -38,6 +38,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"vllm_mode": "colocated"}, ["vllm_mode='colocated'", "did you mean 'colocate'"]),
     ({"vllm_model_impl": "transformer"}, ["vllm_model_impl='transformer'", "did you mean 'transformers'"]),
     ({"vllm_importance_sampling_mode": "mask"}, ["vllm_importance_sampling_mode='mask'", "sequence_mask"]),
+    ({"accelerator_config": {"split_batchez": True}}, ["unexpected keyword argument 'split_batchez'"]),
     ({"include_num_input_tokens_seen": "some"}, ["include_num_input_tokens_seen='some'", "no, all, non_padding"]),
     ({"include_num_input_tokens_seen": None}, ["include_num_input_tokens_seen=None", "no, all, non_padding"]),
     ({"shuffle_rows": "group"}, ["shuffle_rows='group'", "did you mean 'groups'"]),

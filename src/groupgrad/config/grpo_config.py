@@ -103,9 +103,10 @@ class GRPOConfig(GRPOSettings):
         problems = rules.problems(self)
         if self.deepspeed is not None and (problems or failure is not None):
             unset_hf_deepspeed_config()  # transformers would load the models of the next trainer for it
-        if problems or isinstance(failure, ValueError):
+        if problems or isinstance(failure, (ValueError, TypeError)):
             # A rule says better what the base class found too.
-            is_new = isinstance(failure, ValueError) and not any(_is_about(str(failure), text) for text in problems)
+            is_new = isinstance(failure, TypeError) and not problems
+            is_new |= isinstance(failure, ValueError) and not any(_is_about(str(failure), text) for text in problems)
             raise ConfigError([*problems, *([self._reworded(str(failure))] if is_new else [])]) from failure
         if isinstance(failure, ImportError) and self.deepspeed is not None:
             compat.require("deepspeed", f"deepspeed={self.deepspeed!r}")
