@@ -43,6 +43,36 @@ def test_a_late_call_is_interrupted(call, on_main_thread):
     assert 0.1 < raised[0] < 5
 
 
+TRACED = """
+import contextlib, sys, threading
+from groupgrad.concurrency.deadline import DeadlinePassed, call_within
+
+def spin():
+    while True:
+        pass
+
+def work():
+    call_within(30, list, "in time")
+    with contextlib.suppress(DeadlinePassed):
+        call_within(0.2, spin, "late")
+
+def traced():
+    return "went on"
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+sys.settrace(lambda frame, event, arg: None)
+print(traced())
+"""
+
+
+def test_traced_code_goes_on_after_a_call_on_another_thread_was_late():
+    """Python up to 3.12 never comes to the next line while it looks for an error that does not arrive."""
+    ran = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.strip() == "went on", ran.stderr
+
+
 @pytest.mark.slow
 def test_a_regular_expression_that_hangs_is_interrupted():
     with pytest.raises(DeadlinePassed):
