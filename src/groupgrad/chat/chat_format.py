@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from groupgrad import compat
 from groupgrad.chat.channels import ChannelSyntax
 from groupgrad.chat.chat_template import ChatTemplate
 from groupgrad.chat.derive_syntax import derive_syntax
-from groupgrad.chat.parse import ResponseParser, checked_turn, make_turn
-from groupgrad.chat.probe import ANSWER, SCHEMAS, USER, ProbeRenderings, call_message, render_probes
-from groupgrad.chat.reasoning import find_reasoning_tags
-from groupgrad.chat.records import CallSpan, ToolCall, Turn
+from groupgrad.chat.probe import (
+    ANSWER,
+    SCHEMAS,
+    USER,
+    ProbeRenderings,
+    call_message,
+    find_reasoning_tags,
+    render_probes,
+)
+from groupgrad.chat.records import CallSpan, ToolCall, Turn, make_turn
 from groupgrad.chat.replies import ToolReplies
-from groupgrad.chat.values import parameter_schemas
+from groupgrad.chat.values import call_from_value, parameter_schemas
+from groupgrad.data.completions import CompletionTexts
+from groupgrad.data.prompts import PromptMaker
 from groupgrad.types import Messages
 
 logger = logging.getLogger(__name__)
+
+ResponseParser = Callable[[str, list[int]], Mapping[str, Any]]
+"""Maps a turn's text (special tokens included, end tokens removed) and its ids to an assistant message."""
 
 MAX_CALLS = 64
 """Maximum number of calls parsed in one turn. A model that writes nothing but tags would get a reply for each."""
@@ -225,3 +236,49 @@ def _unknown_syntax(probes: ProbeRenderings) -> str:
         f"{probes.call.arguments} is rendered as\n  {probes.one_call!r}\nPass response_parser=, a function of a turn's "
         "text and token ids that returns the assistant message with its tool_calls"
     )
+
+
+def checked_turn(message: Any) -> Turn:
+    """Converts a response parser's message to a turn; TypeError or ValueError if it is no message."""
+    if not isinstance(message, Mapping):
+        raise TypeError(f"it returned a {type(message).__name__}; it must return a message as a dict")
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
+        raise TypeError(f"its content is a {type(content).__name__}; it must be a text")
+    entries = message.get("tool_calls") or []
+    if not isinstance(entries, (list, tuple)):
+        raise TypeError(f"its tool_calls are a {type(entries).__name__}; they must be a list")
+    calls = [call_from_value(entry) for entry in entries]
+    reasoning = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), None)
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise TypeError(f"its reasoning is a {type(reasoning).__name__}; it must be a text")
+    return make_turn(content or "", reasoning, calls)
+
+
+class PlainFormat:
+    """The format of conversations without tools: renders prompts and decodes answers; no turn has calls."""
+
+    end_ids: tuple[int, ...] = ()
+
+    def __init__(self, prompt_maker: PromptMaker, eos_ids: Collection[int] = ()):
+        self._prompt_maker = prompt_maker
+        self._texts = CompletionTexts(prompt_maker.tokenizer, eos_ids, prompt_maker.keeps_special_tokens)
+
+    def prompt_ids(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, generation prompt included."""
+        return self._prompt_maker.token_ids(messages)
+
+    def prompt_text(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str:
+        """Text of a conversation, generation prompt included."""
+        return self._prompt_maker.render(messages)
+
+    def reply_ids(
+        self, turn_ids: list[int], replies: list[dict[str, Any]], encode: Callable[[str], list[int]] | None = None
+    ) -> list[int]:
+        """Never called, as there are no calls to reply to."""
+        raise AssertionError("there are no tools, so there are no replies")
+
+    def parse(self, turn_ids: list[int], schemas: list[dict[str, Any]]) -> Turn:
+        """Decodes the turn to a message of text."""
+        (content,) = self._texts([turn_ids])
+        return make_turn(content)

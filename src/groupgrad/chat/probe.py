@@ -1,8 +1,9 @@
-"""Renders made-up conversations with tool calls (probes), from which the notation of a chat template is learned."""
+"""Renders made-up conversations (probes), which show how a chat template writes calls and reasoning."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,10 @@ TEXT_ONLY_CALL = ToolCall("probe_tool_one", {"akey": "Probe7A", "bkey": "Probe7B
 """For templates that cannot render arguments of other types."""
 
 _TYPES = {"akey": "string", "bkey": "string", "ckey": "integer", "dkey": "boolean", "ekey": "array", "fkey": "string"}
+
+_REASONING = "Probe7Thought"
+_TAG_BEFORE = re.compile(r"(?:<[^<>\s]+>|\[[A-Z_]+\])\w*\s*\Z")
+_TAG_BEHIND = re.compile(r"\s*(?:<[^<>\s]+>|\[/?[A-Z_]+\])")
 
 
 def _schema(name: str) -> dict[str, Any]:
@@ -91,3 +96,46 @@ def render_probes(template: ChatTemplate) -> ProbeRenderings:
             probes.two_calls = two[turn_start(two, prompt) :]
         break
     return probes
+
+
+@dataclass(slots=True)
+class ReasoningTags:
+    """Tags around the reasoning block at the beginning of a turn."""
+
+    opening: str = "<think>"
+    closing: str = "</think>"
+    opened_by_prompt: bool = False
+    """The generation prompt ends inside a block."""
+
+    def split(self, text: str) -> tuple[str | None, str]:
+        """The text of the block, None if there is none, and the text after it.
+
+        Without a closing tag all of the turn is text, as nothing marks the end of the block.
+        """
+        trimmed = text.lstrip()
+        if trimmed.startswith(self.opening):
+            body = trimmed[len(self.opening) :]
+        elif self.opened_by_prompt:
+            body = text
+        else:
+            return None, text
+        reasoning, closing, rest = body.partition(self.closing)
+        return (reasoning.strip(), rest.lstrip()) if closing else (None, text)
+
+
+def find_reasoning_tags(
+    template: ChatTemplate, call_message: dict[str, object], generation_prompt: str
+) -> ReasoningTags:
+    """Finds the tags in a rendered message with reasoning and a call; `<think>` tags if the template renders none."""
+    tags = ReasoningTags()
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        text = template.try_render([{"role": "user", "content": "U"}, {**call_message, name: _REASONING}])
+        if text is None or text.count(_REASONING) != 1:
+            continue
+        start = text.index(_REASONING)
+        before, behind = _TAG_BEFORE.search(text[:start]), _TAG_BEHIND.match(text, start + len(_REASONING))
+        if before and behind:
+            tags = ReasoningTags(before[0].strip(), behind[0].strip())
+            break
+    tags.opened_by_prompt = generation_prompt.rfind(tags.opening) > generation_prompt.rfind(tags.closing)
+    return tags

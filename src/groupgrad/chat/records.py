@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,3 +52,21 @@ class CallSpan:
 
 Parameters = dict[str, dict[str, Any]]
 """Parameter schemas by function name and parameter name."""
+
+
+def make_turn(
+    content: str, reasoning: str | None = None, calls: Sequence[ToolCall] = (), problem: str | None = None
+) -> Turn:
+    """Builds a turn with its message in the form of chat templates, from which malformed calls are left out."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    entries = []
+    for call in calls:
+        if call.problem is None:
+            call_id = {} if call.id is None else {"id": call.id}
+            function = {"name": call.name, "arguments": call.arguments}
+            entries.append({"type": "function", **call_id, "function": function})
+    if entries:
+        message["tool_calls"] = entries
+    return Turn(message, list(calls), problem)
