@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 
 @dataclass(slots=True, frozen=True)
@@ -163,8 +164,8 @@ FENCED = """<s>{{ tools | tojson if tools }}{% for m in messages %}
 {%- if m.role == 'user' %}{{ '<|User|>' + m.content }}
 {%- elif m.role == 'tool' %}{{ '<|output|>' + m.content + '<|/output|>' }}
 {%- else %}{{ '<|Assistant|>' + m.content }}
-{%- if m.tool_calls %}{{ '<|calls|>' }}{% for c in m.tool_calls %}
-{{- '<|call|>function<|sep|>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```<|/call|>' }}{% endfor %}{{ '<|/calls|>' }}{% endif %}
+{%- if m.tool_calls %}{{ '<｜tool▁calls▁begin｜>' }}{% for c in m.tool_calls %}
+{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}{% endfor %}{{ '<｜tool▁calls▁end｜>' }}{% endif %}
 {{- '</s>' }}{% endif %}{% endfor %}{{ '<|Assistant|>' if add_generation_prompt }}"""
 
 _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
@@ -228,7 +229,7 @@ FAMILIES: dict[str, Family] = {
         _MISTRAL,
         ("</s>",),
         '[TOOL_RESULTS]{"content": OK, "call_id": "abcdefgh1"}[/TOOL_RESULTS]',
-        "a JSON list of calls after [TOOL_CALLS]",
+        "JSON objects after [TOOL_CALLS]",
         content=False,
     ),
     "args": Family(
@@ -263,10 +264,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "fenced": Family(
         FENCED,
-        ("<s>", "</s>", "<|User|>", "<|Assistant|>", "<|calls|>", "<|/calls|>", "<|call|>", "<|/call|>", "<|sep|>"),
+        (
+            "<s>",
+            "</s>",
+            "<|User|>",
+            "<|Assistant|>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+        ),
         ("</s>",),
         "<|output|>OK<|/output|><|Assistant|>",
-        "a name and JSON arguments after <|call|>function<|sep|>",
+        "a name and JSON arguments after <｜tool▁call▁begin｜>function<｜tool▁sep｜>",
     ),
 }
 
@@ -294,6 +305,12 @@ def byte_tokenizer(template: str, special: tuple[str, ...] = (), added: tuple[st
 def family(request: pytest.FixtureRequest) -> Family:
     """Each family in turn."""
     return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="session")
+def qwen3(shared: Path) -> Any:
+    """The real tokenizer of Qwen3."""
+    return AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,11 @@
-"""Formats of all template families: derivation, round trips of calls, and replies that continue a turn."""
+"""Formats of all template families: what is recognised, round trips of calls, and replies that continue a turn."""
 
 from __future__ import annotations
 
+import functools
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,10 +23,6 @@ def schema(name: str, types: dict[str, str]) -> dict[str, Any]:
 
 
 SCHEMAS = [schema("add_all", TYPES), schema("look_up", {"note": "string"})]
-
-
-def tokenizer_of(family: Any, byte_tokenizer: Any) -> Any:
-    return byte_tokenizer(family.template, family.special, family.added)
 
 
 def assistant(tokenizer: Any, calls: list[tuple[str, dict[str, Any]]], content: str = "") -> dict[str, Any]:
@@ -51,7 +49,6 @@ def turn_ids(tokenizer: Any, message: dict[str, Any], end: str) -> list[int]:
 def random_value(rng: random.Random, kind: str) -> Any:
     texts = [
         "",
-        "plain",
         "two words",
         'a "quoted" one',
         "line\nbreak",
@@ -93,24 +90,29 @@ def same_types(first: Any, second: Any) -> bool:
     return type(first) is type(second)
 
 
-def test_a_format_is_derived_from_its_template(family: Any, byte_tokenizer: Any) -> None:
-    tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
+@pytest.fixture(scope="module")
+def format_of(byte_tokenizer: Any) -> Callable[[Any], tuple[Any, ChatFormat]]:
+    """Tokenizer and format of a family, made once."""
+
+    @functools.cache
+    def make(family: Any) -> tuple[Any, ChatFormat]:
+        tokenizer = byte_tokenizer(family.template, family.special, family.added)
+        return tokenizer, ChatFormat(tokenizer, schemas=SCHEMAS)
+
+    return make
+
+
+def test_a_format_is_recognised_by_its_template(family: Any, format_of: Any) -> None:
+    tokenizer, chat = format_of(family)
     assert family.name in chat.name
     assert tokenizer.convert_ids_to_tokens(list(chat.end_ids)) == list(family.ends)
     assert chat.shows_tools
-
-
-def test_prompts_are_those_of_the_template(family: Any, byte_tokenizer: Any) -> None:
-    tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     expected = tokenizer.apply_chat_template([USER], tools=SCHEMAS, add_generation_prompt=True)["input_ids"]
     assert chat.prompt_ids([USER], SCHEMAS) == expected
 
 
-def test_rendered_calls_are_read_back(family: Any, byte_tokenizer: Any) -> None:
-    tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
+def test_rendered_calls_are_read_back(family: Any, format_of: Any) -> None:
+    tokenizer, chat = format_of(family)
     rng = random.Random(7)
     for _ in range(40):
         calls = [random_call(rng) for _ in range(rng.randint(1, 3 if family.several else 1))]
@@ -124,38 +126,29 @@ def test_rendered_calls_are_read_back(family: Any, byte_tokenizer: Any) -> None:
         assert functions == [{"name": name, "arguments": arguments} for name, arguments in calls]
 
 
-def test_ids_of_calls_are_kept_where_the_syntax_has_them(families: Any, byte_tokenizer: Any) -> None:
+def test_ids_of_calls_are_kept_where_the_syntax_has_them(families: Any, format_of: Any) -> None:
     for name in ("list", "args"):
-        tokenizer = tokenizer_of(families[name], byte_tokenizer)
+        tokenizer, chat = format_of(families[name])
         message = assistant(tokenizer, [("look_up", {"note": "x"}), ("look_up", {"note": "y"})])
-        turn = ChatFormat(tokenizer, schemas=SCHEMAS).parse(turn_ids(tokenizer, message, "</s>"), SCHEMAS)
+        turn = chat.parse(turn_ids(tokenizer, message, "</s>"), SCHEMAS)
         assert [call.id for call in turn.calls] == ["abcdefgh0", "abcdefgh1"]
         assert [entry["id"] for entry in turn.message["tool_calls"]] == ["abcdefgh0", "abcdefgh1"]
 
 
-def test_a_reply_continues_an_ended_turn(family: Any, byte_tokenizer: Any) -> None:
-    tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
-    message = assistant(tokenizer, [("look_up", {"note": "x"})])
-    ids = turn_ids(tokenizer, message, family.ends[0])
+def test_a_reply_continues_a_turn(family: Any, format_of: Any) -> None:
+    tokenizer, chat = format_of(family)
+    ids = turn_ids(tokenizer, assistant(tokenizer, [("look_up", {"note": "x"})]), family.ends[0])
     reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": "abcdefgh1"}
     assert tokenizer.decode(chat.reply_ids(ids, [reply])) == family.reply
+    assert tokenizer.decode(chat.reply_ids(ids[:-1], [reply])) == family.ends[0] + family.reply  # its end was missing
+    for name, call_id in (('a"} b', None), ("", "x"), ("</tool_call>", "much too long an id")):
+        strange = {"role": "tool", "name": name, "content": "OK7", "tool_call_id": call_id}
+        assert "OK7" in tokenizer.decode(chat.reply_ids([], [strange]))
 
 
-def test_a_turn_that_was_not_ended_gets_its_end(family: Any, byte_tokenizer: Any) -> None:
-    tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
-    message = assistant(tokenizer, [("look_up", {"note": "x"})])
-    ids = turn_ids(tokenizer, message, family.ends[0])
-    reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": "abcdefgh1"}
-    text = tokenizer.decode(chat.reply_ids(ids[:-1], [reply]))
-    assert text == family.ends[0] + family.reply
-
-
-def test_appended_ids_are_the_rendered_conversation(family: Any, byte_tokenizer: Any) -> None:
+def test_appended_ids_are_the_rendered_conversation(family: Any, format_of: Any) -> None:
     """Prompt + turn + reply equals one rendering, unless the template rewrites earlier turns."""
-    tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
+    tokenizer, chat = format_of(family)
     rng = random.Random(3)
     contents = ["5", "é\n\nx", "<tool_call>"]
     for _ in range(10):
@@ -176,42 +169,21 @@ def test_appended_ids_are_the_rendered_conversation(family: Any, byte_tokenizer:
         assert (appended == rendered) == family.keeps_history
 
 
-def test_text_without_calls_is_the_decoded_text(family: Any, byte_tokenizer: Any) -> None:
-    tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
+def test_text_without_calls_is_the_decoded_text(family: Any, format_of: Any) -> None:
+    tokenizer, chat = format_of(family)
     for text in ("  4 \n", "", "a {x: 1} [b] <b>bold</b>", '{"answer": 4}', "<think> no end"):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [chat.end_ids[-1]]
         turn = chat.parse(ids, SCHEMAS)
         assert turn.calls == []
         assert turn.message == {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+    eos, ids = [tokenizer.eos_token_id], tokenizer("one", add_special_tokens=False)["input_ids"]
+    assert chat.parse(ids + eos + ids + eos + eos, SCHEMAS).message["content"] == "oneone"
 
 
-def test_special_tokens_leave_the_content(family: Any, byte_tokenizer: Any) -> None:
-    tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
-    eos = [tokenizer.eos_token_id]
-    ids = tokenizer("one", add_special_tokens=False)["input_ids"]
-    turn = chat.parse(ids + eos + ids + eos + eos, SCHEMAS)
-    assert turn.message["content"] == "oneone"
-
-
-def test_a_reply_with_a_strange_name_or_id_is_rendered_all_the_same(family: Any, byte_tokenizer: Any) -> None:
-    tokenizer = tokenizer_of(family, byte_tokenizer)
-    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
-    for name, call_id in (('a"} b', None), ("", "x"), ("</tool_call>", "much too long an id")):
-        reply = {"role": "tool", "name": name, "content": "OK7", "tool_call_id": call_id}
-        assert "OK7" in tokenizer.decode(chat.reply_ids([], [reply]))
-
-
-def test_no_reply_is_an_error(families: Any, byte_tokenizer: Any) -> None:
-    chat = ChatFormat(tokenizer_of(families["json"], byte_tokenizer), schemas=SCHEMAS)
-    with pytest.raises(ValueError, match="no replies"):
-        chat.reply_ids([1], [])
-
-
-def test_another_end_of_turn_token_ends_a_turn_too(families: Any, byte_tokenizer: Any) -> None:
-    tokenizer = tokenizer_of(families["bare"], byte_tokenizer)
-    chat = ChatFormat(tokenizer, schemas=SCHEMAS)
+def test_another_end_of_turn_token_ends_a_turn_too(families: Any, format_of: Any) -> None:
+    tokenizer, chat = format_of(families["bare"])
     reply = {"role": "tool", "name": "look_up", "content": "OK", "tool_call_id": None}
     ended = [5, tokenizer.convert_tokens_to_ids("<|eom_id|>")]
     assert tokenizer.decode(chat.reply_ids(ended, [reply])) == families["bare"].reply
+    with pytest.raises(ValueError, match="no replies"):
+        chat.reply_ids([1], [])

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import random
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from groupgrad.chat import ChatFormat, ToolCall
+from groupgrad.chat.call_syntax import FAMILIES
 
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer", "description": "x"}}, "required": ["n"]}
 SCHEMAS = [{"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": PARAMETERS}}]
 F = ToolCall("f", {"n": 1})
+F_CALL = ("f", {"n": 1}, None)
 
 
 def chat_of(families: Any, byte_tokenizer: Any, name: str, **kwargs: Any) -> ChatFormat:
@@ -28,6 +26,36 @@ def chat_of(families: Any, byte_tokenizer: Any, name: str, **kwargs: Any) -> Cha
 def parse(chat: ChatFormat, text: str) -> Any:
     ids = chat._tokenizer(text, add_special_tokens=False)["input_ids"]
     return chat.parse(ids, SCHEMAS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1}<|call|>',
+        '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>',
+        "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="n">1</parameter>\n</invoke>\n</minimax:tool_call>',
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"n": 1}, "id": "abcdefgh1"}]',
+        '[TOOL_CALLS]f[ARGS]{"n": 1}',
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"n": 1}\n```<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"n": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "<|tool_call>call:f{n:1}<tool_call|>",
+        "<start_function_call>call:f{n:1}<end_function_call>",
+        "<|tool_call_start|>[f(n=1)]<|tool_call_end|>",
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"n": 1}}]<|END_ACTION|>',
+        '<TOOLCALL>[{"name": "f", "arguments": {"n": 1}}]</TOOLCALL>',
+        '<|tool_call|>[{"name": "f", "arguments": {"n": 1}}]',
+        '{"name": "f", "parameters": {"n": 1}}',
+    ],
+)
+def test_one_syntax_of_the_table_reads_a_call_of_its_family(text: str) -> None:
+    found = [syntax.read(text, {"f": PARAMETERS["properties"]}) for syntax in FAMILIES]
+    read = [spans for spans in found if [(c.name, c.arguments, c.problem) for s in spans for c in s.calls] == [F_CALL]]
+    assert len(read) == 1
+    ((span,),) = read
+    assert text[: span.start] + text[span.end :] in ("", "<|call|>")
 
 
 BROKEN = [
@@ -62,7 +90,11 @@ BROKEN = [
     ("python", "<|tool_call_start|>[f(n={[1]: 2})]<|tool_call_end|>", "plain values"),
     ("python", "<|tool_call_start|>[1]<|tool_call_end|>", "no call of the form"),
     ("python", "<|tool_call_start|>f of one<|tool_call_end|>", "no list of the form"),
-    ("fenced", '<|calls|><|call|>function<|sep|>f\n```json\n{"n": 1}', "is not closed"),
+    (
+        "fenced",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"n": 1}',
+        "is not closed",
+    ),
 ]
 
 
@@ -251,49 +283,34 @@ def test_a_parser_that_fails_leaves_a_turn_of_text(
     assert problem in (turn.problem or "")
 
 
-RESPONSE_TEMPLATE = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "defaults": {"role": "assistant"},
-    "fields": {
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close": ["<|im_end|>"], "content": "text"},
-    },
-}
-
-
-def test_the_tokenizers_own_parser_is_used_if_it_reads_its_templates_calls(
-    families: Any, byte_tokenizer: Any, caplog: Any
-) -> None:
+def test_a_response_template_reads_calls_that_no_known_family_writes(families: Any, byte_tokenizer: Any) -> None:
     family = families["json"]
-    tokenizer = byte_tokenizer(family.template, family.special)
-    tokenizer.response_template = RESPONSE_TEMPLATE
+    template = family.template.replace("<tool_call>", "<act>").replace("</tool_call>", "</act>")
+    tokenizer = byte_tokenizer(template, family.special)
+    function = {"open_pattern": r"\s*<act>", "close": "</act>", "repeats": True, "content": "json"}
+    function["transform"] = {"type": "function", "function": "{content}"}
+    content = {"close": ["<|im_end|>"], "content": "text"}
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "defaults": {"role": "assistant"},
+        "fields": {"tool_calls": function, "content": content},
+    }
     chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     assert chat.name == "the tokenizer's response template"
-    turn = parse(chat, 'So:\n<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>')
+    turn = parse(chat, 'So:\n<act>\n{"name": "f", "arguments": {"n": 1}}\n</act>')
     assert (turn.calls, turn.message["content"]) == ([F], "So:")
     assert parse(chat, " plain ").message == {"role": "assistant", "content": " plain "}
-    broken = parse(chat, "<tool_call>\n{x}\n</tool_call>")
-    assert "no valid JSON" in (broken.calls[0].problem or "")
-    unclosed = parse(chat, 'So:\n<tool_call>\n{"name": "f", "arguments": {"n": 1}}')
-    assert "</tool_call> is missing" in (unclosed.calls[0].problem or "")
-    assert "tool_calls" not in unclosed.message
+    broken = parse(chat, "<act>\n{x}\n</act>")
+    assert broken.message["content"] == "<act>\n{x}\n</act>" and len(broken.calls) == 1
+    assert "the tokenizer's response template failed: " in (broken.calls[0].problem or "")
 
-    fields = {**RESPONSE_TEMPLATE["fields"], "tool_calls": {**RESPONSE_TEMPLATE["fields"]["tool_calls"], "close": "]"}}
-    tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
-    with caplog.at_level(logging.WARNING):
-        chat = ChatFormat(tokenizer, schemas=SCHEMAS)
-    assert "JSON objects" in chat.name
-    assert "response template is not used" in caplog.text
+    function["close"] = "]"
+    with pytest.raises(ValueError, match=r"(?s)unknown syntax.*<act>.*response_parser=.*tokenizer.response_template"):
+        ChatFormat(tokenizer, schemas=SCHEMAS)
 
 
-def test_the_real_qwen3_template(shared: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")
+def test_the_real_qwen3_template(qwen3: Any) -> None:
+    tokenizer = qwen3
     chat = ChatFormat(tokenizer, schemas=SCHEMAS)
     assert chat.name == "JSON objects in <tool_call> tags"
     assert tokenizer.convert_ids_to_tokens(list(chat.end_ids)) == ["<|im_end|>"]
@@ -313,55 +330,10 @@ def test_the_real_qwen3_template(shared: Path) -> None:
     assert "<think>" in last and "<think>" not in followed
     assert chat.reply_ids(ids[:-1], [reply])[0] == chat.end_ids[0]
 
-
-def test_the_real_qwen3_template_without_thinking(shared: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")
+    # Without thinking, the generation prompt closes the block.
     chat = ChatFormat(tokenizer, schemas=SCHEMAS, chat_template_kwargs={"enable_thinking": False})
     ids = tokenizer('<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call><|im_end|>')["input_ids"]
     reply = {"role": "tool", "name": "f", "content": "2", "tool_call_id": None}
     text = tokenizer.decode(chat.reply_ids(ids, [reply]))
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert chat.parse(ids, SCHEMAS).message["content"] == ""
-
-
-def _template_files() -> list[Path]:
-    folder = os.environ.get("GROUPGRAD_TEMPLATES")
-    return sorted(Path(folder).glob("*.jinja")) if folder else []
-
-
-@pytest.mark.skipif(not _template_files(), reason="GROUPGRAD_TEMPLATES names no folder of chat templates (*.jinja)")
-@pytest.mark.parametrize("path", _template_files(), ids=lambda path: path.stem)
-def test_real_templates(path: Path, byte_tokenizer: Any) -> None:
-    """A real template works, or the error states that it has no tools or requires a parser."""
-    template = path.read_text(encoding="utf-8")
-    special = sorted({*re.findall(r"<\|?[\w\"]+\|?>|<｜[^<>｜]+｜>|</?s>|\[/?[A-Z_]{3,}\]", template)})
-    special = [text for text in special if text not in ("<think>", "<tool_call>", "<tools>", "<name>", "<function>")]
-    tokenizer = byte_tokenizer(template, tuple(text for text in special if "|" in text or "｜" in text or "s>" in text))
-    try:
-        chat = ChatFormat(tokenizer, schemas=SCHEMAS)
-    except ValueError as error:
-        # Some render calls only beside a content of None, which transformers removes before rendering.
-        shows_calls = "tool_calls" in template and "['content'] is none" not in template
-        assert ("unknown syntax" if shows_calls else "shows no tool calls") in str(error)
-        return
-    probes = chat._probes
-    message = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "type": "function",
-                "id": "abcdefgh1",
-                "function": {"name": "f", "arguments": '{"n": 1}' if probes.arguments_as_text else {"n": 1}},
-            }
-        ],
-    }
-    user = {"role": "user", "content": "Add."}
-    text = tokenizer.apply_chat_template([user, message], tools=SCHEMAS, tokenize=False)
-    prompt = tokenizer.apply_chat_template([user], tools=SCHEMAS, tokenize=False, add_generation_prompt=True)
-    if text.startswith(prompt):
-        text = text[len(prompt) :]
-    turn = parse(chat, text)
-    assert [(call.name, call.arguments, call.problem) for call in turn.calls] == [("f", {"n": 1}, None)]
-    reply = {"role": "tool", "name": "f", "content": "Answer7", "tool_call_id": "abcdefgh1"}
-    assert "Answer7" in tokenizer.decode(chat.reply_ids([], [reply]))

@@ -81,15 +81,17 @@ def test_tools_are_shown_beside_replies_where_that_changes_them(families: Any, b
 def test_a_template_without_any_token_of_its_own(byte_tokenizer: Any) -> None:
     template = (
         "{{ tools | tojson if tools }}"
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<call>"
-        "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</call>{% endfor %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+        "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}"
         "{{ '\\n' }}{% endfor %}"
         "{{ 'assistant: ' if add_generation_prompt }}"
     )
     tokenizer = byte_tokenizer(template)
     chat = ChatFormat(tokenizer, schemas=SCHEMAS)
-    assert (chat.name, chat.end_ids) == ("JSON objects in <call> tags", ())
-    turn = chat.parse(tokenizer('<call>{"name": "f"}</call>')["input_ids"] + [tokenizer.eos_token_id], SCHEMAS)
+    assert (chat.name, chat.end_ids) == ("JSON objects in <tool_call> tags", ())
+    turn = chat.parse(
+        tokenizer('<tool_call>{"name": "f"}</tool_call>')["input_ids"] + [tokenizer.eos_token_id], SCHEMAS
+    )
     assert [call.name for call in turn.calls] == ["f"]
     reply = {"role": "tool", "name": "f", "content": "OK", "tool_call_id": None}
     assert tokenizer.decode(chat.reply_ids([1], [reply])) == "\ntool: OK\nassistant: "

@@ -1,7 +1,7 @@
-"""Call syntaxes with tags: one search loop, and a parser for the text between the tags of each notation.
+"""The notations in which model families write tool calls: a table, and a parser for each kind of notation.
 
-transformers' response parser executes response templates of the same shape, but it accepts a call whose closing tag
-is missing, rejects the whole turn for one malformed call, and does not report where a call stands in the text.
+transformers' response parser reads the same notations, but it accepts a call whose closing tag is missing, rejects the
+whole turn for one malformed call, and does not report where a call stands in the text.
 """
 
 from __future__ import annotations
@@ -14,8 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.chat.records import CallSpan, Parameters, ToolCall
-from groupgrad.chat.values import call_from_arguments, call_from_value, decode_braced, decode_json, skip, typed_value
+from groupgrad.chat.probe import SCHEMAS, SECOND_CALL, ProbeRenderings
+from groupgrad.chat.records import ToolCall
+from groupgrad.chat.values import (
+    Parameters,
+    call_from_arguments,
+    call_from_value,
+    decode_braced,
+    decode_json,
+    parameter_schemas,
+    skip,
+    typed_value,
+)
 
 _SEPARATOR = re.compile(r"[\s,;]*")
 _PYTHON_TAG = re.compile(re.escape("<|python_tag|>") + r"\s*")
@@ -23,29 +33,19 @@ _JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 _CALL_START = re.compile(r"\[?\s*\{\s*\"(name|type|function)\"")
 
 
-def literal_pattern(literal: str) -> str:
-    """Pattern of a literal text in which runs of white space match any amount of it, none included."""
-    return r"\s*".join(re.escape(word) for word in literal.split())
+@dataclass(slots=True)
+class CallSpan:
+    """Calls of a turn with their place in its text, `text[start:end]`, tags included."""
 
+    start: int
+    end: int
+    """After a malformed call: where the search for the next call resumes."""
+    calls: list[ToolCall]
 
-def _padded_pattern(literal: str) -> str:
-    """`literal_pattern` that also takes white space at both ends."""
-    return r"\s*" + literal_pattern(literal) + (r"\s*" if literal.strip() else "")
-
-
-@dataclass(slots=True, frozen=True)
-class Tags:
-    """Literal texts around a call."""
-
-    opening: str
-    closing: str = ""
-    """Empty if nothing but its arguments ends a call."""
-    outer_opening: str = ""
-    """Stands once, before the first call of a turn."""
-    outer_closing: str = ""
-    """Stands once, after the last call of a turn."""
-    in_list: bool = False
-    """The calls of a turn stand in one list between the tags."""
+    @property
+    def is_well_formed(self) -> bool:
+        """True if the syntax has no objection to any call of the span."""
+        return all(call.problem is None for call in self.calls)
 
 
 class MalformedCall(Exception):
@@ -57,26 +57,47 @@ class MalformedCall(Exception):
         self.end, self.calls = end, [*before, ToolCall(name, id=call_id, problem=problem)]
 
 
-class TaggedCalls(ABC):
-    """Base of the syntaxes: finds opening tags, has the text behind each parsed, and expects the closing tag."""
+class CallSyntax(ABC):
+    """Parser of the tool calls in a turn's text."""
 
-    def __init__(self, tags: Tags, name: str):
-        if not tags.opening:
-            raise ValueError("no tag opens a call")
-        self.tags = tags
-        self.name = name
-        self._opening = re.compile(literal_pattern(tags.opening) + r"\s*")
+    name: str
+    """Description for logs and error messages."""
+
+    @abstractmethod
+    def read(self, text: str, parameters: Parameters) -> list[CallSpan]:
+        """Parses all calls of a text, in order. Never raises: a malformed call is a call with a `problem`."""
+
+    def split_reasoning(self, text: str) -> tuple[str | None, str] | None:
+        """The reasoning of a turn and the rest, where the notation itself marks reasoning; None where it does not."""
+        return None
+
+
+def literal_pattern(literal: str) -> str:
+    """Pattern of a literal text in which runs of white space match any amount of it, none included."""
+    return r"\s*".join(re.escape(word) for word in literal.split())
+
+
+class TaggedCalls(CallSyntax):
+    """Calls between literal tags: finds opening tags, has the text behind each parsed, and expects the closing tag.
+
+    `closing` is empty if nothing but its arguments ends a call. `outer` are the texts that stand once in a turn, before
+    the first call and behind the last.
+    """
+
+    def __init__(self, opening: str, closing: str, name: str, outer: tuple[str, str] = ("", "")):
+        self.opening, self.closing, self.name = opening, closing, name
+        self._outer = outer
+        self._opening = re.compile(literal_pattern(opening) + r"\s*")
         # A search for white space before a tag would take its square in time, so this one is only matched.
-        self._closing = re.compile(r"\s*" + literal_pattern(tags.closing))
-        self._outer_opening = re.compile(literal_pattern(tags.outer_opening) + r"\s*\Z")
-        self._outer_closing = re.compile(r"\s*" + literal_pattern(tags.outer_closing))
+        self._closing = re.compile(r"\s*" + literal_pattern(closing))
+        self._outer_opening = re.compile(literal_pattern(outer[0]) + r"\s*\Z")
+        self._outer_closing = re.compile(r"\s*" + literal_pattern(outer[1]))
 
     @abstractmethod
     def _parse(self, text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
         """The calls behind an opening tag that ends at `at`, and the index behind them; MalformedCall for others."""
 
     def read(self, text: str, parameters: Parameters) -> list[CallSpan]:
-        """Parses all calls of a text, in order. Never raises: a malformed call is a call with a `problem`."""
         spans: list[CallSpan] = []
         at = 0
         while opening := self._opening.search(text, at):
@@ -86,34 +107,33 @@ class TaggedCalls(ABC):
         return spans
 
     def _span(self, text: str, at: int, opening: re.Match[str], parameters: Parameters) -> CallSpan:
-        start, tags = opening.start(), self.tags
+        start = opening.start()
         try:
             calls, end = self._parse(text, opening.end(), parameters)
         except MalformedCall as malformed:
             calls, end = malformed.calls, malformed.end
         else:
             if closing := self._closing.match(text, end):
-                end = closing.end() if tags.closing else end
+                end = closing.end() if self.closing else end
             else:
                 for call in calls:
                     call.arguments, call.problem = {}, call.problem or self._unclosed(call.name)
-        if tags.outer_opening and (outer := self._outer_opening.search(text, at, start)):
+        if self._outer[0] and (outer := self._outer_opening.search(text, at, start)):
             start = outer.start()
-        if tags.outer_closing and (outer := self._outer_closing.match(text, end)):
+        if self._outer[1] and (outer := self._outer_closing.match(text, end)):
             end = outer.end()
         return CallSpan(start, end, calls)
 
     def _unclosed(self, name: str = "") -> str:
-        return f"the call{name and ' of ' + name} is not closed: {self.tags.closing} is missing behind it"
+        return f"the call{name and ' of ' + name} is not closed: {self.closing} is missing behind it"
 
 
 class JsonCalls(TaggedCalls):
     """Calls as JSON objects with a name and arguments: one or several between tags, or one list of them."""
 
-    def __init__(self, tags: Tags):
-        notation = "a JSON list of calls" if tags.in_list else "JSON objects"
-        place = f"in {tags.opening} tags" if tags.closing else f"after {tags.opening}"
-        super().__init__(tags, f"{notation} {place}")
+    def __init__(self, opening: str, closing: str = ""):
+        place = f"in {opening} tags" if closing else f"after {opening}"
+        super().__init__(opening, closing, f"JSON objects {place}")
 
     def _parse(self, text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
         calls: list[ToolCall] = []
@@ -128,13 +148,12 @@ class JsonCalls(TaggedCalls):
                 return calls, end
 
 
-class BareJson:
+class BareJson(CallSyntax):
     """Calls as JSON objects that are the whole turn, as Llama 3 writes them; more objects may follow after `;`."""
 
-    name: str = "bare JSON objects"
+    name = "bare JSON objects"
 
     def read(self, text: str, parameters: Parameters) -> list[CallSpan]:
-        """Parses all calls of a text, in order. Never raises: a malformed call is a call with a `problem`."""
         tag = _PYTHON_TAG.search(text)
         start, at = tag.span() if tag else (0, len(text) - len(text.lstrip()))
         calls: list[ToolCall] = []
@@ -159,28 +178,36 @@ class BareJson:
 class NamedArguments(TaggedCalls):
     """Calls as a name and an object with the arguments, with fixed texts before, between and behind.
 
-    The object is JSON, or `{key:value}` with bare keys if `quote` is given: the mark at both ends of a text, which may
-    be empty. `id_example` is a call's id as it stands in `middle`.
+    The object is JSON, or `{key:value}` with bare keys if `quote` is given: the mark at both ends of a text. `middle`
+    is the text between name and object, `id_mark` what may stand before it with the call's id.
     """
 
-    def __init__(self, tags: Tags, middle: str = "", *, id_example: str = "", quote: str | None = None):
+    def __init__(
+        self,
+        opening: str,
+        middle: str,
+        closing: str,
+        *,
+        outer: tuple[str, str] = ("", ""),
+        id_mark: str = "",
+        quote: str | None = None,
+    ):
         self._is_json = is_json = quote is None
-        super().__init__(tags, f"{'a name and JSON arguments' if is_json else 'name{key:value}'} after {tags.opening}")
+        notation = "a name and JSON arguments" if is_json else "name{key:value}"
+        super().__init__(opening, closing, f"{notation} after {opening}", outer)
         self._middle = middle
         self._notation = "JSON" if is_json else "{key:value} text"
         self._decode = decode_json if quote is None else functools.partial(decode_braced, quote=quote)
-        pattern = _padded_pattern(middle)
-        if id_example:
-            before, behind = middle.split(id_example, 1)
-            pattern = _padded_pattern(before) + r"(?P<id>[\w.:-]+)" + _padded_pattern(behind)
+        call_id = rf"(?:\s*{literal_pattern(id_mark)}\s*(?P<id>[\w.:-]+))?" if id_mark else ""
+        between = rf"\s*{literal_pattern(middle)}\s*" if middle else r"\s*"
         excluded = r"\s<>{}\[\]\"'" if is_json else r"\s<>{}"
-        self._head = re.compile(rf"(?P<name>[^{excluded}]+?)" + pattern + r"(?=\{)")
+        self._head = re.compile(rf"(?P<name>[^{excluded}]+?){call_id}{between}(?=\{{)")
 
     def _parse(self, text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
         head = self._head.match(text, at)
         if head is None:
-            form = f"{self.tags.opening}name{self._middle}{{...}}{self.tags.closing}"
-            problem = f"the call is not of the form {form}: there is no name with braces behind {self.tags.opening}"
+            form = f"{self.opening}name{self._middle}{{...}}{self.closing}"
+            problem = f"the call is not of the form {form}: there is no name with braces behind {self.opening}"
             raise MalformedCall(at, problem)
         name, call_id = head["name"], head.groupdict().get("id")
         try:
@@ -195,27 +222,32 @@ class NamedArguments(TaggedCalls):
 
 
 class KeyedArguments(TaggedCalls):
-    """Calls as a name and `name_end`, then (`key_opening` key `key_end` value `value_end`) for each argument.
+    """Calls as a name and `name_end`, then (`key[0]` key `key[1]` value `value_end`) for each argument.
 
-    Values are texts; the tool's schema gives them their type.
+    Values are texts; the tool's schema gives them their type. `gap` is the white space that the template puts at both
+    ends of a value: more of it belongs to the value.
     """
 
-    def __init__(self, tags: Tags, name_end: str, key_opening: str, key_end: str, value_end: str):
-        opening = "".join(tags.opening.split())
-        super().__init__(tags, f"keys and values ({key_opening.strip()}...) after {opening}")
-        self._value_end = value_end.strip()
-        self._head = re.compile(r"(?P<name>[^\s<>\"']+)" + _padded_pattern(name_end))
-        # White space that the template puts next to a value is matched once and exactly: more of it belongs to the
-        # value.
-        gap = key_end[len(key_end.rstrip()) :]
+    def __init__(
+        self,
+        opening: str,
+        name_end: str,
+        key: tuple[str, str],
+        value_end: str,
+        closing: str,
+        *,
+        gap: str = "",
+        outer: tuple[str, str] = ("", ""),
+    ):
+        super().__init__(opening, closing, f"keys and values ({key[0]}...) after {opening}", outer)
+        self._value_end = value_end
+        self._head = re.compile(rf"(?P<name>[^\s<>\"']+)\s*{literal_pattern(name_end)}")
+        key_opening, gap = literal_pattern(key[0]), f"(?:{gap})?"
         self._key = re.compile(
-            rf"\s*{literal_pattern(key_opening)}\s*(?P<key>[^\s<>](?:[^\n<>]*?[^\s<>])??)"
-            rf"\s*{literal_pattern(key_end)}(?:{re.escape(gap)})?"
+            rf"\s*{key_opening}\s*(?P<key>[^\s<>](?:[^\n<>]*?[^\s<>])??)\s*{literal_pattern(key[1])}{gap}"
         )
-        gap = value_end[: len(value_end) - len(value_end.lstrip())]
         self._value = re.compile(
-            rf"(?P<value>.*?)(?:{re.escape(gap)})?{literal_pattern(value_end)}"
-            rf"(?=\s*(?:{literal_pattern(key_opening)}|{literal_pattern(tags.closing)}|\Z))",
+            rf"(?P<value>.*?){gap}{literal_pattern(value_end)}(?=\s*(?:{key_opening}|{literal_pattern(closing)}|\Z))",
             re.DOTALL,
         )
 
@@ -224,7 +256,7 @@ class KeyedArguments(TaggedCalls):
         limit = following.start() if following else len(text)
         head = self._head.match(text, at, limit)
         if head is None:
-            raise MalformedCall(at, f"the call has no name behind {self.tags.opening}")
+            raise MalformedCall(at, f"the call has no name behind {self.opening}")
         call, at = ToolCall(head["name"]), head.end()
         schemas = parameters.get(call.name, {})
         while key := self._key.match(text, at):
@@ -240,15 +272,122 @@ class KeyedArguments(TaggedCalls):
 class PythonCalls(TaggedCalls):
     """A list of Python calls, or a single one, between tags."""
 
-    def __init__(self, tags: Tags):
-        super().__init__(tags, f"a list of Python calls in {tags.opening} tags")
-        self._closing_tag = re.compile(literal_pattern(tags.closing))
+    def __init__(self, opening: str, closing: str):
+        super().__init__(opening, closing, f"a list of Python calls in {opening} tags")
+        self._closing_tag = re.compile(literal_pattern(closing))
 
     def _parse(self, text: str, at: int, parameters: Parameters) -> tuple[list[ToolCall], int]:
         closing = self._closing_tag.search(text, at)
         if closing is None:
             raise MalformedCall(len(text), self._unclosed())
         return _parse_calls(text[at : closing.start()].strip()), closing.start()
+
+
+class Channels(CallSyntax):
+    """The channels of GPT-OSS: a turn is a sequence of messages, each with a header and a body.
+
+    A message with `to=functions.name` in its header calls a function with its body as JSON arguments; a message in the
+    analysis channel is reasoning.
+    """
+
+    name = "channels with to=functions.name"
+
+    _START = "<|start|>assistant"
+    # <|call|> and <|return|> end a turn, <|end|> ends a message within it.
+    _END = re.compile(r"<\|(?:end|call|return)\|>")
+    _CALL = re.compile(
+        r"\bto=functions\.(?P<name>[^\s<]+)[^<\n]{0,80}(?:<\|(?:channel|constrain)\|>[^<\n]{0,80}){0,4}<\|message\|>"
+    )
+    _BOUNDARY = re.compile(r"(?P<start><\|start\|>)|<\|(?:end|call|return|message)\|>")
+
+    def read(self, text: str, parameters: Parameters) -> list[CallSpan]:
+        spans: list[CallSpan] = []
+        at = 0
+        while header := self._CALL.search(text, at):
+            start, name = at, header["name"]
+            for boundary in self._BOUNDARY.finditer(text, at, header.start()):
+                start = boundary.start() if boundary["start"] else boundary.end()
+            try:
+                arguments, at = decode_json(text, header.end())
+                call = call_from_arguments(name, arguments)
+            except ValueError as error:
+                call = ToolCall(name, problem=f"the arguments of {name} are no valid JSON: {error}")
+                end = self._END.search(text, header.end())
+                at = end.start() if end else len(text)
+            spans.append(CallSpan(start, at, [call]))
+        return spans
+
+    def split_reasoning(self, text: str) -> tuple[str | None, str]:
+        """Separates the bodies of the analysis channel from bodies for the user and whole messages to functions."""
+        reasoning: list[str] = []
+        rest: list[str] = []
+        for message in text.split(self._START):
+            header, marker, body = message.partition("<|message|>")
+            if not marker:
+                rest.append(message)
+            elif "to=functions." in header:
+                rest.append(self._START + message)
+            else:
+                is_reasoning = "<|channel|>analysis" in header
+                (reasoning if is_reasoning else rest).append(self._END.split(body, maxsplit=1)[0])
+        return "\n".join(reasoning) if reasoning else None, "".join(rest)
+
+
+FAMILIES: tuple[CallSyntax, ...] = (
+    Channels(),  # GPT-OSS
+    # Hermes, Qwen 2.5, Qwen 3, Granite 4, Falcon 3
+    JsonCalls("<tool_call>", "</tool_call>"),
+    # Qwen 3 Coder, Qwen 3.5, Nemotron 3
+    KeyedArguments(
+        *("<tool_call> <function=", ">", ("<parameter=", ">"), "</parameter>", "</function> </tool_call>"), gap="\n"
+    ),
+    # GLM 4.5 and later
+    KeyedArguments("<tool_call>", "", ("<arg_key>", "</arg_key> <arg_value>"), "</arg_value>", "</tool_call>"),
+    # MiniMax M2
+    KeyedArguments(
+        *('<invoke name="', '">', ('<parameter name="', '">'), "</parameter>", "</invoke>"),
+        outer=("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    # Mistral up to Small 3.1, and later ones
+    JsonCalls("[TOOL_CALLS]"),
+    NamedArguments("[TOOL_CALLS]", "[ARGS]", "", id_mark="[CALL_ID]"),
+    # DeepSeek V3 and R1, and V3.1
+    NamedArguments(
+        *("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "```json", "``` <｜tool▁call▁end｜>"),
+        outer=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    NamedArguments(
+        *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        outer=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    # Gemma 4, and FunctionGemma
+    NamedArguments("<|tool_call>call:", "", "<tool_call|>", quote='<|"|>'),
+    NamedArguments("<start_function_call>call:", "", "<end_function_call>", quote="<escape>"),
+    PythonCalls("<|tool_call_start|>", "<|tool_call_end|>"),  # LFM 2
+    JsonCalls("<|START_ACTION|>", "<|END_ACTION|>"),  # Command R
+    JsonCalls("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron Nano 2
+    JsonCalls("<|tool_call|>"),  # Granite 3
+    BareJson(),  # Llama 3.1 and later
+)
+"""Call syntaxes in the order in which a template's calls are tried on them."""
+
+
+def find_syntax(probes: ProbeRenderings) -> CallSyntax | None:
+    """The first syntax of the table that parses the probe calls back with the same types and order, or None."""
+    parameters = parameter_schemas(SCHEMAS)
+    rendered = [(probes.one_call, [probes.call]), (probes.two_calls, [probes.call, SECOND_CALL])]
+    for syntax in FAMILIES if probes.one_call else ():
+        found = [
+            [call for span in syntax.read(text, parameters) for call in span.calls] for text, _ in rendered if text
+        ]
+        if _plain(found) == _plain([calls for text, calls in rendered if text]):
+            return syntax
+    return None
+
+
+def _plain(turns: list[list[ToolCall]]) -> list[list[tuple[Any, ...]]]:
+    """Calls without their ids, which not every notation has."""
+    return [[(call.name, call.arguments, call.problem) for call in calls] for calls in turns]
 
 
 def _as_list(value: object) -> list[object]:
@@ -265,6 +404,13 @@ def _looks_like_call(value: object) -> bool:
     return is_named and ("parameters" in value or "arguments" in value)
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Replaces the constants of JSON in Python source by Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_CONSTANTS[node.id]) if node.id in _JSON_CONSTANTS else node
+
+
 def _parse_calls(source: str) -> list[ToolCall]:
     # Some templates write line breaks inside texts unescaped, which Python rejects.
     expression = _parse_expression(source) or _parse_expression(source.replace("\n", "\\n"))
@@ -276,7 +422,7 @@ def _parse_calls(source: str) -> list[ToolCall]:
 
 def _parse_expression(source: str) -> ast.expr | None:
     try:
-        return ast.parse(source, mode="eval").body
+        return _JsonNames().visit(ast.parse(source, mode="eval").body)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return None
 
@@ -288,16 +434,6 @@ def _parse_call(node: ast.expr) -> ToolCall:
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return ToolCall(name, problem=f"the arguments of {name} must all be given by name: key=value")
     try:
-        return ToolCall(name, {keyword.arg or "": _constant(keyword.value) for keyword in node.keywords})
+        return ToolCall(name, {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in node.keywords})
     except (ValueError, TypeError, RecursionError):  # TypeError: a list is a key of a dict
         return ToolCall(name, problem=f"the arguments of {name} must be plain values")
-
-
-def _constant(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id in _JSON_CONSTANTS:
-        return _JSON_CONSTANTS[node.id]
-    if isinstance(node, ast.Dict):
-        return {_constant(key): _constant(value) for key, value in zip(node.keys, node.values) if key is not None}
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [_constant(item) for item in node.elts]
-    return ast.literal_eval(node)

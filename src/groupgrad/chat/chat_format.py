@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from groupgrad import compat
-from groupgrad.chat.channels import ChannelSyntax
+from groupgrad.chat.call_syntax import CallSpan, find_syntax
 from groupgrad.chat.chat_template import ChatTemplate
-from groupgrad.chat.derive_syntax import derive_syntax
 from groupgrad.chat.probe import (
     ANSWER,
     SCHEMAS,
@@ -20,7 +19,7 @@ from groupgrad.chat.probe import (
     find_reasoning_tags,
     render_probes,
 )
-from groupgrad.chat.records import CallSpan, ToolCall, Turn, make_turn
+from groupgrad.chat.records import ToolCall, Turn, make_turn
 from groupgrad.chat.replies import ToolReplies
 from groupgrad.chat.values import call_from_value, parameter_schemas
 from groupgrad.data.completions import CompletionTexts
@@ -39,10 +38,10 @@ MAX_CALLS = 64
 class ChatFormat:
     """Renders prompts and tool replies, and parses calls, in the format of one tokenizer's chat template.
 
-    The format is derived from renderings of probe conversations, not from the template's source or the model's name.
+    All of it is cut out of renderings of probe conversations, whatever the template's source and the model's name.
 
-    Turns are parsed by `response_parser` if it is given, else by the tokenizer's `response_template` if it has one that
-    parses the calls of its own chat template, else by the call syntax that is derived from the renderings.
+    Turns are parsed by `response_parser` if it is given, else by the call syntax of the first family (`FAMILIES`) that
+    reads the calls which the template renders, else by the tokenizer's `response_template` if it reads them.
     `response_parser(text, ids)` takes a turn's text (special tokens included, end tokens removed) and its ids, and
     returns an assistant message as a dict with `content`, perhaps `reasoning_content`, and `tool_calls`, a list of
     `{"name": ..., "arguments": {...}}` with or without a `function` object around them. A turn on which it raises has
@@ -74,18 +73,16 @@ class ChatFormat:
         self._template = template = ChatTemplate(tokenizer, chat_template_kwargs, prepare_messages)
         self._probes = probes = render_probes(template)
         message = call_message([probes.call], arguments_as_text=probes.arguments_as_text)
-        tags = find_reasoning_tags(template, message, probes.generation_prompt)
-        self._syntax = derive_syntax(probes, tags.closing) if probes.one_call else None
-        self._reasoning = self._syntax if isinstance(self._syntax, ChannelSyntax) else tags
-        self._uses_response_template = response_parser is None and self._response_template_works()
+        self._reasoning_tags = find_reasoning_tags(template, message, probes.generation_prompt)
+        self._syntax = find_syntax(probes)
         self.name: str
         """Description of the call syntax for logs and error messages."""
         if response_parser is not None:
             self.name = "the response_parser given"
-        elif self._uses_response_template:
-            self.name = "the tokenizer's response template"
         elif self._syntax is not None:
             self.name = self._syntax.name
+        elif self._response_template_works():
+            self.name = "the tokenizer's response template"
         else:
             raise ValueError(_unknown_syntax(probes))
         # A template may reject the user's tools although it takes those of the probes: fail here, not in training.
@@ -152,21 +149,18 @@ class ChatFormat:
                 return checked_turn(self._response_parser(text, list(turn_ids)))
             except Exception as error:  # a user's function may raise anything; a bad rollout is data
                 return make_turn(plain, problem=f"response_parser failed: {type(error).__name__}: {error}")
-        reasoning, rest = self._reasoning.split(text)
         syntax = self._syntax
-        spans = _first_calls(syntax.read(rest, parameter_schemas(schemas))) if syntax else []
-        calls = [call for span in spans for call in span.calls]
-        if self._uses_response_template:
+        if syntax is None:
             turn = self._parse_by_response_template(text, schemas)
-            # A response template fails on malformed calls, drops them or takes them for well-formed ones; the syntax
-            # reports their problem.
-            is_well_formed = turn.problem is None and all(call.problem is None for call in calls)
-            if syntax is None or (is_well_formed and len(turn.calls) == len(calls)):
-                is_text = not turn.calls and "reasoning_content" not in turn.message
-                return make_turn(plain, problem=turn.problem) if is_text else turn
-        if not spans and reasoning is None and not isinstance(syntax, ChannelSyntax):
+            if turn.problem is not None:  # it rejects the whole turn for a malformed call, of which the model is told
+                return make_turn(plain, calls=[ToolCall("", problem=turn.problem)])
+            return turn if turn.calls or "reasoning_content" in turn.message else make_turn(plain)
+        in_channels = syntax.split_reasoning(text)
+        reasoning, rest = in_channels or self._reasoning_tags.split(text)
+        spans = _first_calls(syntax.read(rest, parameter_schemas(schemas)))
+        if not spans and reasoning is None and in_channels is None:
             return make_turn(plain)
-        return make_turn(self._content(rest, spans), reasoning, calls)
+        return make_turn(self._content(rest, spans), reasoning, [call for span in spans for call in span.calls])
 
     def _content(self, text: str, spans: list[CallSpan]) -> str:
         """The text without well-formed calls and special tokens."""
@@ -234,7 +228,8 @@ def _unknown_syntax(probes: ProbeRenderings) -> str:
     return (
         f"the chat template writes tool calls in an unknown syntax. A call of {probes.call.name} with the arguments "
         f"{probes.call.arguments} is rendered as\n  {probes.one_call!r}\nPass response_parser=, a function of a turn's "
-        "text and token ids that returns the assistant message with its tool_calls"
+        "text and token ids that returns the assistant message with its tool_calls, or set tokenizer.response_template "
+        "to a response template of transformers that reads such calls"
     )
 
 

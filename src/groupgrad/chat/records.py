@@ -31,27 +31,7 @@ class Turn:
     calls: list[ToolCall]
     """All calls in the order of the text, malformed ones included."""
     problem: str | None = None
-    """The error of a response parser (the user's or the tokenizer's) that failed on this turn. The content is then the
-    decoded text."""
-
-
-@dataclass(slots=True)
-class CallSpan:
-    """Calls of a turn with their place in its text, `text[start:end]`, tags included."""
-
-    start: int
-    end: int
-    """After a malformed call: where the search for the next call resumes."""
-    calls: list[ToolCall]
-
-    @property
-    def is_well_formed(self) -> bool:
-        """True if the syntax has no objection to any call of the span."""
-        return all(call.problem is None for call in self.calls)
-
-
-Parameters = dict[str, dict[str, Any]]
-"""Parameter schemas by function name and parameter name."""
+    """The error of the user's response parser that failed on this turn. The content is then the decoded text."""
 
 
 def make_turn(

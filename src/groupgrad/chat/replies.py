@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from groupgrad.chat.call_syntax import CallSyntax
 from groupgrad.chat.chat_template import ChatTemplate, ControlToken, common_prefix
-from groupgrad.chat.derive_syntax import CallSyntax
 from groupgrad.chat.probe import USER, ProbeRenderings, call_message, turn_start
 from groupgrad.chat.records import ToolCall
 

@@ -7,7 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from groupgrad.chat.records import Parameters, ToolCall
+from groupgrad.chat.records import ToolCall
+
+Parameters = dict[str, dict[str, Any]]
+"""Parameter schemas by function name and parameter name."""
 
 # Models write line breaks inside strings unescaped; that is no reason to reject a call.
 _DECODER = json.JSONDecoder(strict=False)
