@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupgrad.chat.probe import SCHEMAS, SECOND_CALL, ProbeRenderings
+from groupgrad.chat.probe import CALL, SCHEMAS, SECOND_CALL, ProbeRenderings
 from groupgrad.chat.records import ToolCall
 from groupgrad.chat.values import (
     Parameters,
@@ -375,7 +375,7 @@ FAMILIES: tuple[CallSyntax, ...] = (
 def find_syntax(probes: ProbeRenderings) -> CallSyntax | None:
     """The first syntax of the table that parses the probe calls back with the same types and order, or None."""
     parameters = parameter_schemas(SCHEMAS)
-    rendered = [(probes.one_call, [probes.call]), (probes.two_calls, [probes.call, SECOND_CALL])]
+    rendered = [(probes.one_call, [CALL]), (probes.two_calls, [CALL, SECOND_CALL])]
     for syntax in FAMILIES if probes.one_call else ():
         found = [
             [call for span in syntax.read(text, parameters) for call in span.calls] for text, _ in rendered if text

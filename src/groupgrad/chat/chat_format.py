@@ -12,6 +12,7 @@ from groupgrad.chat.call_syntax import CallSpan, find_syntax
 from groupgrad.chat.chat_template import ChatTemplate
 from groupgrad.chat.probe import (
     ANSWER,
+    CALL,
     SCHEMAS,
     USER,
     ProbeRenderings,
@@ -72,7 +73,7 @@ class ChatFormat:
         self._tokenizer, self._response_parser, self._ending = tokenizer, response_parser, ending
         self._template = template = ChatTemplate(tokenizer, chat_template_kwargs, prepare_messages)
         self._probes = probes = render_probes(template)
-        message = call_message([probes.call], arguments_as_text=probes.arguments_as_text)
+        message = call_message([CALL], arguments_as_text=probes.arguments_as_text)
         self._reasoning_tags = find_reasoning_tags(template, message, probes.generation_prompt)
         self._syntax = find_syntax(probes)
         self.name: str
@@ -184,11 +185,10 @@ class ChatFormat:
 
     def _response_template_works(self) -> bool:
         """True if the tokenizer has a response template that parses the probe call."""
-        call = self._probes.call
         if getattr(self._tokenizer, "response_template", None) is None or not self._probes.one_call:
             return False
         turn = self._parse_by_response_template(self._probes.one_call, SCHEMAS)
-        if [(it.name, it.arguments) for it in turn.calls] == [(call.name, call.arguments)]:
+        if [(call.name, call.arguments) for call in turn.calls] == [(CALL.name, CALL.arguments)]:
             return True
         reason = turn.problem or "it does not read its template's own calls"
         logger.warning("the tokenizer's response template is not used: %s", reason)
@@ -226,8 +226,8 @@ def _unknown_syntax(probes: ProbeRenderings) -> str:
             "to read calls that your prompts ask for in a form of their own"
         )
     return (
-        f"the chat template writes tool calls in an unknown syntax. A call of {probes.call.name} with the arguments "
-        f"{probes.call.arguments} is rendered as\n  {probes.one_call!r}\nPass response_parser=, a function of a turn's "
+        f"the chat template writes tool calls in an unknown syntax. A call of {CALL.name} with the arguments "
+        f"{CALL.arguments} is rendered as\n  {probes.one_call!r}\nPass response_parser=, a function of a turn's "
         "text and token ids that returns the assistant message with its tool_calls, or set tokenizer.response_template "
         "to a response template of transformers that reads such calls"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.chat.chat_template import ChatTemplate, common_prefix
@@ -18,8 +18,6 @@ CALL = ToolCall(
     "probe0001",
 )
 SECOND_CALL = ToolCall("probe_tool_two", {"akey": "Probe8A", "fkey": "Probe8F"}, "probe0002")
-TEXT_ONLY_CALL = ToolCall("probe_tool_one", {"akey": "Probe7A", "bkey": "Probe7B", "fkey": "Probe7F"}, "probe0001")
-"""For templates that cannot render arguments of other types."""
 
 _TYPES = {"akey": "string", "bkey": "string", "ckey": "integer", "dkey": "boolean", "ekey": "array", "fkey": "string"}
 
@@ -46,10 +44,9 @@ class ProbeRenderings:
     generation_prompt: str
     """The conversation up to the start of the assistant turn."""
     one_call: str = ""
-    """A turn with `call`; empty if the template renders no calls."""
+    """A turn with `CALL`; empty if the template renders no calls."""
     two_calls: str = ""
-    """A turn with `call` and `SECOND_CALL`; empty if the template cannot render two."""
-    call: ToolCall = field(default_factory=lambda: CALL)
+    """A turn with `CALL` and `SECOND_CALL`; empty if the template cannot render two."""
     arguments_as_text: bool = False
     """The template expects arguments as a JSON text instead of a dict."""
     text_end: str = ""
@@ -85,14 +82,13 @@ def render_probes(template: ChatTemplate) -> ProbeRenderings:
         )
     probes = ProbeRenderings(prompt)
     probes.text_end = (template.try_render([USER, ANSWER]) or "").partition(ANSWER["content"])[2]
-    for call, as_text in ((CALL, False), (CALL, True), (TEXT_ONLY_CALL, False), (TEXT_ONLY_CALL, True)):
-        one = template.try_render([USER, call_message([call], arguments_as_text=as_text)])
-        if one is None or call.name not in one or "Probe7F" not in one:
+    for as_text in (False, True):
+        one = template.try_render([USER, call_message([CALL], arguments_as_text=as_text)])
+        if one is None or CALL.name not in one or "Probe7F" not in one:
             continue
-        probes.one_call = one[turn_start(one, prompt) :]
-        probes.call, probes.arguments_as_text = call, as_text
-        two = template.try_render([USER, call_message([call, SECOND_CALL], arguments_as_text=as_text)])
-        if two is not None and call.name in two and "Probe8F" in two:
+        probes.one_call, probes.arguments_as_text = one[turn_start(one, prompt) :], as_text
+        two = template.try_render([USER, call_message([CALL, SECOND_CALL], arguments_as_text=as_text)])
+        if two is not None and CALL.name in two and "Probe8F" in two:
             probes.two_calls = two[turn_start(two, prompt) :]
         break
     return probes
