@@ -166,48 +166,6 @@ deadline.call_within(0.2, stubborn, "the reward function 'f' took too long")
 """
 
 
-SUSPENDED = """
-import sys, threading, time
-from groupgrad.concurrency import deadline
-deadline.REACTION_S = 0.5
-
-
-def slow():
-    print("begun", flush=True)
-    for _ in range(10):
-        time.sleep(0.05)
-    print("answered", flush=True)
-
-
-def call():
-    deadline.call_within(1.5, slow, "late")
-
-
-if sys.argv[1] == "main":
-    call()
-else:
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-"""
-
-
-@pytest.mark.parametrize("thread", [pytest.param("main", marks=pytest.mark.slow), "other"])
-def test_time_in_which_the_process_is_suspended_does_not_count(thread):
-    with subprocess.Popen(
-        [sys.executable, "-c", SUSPENDED, thread], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None and child.stderr is not None
-        assert child.stdout.readline() == "begun\n"
-        time.sleep(0.2)
-        child.send_signal(signal.SIGSTOP)
-        time.sleep(3.5)  # longer than the deadline and all further times together
-        child.send_signal(signal.SIGCONT)
-        assert child.stdout.readline() == "answered\n"
-        assert child.wait(20) == 0
-        assert child.stderr.read() == ""
-
-
 def test_a_call_that_does_not_react_ends_the_process_with_a_message():
     out = subprocess.run([sys.executable, "-c", STUBBORN], capture_output=True, text=True, timeout=30, check=False)
     assert out.returncode == 70

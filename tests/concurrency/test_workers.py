@@ -372,8 +372,10 @@ def test_hanging_calls_do_not_keep_the_interpreter_from_ending():
 
 
 SUSPENDED = """
-import asyncio, os, time
+import asyncio, os, threading, time
+from groupgrad.concurrency import deadline
 from groupgrad.concurrency.workers import Workers
+deadline.REACTION_S = 0.5
 
 
 def plain():
@@ -390,9 +392,16 @@ async def on_loop():
     return "answer"
 
 
-workers = Workers()
-tools = plain, on_loop, lambda: on_loop()
-print(*(future.result().value for future in [workers.call(tool, {}, timeout_s=2.5) for tool in tools]), flush=True)
+def call():
+    answers.append(deadline.call_within(2.5, plain, "late"))
+
+
+answers, thread, workers = [], threading.Thread(target=call), Workers()
+called = [workers.call(tool, {}, timeout_s=2.5) for tool in (plain, on_loop, lambda: on_loop())]
+thread.start()
+call()
+thread.join()
+print(*(future.result().value for future in called), *answers, flush=True)
 """
 
 
@@ -404,8 +413,8 @@ print(*(future.result().value for future in [workers.call(tool, {}, timeout_s=2.
 def test_time_in_which_the_process_is_suspended_does_not_count() -> None:
     with subprocess.Popen([sys.executable, "-c", SUSPENDED], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        assert [child.stdout.readline() for _ in range(3)] == ["begun\n"] * 3
+        assert [child.stdout.readline() for _ in range(5)] == ["begun\n"] * 5
         child.send_signal(signal.SIGSTOP)
-        time.sleep(4.5)  # longer than the deadline, of which the suspension takes at most a second
+        time.sleep(4.5)  # longer than the deadlines, of which the suspension takes at most a second
         child.send_signal(signal.SIGCONT)
-        assert child.stdout.readline() == "answer answer answer\n"
+        assert child.stdout.readline() == "answer answer answer answer answer\n"
