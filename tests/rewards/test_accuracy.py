@@ -14,53 +14,46 @@ from groupgrad.rewards.accuracy import MathVerifier, Verdict
 TOWER = r"the result is \boxed{9^{9^{9^{9}}}}"
 
 
-@pytest.fixture
-def verifier(monkeypatch):
-    """Replaces the shared verifier by one with a short deadline."""
-    short = MathVerifier(timeout_s=1.0, max_workers=2)
-    monkeypatch.setattr(accuracy, "_VERIFIER", short)
-    return short
+CASES = [
+    ("72", r"so it is \boxed{72}.", 1.0),
+    ("#### 72", r"\boxed{72}", 1.0),
+    ("Natalia sold 48/2 = <<48/2=24>>24 clips.\n48+24 = <<48+24=72>>72.\n#### 72", r"\boxed{72}", 1.0),
+    ("#### 1,234", r"\boxed{1234}", 1.0),
+    (r"\boxed{72}", r"\boxed{72.0}", 1.0),
+    ("$72$", r"The answer is $72$", 1.0),
+    (r"$\frac{1}{2}$", r"\boxed{0.5}", 1.0),
+    (r"\frac12", r"\boxed{\frac{2}{4}}", 1.0),
+    ("x^2+1", r"\boxed{1 + x^2}", 1.0),
+    (r"3\sqrt{2}", r"\boxed{3}", 0.0),
+    (r"3\sqrt{2}", r"\boxed{\sqrt{18}}", 1.0),
+    ("(1, 2)", r"\boxed{(1,2)}", 1.0),
+    ("(1, 2)", r"\boxed{2}", 0.0),
+    ("$5.50", r"\boxed{\$5.5}", 1.0),
+    (72, r"\boxed{72}", 1.0),
+    ("72", r"\boxed{72 \text{ cm}}", 1.0),
+    ("72", r"first \boxed{70}, no: \boxed{72}", 0.0),
+    ("72", "no formula: 72", 0.0),
+    ("72", r"\boxed{27}", 0.0),
+    ("72", "", 0.0),
+    ("72", "\\boxed{", 0.0),
+    ("nothing to parse", r"\boxed{72}", None),
+    ("", r"\boxed{72}", None),
+    ("?", r"\boxed{72}", None),
+    (None, r"\boxed{72}", None),
+]
+"""Solution, completion and reward."""
 
 
-@pytest.mark.parametrize(
-    ("solution", "completion", "expected"),
-    [
-        ("72", r"so it is \boxed{72}.", 1.0),
-        ("#### 72", r"\boxed{72}", 1.0),
-        ("Natalia sold 48/2 = <<48/2=24>>24 clips.\n48+24 = <<48+24=72>>72.\n#### 72", r"\boxed{72}", 1.0),
-        ("#### 1,234", r"\boxed{1234}", 1.0),
-        (r"\boxed{72}", r"\boxed{72.0}", 1.0),
-        ("$72$", r"The answer is $72$", 1.0),
-        (r"$\frac{1}{2}$", r"\boxed{0.5}", 1.0),
-        (r"\frac12", r"\boxed{\frac{2}{4}}", 1.0),
-        ("x^2+1", r"\boxed{1 + x^2}", 1.0),
-        (r"3\sqrt{2}", r"\boxed{3}", 0.0),
-        (r"3\sqrt{2}", r"\boxed{\sqrt{18}}", 1.0),
-        ("(1, 2)", r"\boxed{(1,2)}", 1.0),
-        ("(1, 2)", r"\boxed{2}", 0.0),
-        ("$5.50", r"\boxed{\$5.5}", 1.0),
-        (72, r"\boxed{72}", 1.0),
-        ("72", r"\boxed{72 \text{ cm}}", 1.0),
-        ("72", r"first \boxed{70}, no: \boxed{72}", 0.0),
-        ("72", "no formula: 72", 0.0),
-        ("72", r"\boxed{27}", 0.0),
-        ("72", "", 0.0),
-        ("72", "\\boxed{", 0.0),
-        ("nothing to parse", r"\boxed{72}", None),
-        ("", r"\boxed{72}", None),
-        ("?", r"\boxed{72}", None),
-        (None, r"\boxed{72}", None),
-    ],
-)
-def test_accuracy(solution, completion, expected):
-    assert accuracy_reward(completions=[completion], solution=[solution], prompts=["p"]) == [expected]
+def test_accuracy():
+    solutions, completions, _ = map(list, zip(*CASES))
+    rewards = accuracy_reward(completions=completions, solution=solutions, prompts=["p"] * len(CASES))
+    assert [case for case, reward in zip(CASES, rewards) if reward != case[2]] == []
 
 
 def test_many_rows_keep_their_order():
     count = 100
     completions = [rf"\boxed{{{i}}}" for i in range(count)]
     solutions = [str(i if i % 3 else i + 1) for i in range(count)]
-    assert MathVerifier(max_workers=2).judge(["2", "3"], [r"\boxed{2}", r"\boxed{2}"])[1].correct is False
     assert accuracy_reward(completions=completions, solution=solutions) == [float(i % 3 > 0) for i in range(count)]
 
 
@@ -88,9 +81,8 @@ def test_a_conversation_is_judged_by_its_last_assistant_message():
     assert accuracy_reward(completions=[completion, completion], solution=["2", "1"]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("completion", "delimiters", "expected"),
-    [
+def test_reasoning_accuracy():
+    for completion, delimiters, expected in (
         (r"<think>\boxed{1}</think>\boxed{2}", None, 1.0),
         (r"<think>\boxed{2}</think>\boxed{1}", None, 0.0),
         (r"</think>\boxed{1}</think>\boxed{2}", None, 1.0),
@@ -100,13 +92,9 @@ def test_a_conversation_is_judged_by_its_last_assistant_message():
         (r"</reason>\boxed{1}</think>\boxed{2}", ["</think>", "</reason>"], 1.0),
         (r"</reason>\boxed{2}", ["</think>", "</reason>"], 1.0),
         (r"</reason>\boxed{2}", "</reason>", 1.0),
-    ],
-)
-def test_reasoning_accuracy(completion, delimiters, expected):
-    assert reasoning_accuracy_reward([completion], ["2"], reasoning_delimiters=delimiters) == [expected]
-
-
-def test_reasoning_accuracy_with_an_unknown_gold_and_bad_delimiters():
+    ):
+        rewards = reasoning_accuracy_reward([completion], ["2"], reasoning_delimiters=delimiters)
+        assert rewards == [expected], completion
     assert reasoning_accuracy_reward(["no delimiter", r"</think>\boxed{1}"], ["words only"] * 2) == [None, None]
     for delimiters in ([], [""]):
         with pytest.raises(ValueError, match="reasoning_delimiters="):
@@ -118,8 +106,10 @@ def test_solutions_must_match_completions():
         accuracy_reward(["a", "b"], ["2"])
 
 
-def test_a_pathological_answer_in_another_thread(verifier, caplog):
-    """The formula stays inside one C call, and a thread cannot use signals."""
+def test_a_pathological_formula_costs_its_row(monkeypatch, caplog):
+    """It stays inside one C call, and a thread cannot use signals. As a solution it times out once."""
+    verifier = MathVerifier(timeout_s=1.0, max_workers=2)
+    monkeypatch.setattr(accuracy, "_VERIFIER", verifier)
     results, metrics = [], {}
     verifier.judge(["1"], ["warm"])
 
@@ -136,9 +126,6 @@ def test_a_pathological_answer_in_another_thread(verifier, caplog):
     assert metrics == {"accuracy_reward/timed_out": pytest.approx(1 / 3)}
     assert "more than 1 s (or the memory allowed) for 1 of 3" in caplog.text
 
-
-def test_a_pathological_gold_times_out_once(verifier):
-    verifier.judge(["1"], ["warm"])
     started = time.perf_counter()
     verdicts = verifier.judge([r"$9^{9^{9^{9}}}$"] * 8, [r"\boxed{1}"] * 8)
     assert verdicts == [Verdict(None, timed_out=True)] * 8
@@ -146,12 +133,11 @@ def test_a_pathological_gold_times_out_once(verifier):
 
 
 def test_several_threads_at_once():
-    verifier = MathVerifier(max_workers=2)
     wrong = []
 
     def work(offset):
         golds = [str(offset * 100 + i) for i in range(10)]
-        verdicts = verifier.judge(golds, [rf"\boxed{{{gold}}}" for gold in golds])
+        verdicts = accuracy._VERIFIER.judge(golds, [rf"\boxed{{{gold}}}" for gold in golds])
         wrong.extend(gold for gold, verdict in zip(golds, verdicts) if not (verdict.correct and verdict.gold == gold))
 
     threads = [threading.Thread(target=work, args=(offset,)) for offset in range(5)]
@@ -159,10 +145,10 @@ def test_several_threads_at_once():
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert wrong == [] and len(verifier._workers) <= 2
+    assert wrong == []
 
 
-def test_a_process_that_dies_between_calls_is_replaced():
+def test_a_process_that_dies_between_calls_is_replaced_and_ends_with_the_verifier():
     verifier = MathVerifier(max_workers=1)
     verifier.judge(["1"], ["x"])
     process = psutil.Process(verifier._workers[0].pid)
@@ -170,11 +156,6 @@ def test_a_process_that_dies_between_calls_is_replaced():
     while process.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     assert verifier.judge(["1"], [r"\boxed{1}"]) == [Verdict(True, gold="1", answer="1")]
-
-
-def test_the_processes_end_with_the_verifier():
-    verifier = MathVerifier(max_workers=1)
-    verifier.judge(["1"], [r"\boxed{1}"])
     pid = verifier._workers[0].pid
     del verifier
     assert not psutil.pid_exists(pid)
@@ -192,12 +173,6 @@ def test_a_script_without_a_main_guard_works_and_leaves_no_process_behind(tmp_pa
     assert rewards == "[1.0]"
     with pytest.raises(subprocess.CalledProcessError):
         subprocess.run(["kill", "-0", pid.strip()], check=True, capture_output=True)
-
-
-def test_missing_math_verify(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'math-verify"):
-        accuracy_reward(["a"], ["b"])
 
 
 def test_the_worker_does_not_import_torch():

@@ -207,12 +207,12 @@ def test_type_hints_of_code_and_tests_are_evaluated(reward):
     assert score(reward, [function, f"{function}\nprint(g())"], [[test], [["", "True"]]])[0] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("end", ["unittest.main()", "if __name__ == '__main__':\n    unittest.main()"])
-def test_unit_tests_are_run(reward, end):
+def test_unit_tests_are_run(reward):
+    ends = ["unittest.main()", "if __name__ == '__main__':\n    unittest.main()"]
     head = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(half(4), 2)\n"
     second = "class Second(unittest.TestCase):\n    def test(self): self.assertEqual(half(6), 3)\n"
     codes = ["def half(x): return x // 2", "def half(x): return 2", "def half(x): return 7"]
-    rewards, failures = score(reward, codes, [[head + end, head + second + end]] * 3)
+    rewards, failures = score(reward, codes, [[head + ends[0], head + second + ends[1]]] * 3)
     assert rewards == [1.0, 0.5, 0.0]
     assert failures[0] is None and failures[1].startswith("test 2: SystemExit: 1") and failures[2].startswith("test 1:")
 
@@ -229,26 +229,24 @@ UNCALLED = [
 ]
 
 
-@pytest.mark.parametrize("uncalled", UNCALLED)
-def test_test_functions_and_classes_that_a_text_does_not_call_are_run(reward, uncalled):
+def test_test_functions_and_classes_that_a_text_does_not_call_are_run(reward):
     right, wrong = "def half(x): return x // 2", "def half(x): return 7"
-    assert score(reward, [right, wrong], [[uncalled]] * 2)[0] == [1.0, 0.0]
+    rewards, failures = score(reward, [right], [UNCALLED])
+    assert rewards == [1.0], failures
+    assert score(reward, [wrong], [UNCALLED])[0] == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
+def test_a_text_that_calls_nothing_ends_the_run(reward):
+    for text, problem in (
         ("LIMIT = 3\ndef check(candidate):\n    assert candidate(4) == 2", "defines check and calls nothing"),
         ("def test_half(value):\n    assert half(value) == 2", "has test_half, whose argument 'value' only pytest"),
         (
             "import pytest\n@pytest.mark.parametrize('x', [4])\ndef test_half(x):\n    assert half(x) == 2",
             "has test_half, whose arguments only pytest",
         ),
-    ],
-)
-def test_a_text_that_calls_nothing_ends_the_run(reward, text, problem):
-    with pytest.raises(RewardError, match=f"code_reward: the test .* of the data set {problem}"):
-        score(reward, ["def half(x): return 7"], [[text]])
+    ):
+        with pytest.raises(RewardError, match=f"code_reward: the test .* of the data set {problem}"):
+            score(reward, ["def half(x): return 7"], [[text]])
 
 
 def test_code_that_ends_is_started_again_and_code_that_hangs_is_not(reward):

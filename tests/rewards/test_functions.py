@@ -56,22 +56,16 @@ def test_name_and_async_flag(function, name, asynchronous):
     assert function_name(function) == name
     assert is_async(function) is asynchronous
     assert inspect_function(function).is_async is asynchronous
+    if isinstance(function, Judge):  # an instance can have a name
+        function.__name__ = "strict_judge"  # pyright: ignore[reportAttributeAccessIssue]
+        assert function_name(function) == "strict_judge"
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (plain, "plain"),
-        (functools.partial(plain, threshold=3), "plain"),
-        (Judge(), "Judge"),
-        (Judge().method, "Judge.method"),
-    ],
-)
-def test_the_module_tells_functions_of_one_name_apart(function, name):
-    assert qualified_name(function) == f"{__name__}.{name}"
-
-
-def test_the_script_that_runs_is_the_module_of_its_functions(monkeypatch, tmp_path):
+def test_the_module_tells_functions_of_one_name_apart(monkeypatch, tmp_path):
+    named = {plain: "plain", functools.partial(plain, threshold=3): "plain", Judge(): "Judge"}
+    for function, name in {**named, Judge().method: "Judge.method"}.items():
+        assert qualified_name(function) == f"{__name__}.{name}"
+    # The script that runs is the module of its functions.
     monkeypatch.setattr(plain, "__module__", "__main__")
     monkeypatch.setattr(Judge, "__module__", "__main__")
     (tmp_path / "digits.py").touch()
@@ -82,12 +76,6 @@ def test_the_script_that_runs_is_the_module_of_its_functions(monkeypatch, tmp_pa
     cell = {"__name__": "__main__"}
     exec(compile("def of_a_cell(): pass", "/tmp/ipykernel_1/2.py", "exec"), cell)
     assert qualified_name(cell["of_a_cell"]) == "__main__.of_a_cell"
-
-
-def test_an_instance_can_have_a_name():
-    judge = Judge()
-    judge.__name__ = "strict_judge"  # pyright: ignore[reportAttributeAccessIssue]
-    assert function_name(judge) == "strict_judge"
 
 
 @pytest.mark.parametrize(
@@ -128,9 +116,6 @@ def inputs_of(make_rollouts, count=3, step=7):
 )
 def test_numbers_of_every_type_are_accepted(make_rollouts, returned):
     assert read_rewards(returned, "f", inputs_of(make_rollouts)) == [1.0, 2.5, 1.0]
-
-
-def test_none_and_nan_are_nan(make_rollouts):
     rewards = read_rewards([None, float("nan"), 0], "f", inputs_of(make_rollouts))
     assert math.isnan(rewards[0]) and math.isnan(rewards[1]) and rewards[2] == 0.0
 
@@ -159,17 +144,13 @@ def test_unusable_rewards_are_errors(make_rollouts, returned, message):
         read_rewards(returned, "f", inputs_of(make_rollouts))
 
 
-def test_the_description_of_a_row_is_shortened(make_rollouts):
+def test_the_description_of_a_row(make_rollouts):
     rollouts = make_rollouts(["c" * 1000], [{"prompt": "start " + "p" * 1000 + " end"}])
     text = CallInputs.of(rollouts, None, 0).describe(0)
     assert "start" not in text and " end'" in text and len(text) < 500
-
-
-def test_a_conversation_is_described_as_text(make_rollouts):
-    rollouts = make_rollouts(
-        [[{"role": "assistant", "content": "four"}]], [{"prompt": [{"role": "user", "content": "2+2?"}]}]
-    )
-    assert CallInputs.of(rollouts, None, 0).describe(0) == "row 0 (prompt 'user: 2+2?', completion 'assistant: four')"
+    prompt, completion = [{"role": "user", "content": "2+2?"}], [{"role": "assistant", "content": "four"}]
+    inputs = CallInputs.of(make_rollouts([completion], [{"prompt": prompt}]), None, 0)
+    assert inputs.describe(0) == "row 0 (prompt 'user: 2+2?', completion 'assistant: four')"
 
 
 def test_copies_have_new_containers_and_shared_leaves():

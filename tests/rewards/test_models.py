@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from groupgrad.rewards.reward_runner import RewardRunner
 WORDS = ["<unk>", "<eos>", "<pad>", "user", "assistant", "sky", "is", "blue", "green", "the", "very", "and", "or"]
 TEMPLATE = """{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {{ eos_token }} {% endfor %}
 {% if shout %}very{% endif %}"""
+SKY = [{"prompt": "sky "}]
 TEXTS = ["is blue", "is very very very green and blue", "or", "the sky", "is green or blue and"]
 
 
@@ -157,7 +159,7 @@ def test_a_folder_is_loaded_with_one_label_and_options_of_its_own(make_rollouts,
     model: Any = scorer.model
     assert model.config.num_labels == 1 and model.dtype == torch.float64 and not model.training
     assert model.config._attn_implementation == "eager"
-    rollouts = make_rollouts(["is blue", "or"], [{"prompt": "sky "}] * 2)
+    rollouts = make_rollouts(["is blue", "or"], SKY * 2)
     expected = [by_hand(model, [WORDS.index(w) for w in f"sky {text}".split()]) for text in ("is blue", "or")]
     assert runner.score(rollouts).rewards[:, 0].tolist() == pytest.approx(expected, abs=1e-9)
 
@@ -181,14 +183,11 @@ def test_a_reward_model_is_not_sharded_under_zero_3(saved):
     assert [p.shape for p in scorer.model.parameters()] == [p.shape for p in make_model().parameters()]
 
 
-def test_without_options_a_folder_is_loaded_as_it_was_saved(tmp_path):
+def test_only_download_options_are_shared_with_the_policy(tmp_path):
     make_model().bfloat16().save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     model: Any = RewardRunner(str(tmp_path)).models[0].model
-    assert model.dtype == torch.bfloat16
-
-
-def test_only_download_options_are_shared_with_the_policy():
+    assert model.dtype == torch.bfloat16  # as it was saved
     policy = {"dtype": "bfloat16", "revision": "main", "token": "t", "device_map": "auto", "cache_dir": "/c"}
     assert hub_kwargs(policy) == {"cache_dir": "/c", "token": "t"}
 
@@ -209,27 +208,12 @@ def test_a_checkpoint_with_several_labels_is_refused(tmp_path):
         RewardRunner(str(tmp_path), models=RewardModelOptions(init_kwargs={"num_labels": 3}))
 
 
-def test_a_model_with_several_labels_is_refused():
-    with pytest.raises(ValueError, match=r"logits have shape \(1, 3\) for 1 rows.*num_labels=1"):
-        RewardRunner(make_model(num_labels=3), make_tokenizer())
-
-
 def test_the_tokenizer_of_a_model_object_is_found_by_its_name(make_rollouts, saved):
     model = LlamaForSequenceClassification.from_pretrained(saved)
     runner = RewardRunner([model, model], [None, make_tokenizer()])
     assert runner.names == ["tiny-rm", "tiny-rm_2"]
-    rewards = runner.score(make_rollouts(TEXTS, [{"prompt": "sky "}] * len(TEXTS))).rewards
+    rewards = runner.score(make_rollouts(TEXTS, SKY * len(TEXTS))).rewards
     assert rewards[:, 0].tolist() == rewards[:, 1].tolist()
-
-
-def test_a_model_object_without_a_name_needs_a_tokenizer():
-    with pytest.raises(ValueError, match=r"LlamaForSequenceClassification.*give it in reward_processing_classes"):
-        RewardRunner(make_model())
-
-
-def test_a_tokenizer_without_padding_and_end_is_refused():
-    with pytest.raises(ValueError, match=r"neither a padding nor an end-of-sequence token.*set tokenizer.pad_token"):
-        RewardRunner(make_model(), make_tokenizer(bos_token="<eos>"))
 
 
 def test_a_processor_gives_its_tokenizer(make_rollouts):
@@ -237,7 +221,7 @@ def test_a_processor_gives_its_tokenizer(make_rollouts):
         tokenizer = make_tokenizer()
 
     model = make_model()
-    rollouts = make_rollouts(TEXTS, [{"prompt": "sky "}] * len(TEXTS))
+    rollouts = make_rollouts(TEXTS, SKY * len(TEXTS))
     with_processor = RewardRunner(model, Processor()).score(rollouts).rewards
     assert with_processor.tolist() == RewardRunner(model, make_tokenizer()).score(rollouts).rewards.tolist()
 
@@ -246,7 +230,7 @@ def test_scoring_runs_in_evaluation_mode_without_gradient(make_rollouts):
     model = make_model(attention_dropout=0.9)
     runner = RewardRunner(model, make_tokenizer())
     model.train()
-    rollouts = make_rollouts(TEXTS, [{"prompt": "sky "}] * len(TEXTS))
+    rollouts = make_rollouts(TEXTS, SKY * len(TEXTS))
     first, second = runner.score(rollouts).rewards, runner.score(rollouts).rewards
     assert first.tolist() == second.tolist() and not first.requires_grad and not model.training
 
@@ -256,19 +240,11 @@ def test_a_score_that_is_not_finite_names_its_row(make_rollouts, bad):
     model = make_model()
     with torch.no_grad():
         model.model.embed_tokens.weight[WORDS.index("green")] = bad
-    rollouts = make_rollouts(["is blue", "is green"], [{"prompt": "sky "}] * 2)
+    rollouts = make_rollouts(["is blue", "is green"], SKY * 2)
     with pytest.raises(
         RewardError, match=r"'LlamaForSequenceClassification', step 5: it gave nan for row 1 .*'is green'"
     ):
         RewardRunner(model, make_tokenizer()).score(rollouts, step=5)
-
-
-def test_a_model_that_gives_nothing_but_nan_is_refused_at_once():
-    model = make_model()
-    with torch.no_grad():
-        model.score.weight.fill_(math.nan)
-    with pytest.raises(ValueError, match=r"gives nan for the text 'A'.*wider dtype"):
-        RewardRunner(model, make_tokenizer())
 
 
 def test_the_row_that_a_template_rejects_is_named(make_rollouts):
@@ -312,26 +288,65 @@ def test_a_processors_own_template_goes_first(make_rollouts):
     assert reward == pytest.approx(by_hand(model, [WORDS.index(word) for word in ("very", "sky", "blue")]), abs=1e-6)
 
 
-def test_a_model_that_scores_tokens_is_refused():
-    class Tagger(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(1))
+class Tagger(torch.nn.Module):
+    """A model that scores each token."""
 
-        def forward(self, input_ids, attention_mask):
-            from types import SimpleNamespace
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
 
-            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 3))
+    def forward(self, input_ids, attention_mask):
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 3))
 
-    with pytest.raises(ValueError, match=r"'Tagger' cannot score a text: .*logits have shape \(1, 1, 3\) for 1 rows"):
-        RewardRunner(Tagger(), make_tokenizer())
+
+def nan_model():
+    model = make_model()
+    with torch.no_grad():
+        model.score.weight.fill_(math.nan)
+    return model
+
+
+def placed_model():
+    model = make_model()
+    model.hf_device_map = {"": "cpu"}  # pyright: ignore
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "options", "message"),
+    [
+        (Tagger, make_tokenizer, {}, r"'Tagger' cannot score a text: .*logits have shape \(1, 1, 3\) for 1 rows"),
+        (lambda: make_model(num_labels=3), make_tokenizer, {}, r"logits have shape \(1, 3\) for 1 rows.*num_labels=1"),
+        (make_model, lambda: None, {}, r"LlamaForSequenceClassification.*give it in reward_processing_classes"),
+        (
+            make_model,
+            lambda: make_tokenizer(bos_token="<eos>"),
+            {},
+            r"neither a padding nor an end-of-sequence token.*set tokenizer.pad_token",
+        ),
+        (nan_model, make_tokenizer, {}, r"gives nan for the text 'A'.*wider dtype"),
+        (placed_model, make_tokenizer, {"offload": True}, r"reward_model_offload=True.*stays where it is"),
+        *(
+            (
+                make_model,
+                make_tokenizer,
+                {"device": device, "offload": offload},
+                rf"reward_model_device='{device}' cannot be used for reward model 'Llama.*set it to a device",
+            )
+            for device, offload in (("cuda:99", False), ("gpu", True))
+        ),
+    ],
+)
+def test_a_model_that_cannot_score_is_refused_at_once(model, tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        RewardRunner(model(), tokenizer(), models=RewardModelOptions(**options))
 
 
 def test_a_text_beyond_the_models_length_is_truncated_with_a_warning(make_rollouts, caplog):
     model = make_model()
     runner = RewardRunner(model, make_tokenizer())
     words = ["very"] * 70 + ["is", "blue"]
-    rollouts = make_rollouts([" ".join(words), "or"], [{"prompt": "sky "}] * 2)
+    rollouts = make_rollouts([" ".join(words), "or"], SKY * 2)
     table = runner.score(rollouts)
     runner.score(rollouts)
     expected = by_hand(model, [WORDS.index(word) for word in words[-64:]])
@@ -365,14 +380,14 @@ def test_forward_passes_are_bounded_by_tokens(make_rollouts):
         lambda m, a, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     texts = ["is very very very very very green", "or", "the sky", "is blue", "is the sky"]
-    runner.score(make_rollouts(texts, [{"prompt": "sky "}] * 5))
+    runner.score(make_rollouts(texts, SKY * 5))
     assert shapes == [(3, 3), (1, 4), (1, 8)]
 
 
 def test_a_pass_that_runs_out_of_memory_is_made_in_parts(make_rollouts):
     model = make_model()
     runner = RewardRunner(model, make_tokenizer())
-    rollouts = make_rollouts(TEXTS, [{"prompt": "sky "}] * len(TEXTS))
+    rollouts = make_rollouts(TEXTS, SKY * len(TEXTS))
     expected = runner.score(rollouts).rewards
 
     def fail(_module: Any, _args: Any, kwargs: Any) -> None:
@@ -393,7 +408,7 @@ def test_offloaded_weights_are_on_the_device_only_while_scoring(make_rollouts):
     The device is the host itself: its copies have other addresses.
     """
     model = make_model()
-    rollouts = make_rollouts(TEXTS, [{"prompt": "sky "}] * len(TEXTS))
+    rollouts = make_rollouts(TEXTS, SKY * len(TEXTS))
     expected = RewardRunner(model, make_tokenizer()).score(rollouts).rewards
     host = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     on_device: list[dict[str, int]] = []
@@ -412,13 +427,6 @@ def test_offloaded_weights_are_on_the_device_only_while_scoring(make_rollouts):
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items() if name in host} == host
 
 
-def test_a_placed_model_cannot_be_offloaded():
-    model = make_model()
-    model.hf_device_map = {"": "cpu"}  # pyright: ignore
-    with pytest.raises(ValueError, match=r"reward_model_offload=True.*stays where it is"):
-        RewardRunner(model, make_tokenizer(), models=RewardModelOptions(offload=True))
-
-
 def test_the_models_padding_token_precedes_the_end_of_sequence():
     model, seen = make_model(pad_token_id=WORDS.index("or")), []
     model.register_forward_pre_hook(
@@ -432,14 +440,6 @@ def test_the_models_padding_token_precedes_the_end_of_sequence():
         assert model.config.pad_token_id == WORDS.index("or"), "as the user has set it"
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_missing_device_is_named(device: str, offload: bool):
-    message = rf"reward_model_device='{device}' cannot be used for reward model 'Llama.*set it to a device"
-    with pytest.raises(ValueError, match=message):
-        RewardModel(make_model(), make_tokenizer(), RewardModelOptions(device=device, offload=offload))
-
-
 def test_names_of_models():
     assert model_name("org/reward-model") == "reward-model"
     assert model_name("./a/b/") == "b"
@@ -447,7 +447,6 @@ def test_names_of_models():
 
 
 def test_a_placed_model_is_not_moved():
-    model = make_model()
-    model.hf_device_map = {"": "cpu"}  # pyright: ignore
+    model = placed_model()
     RewardModel(model, make_tokenizer(), RewardModelOptions(device="meta"))
     assert next(model.parameters()).device.type == "cpu"

@@ -85,14 +85,6 @@ def test_functions_of_every_kind_in_one_list(run):
     assert values(run(length)) == [[1.0], [2.0]]  # a single one needs no list
 
 
-def test_without_rollouts_no_function_is_called():
-    def reward(**kwargs):
-        raise AssertionError("called")
-
-    table = RewardRunner([reward, length]).score([])
-    assert table.rewards.shape == (0, 2) and table.names == ["reward", "length"]
-
-
 def test_every_argument_there_is(run):
     seen = {}
 
@@ -302,17 +294,6 @@ def test_columns_and_metrics(run):
     assert "unknown" not in table.metrics
 
 
-def test_columns_belong_to_one_call(make_rollouts):
-    def reward(completions, log_extra, **kwargs):
-        if len(completions) == 1:
-            log_extra("once", ["x"])
-        return [0.0] * len(completions)
-
-    runner = RewardRunner(reward)
-    assert runner.score(make_rollouts(["a"])).columns == {"once": ["x"]}
-    assert runner.score(make_rollouts(["a", "b"])).columns == {}
-
-
 @pytest.mark.parametrize(
     ("log", "message"),
     [
@@ -367,11 +348,17 @@ def test_logging_from_many_threads(run):
     assert metric.weight == 4000 and metric.read() == pytest.approx(249.5)
 
 
-def test_unscored_rows_are_reported_once(make_rollouts, caplog):
-    runner = RewardRunner([lambda completions: [None, 1.0], lambda completions: [None, None]])
+def test_unscored_rows_are_reported_once_and_columns_belong_to_one_call(make_rollouts, caplog):
+    def first(completions, trainer_state, log_extra):
+        if trainer_state == "first":
+            log_extra("once", ["x", "y"])
+        return [None, 1.0]
+
+    runner = RewardRunner([first, lambda completions: [None, None]])
     with caplog.at_level(logging.WARNING):
-        for step in range(2):
-            runner.score(make_rollouts(["a", "b"]), step=step)
+        rollouts = make_rollouts(["a", "b"])
+        tables = [runner.score(rollouts, step=n, trainer_state=state) for n, state in enumerate(["first", "next"])]
+    assert [list(table.columns) for table in tables] == [["once"], []]
     assert len(caplog.records) == 1
     assert "step 0: 1 of 2 completions got no reward" in caplog.text and "row 0" in caplog.text
 
@@ -391,12 +378,7 @@ def test_unscored_rows_are_reported_once(make_rollouts, caplog):
 def test_invalid_arguments_fail_at_construction(functions, classes, error, message):
     with pytest.raises(error, match=message):
         RewardRunner(functions, classes)
-
-
-def test_processing_classes_of_functions_are_ignored():
-    classes = [object(), None]
-    assert RewardRunner([length, length], classes).names == ["length", "length_2"]
-    assert len(classes) == 2
+    assert RewardRunner([length, length], [object(), None]).names == ["length", "length_2"]  # functions need none
 
 
 def test_a_missing_math_verify_fails_at_construction(monkeypatch):
@@ -452,4 +434,5 @@ def test_failed_rollouts_are_not_passed_to_functions_and_get_no_reward(make_roll
     assert table.columns == {"what": ["A", None, "CCC"]}
     broken = [dataclasses.replace(rollout, finish_reason="error") for rollout in rollouts]
     assert RewardRunner(note).score(broken).rewards.isnan().tolist() == [[True]] * 3
+    assert RewardRunner([note, length]).score([]).rewards.shape == (0, 2)
     assert len(seen) == 1
