@@ -21,16 +21,13 @@ def check(rows: Any, tokenizer: Any, max_context: int | None = None) -> None:
     check_dataset(dataset, "train_dataset", PromptMaker(tokenizer, None, max_context))
 
 
-def test_a_text_is_tokenised_as_it_is(tokenizer):
+def test_texts_are_tokenised_as_they_are_and_conversations_go_through_the_template(tokenizer):
     row = {"prompt": "1+1=", "answer": "2"}
     prompt = PromptMaker(tokenizer)(row, 3)
     assert prompt.ids == ids_of(tokenizer, "1+1=")
     assert prompt.row is row
     assert prompt.group == 3
     assert not prompt.is_conversational
-
-
-def test_a_conversation_goes_through_the_template_with_a_generation_prompt(tokenizer):
     prompt = PromptMaker(tokenizer)({"prompt": USER}, 0)
     assert prompt.ids == ids_of(tokenizer, "<user>ab\n<assistant>")
     assert prompt.is_conversational
@@ -51,22 +48,27 @@ def test_fields_that_a_columnar_store_filled_with_none_are_dropped(tokenizer):
     assert PromptMaker(tokenizer).token_ids(messages) == ids_of(tokenizer, "az:b")
 
 
-def test_a_prompt_that_leaves_no_room_for_a_completion_is_an_error(tokenizer):
+def test_a_prompt_without_tokens_or_without_room_for_a_completion_is_an_error(tokenizer):
     maker = PromptMaker(tokenizer, None, max_context=4)
     assert len(maker({"prompt": "abc"}, 0).ids) == 3
     with pytest.raises(ValueError, match=r"4 tokens, but the model has 4 positions.*'abcd'"):
         maker({"prompt": "abcd"}, 0)
-
-
-def test_a_prompt_without_tokens_is_an_error(tokenizer):
     with pytest.raises(ValueError, match="gives no token"):
-        PromptMaker(tokenizer)({"prompt": ""}, 0)
+        maker({"prompt": ""}, 0)
 
 
 def test_good_data_sets_pass(tokenizer):
     check([{"prompt": "ab"}, {"prompt": "c"}], tokenizer, 16)
     check([{"prompt": USER}], tokenizer, 64)
     check(IterableDataset.from_generator(lambda: iter([{"prompt": "ab"}])), tokenizer)
+    for nothing in ({"images": []}, {"image": None}):
+        check([{"prompt": "a", **nothing}], tokenizer)
+    call = {"type": "function", "function": {"name": "f", "arguments": "x"}}
+    messages = [
+        {"role": "user", "content": "a", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    check([{"prompt": messages}], tokenizer)
 
 
 def test_prompts_that_are_too_long_are_counted_and_the_longest_shown(tokenizer):
@@ -106,58 +108,30 @@ def test_bad_prompts_are_rejected(rows: list[dict[str, Any]], message: str, toke
         check(rows, tokenizer)
 
 
-def test_an_assistant_message_may_hold_tool_calls_instead_of_content(tokenizer):
-    call = {"type": "function", "function": {"name": "f", "arguments": "x"}}
-    messages = [
-        {"role": "user", "content": "a", "tool_calls": None},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-    check([{"prompt": messages}], tokenizer)
+def test_other_data_sets_are_rejected(tokenizer):
+    for empty in (Dataset.from_dict({"prompt": []}), IterableDataset.from_generator(lambda: iter([]))):
+        with pytest.raises(ValueError, match="no rows"):
+            check(empty, tokenizer)
+    for thing in (({"prompt": "a"},), "path/to/data", {"train": 1}):
+        with pytest.raises(TypeError, match=type(thing).__name__):
+            check(thing, tokenizer)
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}])
+    for kind in ("pandas", "arrow"):
+        for dataset in (rows.with_format(kind), rows.to_iterable_dataset().with_format(kind)):
+            with pytest.raises(
+                TypeError, match=r"has a format whose rows are no dicts; give dataset.with_format\(None"
+            ):
+                check(dataset, tokenizer)
+    with pytest.raises(ValueError, match=r"its prompt is array.*a list of messages \(dataset.with_format\(None\) has"):
+        check(rows.with_format("numpy"), tokenizer)
 
 
-def test_an_empty_data_set(tokenizer):
-    with pytest.raises(ValueError, match="no rows"):
-        check(Dataset.from_dict({"prompt": []}), tokenizer)
-    with pytest.raises(ValueError, match="no rows"):
-        check(IterableDataset.from_generator(lambda: iter([])), tokenizer)
-
-
-@pytest.mark.parametrize("thing", [({"prompt": "a"},), "path/to/data", {"train": 1}])
-def test_other_classes_than_data_sets_are_rejected(thing: Any, tokenizer):
-    with pytest.raises(TypeError, match=type(thing).__name__):
-        check(thing, tokenizer)
-
-
-@pytest.mark.parametrize("kind", ["pandas", "arrow"])
-def test_a_format_whose_rows_are_no_dicts_is_rejected(kind: str, tokenizer):
-    rows = Dataset.from_list([{"prompt": "a"}])
-    for dataset in (rows.with_format(kind), rows.to_iterable_dataset().with_format(kind)):
-        with pytest.raises(TypeError, match=r"train_dataset has a format whose rows are no dicts.*with_format\(None\)"):
-            check(dataset, tokenizer)
-
-
-def test_a_format_that_makes_arrays_of_messages_is_rejected(tokenizer):
-    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}]).with_format("numpy")
-    with pytest.raises(
-        ValueError, match=r"its prompt is array.*a list of messages \(dataset.with_format\(None\) has them"
-    ):
-        check(dataset, tokenizer)
-
-
-@pytest.mark.parametrize("column", ["image", "images"])
-@pytest.mark.parametrize("first", [True, False])
-def test_image_columns_are_rejected_in_any_row(column: str, first: bool, tokenizer):
-    value = "picture" if column == "image" else ["picture"]
-    rows = [{"prompt": "a", column: value}, {"prompt": "b", column: None}]
-    number = 0 if first else 1
-    message = f"an image in '{column}' of row {number} of train_dataset, but the model reads text alone"
-    with pytest.raises(ValueError, match=message):
-        check(rows if first else rows[::-1], tokenizer)
-
-
-@pytest.mark.parametrize("rows", [[{"prompt": "a", "images": []}], [{"prompt": "a", "image": None}]])
-def test_image_columns_without_images_are_allowed(rows: list[dict[str, Any]], tokenizer):
-    check(rows, tokenizer)
+def test_image_columns_are_rejected_in_any_row(tokenizer):
+    for column, value, first in (("image", "picture", True), ("images", ["picture"], False)):
+        rows = [{"prompt": "a", column: value}, {"prompt": "b", column: None}]
+        message = f"an image in '{column}' of row {int(not first)} of train_dataset, but the model reads text alone"
+        with pytest.raises(ValueError, match=message):
+            check(rows if first else rows[::-1], tokenizer)
 
 
 def test_a_conversation_needs_a_chat_template(tokenizer):

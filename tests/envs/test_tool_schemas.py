@@ -115,6 +115,6 @@ def test_functions_that_cannot_be_tools_are_refused(function: Any, error: type[E
 
 
 def test_two_tools_of_one_name_are_refused():
+    assert make_tools([]) == []
     with pytest.raises(ValueError, match="two tools named 'multiply'"):
         make_tools([multiply, async_add, functools.partial(multiply, b=2)])
-    assert make_tools([]) == []

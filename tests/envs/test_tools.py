@@ -87,9 +87,8 @@ def many(
     return "ok"
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
+def test_arguments_that_fit(workers: Workers):
+    for name, value in (
         ("i", 3),
         ("x", 3),
         ("x", 2.5),
@@ -111,15 +110,12 @@ def many(
         ("drink", "coffee"),
         ("anything", [None]),
         ("absent", None),
-    ],
-)
-def test_arguments_that_fit(workers: Workers, name: str, value: Any):
-    assert call_tool(workers, [many], ToolCall("many", {name: value})).content == "ok"
+    ):
+        assert call_tool(workers, [many], ToolCall("many", {name: value})).content == "ok", (name, value)
 
 
-@pytest.mark.parametrize(
-    "name, value, problem",
-    [
+def test_arguments_that_do_not_fit(workers: Workers):
+    for name, value, problem in (
         ("i", "3", "'i' must be an integer, but is \"3\""),
         ("i", 3.0, "'i' must be an integer, but is 3.0"),
         ("i", True, "'i' must be an integer, but is true"),
@@ -142,29 +138,21 @@ def test_arguments_that_fit(workers: Workers, name: str, value: Any):
         ("colour", "RED", '\'colour\' must be one of "red", "blue", but is "RED"'),
         ("drink", "milk", '\'drink\' must be one of "tea", "coffee", but is "milk"'),
         ("s", ["x" * 900], "x..."),
-    ],
-)
-def test_arguments_that_do_not_fit(workers: Workers, name: str, value: Any, problem: str):
-    reply = call_tool(workers, [many], ToolCall("many", {name: value}))
-    assert (reply.failed, reply.timed_out, reply.seconds) == (True, False, 0.0)
-    assert problem in reply.content
-    assert len(reply.content) < 320
-
-
-@pytest.mark.parametrize(
-    "arguments, content",
-    [
+    ):
+        reply = call_tool(workers, [many], ToolCall("many", {name: value}))
+        assert (reply.failed, reply.timed_out, reply.seconds) == (True, False, 0.0)
+        assert problem in reply.content
+        assert len(reply.content) < 320
+    for arguments, content in (
         ({"a": 1}, "the argument 'b' is missing. 'multiply' takes: a (an integer), b (an integer)"),
         ({}, "the argument 'a' is missing; the argument 'b' is missing. 'multiply' takes: a (an integer), b"),
         ({"a": 1, "b": 2, "c": 3}, "there is no argument 'c'. 'multiply' takes: a (an integer), b (an integer)"),
         ([1, 2], "the arguments must be an object with a value for each name, but are [1, 2]"),
         (None, "the arguments must be an object with a value for each name, but are null"),
-    ],
-)
-def test_arguments_of_wrong_names(workers: Workers, arguments: Any, content: str):
-    reply = call_tool(workers, [multiply], ToolCall("multiply", arguments))
-    assert reply.failed
-    assert content in reply.content
+    ):
+        reply = call_tool(workers, [multiply], ToolCall("multiply", arguments))
+        assert reply.failed
+        assert content in reply.content
 
 
 # How a call ends
@@ -175,9 +163,19 @@ class Unprintable(Exception):
         raise RuntimeError("no words")
 
 
-@pytest.mark.parametrize(
-    "error, content",
-    [
+def test_a_tool_that_raises(workers: Workers):
+    def fail(error: BaseException) -> Any:
+        def fail() -> str:
+            """Fails."""
+            raise error
+
+        async def fail_later() -> str:
+            """Fails."""
+            raise error
+
+        return fail, fail_later
+
+    for error, content in (
         (ValueError("no such city"), "Error: ValueError: no such city"),
         (KeyError("x"), "Error: KeyError: 'x'"),
         (ZeroDivisionError(), "Error: ZeroDivisionError"),
@@ -185,20 +183,10 @@ class Unprintable(Exception):
         (KeyboardInterrupt(), "Error: KeyboardInterrupt"),
         (TimeoutError("the server's"), "Error: TimeoutError: the server's"),
         (Unprintable(), "Error: Unprintable"),
-    ],
-)
-def test_a_tool_that_raises(workers: Workers, error: BaseException, content: str):
-    def fail() -> str:
-        """Fails."""
-        raise error
-
-    async def fail_later() -> str:
-        """Fails."""
-        raise error
-
-    for function in (fail, fail_later):
-        reply = call_tool(workers, [function], ToolCall(function.__name__))
-        assert (reply.content, reply.failed, reply.timed_out) == (content, True, False)
+    ):
+        for function in fail(error):
+            reply = call_tool(workers, [function], ToolCall(function.__name__))
+            assert (reply.content, reply.failed, reply.timed_out) == (content, True, False)
 
 
 def test_a_tool_that_hangs(workers: Workers):
@@ -260,9 +248,8 @@ class Text(str):
         return "something else"
 
 
-@pytest.mark.parametrize(
-    "value, content",
-    [
+def test_results_reach_the_model_as_text(workers: Workers):
+    for value, content in (
         ("as it is", "as it is"),
         ("", ""),
         (Text("plain"), "plain"),
@@ -293,12 +280,9 @@ class Text(str):
         (b"bytes \xc3\xab", "bytes ë"),
         ("\ud800x", "?x"),
         ([{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}], "two parts"),
-    ],
-)
-def test_results_reach_the_model_as_text(workers: Workers, value: Any, content: str):
-    reply = call_tool(workers, [returning(value)], ToolCall("give"))
-    assert (reply.content, reply.failed) == (content, False)
-    assert type(reply.content) is str
+    ):
+        reply = call_tool(workers, [returning(value)], ToolCall("give"))
+        assert (reply.content, reply.failed, type(reply.content)) == (content, False, str)
 
 
 def test_a_result_without_a_json_form_is_an_error(workers: Workers, caplog: pytest.LogCaptureFixture):

@@ -98,7 +98,7 @@ def test_the_same_pictures_are_the_same_media(qwen):
     assert first.identity != other.identity
 
 
-def test_images_go_to_the_front_of_the_first_user_message():
+def test_images_go_to_the_front_of_the_first_user_message_or_fill_its_empty_blocks():
     row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], "images": [RED, BLUE]}
     messages = messages_with_images(row)
     assert messages is not None
@@ -109,9 +109,6 @@ def test_images_go_to_the_front_of_the_first_user_message():
         {"type": "text", "text": "a"},
     ]
     assert row["prompt"][1]["content"] == "a"
-
-
-def test_images_fill_the_empty_blocks():
     blocks = [
         {"type": "text", "text": "a", "image": None},
         {"type": "image", "text": None, "image": None},
@@ -124,14 +121,11 @@ def test_images_fill_the_empty_blocks():
     assert messages[0]["content"][0] == {"type": "text", "text": "a"}
 
 
-@pytest.mark.parametrize(("places", "images"), [(1, [RED, BLUE]), (2, [RED]), (1, [])])
-def test_blocks_and_images_must_be_equally_many(places: int, images: list[Any]):
-    row = {"prompt": tiny_vlms.question("a", places), "images": images}
-    with pytest.raises(VisionError, match=f"has {len(images)} images in .*, but its messages have {places} places"):
-        messages_with_images(row)
-
-
-def test_images_need_a_user_message():
+def test_images_need_as_many_places_and_a_user_message():
+    for places, images in ((1, [RED, BLUE]), (2, [RED]), (1, [])):
+        row = {"prompt": tiny_vlms.question("a", places), "images": images}
+        with pytest.raises(VisionError, match=f"has {len(images)} images in .*, but its messages have {places} places"):
+            messages_with_images(row)
     row = {"prompt": [{"role": "system", "content": "a"}], "image": RED}
     with pytest.raises(VisionError, match="1 images in 'image', but no message of the user's to put them in"):
         messages_with_images(row)
@@ -145,16 +139,13 @@ def test_a_placeholder_in_a_text_is_no_image(processor):
         maker(processor)(query(f"a{token}"), 0)
 
 
-def test_a_template_that_leaves_images_out_is_an_error(qwen):
+def test_what_fails_is_reported_with_the_images(qwen):
+    with pytest.raises(VisionError, match=r"Qwen2VLProcessor failed at a prompt with 1 images of 1000x2 pixels: Value"):
+        maker(qwen)(query(image=tiny_vlms.make_image("red", (1000, 2))), 0)
     deaf = tiny_vlms.build("qwen2_vl").processor
     deaf.chat_template = "{% for m in messages %}{% for b in m.content %}{{ b.text }}{% endfor %}{% endfor %}"
     with pytest.raises(VisionError, match="1 images, but its rendered text has 0 times the placeholder"):
         maker(deaf)(query(image=RED), 0)
-
-
-def test_a_failing_processor_is_reported_with_the_images(qwen):
-    with pytest.raises(VisionError, match=r"Qwen2VLProcessor failed at a prompt with 1 images of 1000x2 pixels: Value"):
-        maker(qwen)(query(image=tiny_vlms.make_image("red", (1000, 2))), 0)
 
 
 # ----------------------------------------------------------------------------------------------------- templates
@@ -211,13 +202,11 @@ def test_a_text_gets_one_beginning_of_sequence_token():
 
 def test_example_prompt(processor):
     prompt = example_prompt(processor)
-    assert prompt is not None
-    assert prompt.media is not None
+    assert prompt is not None and prompt.media is not None
     assert len(prompt.media.images) == 1
     assert prompt.media.tensors["pixel_values"].float().std() > 0.1
     two = example_prompt(processor, images=[RED, BLUE])
-    assert two is not None
-    assert two.media is not None
+    assert two is not None and two.media is not None
     assert two.media.images == (RED, BLUE)
 
 
@@ -395,7 +384,7 @@ def test_image_tokens_are_measured_where_the_processor_does_not_compute_them(sil
 
 def test_each_image_size_is_measured_once_up_to_a_limit(silent, monkeypatch):
     monkeypatch.setattr("groupgrad.multimodal.vlm_prompts.SIZES_TRIED", 2)
-    made = maker(silent)
+    made, failing = maker(silent), maker(silent)
     asked_for: list[tuple[int, int]] = []
     encode = made.encode
     monkeypatch.setattr(made, "encode", lambda text, images: asked_for.append(images[0].size) or encode(text, images))
@@ -405,17 +394,14 @@ def test_each_image_size_is_measured_once_up_to_a_limit(silent, monkeypatch):
     assert made.num_image_tokens([(20, 10)]) == 34
     assert len(asked_for) == 2
 
-
-def test_a_failed_measurement_is_not_repeated(silent, monkeypatch):
-    made = maker(silent)
     tries: list[int] = []
 
     def fail(text: str, images: Any) -> Any:
         tries.append(1)
         raise VisionError("no such size")
 
-    monkeypatch.setattr(made, "encode", fail)
-    assert [made.num_image_tokens([(8, 8)]) for _ in range(2)] == [0, 0]
+    monkeypatch.setattr(failing, "encode", fail)
+    assert [failing.num_image_tokens([(8, 8)]) for _ in range(2)] == [0, 0]
     assert tries == [1]
 
 
