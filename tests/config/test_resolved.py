@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import Any
 
 import pytest
 
@@ -122,22 +123,37 @@ def test_a_config_without_arguments_works_on_this_machine():
 # --- Fields of earlier releases ---
 
 
-@pytest.mark.parametrize(
-    ("settings", "field", "value"),
-    [
-        ({"warmup_ratio": 0.1}, "warmup_steps", 0.1),
-        ({"warmup_ratio": 0.1, "warmup_steps": 0.3}, "warmup_steps", 0.1),
-        ({"per_gpu_train_batch_size": 16}, "per_device_train_batch_size", 16),
-        ({"per_gpu_eval_batch_size": 16}, "per_device_eval_batch_size", 16),
-        ({"no_cuda": True, "use_cpu": False}, "use_cpu", True),
-        ({"adafactor": True}, "optim", "adafactor"),
-        ({"push_to_hub_model_id": "m"}, "hub_model_id", "m"),
-        ({"push_to_hub_model_id": "m", "push_to_hub_organization": "o"}, "hub_model_id", "o/m"),
-        ({"push_to_hub_organization": "o", "output_dir": "runs/name/"}, "hub_model_id", "o/name"),
-        ({"push_to_hub_token": "t"}, "hub_token", "t"),
-        ({"torchdynamo": "eager"}, "torch_compile_backend", "eager"),
-    ],
-)
+MOVED: list[tuple[dict[str, Any], str, Any]] = [
+    ({"warmup_ratio": 0.1}, "warmup_steps", 0.1),
+    ({"warmup_ratio": 0.1, "warmup_steps": 0.3}, "warmup_steps", 0.1),
+    ({"per_gpu_train_batch_size": 16}, "per_device_train_batch_size", 16),
+    ({"per_gpu_eval_batch_size": 16}, "per_device_eval_batch_size", 16),
+    ({"no_cuda": True, "use_cpu": False}, "use_cpu", True),
+    ({"adafactor": True}, "optim", "adafactor"),
+    ({"push_to_hub_model_id": "m"}, "hub_model_id", "m"),
+    ({"push_to_hub_model_id": "m", "push_to_hub_organization": "o"}, "hub_model_id", "o/m"),
+    ({"push_to_hub_organization": "o", "output_dir": "runs/name/"}, "hub_model_id", "o/name"),
+    ({"push_to_hub_token": "t"}, "hub_token", "t"),
+    ({"torchdynamo": "eager"}, "torch_compile_backend", "eager"),
+]
+RENAMED: list[tuple[dict[str, Any], str, Any]] = [
+    ({"use_liger_loss": True}, "use_liger_kernel", True),
+    ({"use_liger_loss": False}, "use_liger_kernel", False),
+    ({"wandb_log_unique_prompts": True, "log_completions": True}, "log_unique_prompts", True),
+    ({"vllm_guided_decoding_regex": "a+"}, "vllm_structured_outputs_regex", "a+"),
+    ({"vllm_importance_sampling_cap": 2.0}, "vllm_importance_sampling_clip_max", 2.0),
+    ({"vllm_max_model_len": 512}, "vllm_max_model_length", 512),
+]
+INERT = [name for name, row in legacy.LEGACY.items() if row.into is None and row.act is None]
+
+
+def test_every_earlier_field_is_moved_renamed_or_without_effect():
+    elsewhere = {"logging_dir", "use_transformers_paged"}  # below, and in tests/trainer/test_engines.py
+    covered = {name for settings, *_ in (*MOVED, *RENAMED) for name in settings}
+    assert set(legacy.LEGACY) == (covered & set(legacy.LEGACY)) | set(INERT) | elsewhere
+
+
+@pytest.mark.parametrize(("settings", "field", "value"), MOVED)
 def test_legacy_values_move_to_their_new_field(settings, field, value):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -163,17 +179,7 @@ def test_logging_dir_is_where_tensorboard_looks(monkeypatch, tmp_path):
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "field", "value"),
-    [
-        ({"use_liger_loss": True}, "use_liger_kernel", True),
-        ({"use_liger_loss": False}, "use_liger_kernel", False),
-        ({"wandb_log_unique_prompts": True, "log_completions": True}, "log_unique_prompts", True),
-        ({"vllm_guided_decoding_regex": "a+"}, "vllm_structured_outputs_regex", "a+"),
-        ({"vllm_importance_sampling_cap": 2.0}, "vllm_importance_sampling_clip_max", 2.0),
-        ({"vllm_max_model_len": 512}, "vllm_max_model_length", 512),
-    ],
-)
+@pytest.mark.parametrize(("settings", "field", "value"), RENAMED)
 def test_renamed_fields_warn_and_work(settings, field, value):
     with pytest.warns(FutureWarning, match=f"has a new name, {field}"):
         assert getattr(make(**settings), field) == value
@@ -186,7 +192,6 @@ def test_both_names_of_a_field_must_agree():
         make(vllm_importance_sampling_cap=2.0, vllm_importance_sampling_clip_max=2.0)
 
 
-INERT = [name for name, row in legacy.LEGACY.items() if row.into is None and row.act is None]
 OTHER = {bool: True, str: "x", int: 3, str | None: "x", int | None: 3}
 
 

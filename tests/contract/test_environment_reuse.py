@@ -58,27 +58,19 @@ class WithoutClose(Counted):
     close = None  # type: ignore[assignment]
 
 
-def test_environments_are_reset_and_reused(tokenizer: Any, make_model: Any, tmp_path: Path) -> None:
-    train(tokenizer, make_model, tmp_path, reuse_environments=True)
-    assert [made.resets for made in Counted.made] == [3] * 8
-    assert [made.closes for made in Counted.made] == [1] * 8
-
-
-def test_each_rollout_may_have_its_own(tokenizer: Any, make_model: Any, tmp_path: Path) -> None:
-    train(tokenizer, make_model, tmp_path, reuse_environments=False)
-    assert [made.resets for made in Counted.made] == [1] * 24
-    assert [made.closes for made in Counted.made] == [1] * 24
-
-
-def test_by_default_those_that_can_be_closed_serve_one_rollout(tokenizer: Any, make_model: Any, tmp_path: Path) -> None:
-    train(tokenizer, make_model, tmp_path)
-    assert [made.resets for made in Counted.made] == [1] * 24
-    assert [made.closes for made in Counted.made] == [1] * 24
-
-
-def test_by_default_those_without_close_are_reused(tokenizer: Any, make_model: Any, tmp_path: Path) -> None:
-    train(tokenizer, make_model, tmp_path, factory=WithoutClose)
-    assert [made.resets for made in Counted.made] == [3] * 8
+@pytest.mark.parametrize(
+    ("factory", "reuse", "num_made"),
+    [
+        (Counted, True, 8),
+        (Counted, False, 24),
+        (Counted, None, 24),  # by default those that can be closed serve one rollout
+        (WithoutClose, None, 8),  # and those that cannot are reused
+    ],
+)
+def test_how_often_an_environment_serves(tokenizer: Any, make_model: Any, tmp_path: Path, factory, reuse, num_made):
+    train(tokenizer, make_model, tmp_path, factory, reuse_environments=reuse)
+    assert [made.resets for made in Counted.made] == [24 // num_made] * num_made
+    assert factory is WithoutClose or [made.closes for made in Counted.made] == [1] * num_made
 
 
 def test_the_option_is_warned_of_where_there_are_no_environments(
