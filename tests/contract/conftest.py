@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset
+from scripted_agents import EOS, with_tools
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
+from groupgrad.engines.selection import EngineChoice
 from groupgrad.engines.transformers import TransformersEngine
+from groupgrad.trainer import build as trainer_build
 
 MODEL_IDS = ("Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-72B")
 
@@ -138,5 +143,75 @@ def rest() -> Callable[..., dict[str, Any]]:
     def make(**changes: Any) -> dict[str, Any]:
         dataset = Dataset.from_list([{"prompt": f"{a}+1=", "ground_truth": str(a + 1)} for a in range(4)])
         return {"model": "Qwen/Qwen2-0.5B-Instruct", "train_dataset": dataset, **changes}
+
+    return make
+
+
+# --- agents ---
+
+
+class CallingEngine(BatchEngine):
+    """Calls a tool in the first `num_calls` turns, with a number that depends on the seed, then answers."""
+
+    def __init__(self, tokenizer: Any, text: Callable[[int], str], num_calls: int):
+        self.tokenizer, self._text, self._num_calls = tokenizer, text, num_calls
+        self.asked: list[Request] = []
+        self.rows_of_calls: list[int] = []
+
+    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
+        self.asked += requests
+        self.rows_of_calls.append(len(requests))
+        return [self._sample(request) for request in requests]
+
+    def _sample(self, request: Request) -> Sample:
+        num_replies = self.tokenizer.decode(request.prompt_ids).count("<tool>")
+        number = int(hashlib.sha256(str(request.seed).encode()).hexdigest(), 16) % 5
+        text = self._text(number) if num_replies < self._num_calls else "done"
+        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], EOS]
+        return Sample(ids, "eos", [-0.5] * len(ids), [0.25] * len(ids))
+
+
+@pytest.fixture
+def use_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Trainers made from here on sample by this engine."""
+
+    def use(engine: Any) -> None:
+        monkeypatch.setattr(trainer_build, "choose_engine", lambda *a, **k: EngineChoice(engine, "given", "a test"))
+
+    return use
+
+
+@pytest.fixture
+def calling(use_engine: Any, make_tokenizer: Any) -> Callable[..., CallingEngine]:
+    """`calling(text, num_calls=1)`: the engine of the trainers made from here on, which calls tools."""
+
+    def put(text: Callable[[int], str], num_calls: int = 1) -> CallingEngine:
+        engine = CallingEngine(with_tools(make_tokenizer()), text, num_calls)
+        use_engine(engine)
+        return engine
+
+    return put
+
+
+@pytest.fixture
+def make_agents(make_trainer: Any, make_model: Any, tokenizer: Any) -> Callable[..., GRPOTrainer]:
+    """`make_trainer` on conversations, with room for descriptions of tools and four completions a prompt."""
+
+    def make(config: dict[str, Any] | None = None, **arguments: Any) -> GRPOTrainer:
+        settings = {
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 200,
+            "log_completions": True,
+            "num_completions_to_print": 0,
+        }
+        rows = [{"prompt": [{"role": "user", "content": f"Increment by {i}."}]} for i in range(1, 9)]
+        defaults: dict[str, Any] = {
+            "model": make_model(max_position_embeddings=2048),
+            "processing_class": with_tools(tokenizer),
+            "train_dataset": Dataset.from_list(rows),
+            "reward_funcs": None,
+        }
+        return make_trainer({**settings, **(config or {})}, **{**defaults, **arguments})
 
     return make

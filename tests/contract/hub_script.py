@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupgrad import GRPOConfig, GRPOTrainer
 
 BASE = "Qwen/Qwen2-0.5B-Instruct"
+LOGS: dict[str, Any] = {"log_completions": True, "num_completions_to_print": 0, "hub_token": "hf_in_config"}
 
 
 def checksum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -47,14 +49,16 @@ def make_trainer(model_dir: str, output_dir: Path, peft_config: Any = None, **se
 
 
 def by_hand(model_dir: str, folder: Path) -> dict[str, Any]:
-    """`push_to_hub` called twice by the user."""
+    """`push_to_hub` called twice by the user; completions go to a data set."""
     trainer = make_trainer(
         model_dir,
         folder / "by-hand",
-        max_steps=1,
+        max_steps=2,
         save_strategy="no",
         hub_model_id="ada/tiny-grpo",
         hub_private_repo=True,
+        log_completions_hub_repo="ada/answers",
+        **LOGS,
     )
     trainer.train()
     first = trainer.push_to_hub(
@@ -69,7 +73,7 @@ def by_hand(model_dir: str, folder: Path) -> dict[str, Any]:
 
 
 def while_training(model_dir: str, folder: Path) -> dict[str, Any]:
-    """`push_to_hub=True` in the configuration."""
+    """`push_to_hub=True` in the configuration, of a model at every save and of an adapter at the end."""
     settings = {"save_steps": 1, "max_steps": 2, "push_to_hub": True, "hub_token": "hf_in_config"}
     trainer = make_trainer(
         model_dir,
@@ -81,33 +85,17 @@ def while_training(model_dir: str, folder: Path) -> dict[str, Any]:
     )
     trainer.train()
     trainer.save_model()
-    at_end = make_trainer(model_dir, folder / "at-end", hub_strategy="end", **settings)
+    adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    at_end = make_trainer(model_dir, folder / "at-end", adapter, hub_strategy="end", **settings)
     at_end.train()
     at_end.push_to_hub()
     return {"names": [trainer.hub_model_id, at_end.hub_model_id]}
 
 
-def adapter(model_dir: str, folder: Path) -> dict[str, Any]:
-    """An adapter is pushed alone."""
+def refused(model_dir: str, folder: Path) -> dict[str, Any]:
+    """A data set that cannot be made is told before anything is sampled."""
     try:
-        from peft import LoraConfig
-    except ImportError:
-        return {}
-    trainer = make_trainer(
-        model_dir, folder / "adapter", LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]), max_steps=1
-    )
-    trainer.train()
-    return {"url": str(trainer.push_to_hub(token="hf_adapter").commit_url)}
-
-
-def completions(model_dir: str, folder: Path) -> dict[str, Any]:
-    """Completions go to a data set, and a data set that cannot be made is told before anything is sampled."""
-    logs: dict[str, Any] = {"log_completions": True, "num_completions_to_print": 0, "hub_token": "hf_in_config"}
-    settings = {**logs, "max_steps": 2, "save_strategy": "no", "hub_private_repo": True}
-    trainer = make_trainer(model_dir, folder / "completions", log_completions_hub_repo="ada/answers", **settings)
-    trainer.train()
-    try:
-        make_trainer(model_dir, folder / "refused", log_completions_hub_repo="ada/forbidden", **settings)
+        make_trainer(model_dir, folder / "refused", max_steps=1, log_completions_hub_repo="ada/forbidden", **LOGS)
     except ValueError as error:
         return {"error": str(error)}
     return {}
@@ -115,5 +103,5 @@ def completions(model_dir: str, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     model_dir, folder = sys.argv[1], Path(sys.argv[2])
-    results = {part.__name__: part(model_dir, folder) for part in (by_hand, while_training, adapter, completions)}
+    results = {part.__name__: part(model_dir, folder) for part in (by_hand, while_training, refused)}
     print("RESULTS " + json.dumps(results))

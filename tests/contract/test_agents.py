@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from agent_samples import ENVIRONMENT, TOOLS
@@ -19,11 +19,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.apps.cli.main import main
-from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
-from groupgrad.engines.selection import EngineChoice
 from groupgrad.errors import RolloutError
 from groupgrad.rollout import driver
-from groupgrad.trainer import build as trainer_build
 
 
 @pytest.fixture(autouse=True)
@@ -34,38 +31,10 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 CHAT = [{"prompt": [{"role": "user", "content": f"Increment by {i}."}]} for i in range(1, 9)]
 
 
-class CallingEngine(BatchEngine):
-    """Calls a tool in the first `num_calls` turns, with a number that depends on the seed, then answers."""
-
-    def __init__(self, tokenizer: Any, text: Callable[[int], str], num_calls: int = 1):
-        self._tokenizer, self._text, self._num_calls = tokenizer, text, num_calls
-        self.asked: list[Request] = []
-        self.rows_of_calls: list[int] = []
-
-    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
-        self.asked += requests
-        self.rows_of_calls.append(len(requests))
-        return [self._sample(request) for request in requests]
-
-    def _sample(self, request: Request) -> Sample:
-        context = self._tokenizer.decode(request.prompt_ids)
-        num_replies = context.count("<tool>")
-        number = int(hashlib.sha256(str(request.seed).encode()).hexdigest(), 16) % 5
-        text = self._text(number) if num_replies < self._num_calls else "done"
-        ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], EOS]
-        return Sample(ids, "eos", [-0.5] * len(ids), [0.25] * len(ids))
-
-
-@pytest.fixture
-def calling(monkeypatch: pytest.MonkeyPatch, make_tokenizer: Any) -> Callable[..., CallingEngine]:
-    """Replaces the engine that a trainer would choose with one that calls tools."""
-
-    def put(text: Callable[[int], str], num_calls: int = 1) -> CallingEngine:
-        engine = CallingEngine(with_tools(make_tokenizer()), text, num_calls)
-        monkeypatch.setattr(trainer_build, "choose_engine", lambda *a, **k: EngineChoice(engine, "calling", "a test"))
-        return engine
-
-    return put
+def chats(*columns: dict[str, Any]) -> Dataset:
+    """Conversations with further columns; those of one row stand for eight rows."""
+    columns = columns * 8 if len(columns) == 1 else columns
+    return Dataset.from_list([{**CHAT[place % 8], **row} for place, row in enumerate(columns)])
 
 
 @pytest.fixture
@@ -74,31 +43,6 @@ def with_template(hub: Path, make_tokenizer: Any, make_model: Any) -> Path:
     make_model(max_position_embeddings=2048).save_pretrained(hub / "Qwen/Qwen3-0.6B")
     with_tools(make_tokenizer()).save_pretrained(hub / "Qwen/Qwen3-0.6B")
     return hub
-
-
-def make(tokenizer: Any, make_model: Any, config: dict[str, Any] | None = None, **arguments: Any) -> GRPOTrainer:
-    """A trainer of a small model on conversations; four completions a prompt, one step."""
-    settings: dict[str, Any] = {
-        "output_dir": "out",
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 200,
-        "max_steps": 1,
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "log_completions": True,
-        "num_completions_to_print": 0,
-    }
-    return GRPOTrainer(
-        model=make_model(max_position_embeddings=2048),
-        args=GRPOConfig(**{**settings, **(config or {})}),
-        processing_class=with_tools(tokenizer),
-        **{"train_dataset": Dataset.from_list(CHAT), **arguments},
-    )
 
 
 def increment(step: int) -> int:
@@ -183,12 +127,12 @@ def test_environments_as_written(with_template: Path, calling: Any, run: Any, mo
     engine = calling(lambda n: call("increment", step=n))
     trainer = run(ENVIRONMENT.replace("GRPOConfig(chat", "GRPOConfig(max_completion_length=300, chat"))["trainer"]
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
-    first = [request for request in engine.asked if "<tool>" not in engine._tokenizer.decode(request.prompt_ids)]
+    first = [request for request in engine.asked if "<tool>" not in engine.tokenizer.decode(request.prompt_ids)]
     assert len(logs) == 4
     numbers = [int(hashlib.sha256(str(r.seed).encode()).hexdigest(), 16) % 5 for r in first[:8]]
     assert logs[0]["reward"] == pytest.approx(sum(numbers) / 8)
     assert logs[0]["tools/increment/call_frequency"] == 1.0
-    assert all("Counter reset to 0." in engine._tokenizer.decode(request.prompt_ids) for request in first)
+    assert all("Counter reset to 0." in engine.tokenizer.decode(request.prompt_ids) for request in first)
 
 
 @pytest.mark.usefixtures("affordable")
@@ -200,8 +144,8 @@ def test_environments_as_written_with_the_real_tokenizer(hub: Path, shared: Path
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Qwen3Config(vocab_size=len(tokenizer), num_key_value_heads=1, head_dim=8, **sizes)  # pyright: ignore
     Qwen3ForCausalLM(config).save_pretrained(hub / "Qwen/Qwen3-0.6B")
-    trainer = run(ENVIRONMENT)["trainer"]
-    assert trainer.state.global_step == 4
+    trainer = run(ENVIRONMENT.replace("GRPOConfig(", "GRPOConfig(max_steps=1, "))["trainer"]
+    assert trainer.state.global_step == 1
     assert trainer.execution.engine_choice.name == "native"
     (log, *_) = trainer.state.log_history
     assert log["tools/call_frequency"] == 0.0
@@ -212,16 +156,14 @@ def test_environments_as_written_with_the_real_tokenizer(hub: Path, shared: Path
 # --- rewards, counts and options ---
 
 
-def test_an_environments_own_reward_needs_no_function(tokenizer: Any, make_model: Any, calling: Any) -> None:
+def test_an_environments_own_reward_needs_no_function(make_agents: Any, calling: Any) -> None:
     calling(lambda n: call("add", step=n))
-    trainer = make(tokenizer, make_model, environment_factory=Counter)
+    trainer = make_agents(environment_factory=Counter)
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["rewards/Counter/mean"] == log["reward"] > 0
     assert trainer.rewards.names == ["Counter"]
-    with_function = make(
-        tokenizer, make_model, {"reward_weights": [0.5]}, environment_factory=Counter, reward_funcs=longer
-    )
+    with_function = make_agents({"reward_weights": [0.5]}, environment_factory=Counter, reward_funcs=longer)
     with_function.train()
     log = with_function.state.log_history[0]
     assert log["reward"] == pytest.approx(0.5 * log["rewards/longer/mean"] + log["rewards/Counter/mean"])
@@ -232,12 +174,11 @@ class Judged(Counter):
         return -1.0
 
 
-def test_the_rewards_of_environments_are_the_last_functions(tokenizer: Any, make_model: Any) -> None:
+def test_the_rewards_of_environments_are_the_last_functions(make_agents: Any) -> None:
     """As in TRL they can be called, score environments of their own class alone, and are async where the method is."""
-    rows = Dataset.from_list([{**row, "environment": ("a", "b")[i % 2]} for i, row in enumerate(CHAT)])
+    rows = chats(*({"environment": name} for name in "abab"))
     factories = {"a": Counter, "b": Judged}
-    rest = {"train_dataset": rows, "reward_funcs": longer}
-    trainer = make(tokenizer, make_model, environment_factory=factories, **rest)
+    trainer = make_agents(environment_factory=factories, train_dataset=rows, reward_funcs=longer)
     environments = [Counter(), Judged(), Counter()]
     for environment in environments:
         environment.reset()
@@ -250,7 +191,7 @@ def test_the_rewards_of_environments_are_the_last_functions(tokenizer: Any, make
 
 
 def test_rows_come_in_waves_to_an_engine_that_samples_whole_batches(
-    tokenizer: Any, make_model: Any, calling: Any, monkeypatch: Any
+    make_agents: Any, calling: Any, monkeypatch: Any
 ) -> None:
     """Two replies and an answer of 16 rows are three calls, though each tool answers at a time of its own."""
     monkeypatch.setattr(driver, "LEAST_PATIENCE_S", 2.0)  # a busy machine's threads are slow
@@ -266,26 +207,26 @@ def test_rows_come_in_waves_to_an_engine_that_samples_whole_batches(
         return step
 
     config = {"per_device_train_batch_size": 16, "max_completion_length": 400}
-    make(tokenizer, make_model, config, tools=[pause], reward_funcs=longer).train()
+    make_agents(config, tools=[pause], reward_funcs=longer).train()
     assert engine.rows_of_calls == [16, 16, 16]
 
 
-def test_tool_tokens_are_not_counted(tokenizer: Any, make_model: Any, calling: Any) -> None:
+def test_tool_tokens_are_not_counted(make_agents: Any, calling: Any) -> None:
     engine = calling(lambda n: call("increment", step=n))
-    trainer = make(tokenizer, make_model, tools=[increment], reward_funcs=longer)
+    trainer = make_agents(tools=[increment], reward_funcs=longer)
     trainer.train()
     log = trainer.state.log_history[0]
     sampled = [len(call("increment", step=0)) + 1 + len("done") + 1] * 8
     assert log["completions/mean_length"] == sampled[0]
-    prompts = [len(r.prompt_ids) for r in engine.asked if "<tool>" not in tokenizer.decode(r.prompt_ids)]
+    prompts = [len(r.prompt_ids) for r in engine.asked if "<tool>" not in engine.tokenizer.decode(r.prompt_ids)]
     assert log["num_tokens"] == sum(prompts) + sum(sampled)
-    assert '"function": {"name": "increment"' in tokenizer.decode(engine.asked[0].prompt_ids)
+    assert '"function": {"name": "increment"' in engine.tokenizer.decode(engine.asked[0].prompt_ids)
 
 
-def test_tool_calling_iterations_have_a_limit(tokenizer: Any, make_model: Any, calling: Any) -> None:
+def test_tool_calling_iterations_have_a_limit(make_agents: Any, calling: Any) -> None:
     calling(lambda n: call("increment", step=n), num_calls=9)
     config = {"max_tool_calling_iterations": 2, "mask_truncated_completions": True, "max_completion_length": 500}
-    trainer = make(tokenizer, make_model, config, tools=[increment], reward_funcs=longer)
+    trainer = make_agents(config, tools=[increment], reward_funcs=longer)
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["rollouts/turns"] == 3.0
@@ -293,7 +234,7 @@ def test_tool_calling_iterations_have_a_limit(tokenizer: Any, make_model: Any, c
     assert log["grad_norm"] == 0.0
 
 
-def test_options_of_tools_reach_them(tokenizer: Any, make_model: Any, calling: Any) -> None:
+def test_options_of_tools_reach_them(make_agents: Any, calling: Any) -> None:
     def slow(step: int) -> str:
         """Sleeps, or says much.
 
@@ -311,7 +252,7 @@ def test_options_of_tools_reach_them(tokenizer: Any, make_model: Any, calling: A
         return [float(len(messages[1]["content"])) for messages in completions]
 
     config = {"tool_timeout_s": 0.2, "tool_max_result_chars": 60, "tool_threads": 2, "max_steps": 2}
-    trainer = make(tokenizer, make_model, config, tools=[slow], reward_funcs=reward)
+    trainer = make_agents(config, tools=[slow], reward_funcs=reward)
     assert trainer.components.collector.rollouts.workers._num_threads == 2  # pyright: ignore[reportAttributeAccessIssue]
     trainer.train()
     assert any("0.2 seconds" in text for text in seen)
@@ -319,7 +260,7 @@ def test_options_of_tools_reach_them(tokenizer: Any, make_model: Any, calling: A
     assert any(entry.get("tools/timeouts", 0) > 0 for entry in trainer.state.log_history)
 
 
-def test_rollout_func_gets_the_trainer_and_its_fields_reach_the_rewards(tokenizer: Any, make_model: Any) -> None:
+def test_rollout_func_gets_the_trainer_and_its_fields_reach_the_rewards(make_agents: Any) -> None:
     seen: list[Any] = []
 
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -341,9 +282,7 @@ def test_rollout_func_gets_the_trainer_and_its_fields_reach_the_rewards(tokenize
         seen.append((won, group_size))
         return [float(x) + 0.1 * len(ids) for x, ids in zip(won, completion_ids)]
 
-    trainer = make(
-        tokenizer, make_model, {"num_iterations": 2, "max_steps": 2}, rollout_func=rollout, reward_funcs=reward
-    )
+    trainer = make_agents({"num_iterations": 2, "max_steps": 2}, rollout_func=rollout, reward_funcs=reward)
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     assert seen == [([0, 1] * 4, [4] * 8)]
@@ -352,7 +291,7 @@ def test_rollout_func_gets_the_trainer_and_its_fields_reach_the_rewards(tokenize
     assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters()))
 
 
-def test_a_rollout_func_may_have_the_policy_sampled(tokenizer: Any, make_model: Any) -> None:
+def test_a_rollout_func_may_have_the_policy_sampled(make_agents: Any) -> None:
     """The trainer samples from the policy: different completions at each call, the same in another run."""
     answers: list[Any] = []
 
@@ -361,7 +300,7 @@ def test_a_rollout_func_may_have_the_policy_sampled(tokenizer: Any, make_model: 
         return answers[-1]
 
     for _ in range(2):
-        trainer = make(tokenizer, make_model, {"max_steps": 2}, rollout_func=rollout, reward_funcs=longer)
+        trainer = make_agents({"max_steps": 2}, rollout_func=rollout, reward_funcs=longer)
         trainer.train()
     first, second, *again = answers
     assert [first["completion_ids"], second["completion_ids"]] == [answer["completion_ids"] for answer in again]
@@ -372,12 +311,10 @@ def test_a_rollout_func_may_have_the_policy_sampled(tokenizer: Any, make_model: 
     assert [len(values) for values in first["logprobs"]] == [len(ids) for ids in first["completion_ids"]]
 
 
-def test_agents_are_evaluated_too_and_their_environments_closed(tokenizer: Any, make_model: Any, calling: Any) -> None:
+def test_agents_are_evaluated_too_and_their_environments_closed(make_agents: Any, calling: Any) -> None:
     Counter.closed = closed = []
     calling(lambda n: call("add", step=n))
-    trainer = make(
-        tokenizer,
-        make_model,
+    trainer = make_agents(
         {"num_generations_eval": 2},
         environment_factory=Counter,
         eval_dataset=Dataset.from_list(CHAT[:4]),
@@ -392,23 +329,8 @@ def test_agents_are_evaluated_too_and_their_environments_closed(tokenizer: Any, 
     assert trainer.state.log_history[0]["tools/call_frequency"] == 1.0
 
 
-def test_completions_tables_show_what_was_called(
-    tokenizer: Any, make_model: Any, calling: Any, capsys: Any, tmp_path: Path
-):
-    calling(lambda n: call("increment", step=n))
-    config = {"num_completions_to_print": 2, "output_dir": str(tmp_path)}
-    make(tokenizer, make_model, config, tools=[increment], reward_funcs=longer).train()
-    shown = capsys.readouterr().out
-    assert "increment(step=" in shown
-    import pyarrow.parquet as pq
-
-    (path,) = tmp_path.glob("completions/*.parquet")
-    messages = pq.read_table(path).column("completion").to_pylist()[0]
-    assert "increment" in json.dumps(messages)
-
-
-def test_rollouts_tell_what_the_policy_a_tool_and_the_template_wrote(
-    tokenizer: Any, make_model: Any, calling: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
+def test_files_and_prints_tell_what_the_policy_a_tool_and_the_template_wrote(
+    make_agents: Any, calling: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
 ):
     def looked_up(key: int) -> str:
         """Looks a key up.
@@ -418,10 +340,12 @@ def test_rollouts_tell_what_the_policy_a_tool_and_the_template_wrote(
         """
         return f"<b>{key} tool</b>"
 
-    calling(lambda n: call("looked_up", key=n))
-    make(tokenizer, make_model, {"output_dir": str(tmp_path)}, tools=[looked_up], reward_funcs=longer).train()
-    import pyarrow.parquet as pq
-
+    tokenizer = calling(lambda n: call("looked_up", key=n)).tokenizer
+    settings = {"output_dir": str(tmp_path), "num_completions_to_print": 2}
+    make_agents(settings, tools=[looked_up], reward_funcs=longer).train()
+    assert "looked_up(key=" in capsys.readouterr().out
+    (path,) = tmp_path.glob("completions/*.parquet")
+    assert "looked_up" in json.dumps(pq.read_table(path).column("completion").to_pylist()[0])
     (path,) = tmp_path.glob("rollouts/*.parquet")
     for row in pq.read_table(path).to_pylist():
         said = dict.fromkeys(("policy", "tool", "template"), "")
@@ -440,21 +364,13 @@ def test_rollouts_tell_what_the_policy_a_tool_and_the_template_wrote(
     assert {"tool", "template"} < set(shown)
 
 
-def test_a_run_with_agents_goes_on_where_it_was_saved(
-    tokenizer: Any, make_model: Any, calling: Any, tmp_path: Path
-) -> None:
+def test_a_run_with_agents_goes_on_where_it_was_saved(make_agents: Any, calling: Any, tmp_path: Path) -> None:
     calling(lambda n: call("increment", step=n))
-    config = {
-        "max_steps": 3,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "output_dir": str(tmp_path),
-        "num_iterations": 2,
-    }
-    whole = make(tokenizer, make_model, config, tools=[increment], reward_funcs=longer)
+    config = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+    whole = make_agents(config, tools=[increment], reward_funcs=longer)
     whole.train()
-    again = make(tokenizer, make_model, config, tools=[increment], reward_funcs=longer)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    again = make_agents(config, tools=[increment], reward_funcs=longer)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters()))
 
 
@@ -474,96 +390,89 @@ def no_docstring(step: int) -> int:
     return step + 1
 
 
+def verbose(step: int) -> int:
+    return step
+
+
+verbose.__doc__ = "Adds. " * 400 + "\n\nArgs:\n    step: A number.\n"
+
+
 class NoReset:
     def act(self) -> str:
         """Acts."""
         return ""
 
 
-WRONG_TOOL = {**CHAT[0], "tools": ["search"]}
 TEXTS = Dataset.from_list([{"prompt": "1+1="}] * 8)
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no hint": ({"tools": [no_hint]}, ValueError, "no_hint.*step"),
-    "no docstring": ({"tools": [no_docstring]}, ValueError, "no_docstring.*docstring"),
-    "two of one name": ({"tools": [increment, increment]}, ValueError, "two tools named 'increment'"),
-    "no list": ({"tools": increment}, TypeError, "tools is a function; give a list of functions"),
-    "text prompts": ({"tools": [increment], "train_dataset": TEXTS}, ValueError, "text prompts.*conversations"),
-    "no reset": ({"environment_factory": NoReset}, ValueError, "NoReset.*reset"),
-    "unknown environment": (
-        {
-            "environment_factory": {"a": Counter},
-            "train_dataset": Dataset.from_list([{**CHAT[0], "environment": "b"}] * 8),
-        },
-        ValueError,
-        "row 0 of train_dataset: its column 'environment' is 'b', which environment_factory does not have; it has 'a'",
-    ),
-    "unknown environment of an evaluation set": (
-        {
-            "environment_factory": {"a": Counter},
-            "train_dataset": Dataset.from_list([{**row, "environment": "a"} for row in CHAT]),
-            "eval_dataset": {"hard": Dataset.from_list([{**CHAT[0], "environment": name} for name in "aab"])},
-        },
-        ValueError,
-        r"row 2 of eval_dataset\['hard'\]: its column 'environment' is 'b'",
-    ),
-    "unknown tool of a row": (
-        {
-            "tools": [increment],
-            "train_dataset": Dataset.from_list([{**row, "tools": ["increment"]} for row in CHAT] + [WRONG_TOOL]),
-        },
-        ValueError,
-        "row 8 of train_dataset: its column 'tools' has 'search' .*was given; it has 'increment'",
-    ),
-    "schemas in place of names": (
-        {"tools": [increment], "train_dataset": Dataset.from_list([{**CHAT[0], "tools": [{"name": "increment"}]}] * 8)},
-        ValueError,
-        "row 0 of train_dataset: its column 'tools' has .*, which is no name of a tool",
-    ),
-    "both": ({"rollout_func": longer, "tools": [increment]}, ValueError, "rollout_func and tools are given"),
-    "async function": (
-        {"rollout_func": Counter().get_reward},
-        TypeError,
-        "rollout_func is async; give a plain function",
-    ),
-    "no function": ({"rollout_func": 3}, TypeError, "rollout_func is a int"),
+BAD: dict[type[Exception], list[tuple[dict[str, Any], str]]] = {
+    ValueError: [
+        ({"tools": [no_hint]}, "no_hint.*step"),
+        ({"tools": [no_docstring]}, "no_docstring.*docstring"),
+        ({"tools": [increment, increment]}, "two tools named 'increment'"),
+        ({"tools": [increment], "train_dataset": TEXTS}, "text prompts.*conversations"),
+        ({"environment_factory": NoReset}, "NoReset.*reset"),
+        (
+            {"environment_factory": {"a": Counter}, "train_dataset": chats({"environment": "b"})},
+            "row 0 of train_dataset: its column 'environment' is 'b', which environment_factory does not have; "
+            "it has 'a'",
+        ),
+        (
+            {
+                "environment_factory": {"a": Counter},
+                "train_dataset": chats({"environment": "a"}),
+                "eval_dataset": {"hard": chats(*({"environment": name} for name in "aab"))},
+            },
+            r"row 2 of eval_dataset\['hard'\]: its column 'environment' is 'b'",
+        ),
+        (
+            {"tools": [increment], "train_dataset": chats(*[{"tools": ["increment"]}] * 8, {"tools": ["search"]})},
+            "row 8 of train_dataset: its column 'tools' has 'search' .*was given; it has 'increment'",
+        ),
+        (
+            {"tools": [increment], "train_dataset": chats({"tools": [{"name": "increment"}]})},
+            "row 0 of train_dataset: its column 'tools' has .*, which is no name of a tool",
+        ),
+        ({"rollout_func": longer, "tools": [increment]}, "rollout_func and tools are given"),
+        ({"tools": [verbose]}, r"longest prompt of train_dataset has \d+ tokens, \d+ of which describe the 1"),
+    ],
+    TypeError: [
+        ({"tools": increment}, "tools is a function; give a list of functions"),
+        ({"rollout_func": Counter().get_reward}, "rollout_func is async; give a plain function"),
+        ({"rollout_func": 3}, "rollout_func is a int"),
+    ],
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_arguments_that_cannot_work(case: str, tokenizer: Any, make_model: Any, unsampled: None) -> None:
-    arguments, error, expected = BAD[case]
-    with pytest.raises(error, match=expected):
-        make(tokenizer, make_model, **{"reward_funcs": longer, **arguments})
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [pytest.param(given, error, text, id=text) for error, rows in BAD.items() for given, text in rows],
+)
+def test_arguments_that_cannot_work(
+    arguments: Any, error: type[Exception], text: str, make_agents: Any, unsampled: None
+) -> None:
+    with pytest.raises(error, match=text):
+        make_agents(**{"reward_funcs": longer, **arguments})
 
 
-def test_the_environment_column_is_kept(tokenizer: Any, make_model: Any) -> None:
-    rows = Dataset.from_list([{**row, "environment": "a", "level": 1} for row in CHAT])
-    factories = {"a": Counter, "b": Silent}
-    config = {"remove_unused_columns": True}
-    trainer = make(tokenizer, make_model, config, environment_factory=factories, train_dataset=rows)
+class Levelled(Counter):
+    def reset(self, level: int, **row: Any) -> None:
+        super().reset()
+        assert (level, row.keys()) == (1, {"prompt"})
+
+
+def test_columns_that_an_environment_needs_are_kept(make_agents: Any) -> None:
+    """Those that its reset names, also where it takes others by `**kwargs`, and where rows have no prompt."""
+    config, rows = {"remove_unused_columns": True}, chats({"level": 1, "note": "x"})
+    make_agents(config, environment_factory=Levelled, train_dataset=rows).train()
+    trainer = make_agents(config, environment_factory=Levelled, train_dataset=rows.remove_columns(["prompt"]))
+    assert trainer.train_dataset.column_names == ["level"]
+    rows = chats({"environment": "a", "level": 1})
+    trainer = make_agents(config, environment_factory={"a": Counter, "b": Silent}, train_dataset=rows)
     assert trainer.train_dataset.column_names == ["prompt", "environment"]
 
 
-def test_columns_that_reset_names_are_kept(tokenizer: Any, make_model: Any) -> None:
-    """Also where it takes others by `**kwargs`, and where rows have no prompt."""
-
-    class Levelled(Counter):
-        def reset(self, level: int, **row: Any) -> None:
-            super().reset()
-            assert (level, row.keys()) == (1, {"prompt"})
-
-    rows = Dataset.from_list([{**row, "level": 1, "note": "x"} for row in CHAT])
-    config = {"remove_unused_columns": True}
-    make(tokenizer, make_model, config, environment_factory=Levelled, train_dataset=rows).train()
-    only = rows.remove_columns(["prompt"])
-    trainer = make(tokenizer, make_model, config, environment_factory=Levelled, train_dataset=only)
-    assert trainer.train_dataset.column_names == ["level"]
-
-
 @pytest.mark.parametrize("with_environment", [False, True])
-def test_a_column_chooses_the_tools_of_each_row(
-    with_environment: bool, calling: Any, tokenizer: Any, make_model: Any
-) -> None:
+def test_a_column_chooses_the_tools_of_each_row(with_environment: bool, calling: Any, make_agents: Any) -> None:
     """The template shows them alone, and a call of another is answered with an error; None stands for all of them."""
 
     def double(step: int) -> int:
@@ -575,7 +484,7 @@ def test_a_column_chooses_the_tools_of_each_row(
         return 2 * step
 
     engine = calling(lambda number: call("increment", step=number))
-    rows = [{**row, "tools": names} for row, names in zip(CHAT, [["increment"], ["double"], None, []] * 2)]
+    rows = chats(*({"tools": names} for names in [["increment"], ["double"], None, []] * 2))
     seen: dict[str, list[Any]] = {}
 
     def reward(completions: list[Any], tools: list[Any], **kwargs: Any) -> list[float]:
@@ -583,13 +492,11 @@ def test_a_column_chooses_the_tools_of_each_row(
             seen.setdefault(str(names), []).append(completion)
         return [0.0] * len(completions)
 
-    trainer = make(
-        tokenizer,
-        make_model,
+    trainer = make_agents(
         {"per_device_train_batch_size": 16, "shuffle_dataset": False, "remove_unused_columns": True},
         reward_funcs=reward,
         tools=[increment, double],
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=rows,
         **({"environment_factory": Counter} if with_environment else {}),
     )
     trainer.train()
@@ -605,7 +512,7 @@ def test_a_column_chooses_the_tools_of_each_row(
     assert bool(contents["[]"]) is with_environment
 
 
-def test_agents_continue_a_turn(calling: Any, tokenizer: Any, make_model: Any) -> None:
+def test_agents_continue_a_turn(calling: Any, make_agents: Any) -> None:
     """What the model adds to an open turn may have calls, and the replies stand behind them."""
     engine = calling(lambda number: call("increment", step=number))
     opened = [{"prompt": [*row["prompt"], {"role": "assistant", "content": "I call: "}]} for row in CHAT]
@@ -615,16 +522,14 @@ def test_agents_continue_a_turn(calling: Any, tokenizer: Any, make_model: Any) -
         seen.extend(zip(prompts, completions))
         return [0.0] * len(completions)
 
-    trainer = make(
-        tokenizer,
-        make_model,
+    trainer = make_agents(
         {"chat_template_kwargs": {"continue_final_message": True}},
         reward_funcs=reward,
         tools=[increment],
         train_dataset=Dataset.from_list(opened),
     )
     trainer.train()
-    texts = [engine._tokenizer.decode(request.prompt_ids) for request in engine.asked]
+    texts = [engine.tokenizer.decode(request.prompt_ids) for request in engine.asked]
     assert sum(text.endswith("<assistant>I call: ") for text in texts) == 8
     assert sum("<assistant>I call: <tool_call>" in text and text.endswith("<assistant>") for text in texts) == 8
     for prompt, completion in seen:
@@ -634,50 +539,33 @@ def test_agents_continue_a_turn(calling: Any, tokenizer: Any, make_model: Any) -
 
 def first(engine: Any) -> list[str]:
     """The prompts of first turns."""
-    texts = [engine._tokenizer.decode(request.prompt_ids) for request in engine.asked]
+    texts = [engine.tokenizer.decode(request.prompt_ids) for request in engine.asked]
     return [text for text in texts if text.endswith("<assistant>") and text.count("<assistant>") == 1]
 
 
-def test_a_wrong_row_of_a_stream_is_named_by_its_prompt(tokenizer: Any, make_model: Any) -> None:
-    stream = Dataset.from_list([{**row, "tools": ["increment"]} for row in CHAT] + [WRONG_TOOL]).to_iterable_dataset()
-    trainer = make(
-        tokenizer, make_model, {"max_steps": 9}, tools=[increment], reward_funcs=longer, train_dataset=stream
-    )
+def test_a_wrong_row_of_a_stream_is_named_by_its_prompt(make_agents: Any) -> None:
+    stream = chats(*[{"tools": ["increment"]}] * 8, {"tools": ["search"]}).to_iterable_dataset()
+    trainer = make_agents({"max_steps": 9}, tools=[increment], reward_funcs=longer, train_dataset=stream)
     with pytest.raises(ValueError, match=r"the row with the prompt .*Increment by 1.*has 'search'"):
         trainer.train()
 
 
-def test_a_column_of_tools_without_tools_is_said(tokenizer: Any, make_model: Any, caplog: Any) -> None:
-    rows = Dataset.from_list([{**row, "tools": ["increment"]} for row in CHAT])
-    make(tokenizer, make_model, reward_funcs=longer, train_dataset=rows)
+def test_a_column_of_tools_without_tools_is_said(make_agents: Any, caplog: Any) -> None:
+    make_agents(reward_funcs=longer, train_dataset=chats({"tools": ["increment"]}))
     assert "train_dataset has the column 'tools', and the trainer was given no tools" in caplog.text
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_environments_are_closed_if_the_trainer_cannot_be_made(template: Any, tokenizer: Any, make_model: Any) -> None:
+def test_environments_are_closed_if_the_trainer_cannot_be_made(
+    template: Any, make_agents: Any, make_tokenizer: Any
+) -> None:
     """Both if the template is missing, an early error, and for text prompts, a late one."""
     Counter.closed = closed = []
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match="text prompts" if template else "chat template"):
-        GRPOTrainer(
-            model=make_model(),
-            args=GRPOConfig("out", use_cpu=True, report_to="none"),
-            processing_class=tokenizer,
-            train_dataset=TEXTS,
-            environment_factory=Counter,
-        )
+        make_agents(processing_class=tokenizer, train_dataset=TEXTS, environment_factory=Counter)
     assert len(closed) == 1
-
-
-def test_tools_that_leave_no_room_for_a_completion(tokenizer: Any, make_model: Any, unsampled: None) -> None:
-    def verbose(step: int) -> int:
-        return step
-
-    verbose.__doc__ = "Adds. " * 400 + "\n\nArgs:\n    step: A number.\n"
-    with pytest.raises(
-        ValueError, match=r"longest prompt of train_dataset has \d+ tokens, \d+ of which describe the 1"
-    ):
-        make(tokenizer, make_model, tools=[verbose], reward_funcs=longer)
 
 
 class Silent:
@@ -695,32 +583,22 @@ class Silent:
         ({"environment_factory": Silent}, "the environments have no methods that are tools"),
     ],
 )
-def test_settings_of_calls_warn_where_there_are_none(
-    arguments: dict[str, Any], reason: str, tokenizer: Any, make_model: Any
-) -> None:
+def test_settings_of_calls_warn_where_there_are_none(arguments: dict[str, Any], reason: str, make_agents: Any) -> None:
     arguments = {"reward_funcs": longer, "response_parser": lambda text, ids: {"content": text}, **arguments}
     with pytest.warns(UserWarning) as warned:
-        make(tokenizer, make_model, {"max_tool_calling_iterations": 3}, **arguments)
+        make_agents({"max_tool_calling_iterations": 3}, **arguments)
     for name in ("response_parser", "max_tool_calling_iterations"):
         assert [str(w.message) for w in warned].count(f"{name} has no effect: {reason}") == 1
 
 
-def test_a_template_without_tools_is_refused(make_tokenizer: Any, make_model: Any, unsampled: None) -> None:
-    tokenizer = make_tokenizer()
+def test_a_template_without_tools_is_refused(make_agents: Any, make_tokenizer: Any, unsampled: None) -> None:
     with pytest.raises(ValueError, match="chat template"):
-        GRPOTrainer(
-            model=make_model(),
-            args=GRPOConfig("out", use_cpu=True, report_to="none"),
-            processing_class=tokenizer,
-            reward_funcs=longer,
-            train_dataset=Dataset.from_list(CHAT),
-            tools=[increment],
-        )
+        make_agents(processing_class=make_tokenizer(), reward_funcs=longer, tools=[increment])
 
 
-def test_a_rollout_func_that_returns_too_few_rows(tokenizer: Any, make_model: Any) -> None:
+def test_a_rollout_func_that_returns_too_few_rows(make_agents: Any) -> None:
     answer = {"prompt_ids": [[5]], "completion_ids": [[6, 1]], "logprobs": [[0.0, 0.0]]}
-    trainer = make(tokenizer, make_model, rollout_func=lambda prompts, trainer: answer, reward_funcs=longer)
+    trainer = make_agents(rollout_func=lambda prompts, trainer: answer, reward_funcs=longer)
     with pytest.raises(RolloutError, match="returned 1 rows for 8 prompts"):
         trainer.train()
 
@@ -731,9 +609,9 @@ class Asking(Counter):
         return "count to nine"
 
 
-def test_an_environment_may_bring_the_prompts(tokenizer: Any, make_model: Any, calling: Any) -> None:
+def test_an_environment_may_bring_the_prompts(make_agents: Any, calling: Any) -> None:
     engine = calling(lambda n: call("add", step=n))
-    trainer = make(tokenizer, make_model, {"max_steps": 2}, environment_factory=Asking, train_dataset=None)
+    trainer = make_agents({"max_steps": 2}, environment_factory=Asking, train_dataset=None)
     trainer.train()
     assert trainer.state.global_step == 2
-    assert all("<user>count to nine" in tokenizer.decode(request.prompt_ids) for request in engine.asked)
+    assert all("<user>count to nine" in engine.tokenizer.decode(request.prompt_ids) for request in engine.asked)

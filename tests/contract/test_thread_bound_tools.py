@@ -6,66 +6,21 @@ import signal
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from datasets import Dataset
-from scripted_agents import EOS, call, with_tools
-
-from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.engines.base import BatchEngine, Request, Sample, SamplingOptions
-from groupgrad.engines.selection import EngineChoice
-from groupgrad.trainer import build as trainer_build
-
-ROWS = [{"prompt": [{"role": "user", "content": f"Look up {i}."}]} for i in range(4)]
-
-
-class CallsOnce(BatchEngine):
-    """Samples one call of a tool, and "done" once it is answered."""
-
-    def __init__(self, tokenizer: Any, text: str):
-        self._tokenizer, self._text = tokenizer, text
-
-    def sample(self, requests: Sequence[Request], options: SamplingOptions) -> list[Sample]:
-        return [self._sample(request) for request in requests]
-
-    def _sample(self, request: Request) -> Sample:
-        text = "done" if "<tool>" in self._tokenizer.decode(request.prompt_ids) else self._text
-        ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], EOS]
-        return Sample(ids, "eos", [-0.5] * len(ids), [0.25] * len(ids))
+from scripted_agents import call
 
 
 @pytest.fixture
-def train(
-    tmp_path: Path, tokenizer: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, Any]]:
+def train(make_agents: Any, calling: Any) -> Callable[..., dict[str, Any]]:
     """Trains two steps of eight rollouts that call a tool once; the last step's log."""
 
     def train(text: str, config: dict[str, Any] | None = None, /, **arguments: Any) -> dict[str, Any]:
-        engine = CallsOnce(with_tools(tokenizer), text)
-        monkeypatch.setattr(trainer_build, "choose_engine", lambda *a, **k: EngineChoice(engine, "calling", "a test"))
-        args = GRPOConfig(
-            str(tmp_path),
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            num_generations=4,
-            max_completion_length=400,
-            max_steps=2,
-            logging_steps=1,
-            disable_tqdm=True,
-            **(config or {}),
-        )
-        trainer = GRPOTrainer(
-            model=make_model(max_position_embeddings=2048),
-            args=args,
-            processing_class=tokenizer,
-            train_dataset=Dataset.from_list(ROWS),
-            **arguments,
-        )
+        calling(lambda number: text)
+        trainer = make_agents({"max_completion_length": 400, "max_steps": 2, **(config or {})}, **arguments)
         trainer.train()
         return [log for log in trainer.state.log_history if "reward" in log][-1]
 

@@ -6,13 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import pytest
 from datasets import Dataset
 from scripted_agents import SEED, PlayingEngine, call, with_tools
-
-from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.engines.selection import EngineChoice
-from groupgrad.trainer import build as trainer_build
 
 STATE: list[tuple[str, int]] = [("a", 1), ("b", 2)]
 RESULTS: dict[str, Any] = {
@@ -55,16 +50,13 @@ def look_up(key: str) -> Any:
 
 
 def test_results_reach_reward_functions_as_in_trl(
-    tmp_path: Path, make_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    tmp_path: Path, make_model: Any, tokenizer: Any, make_agents: Any, use_engine: Any, caplog: Any
 ) -> None:
     """A list is a list, and anything else `str` of it. The model reads JSON, which is in the logs too."""
-    with_tools(tokenizer)
-    keys = [*RESULTS, "after", "unknown"]
-    turns = [call("look_up", key=key) for key in keys]
+    turns = [call("look_up", key=key) for key in (*RESULTS, "after", "unknown")]
     malformed = '<tool_call>{"name": "look_up", "arguments": </tool_call>'
-    script = {row: [*turns, malformed, "done"] for row in range(2)}
-    engine = PlayingEngine(tokenizer, script)
-    monkeypatch.setattr(trainer_build, "choose_engine", lambda *a, **k: EngineChoice(engine, "playing", "a test"))
+    engine = PlayingEngine(with_tools(tokenizer), {row: [*turns, malformed, "done"] for row in range(2)})
+    use_engine(engine)
     seen: list[list[Any]] = []
 
     def reward(completions: Any, **kwargs: Any) -> list[float]:
@@ -77,23 +69,16 @@ def test_results_reach_reward_functions_as_in_trl(
         value if isinstance(value, list) else str(value)
         for value in (list(v) if v is STATE else v for v in RESULTS.values())
     ]
-    args = GRPOConfig(
-        str(tmp_path / "run"),
-        use_cpu=True,
-        seed=SEED,
-        report_to="none",
-        save_strategy="no",
-        max_steps=1,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        max_completion_length=4000,
-        tool_max_result_chars=300,
-        log_completions=True,
-        num_completions_to_print=0,
-    )
+    config = {
+        "seed": SEED,
+        "per_device_train_batch_size": 2,
+        "num_generations": 2,
+        "max_completion_length": 4000,
+        "tool_max_result_chars": 300,
+    }
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "go"}]}])
     model = make_model(max_position_embeddings=8192)
-    trainer = GRPOTrainer(model, [reward, reward], args, rows, processing_class=tokenizer, tools=[look_up])
+    trainer = make_agents(config, model=model, reward_funcs=[reward, reward], train_dataset=rows, tools=[look_up])
     experiences: list[Any] = []
     trainer.on_experience = experiences.append
     with caplog.at_level(logging.WARNING):
