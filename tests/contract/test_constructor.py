@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.run_folder.progress import ProgressCallback
 
 MakeTrainer = Callable[..., GRPOTrainer]
 
@@ -81,28 +82,19 @@ def test_order_of_the_arguments() -> None:
     assert set(defaults.values()) == {None}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "train", "evaluate", "save_model", "push_to_hub", "add_callback", "remove_callback", "pop_callback",
-        "hyperparameter_search", "create_model_card", "log", "save_state", "is_world_process_zero",
-    ],
-)  # fmt: skip
-def test_inherited_methods(name: str) -> None:
-    assert issubclass(GRPOTrainer, Trainer)
-    assert callable(getattr(GRPOTrainer, name))
-
-
-def test_documented_parameters_of_methods() -> None:
+def test_inherited_methods(make_trainer: MakeTrainer) -> None:
     def names(function: Any) -> list[str]:
         return [name for name in inspect.signature(function).parameters if name != "self"]
 
+    methods = (
+        "train", "evaluate", "save_model", "push_to_hub", "add_callback", "remove_callback", "pop_callback",
+        "hyperparameter_search", "create_model_card", "log", "save_state", "is_world_process_zero",
+    )  # fmt: skip
+    assert issubclass(GRPOTrainer, Trainer)
+    assert all(callable(getattr(GRPOTrainer, name)) for name in methods)
     assert names(GRPOTrainer.train)[:3] == ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"]
     assert names(GRPOTrainer.save_model)[0] == "output_dir"
     assert names(GRPOTrainer.push_to_hub)[:4] == ["commit_message", "blocking", "token", "revision"]
-
-
-def test_what_train_returns(make_trainer: MakeTrainer) -> None:
     output = make_trainer({"max_steps": 2}).train(None, None, None)
     assert output.global_step == 2
     assert isinstance(output.training_loss, float)
@@ -269,13 +261,9 @@ def test_reward_model_scores_prompt_and_completion(judge_dir: Path, tokenizer: A
     assert step["rewards/judge/mean"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
 
 
-@pytest.mark.parametrize("spelling", ["reward_funcs", "reward_fn", "reward_model"])
-def test_spellings_of_the_reward(spelling: str, make_trainer: MakeTrainer, checksum: Any) -> None:
-    trainer = make_trainer(**{"reward_funcs": None, spelling: checksum})
-    assert trainer.rewards.names == ["checksum"]
-
-
-def test_reward_fn_and_reward_model_together(judge_dir: Path, make_trainer: MakeTrainer, checksum: Any) -> None:
+def test_spellings_of_the_reward(judge_dir: Path, make_trainer: MakeTrainer, checksum: Any) -> None:
+    for spelling in ("reward_funcs", "reward_fn", "reward_model"):
+        assert make_trainer(**{"reward_funcs": None, spelling: checksum}).rewards.names == ["checksum"]
     trainer = make_trainer(reward_funcs=None, reward_fn=checksum, reward_model=str(judge_dir))
     assert trainer.rewards.names == ["checksum", "judge"]
 
@@ -283,19 +271,15 @@ def test_reward_fn_and_reward_model_together(judge_dir: Path, make_trainer: Make
 # --- args ---
 
 
-def test_without_args(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checksum: Any) -> None:
+def test_without_args(
+    model_dir: Path, model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checksum: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = GRPOTrainer(str(model_dir) + "/", checksum, train_dataset=rows(8))
     assert isinstance(trainer.args, GRPOConfig)
     assert trainer.args.output_dir == "model-GRPO"
     assert (trainer.args.num_generations, trainer.args.learning_rate, trainer.args.logging_steps) == (8, 1e-6, 10)
     assert trainer.args.gradient_checkpointing is (None if trainer.args.device.type == "cpu" else True)
-
-
-def test_without_args_from_an_object(
-    model: Any, tokenizer: Any, checksum: Any, monkeypatch: Any, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
     trainer = GRPOTrainer(model, checksum, train_dataset=rows(8), processing_class=tokenizer)
     assert trainer.args.output_dir == "Qwen3ForCausalLM-GRPO"
 
@@ -352,17 +336,6 @@ def test_columns_reach_the_reward(make_trainer: MakeTrainer) -> None:
     assert {"completions", "log_extra", "log_metric"} <= seen.keys()
 
 
-def test_remove_unused_columns(make_trainer: MakeTrainer) -> None:
-    seen: dict[str, Any] = {}
-
-    def watch(prompts: Any, **kwargs: Any) -> list[float]:
-        seen.update(kwargs)
-        return [0.0] * len(prompts)
-
-    make_trainer({"remove_unused_columns": True}, train_dataset=rows(answer=1), reward_funcs=watch).train()
-    assert "answer" not in seen
-
-
 def test_dict_of_evaluation_sets(make_trainer: MakeTrainer) -> None:
     sets = DatasetDict({"easy": rows(2), "hard": rows(4)})
     trainer = make_trainer(
@@ -373,23 +346,16 @@ def test_dict_of_evaluation_sets(make_trainer: MakeTrainer) -> None:
     assert {"eval_easy_loss", "eval_easy_reward", "eval_hard_loss", "eval_hard_reward"} <= keys
 
 
-def test_evaluation_set_given_to_evaluate(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer()
-    assert {"eval_loss", "eval_reward", "eval_completions/mean_length"} <= trainer.evaluate(rows(2)).keys()
-    with pytest.raises(ValueError, match="evaluation needs an eval_dataset"):
-        trainer.evaluate()
-
-
-def test_predict_measures_a_set_under_names_of_its_own(make_trainer: MakeTrainer) -> None:
+def test_evaluation_sets_given_to_methods(make_trainer: MakeTrainer) -> None:
+    """`predict` measures under names of its own."""
     trainer = make_trainer()
     evaluated, predicted = trainer.evaluate(rows(2)), trainer.predict(rows(2)).metrics
-    assert {"test_reward", "test_loss", "test_completions/mean_length"} <= predicted.keys()
+    assert {"eval_loss", "eval_reward", "eval_completions/mean_length"} <= evaluated.keys()
     assert {key.removeprefix("test_") for key in predicted} >= {key.removeprefix("eval_") for key in evaluated} - {
         "epoch"
     }
-
-
-def test_iterable_evaluation_set(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match="evaluation needs an eval_dataset"):
+        trainer.evaluate()
     trainer = make_trainer(eval_dataset=rows(3).to_iterable_dataset())
     assert trainer.evaluate()["eval_completions/max_length"] <= 4
 
@@ -411,14 +377,10 @@ def test_tokenizer_is_another_name(model: Any, tokenizer: Any, make_tokenizer: A
         make_trainer(model=model, tokenizer=tokenizer, processing_class=make_tokenizer())
 
 
-def test_loaded_tokenizer_pads_left(model_dir: Path, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(model=str(model_dir))
-    assert trainer.processing_class.padding_side == "left"
-
-
-def test_tokenizer_of_a_loaded_model(model_dir: Path, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(model=AutoModelForCausalLM.from_pretrained(model_dir))
-    assert trainer.processing_class.eos_token == "<eos>"
+def test_tokenizers_that_the_trainer_loads(model_dir: Path, make_trainer: MakeTrainer) -> None:
+    for model in (str(model_dir), AutoModelForCausalLM.from_pretrained(model_dir)):
+        trainer = make_trainer(model=model)
+        assert (trainer.processing_class.padding_side, trainer.processing_class.eos_token) == ("left", "<eos>")
 
 
 # --- callbacks, optimizers ---
@@ -432,25 +394,19 @@ class Steps(TrainerCallback):
         self.seen.append(state.global_step)
 
 
-def test_callbacks(make_trainer: MakeTrainer) -> None:
+def test_callbacks(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those by default can be removed too."""
     ours, added, removed = Steps(), Steps(), Steps()
     given = [ours, removed]
     trainer = make_trainer({"max_steps": 2}, callbacks=given)
     assert {ours, removed} <= set(trainer.callback_handler.callbacks)
     trainer.add_callback(added)
     trainer.remove_callback(removed)
-    trainer.train()
-    assert (ours.seen, added.seen, removed.seen) == ([1, 2], [1, 2], [])
-    assert given == [ours, removed]
-
-
-def test_default_callbacks_can_be_removed(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
-    from groupgrad.run_folder.progress import ProgressCallback
-
-    trainer = make_trainer()
     trainer.remove_callback(ProgressCallback)
     capsys.readouterr()
     trainer.train()
+    assert (ours.seen, added.seen, removed.seen) == ([1, 2], [1, 2], [])
+    assert given == [ours, removed]
     assert "step 1" not in "".join(capsys.readouterr())
 
 
@@ -480,27 +436,21 @@ def test_optimizers(model: Any, tokenizer: Any, make_trainer: MakeTrainer) -> No
 # --- saving ---
 
 
-def test_saved_model_loads_with_the_auto_classes(make_trainer: MakeTrainer, tmp_path: Path, same_weights: Any) -> None:
-    trainer = make_trainer({"max_steps": 2, "learning_rate": 1e-2})
-    start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert same_weights(loaded, trainer.model)
-    assert not torch.equal(loaded.lm_head.weight, start["lm_head.weight"])
-    text = "1+1=<think> \\boxed{2}"
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(text) == trainer.processing_class(text)
-    # and it is a policy again
-    assert make_trainer(model=str(tmp_path / "saved")).train().global_step == 1
-
-
-def test_checkpoint_loads_with_the_auto_classes(make_trainer: MakeTrainer, tmp_path: Path, same_weights: Any) -> None:
+def test_saved_models_and_checkpoints_load_with_the_auto_classes(
+    make_trainer: MakeTrainer, tmp_path: Path, same_weights: Any
+) -> None:
     trainer = make_trainer({"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2})
     trainer.train()
-    last = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-2")
-    assert same_weights(last, trainer.model)
-    assert not same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-1"), last)
-    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "checkpoint-1").eos_token == "<eos>"
+    trainer.save_model(str(tmp_path / "saved"))
+    folders = [tmp_path / "saved", *(tmp_path / "run" / f"checkpoint-{step}" for step in (2, 1))]
+    saved, last, first = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
+    assert same_weights(saved, trainer.model) and same_weights(last, trainer.model)
+    assert not same_weights(first, last)
+    text = "1+1=<think> \\boxed{2}"
+    for folder in folders:
+        assert AutoTokenizer.from_pretrained(folder)(text) == trainer.processing_class(text)
+    # and it is a policy again
+    assert make_trainer(model=str(tmp_path / "saved")).train().global_step == 1
 
 
 def test_saved_adapter_loads_on_its_base(

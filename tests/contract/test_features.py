@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 NUM_FEATURES = 127
 STATES = ("works", "in part: ", "not yet: ")
@@ -53,17 +51,21 @@ def test_every_feature_has_its_row() -> None:
     assert [row.number for row in read_rows() if row.number] == list(range(1, NUM_FEATURES + 1))
 
 
-@pytest.mark.parametrize("row", read_rows(), ids=lambda row: str(row.number or row.feature))
-def test_a_row_names_tests_that_exist(row: Row) -> None:
-    assert row.feature
-    assert row.state.startswith(STATES)
-    if row.state.startswith("not yet"):
-        assert "raise" in row.state or "there is no such command" in row.state or "a warning that" in row.state
-    assert row.tests, "it names no test"
+def problem_of(row: Row) -> str:
+    """What is wrong with a row; empty if nothing is."""
+    if not row.feature or not row.state.startswith(STATES) or not row.tests:
+        return "it names no feature, no state or no test"
+    if row.state.startswith("not yet") and not re.search("raise|there is no such command|a warning that", row.state):
+        return "it does not say what happens instead"
     for test in row.tests:
         path, _, name = test.partition("::")
-        assert (ROOT / path).is_file(), f"{path} is not there"
-        assert name in names_in(ROOT / path), f"{path} has no test {name}"
+        if not (ROOT / path).is_file() or name not in names_in(ROOT / path):
+            return f"there is no test {test}"
+    return ""
+
+
+def test_every_row_names_tests_that_exist() -> None:
+    assert {f"{row.number} {row.feature}": found for row in read_rows() if (found := problem_of(row))} == {}
 
 
 def test_a_name_that_is_no_test_is_found_out() -> None:

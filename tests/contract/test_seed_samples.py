@@ -36,21 +36,6 @@ trainer = GRPOTrainer(
 trainer.train()
 """
 
-CLASS_EXAMPLE = """\
-from trl import GRPOTrainer
-from trl.rewards import accuracy_reward
-from datasets import load_dataset
-
-dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
-
-trainer = GRPOTrainer(
-    model="Qwen/Qwen2.5-0.5B-Instruct",
-    reward_funcs=accuracy_reward,
-    train_dataset=dataset,
-)
-trainer.train()
-"""
-
 LONGER_BY_TOKENS = '''\
 def reward_func(completion_ids, **kwargs):
     """Reward function that assigns higher scores to longer completions (in terms of token count)."""
@@ -266,7 +251,7 @@ trainer.train()
 
 IN_DOCUMENT: dict[str, tuple[str, ...]] = {
     "000_*.txt": (
-        QUICK_START, CLASS_EXAMPLE, LONGER_BY_TOKENS, LONGER_BY_TOKENS_TRIED, LONGER_BY_CHARACTERS,
+        QUICK_START, LONGER_BY_TOKENS, LONGER_BY_TOKENS_TRIED, LONGER_BY_CHARACTERS,
         LONGER_BY_CHARACTERS_TRIED, FORMAT, FORMAT_TRIED, REFERENCE, REFERENCE_TRIED, MULTI_TASK, ASYNCHRONOUS, LOGGING,
         PASSED_ALONE, PASSED_IN_A_LIST,
     ),
@@ -296,12 +281,10 @@ def test_the_samples_are_those_of_the_documents(document: str, shared: Path) -> 
         assert sample.strip("\n") in text
 
 
-@pytest.mark.parametrize("sample", [QUICK_START, CLASS_EXAMPLE], ids=["quick start", "class example"])
-def test_quick_start(sample: str, hub: Path, run: Any) -> None:
+def test_quick_start(hub: Path, run: Any) -> None:
     pytest.importorskip("math_verify")
-    trainer = run(sample)["trainer"]
-    name = "Qwen2-0.5B-Instruct" if sample is QUICK_START else "Qwen2.5-0.5B-Instruct"
-    assert trainer.args.output_dir == f"{name}-GRPO"
+    trainer = run(QUICK_START)["trainer"]
+    assert trainer.args.output_dir == "Qwen2-0.5B-Instruct-GRPO"
     # One prompt with its 8 completions a step, four of them in the data set: one epoch.
     assert trainer.state.global_step == 4
     assert trainer.state.epoch == 1.0
@@ -329,6 +312,7 @@ def test_quick_start_under_accelerate_launch(hub: Path, make_model: Any, run: An
 
 
 def test_longer_by_tokens(run: Any, rest: Any) -> None:
+    assert try_out(LONGER_BY_CHARACTERS_TRIED, run(LONGER_BY_CHARACTERS)) == 4
     namespace = run(LONGER_BY_TOKENS)
     assert try_out(LONGER_BY_TOKENS_TRIED, namespace) == 4
     trainer = run(PASSED_ALONE, reward_func=namespace["reward_func"], rest=rest())["trainer"]
@@ -338,17 +322,6 @@ def test_longer_by_tokens(run: Any, rest: Any) -> None:
     for step in steps:
         assert step["rewards/reward_func/mean"] == pytest.approx(step["completions/mean_length"])
         assert step["reward"] == step["rewards/reward_func/mean"]
-
-
-def test_longer_by_characters(run: Any, rest: Any) -> None:
-    namespace = run(LONGER_BY_CHARACTERS)
-    assert try_out(LONGER_BY_CHARACTERS_TRIED, namespace) == 4
-    trainer = run(PASSED_ALONE, reward_func=namespace["reward_func"], rest=rest())["trainer"]
-    trainer.train()
-    for step in steps_of(trainer):
-        # One token is one character, and an EOS is none.
-        ended = 1 - step["completions/clipped_ratio"]
-        assert step["rewards/reward_func/mean"] <= step["completions/mean_length"] - ended + 1e-9
 
 
 def test_format(run: Any, rest: Any) -> None:
@@ -364,12 +337,8 @@ def test_format(run: Any, rest: Any) -> None:
     assert [step["rewards/format_reward_func/mean"] for step in steps_of(trainer)] == [0.0] * 4
 
 
-def test_reference(run: Any, rest: Any) -> None:
-    namespace = run(REFERENCE)
-    assert try_out(REFERENCE_TRIED, namespace) == 4
-    trainer = run(PASSED_ALONE, reward_func=namespace["reward_func"], rest=rest())["trainer"]
-    trainer.train()
-    assert [step["rewards/reward_func/mean"] for step in steps_of(trainer)] == [0.0] * 4
+def test_reference(run: Any) -> None:
+    assert try_out(REFERENCE_TRIED, run(REFERENCE)) == 4
 
 
 def test_multi_task(run: Any) -> None:
@@ -394,36 +363,23 @@ def test_multi_task(run: Any) -> None:
     assert all(step.get("rewards/coding_reward_func/mean") is None for step in steps)
 
 
-def test_asynchronous_and_synchronous_in_one_list(run: Any, rest: Any) -> None:
-    namespace = run(ASYNCHRONOUS)
-    first, second = namespace["async_reward_func"], run(ASYNCHRONOUS)["async_reward_func"]
-    functions = {
-        "reward_func": run(LONGER_BY_TOKENS)["reward_func"],
-        "async_reward_func1": first,
-        "async_reward_func2": second,
-    }
-    trainer = run(PASSED_IN_A_LIST, rest=rest(), **functions)["trainer"]
-    trainer.train()
-    for step in steps_of(trainer):
-        # Two functions of one name have keys of their own, and the reward is the sum of all three.
-        names = ("reward_func", "async_reward_func", "async_reward_func_2")
-        parts = [step[f"rewards/{name}/mean"] for name in names]
-        assert parts[1] == parts[2]
-        assert step["reward"] == pytest.approx(sum(parts))
-
-
-def test_weighted_sum(run: Any, rest: Any) -> None:
+@pytest.mark.parametrize("weights", [None, [0.5, 2.0, -1.0]])
+def test_asynchronous_and_synchronous_in_one_list(weights: list[float] | None, run: Any, rest: Any) -> None:
     functions = {
         "reward_func": run(LONGER_BY_TOKENS)["reward_func"],
         "async_reward_func1": run(ASYNCHRONOUS)["async_reward_func"],
-        "async_reward_func2": run(LONGER_BY_CHARACTERS)["reward_func"],
+        "async_reward_func2": run(ASYNCHRONOUS)["async_reward_func"],
     }
-    weighted = GRPOConfig(output_dir="out", reward_weights=[0.5, 2.0, -1.0])
-    trainer = run(PASSED_IN_A_LIST, rest=rest(args=weighted), **functions)["trainer"]
+    args = GRPOConfig(output_dir="out", reward_weights=weights)
+    trainer = run(PASSED_IN_A_LIST, rest=rest(args=args), **functions)["trainer"]
     trainer.train()
     for step in steps_of(trainer):
-        parts = [step[f"rewards/{name}/mean"] for name in ("reward_func", "async_reward_func", "reward_func_2")]
-        assert step["reward"] == pytest.approx(0.5 * parts[0] + 2.0 * parts[1] - parts[2])
+        # Two functions of one name have keys of their own, and the reward is the weighted sum of all three.
+        names = ("reward_func", "async_reward_func", "async_reward_func_2")
+        parts = [step[f"rewards/{name}/mean"] for name in names]
+        assert parts[1] == parts[2]
+        expected = sum(weight * part for weight, part in zip(weights or [1.0] * 3, parts))
+        assert step["reward"] == pytest.approx(expected)
 
 
 def test_extra_columns_and_metrics(capsys: pytest.CaptureFixture[str], run: Any, rest: Any) -> None:
