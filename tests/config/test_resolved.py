@@ -52,35 +52,23 @@ def test_pad_to_multiple_of_spellings(value, expected):
         assert make(pad_to_multiple_of=value).pad_to_multiple_of == expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model_init_kwargs",
-        "reward_model_init_kwargs",
-        "generation_kwargs",
-        "chat_template_kwargs",
-        "transformers_continuous_batching_config",
-    ],
-)
-def test_dicts_as_json(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+@pytest.mark.filterwarnings("ignore")
+def test_dicts_as_json():
+    names = ("model_init_kwargs", "reward_model_init_kwargs", "generation_kwargs", "chat_template_kwargs")
+    for name in (*names, "transformers_continuous_batching_config"):
         text = '{"cache_config": {"b": "1"}, "use_cache": true}'
         assert getattr(make(**{name: text}), name) == {"cache_config": {"b": "1"}, "use_cache": True}
 
 
-def test_groups_in_evaluation():
-    assert make().num_generations_eval_resolved == 8
+@pytest.mark.parametrize(
+    ("settings", "steps", "size"),
+    [({}, 3, 24), ({"steps_per_generation": 5}, 5, 40), ({"generation_batch_size": 16}, 2, 16)],
+)
+def test_generation_batch_sizes(settings, steps, size):
+    config = make(gradient_accumulation_steps=3, **settings)
+    assert (config.steps_per_generation_resolved, config.generation_batch_size_resolved) == (steps, size)
+    assert config.num_generations_eval_resolved == 8
     assert make(num_generations_eval=2).num_generations_eval_resolved == 2
-
-
-def test_generation_batch_sizes():
-    config = make(gradient_accumulation_steps=3)
-    assert (config.steps_per_generation_resolved, config.generation_batch_size_resolved) == (3, 24)
-    config = make(gradient_accumulation_steps=3, steps_per_generation=5)
-    assert (config.steps_per_generation_resolved, config.generation_batch_size_resolved) == (5, 40)
-    config = make(gradient_accumulation_steps=3, generation_batch_size=16)
-    assert (config.steps_per_generation_resolved, config.generation_batch_size_resolved) == (2, 16)
 
 
 def test_generation_kwargs_override_the_named_fields():

@@ -281,10 +281,6 @@ def test_only_log_probs_of_one_distribution_are_compared(settings, corrects):
     assert (component_options.policy_options(config).mismatch is not None) is corrects
 
 
-def test_number_of_bad_settings():
-    assert len(BAD) >= 100
-
-
 def test_a_device_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     test_a_bad_setting_is_named_with_what_to_set(
@@ -303,7 +299,9 @@ def test_bf16_works_on_a_cpu_and_is_refused_on_an_accelerator_without_it(monkeyp
 
 
 def test_what_the_base_class_finds_too_is_one_problem():
-    for settings in ({"load_best_model_at_end": True}, {"ddp_backend": "ncclx"}, {"output_dir": 5}):
+    for settings in (
+        {"load_best_model_at_end": True}, {"ddp_backend": "ncclx"}, {"output_dir": 5}, {"fsdp": "full_shard"}
+    ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             GRPOConfig(use_cpu=True, **{"save_strategy": "steps", **settings})
         assert len(caught.value.problems) == 1
@@ -314,12 +312,6 @@ def test_deepspeed_without_its_package_is_an_error_that_says_what_to_install(mon
         pytest.skip("deepspeed is installed")
     with pytest.raises(ImportError, match=r"deepspeed=.*pip install .deepspeed>="):
         GRPOConfig(use_cpu=True, deepspeed=ZERO_3)
-
-
-def test_a_field_without_its_part_is_one_problem():
-    with pytest.raises(ConfigError) as caught:
-        GRPOConfig(use_cpu=True, fsdp="full_shard")
-    assert len(caught.value.problems) == 1
 
 
 def test_all_broken_rules_are_reported_at_once():
@@ -338,9 +330,9 @@ def test_the_tables_name_existing_fields_and_their_defaults_pass():
 
 
 # The numbers that the message proposes are parsed and tried.
-@pytest.mark.parametrize("batch", [1, 2, 3, 6, 8])
-@pytest.mark.parametrize("group", [2, 5, 7, 8])
-@pytest.mark.parametrize("accumulation", [1, 2, 5])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("group", [2, 7])
+@pytest.mark.parametrize("accumulation", [1, 5])
 def test_proposed_batch_settings_work(batch, group, accumulation):
     settings = {
         "use_cpu": True,

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import socket
 
 import pytest
 import torch
@@ -88,28 +85,3 @@ def test_ranks_are_merged_with_one_gather(monkeypatch):
     store.add({"x": average(1.0)})
     with pytest.raises(ValueError, match="'x'"):
         store.flush()
-
-
-def _rank(rank: int, port: int, results) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    store = MetricStore()
-    if rank == 1:
-        store.add({"x": mean_of(torch.tensor(6.0), 2), "best": maximum(3.0)})
-    results.put((rank, store.flush()))
-    torch.distributed.destroy_process_group()
-
-
-def test_two_processes_agree_when_one_has_nothing():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, port, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    numbers = dict(results.get(timeout=60) for _ in ranks)
-    for process in ranks:
-        process.join(timeout=60)
-    assert numbers == {0: {"x": 3.0, "best": 3.0}, 1: {"x": 3.0, "best": 3.0}}
