@@ -1,9 +1,8 @@
-"""Agents on small local models: samples of the documents run as written, and options take effect."""
+"""Agents on small local models: rewards, counts, options, and what is refused."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Any, ClassVar
 import pyarrow.parquet as pq
 import pytest
 import torch
-from agent_samples import ENVIRONMENT, TOOLS
 from datasets import Dataset
-from scripted_agents import EOS, TEMPLATE, call, with_tools
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from scripted_agents import EOS, TEMPLATE, call
 
-from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad import GRPOTrainer
 from groupgrad.apps.cli.main import main
 from groupgrad.errors import RolloutError
 from groupgrad.rollout import driver
@@ -35,14 +32,6 @@ def chats(*columns: dict[str, Any]) -> Dataset:
     """Conversations with further columns; those of one row stand for eight rows."""
     columns = columns * 8 if len(columns) == 1 else columns
     return Dataset.from_list([{**CHAT[place % 8], **row} for place, row in enumerate(columns)])
-
-
-@pytest.fixture
-def with_template(hub: Path, make_tokenizer: Any, make_model: Any) -> Path:
-    """The documents' model with a template for tools, and a context that holds their descriptions."""
-    make_model(max_position_embeddings=2048).save_pretrained(hub / "Qwen/Qwen3-0.6B")
-    with_tools(make_tokenizer()).save_pretrained(hub / "Qwen/Qwen3-0.6B")
-    return hub
 
 
 def increment(step: int) -> int:
@@ -80,77 +69,6 @@ class Counter:
 
 def longer(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [float(len(ids)) for ids in completion_ids]
-
-
-# --- the documents' samples ---
-
-
-@pytest.mark.parametrize("sample", [TOOLS, ENVIRONMENT])
-def test_the_samples_are_those_of_the_document(sample: str, shared: Path) -> None:
-    (path,) = (shared / "reference" / "seeds").glob("000_*.txt")
-    assert sample.strip("\n") in path.read_text(encoding="utf-8")
-
-
-@pytest.mark.usefixtures("affordable")
-def test_tools_as_written(with_template: Path, calling: Any, run: Any) -> None:
-    """Both tools are called, the plain and the async one, and their results reach the reward function."""
-    calling(lambda n: call("multiply", a=n, b=3) + call("async_add", a=n, b=3))
-    seen: list[Any] = []
-
-    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
-        seen.extend(completions)
-        return [float(messages[1]["content"]) for messages in completions]
-
-    rest = {
-        "model": "Qwen/Qwen3-0.6B",
-        "reward_funcs": reward,
-        "train_dataset": Dataset.from_list(CHAT),
-        "args": GRPOConfig("out", max_completion_length=300),
-    }
-    trainer = run(TOOLS, rest=rest)["trainer"]
-    trainer.train()
-    log = trainer.state.log_history[0]
-    assert log["tools/call_frequency"] == 2.0
-    assert log["tools/failure_frequency"] == 0.0
-    assert log["rollouts/turns"] == 2.0
-    assert "rollouts/tool_budget" in log and "rollouts/tool_limit" not in log
-    for messages in seen:
-        assert [m["role"] for m in messages] == ["assistant", "tool", "tool", "assistant"]
-        a = messages[0]["tool_calls"][0]["function"]["arguments"]["a"]
-        assert [m["content"] for m in messages[1:3]] == [str(a * 3), str(a + 3)]
-
-
-@pytest.mark.usefixtures("affordable")
-def test_environments_as_written(with_template: Path, calling: Any, run: Any, monkeypatch: Any) -> None:
-    """The reward is the counter that the model's calls increment; the observation is in the prompt."""
-    monkeypatch.setattr(GRPOConfig, "max_completion_length", 300)
-    engine = calling(lambda n: call("increment", step=n))
-    trainer = run(ENVIRONMENT.replace("GRPOConfig(chat", "GRPOConfig(max_completion_length=300, chat"))["trainer"]
-    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
-    first = [request for request in engine.asked if "<tool>" not in engine.tokenizer.decode(request.prompt_ids)]
-    assert len(logs) == 4
-    numbers = [int(hashlib.sha256(str(r.seed).encode()).hexdigest(), 16) % 5 for r in first[:8]]
-    assert logs[0]["reward"] == pytest.approx(sum(numbers) / 8)
-    assert logs[0]["tools/increment/call_frequency"] == 1.0
-    assert all("Counter reset to 0." in engine.tokenizer.decode(request.prompt_ids) for request in first)
-
-
-@pytest.mark.usefixtures("affordable")
-def test_environments_as_written_with_the_real_tokenizer(hub: Path, shared: Path, run: Any) -> None:
-    """Nothing is scripted: the template of Qwen3 and the engine that samples from the model."""
-    tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")
-    tokenizer.save_pretrained(hub / "Qwen/Qwen3-0.6B")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen3Config(vocab_size=len(tokenizer), num_key_value_heads=1, head_dim=8, **sizes)  # pyright: ignore
-    Qwen3ForCausalLM(config).save_pretrained(hub / "Qwen/Qwen3-0.6B")
-    trainer = run(ENVIRONMENT.replace("GRPOConfig(", "GRPOConfig(max_steps=1, "))["trainer"]
-    assert trainer.state.global_step == 1
-    assert trainer.execution.engine_choice.name == "native"
-    (log, *_) = trainer.state.log_history
-    assert log["tools/call_frequency"] == 0.0
-    assert log["rollouts/turns"] == 1.0
-    assert log["sampling/logp_mismatch"] < 1e-5
 
 
 # --- rewards, counts and options ---

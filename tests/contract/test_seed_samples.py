@@ -8,6 +8,7 @@ its reader (`model`, `dataset`, `check_math_solution`) are in the namespace that
 from __future__ import annotations
 
 import doctest
+import hashlib
 import os
 import subprocess
 import sys
@@ -15,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from agent_samples import ENVIRONMENT, TOOLS
 from datasets import Dataset
+from scripted_agents import call, with_tools
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from groupgrad import GRPOConfig, GRPOTrainer
 
@@ -253,7 +258,7 @@ IN_DOCUMENT: dict[str, tuple[str, ...]] = {
     "000_*.txt": (
         QUICK_START, LONGER_BY_TOKENS, LONGER_BY_TOKENS_TRIED, LONGER_BY_CHARACTERS,
         LONGER_BY_CHARACTERS_TRIED, FORMAT, FORMAT_TRIED, REFERENCE, REFERENCE_TRIED, MULTI_TASK, ASYNCHRONOUS, LOGGING,
-        PASSED_ALONE, PASSED_IN_A_LIST,
+        PASSED_ALONE, PASSED_IN_A_LIST, TOOLS, ENVIRONMENT,
     ),
     "002_*.txt": (QUICK_START,),
     "004_*.txt": (OTHER_SPELLINGS,),
@@ -427,3 +432,72 @@ def test_an_optimizer_whose_package_is_missing(
     monkeypatch.setattr("groupgrad.compat.is_available", lambda name: name != "bitsandbytes")
     with pytest.raises(ImportError, match=r"adamw_8bit.*bitsandbytes.*pip install 'bitsandbytes"):
         run(OTHER_SPELLINGS, **given)
+
+
+# --- agents ---
+
+
+@pytest.fixture
+def with_template(hub: Path, make_tokenizer: Any, make_model: Any) -> Path:
+    """The documents' model with a template for tools, and a context that holds their descriptions."""
+    make_model(max_position_embeddings=2048).save_pretrained(hub / "Qwen/Qwen3-0.6B")
+    with_tools(make_tokenizer()).save_pretrained(hub / "Qwen/Qwen3-0.6B")
+    return hub
+
+
+def test_tools_as_written(with_template: Path, calling: Any, run: Any) -> None:
+    """Both tools are called, the plain and the async one, and their results reach the reward function."""
+    calling(lambda n: call("multiply", a=n, b=3) + call("async_add", a=n, b=3))
+    seen: list[Any] = []
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        seen.extend(completions)
+        return [float(messages[1]["content"]) for messages in completions]
+
+    rest = {
+        "model": "Qwen/Qwen3-0.6B",
+        "reward_funcs": reward,
+        "train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}*3?"}]} for i in range(8)]),
+        "args": GRPOConfig("out", max_completion_length=300),
+    }
+    trainer = run(TOOLS, rest=rest)["trainer"]
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["tools/call_frequency"] == 2.0
+    assert log["tools/failure_frequency"] == 0.0
+    assert log["rollouts/turns"] == 2.0
+    assert "rollouts/tool_budget" in log and "rollouts/tool_limit" not in log
+    for messages in seen:
+        assert [m["role"] for m in messages] == ["assistant", "tool", "tool", "assistant"]
+        a = messages[0]["tool_calls"][0]["function"]["arguments"]["a"]
+        assert [m["content"] for m in messages[1:3]] == [str(a * 3), str(a + 3)]
+
+
+def test_environments_as_written(with_template: Path, calling: Any, run: Any) -> None:
+    """The reward is the counter that the model's calls increment; the observation is in the prompt."""
+    engine = calling(lambda n: call("increment", step=n))
+    trainer = run(ENVIRONMENT.replace("GRPOConfig(chat", "GRPOConfig(max_completion_length=300, chat"))["trainer"]
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    first = [request for request in engine.asked if "<tool>" not in engine.tokenizer.decode(request.prompt_ids)]
+    assert len(logs) == 4
+    numbers = [int(hashlib.sha256(str(r.seed).encode()).hexdigest(), 16) % 5 for r in first[:8]]
+    assert logs[0]["reward"] == pytest.approx(sum(numbers) / 8)
+    assert logs[0]["tools/increment/call_frequency"] == 1.0
+    assert all("Counter reset to 0." in engine.tokenizer.decode(request.prompt_ids) for request in first)
+
+
+def test_environments_as_written_with_the_real_tokenizer(hub: Path, shared: Path, run: Any) -> None:
+    """Nothing is scripted: the template of Qwen3 and the engine that samples from the model."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")
+    tokenizer.save_pretrained(hub / "Qwen/Qwen3-0.6B")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3Config(vocab_size=len(tokenizer), num_key_value_heads=1, head_dim=8, **sizes)  # pyright: ignore
+    Qwen3ForCausalLM(config).save_pretrained(hub / "Qwen/Qwen3-0.6B")
+    trainer = run(ENVIRONMENT.replace("GRPOConfig(", "GRPOConfig(max_steps=1, "))["trainer"]
+    assert trainer.state.global_step == 1
+    assert trainer.execution.engine_choice.name == "native"
+    (log, *_) = trainer.state.log_history
+    assert log["tools/call_frequency"] == 0.0
+    assert log["rollouts/turns"] == 1.0
+    assert log["sampling/logp_mismatch"] < 1e-5
