@@ -36,7 +36,7 @@ from groupgrad.trainer.constructor_arguments import use_one_device
 
 MakeTrainer = Callable[..., GRPOTrainer]
 Arguments = dict[str, Any] | Callable[[Any, Any], dict[str, Any]]
-"""Arguments of the trainer, or a function that makes them for a tokenizer and a model."""
+"""Arguments of the trainer, or a function that makes them beside a tokenizer and a model."""
 Table = dict[type[Exception], list[tuple[Arguments, str]]]
 """By the error: what is given, and a pattern of the value seen and what to set."""
 SMALL = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False}
@@ -82,41 +82,33 @@ class Grader:
 def no_eos(tokenizer: Any, model: Any) -> dict[str, Any]:
     tokenizer.eos_token = None
     model.config.eos_token_id = model.generation_config.eos_token_id = None
-    return {"processing_class": tokenizer, "model": model}
+    return {}
 
 
 def no_template(tokenizer: Any, model: Any) -> dict[str, Any]:
     tokenizer.chat_template = None
-    return {"processing_class": tokenizer, "model": model, **prompts(MESSAGES, MESSAGES)}
+    return prompts(MESSAGES, MESSAGES)
 
 
 def with_nan(tokenizer: Any, model: Any) -> dict[str, Any]:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, :2] = torch.nan
-    return {"model": model, "processing_class": tokenizer}
+    return {}
 
 
 def with_more_tokens(tokenizer: Any, model: Any) -> dict[str, Any]:
     rows_of_model = model.get_input_embeddings().num_embeddings
     tokenizer.add_tokens([f"<new{i}>" for i in range(rows_of_model + 1 - len(tokenizer))])
-    return {"model": model, "processing_class": tokenizer}
+    return {}
 
 
 def with_raising_template(tokenizer: Any, model: Any) -> dict[str, Any]:
     tokenizer.chat_template = "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}x"
-    return {
-        "model": model,
-        "processing_class": tokenizer,
-        **prompts(*([{"role": "user", "content": t}] for t in "aab")),
-    }
+    return prompts(*([{"role": "user", "content": text}] for text in "aab"))
 
 
 def with_optimizer(parameters: Callable[[Any], list[Any]]) -> Callable[[Any, Any], dict[str, Any]]:
-    def make(tokenizer: Any, model: Any) -> dict[str, Any]:
-        optimizer = torch.optim.SGD(parameters(model), lr=0.1)
-        return {"model": model, "processing_class": tokenizer, "optimizers": (optimizer, None)}
-
-    return make
+    return lambda tokenizer, model: {"optimizers": (torch.optim.SGD(parameters(model), lr=0.1), None)}
 
 
 def frozen(model: Any) -> list[Any]:
@@ -124,7 +116,7 @@ def frozen(model: Any) -> list[Any]:
 
 
 def model_of(make: Callable[[], Any]) -> Callable[[Any, Any], dict[str, Any]]:
-    return lambda tokenizer, model: {"model": make(), "processing_class": tokenizer}
+    return lambda tokenizer, model: {"model": make()}
 
 
 BAD: Table = {
@@ -155,10 +147,7 @@ BAD: Table = {
         (model_of(lambda: nn.Linear(2, 2)), "model is a Linear, which is no language model.*AutoModelForCausalLM"),
         ({"callbacks": TrainerCallback()}, "callbacks is a TrainerCallback.*give a list"),
         ({"callbacks": [print]}, "contains <built-in function print>.*derive it"),
-        (
-            lambda t, m: {"model": m, "processing_class": t, "optimizers": torch.optim.SGD(m.parameters(), lr=0.1)},
-            "optimizers is SGD.*give a pair",
-        ),
+        (lambda t, m: {"optimizers": torch.optim.SGD(m.parameters(), lr=0.1)}, "optimizers is SGD.*give a pair"),
         ({"rollout_func": lambda prompts: {}}, r"rollout_func takes \(prompts\).*a function of \(prompts, trainer\)"),
         (
             {"optimizers": (torch.optim.SGD, None)},
@@ -214,7 +203,7 @@ BAD: Table = {
         ),
         (no_eos, "end-of-sequence.*set tokenizer.eos_token"),
         (no_template, "no chat template.*chat_template or use text prompts"),
-        (lambda t, m: {"model": m}, "processing_class is None.*pass the tokenizer"),
+        (lambda t, m: {"processing_class": None}, "processing_class is None.*pass the tokenizer"),
         (
             {"config": {"reward_weights": [1.0, 2.0]}},
             r"2 entries \(\[1.0, 2.0\]\).*1 reward functions.*one weight for each",
@@ -304,13 +293,10 @@ BAD: Table = {
     ],
     UnavailableError: [
         (
-            lambda t, m: {"model": T5ForConditionalGeneration(T5), "processing_class": t},
+            model_of(lambda: T5ForConditionalGeneration(T5)),
             "T5ForConditionalGeneration is an encoder-decoder.*decoder-only",
         ),
-        (
-            lambda t, m: {"model": BertLMHeadModel(BERT), "processing_class": t},
-            "BertLMHeadModel looks to the right.*is_decoder=True",
-        ),
+        (model_of(lambda: BertLMHeadModel(BERT)), "BertLMHeadModel looks to the right.*is_decoder=True"),
     ],
     ConfigError: [
         ({"num_generations": 3}, "num_generations=3.*num_generations to"),
@@ -334,7 +320,8 @@ def assert_refused(action: Callable[[], Any], error_type: type[Exception], patte
 def test_bad_arguments(
     given: Any, error: Any, text: str, make_trainer: MakeTrainer, tokenizer: Any, model: Any, unsampled: None
 ) -> None:
-    arguments = given(tokenizer, model) if callable(given) else given
+    parts = {"model": model, "processing_class": tokenizer}
+    arguments = {**parts, **given(tokenizer, model)} if callable(given) else given
     assert_refused(lambda: make_trainer(**arguments), error, text)
 
 
