@@ -215,6 +215,8 @@ class FieldParser(HelpfulParser, HfArgumentParser):
         read: Any = flag.type or str
         if value is None or (type(value) in kinds - {str} and flag.nargs != "+"):
             return value
+        if isinstance(value, dict) and dataclasses.is_dataclass(read):  # a part of a mixture of data sets
+            return value
         is_not = _IS_NOT.get(read.kind if isinstance(read, _Optional) else read)
         if isinstance(value, (list, dict)) and is_not is None:
             wanted = "a list of values" if flag.nargs == "+" else "one value"
