@@ -11,7 +11,6 @@ import pytest
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.apps.cli.parsing import parse_settings
-from groupgrad.config.legacy import LEGACY
 from groupgrad.config.unknown_names import TRAINER_ARGUMENTS
 
 HINTS: list[tuple[str, Any, str]] = [
@@ -81,14 +80,6 @@ def test_vllm_has_its_own_names_of_sampling_options() -> None:
 def test_the_trainers_arguments_are_known() -> None:
     parameters = {*inspect.signature(GRPOTrainer).parameters}
     assert {*TRAINER_ARGUMENTS} == parameters - {"args", "num_generations"}
-
-
-@pytest.mark.parametrize("name", ["vllm_device", "vllm_dtype", "vllm_enable_prefix_caching"])
-def test_settings_of_older_scripts_for_vllm_can_go(name: str) -> None:
-    settings: dict[str, Any] = {name: False if name.endswith("caching") else "auto"}
-    with pytest.warns(FutureWarning, match=rf"have no effect and can go: {name}="):
-        GRPOConfig("out", use_cpu=True, **settings)
-    assert name in LEGACY
 
 
 @pytest.mark.parametrize(
