@@ -11,7 +11,6 @@ import peft
 import pytest
 import torch
 import transformers
-from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 from groupgrad.engines import selection
 from groupgrad.engines.base import Request, SamplingOptions
@@ -22,17 +21,6 @@ from groupgrad.scoring.forward import ForwardOptions
 from groupgrad.scoring.self_check import check_layout
 
 OPTIONS = SamplingOptions(max_new_tokens=4)
-SIZES: Any = {
-    "vocab_size": 48,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 
 
 @pytest.mark.parametrize(
@@ -146,16 +134,9 @@ def test_a_gap_of_whole_nats_that_stays_is_an_error(build, gap, monkeypatch, cap
 
 
 @pytest.mark.parametrize("engine", ["auto", "transformers"])
-def test_a_model_that_padding_on_the_left_disturbs_gets_prompts_of_one_length(engine, caplog):
+def test_a_model_that_padding_on_the_left_disturbs_gets_prompts_of_one_length(engine, build, caplog):
     """RecurrentGemma's state includes left padding; its completions must not depend on longer prompts in a call."""
-    torch.manual_seed(0)
-    config = RecurrentGemmaConfig(
-        **SIZES, lru_width=16, attention_window_size=8, block_types=["recurrent", "attention"]
-    )
-    model = RecurrentGemmaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    model = build("recurrent gemma (own recurrence)")
     with caplog.at_level(logging.WARNING):
         chosen = choose_engine(model, EngineOptions(engine=engine), OPTIONS)
     warnings = [

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from base_fixtures import build as build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from sample_checks import assert_same_samples
 
 from groupgrad.engines.base import BatchEngine, BatchSession, Request, Sample, SamplingOptions, Session
 from groupgrad.engines.native import NativeEngine, scheduler
@@ -25,22 +25,6 @@ GREEDY = replace(OPTIONS, extra={"do_sample": False})
 LONG, SHORT = [5, 6, 7, 8, 9, 10, 11], [12, 13]
 BYTES = 2 * 1 * (8 + 8) * 4
 """Per token in "qwen3": layers x heads x dims x float32."""
-SINKS = {
-    "vocab_size": 48,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "sliding_window": 4,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 
 
 @dataclass
@@ -107,11 +91,8 @@ def assert_sampled_as_if_alone(
         assert row.is_over
         for turn, sampled in zip(row.turns, row.sampled):
             request = replace(sampled.request, continues=None, keep=False)
-            expected = NativeEngine(model, tokenizer=tokenizer).sample([request], options)[0]
             assert (request.seed, request.max_new_tokens) == (turn.seed, turn.budget)
-            assert (sampled.sample.ids, sampled.sample.finish_reason) == (expected.ids, expected.finish_reason)
-            assert sampled.sample.logprobs == pytest.approx(expected.logprobs, rel=1e-5, abs=1e-5)
-            assert sampled.sample.entropies == pytest.approx(expected.entropies, rel=1e-5, abs=1e-5)
+            assert_same_samples([sampled.sample], NativeEngine(model, tokenizer=tokenizer).sample([request], options))
 
 
 def conversations() -> list[Conversation]:
@@ -124,25 +105,22 @@ def conversations() -> list[Conversation]:
     ]
 
 
-def make_sinks_model() -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(transformers.GptOssConfig(**SINKS))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()
-
-
 # ------------------------------------------------------------------------------------------- equal completions
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "gemma2 (soft caps)", "mistral (sliding window)", "gpt2", "qwen3-moe", "gpt-oss (sinks)"]
+    ("name", "options"),
+    [
+        ("qwen3", OPTIONS),
+        ("qwen3", GREEDY),
+        ("gemma2 (soft caps)", OPTIONS),
+        ("mistral (sliding window)", replace(ENDLESS, temperature=0.7)),
+        ("gpt2", OPTIONS),
+        ("gpt-oss (experts, sinks)", OPTIONS),
+    ],
 )
-@pytest.mark.parametrize("options", [OPTIONS, GREEDY, replace(ENDLESS, temperature=0.7)])
 def test_a_continued_turn_says_what_the_whole_context_does(name: str, options: SamplingOptions, build):
-    model = make_sinks_model() if name == "gpt-oss (sinks)" else build(name)
-    rows = conversations()
+    model, rows = build(name), conversations()
     engine = NativeEngine(model)
     with engine.session(options) as session:
         run(session, rows)
@@ -182,25 +160,6 @@ def test_a_stop_string_ends_the_turn_that_it_stands_in(make_model, make_tokenize
     assert any(s.finish_reason == "eos" for s in second)
 
 
-def test_rows_that_come_later_change_nothing(build):
-    """Requests arrive one by one while earlier ones are sampled, in two orders."""
-    model = build("mistral (sliding window)")
-    submitted = [Request([LONG, SHORT, [14]][i % 3], i, 4 + i % 5) for i in range(9)]
-    alone = [NativeEngine(model).sample([request], ENDLESS)[0] for request in submitted]
-    for order in (range(9), range(8, -1, -1)):
-        actual: dict[int, Sample] = {}
-        with NativeEngine(model, max_rows=4).session(ENDLESS) as session:
-            tickets = {}
-            for i in order:
-                tickets[session.submit(submitted[i])] = i
-                actual.update((tickets[t], s) for t, s in session.advance())
-            while session.num_open:
-                ended = session.advance()
-                assert [t for t, _ in ended] == sorted(t for t, _ in ended)
-                actual.update((tickets[t], s) for t, s in ended)
-        assert [actual[i].ids for i in range(9)] == [s.ids for s in alone]
-
-
 def test_recorded_steps_go_on_from_turns_too(build, monkeypatch):
     model, rows = build("gemma2 (soft caps)"), conversations()
     engine = NativeEngine(model)
@@ -219,9 +178,9 @@ def test_an_engine_of_batches_has_the_same_texts(build):
         assert isinstance(session, BatchSession)
         assert (session.num_open, session.advance()) == (0, [])
         run(session, theirs)
-    for a, b in zip((s for t in ours for s in t.sampled), (s for t in theirs for s in t.sampled), strict=True):
-        assert (a.request.prompt_ids, a.sample.ids) == (b.request.prompt_ids, b.sample.ids)
-        assert a.sample.logprobs == pytest.approx(b.sample.logprobs, rel=1e-5, abs=1e-5)
+    first, second = ([sampled for row in rows for sampled in row.sampled] for rows in (ours, theirs))
+    assert [turn.request.prompt_ids for turn in first] == [turn.request.prompt_ids for turn in second]
+    assert_same_samples([turn.sample for turn in first], [turn.sample for turn in second])
 
 
 class Scripted(BatchEngine):
@@ -528,7 +487,7 @@ ROWS = st.lists(
 )
 def test_any_schedule_says_what_each_turn_says_alone(rows: Any, choices: list[int], tokens: int, bounds: Any):
     """Each choice submits the next turn of an idle row, sometimes without continuing it, or advances the session."""
-    model, (max_rows, headroom) = make_small(), bounds
+    model, (max_rows, headroom) = build_model("qwen3", max_position_embeddings=128), bounds
     rows = [
         Conversation([Turn(prompt, 10 * i, budget), *(Turn(ids, 10 * i + j, n) for j, (ids, n) in enumerate(later, 1))])
         for i, (prompt, budget, later) in enumerate(rows)
@@ -559,24 +518,3 @@ def test_any_schedule_says_what_each_turn_says_alone(rows: Any, choices: list[in
         assert not session._scheduler.groups
     assert engine.statistics.peak_bytes <= tokens * BYTES
     assert_sampled_as_if_alone(model, rows, OPTIONS)
-
-
-def make_small() -> Any:
-    """The model "qwen3", made here because hypothesis tests cannot use fixtures."""
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 48,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "eos_token_id": 1,
-    }
-    model = AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()

@@ -16,13 +16,6 @@ pytestmark = pytest.mark.skipif(library() is None, reason=status())
 INF, LAST = float("inf"), 1.0 - 2**-53
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def sampled(logits: torch.Tensor, draws: list[float], temperature: float = 1.0) -> Choice:
     kernels = library()
     assert kernels is not None
@@ -31,9 +24,8 @@ def sampled(logits: torch.Tensor, draws: list[float], temperature: float = 1.0) 
     return choice
 
 
-@pytest.mark.parametrize("size", [1, 7, 16, 127, 128, 129, 5000, 40_003])
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.0])
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("size", [1, 7, 127, 128, 129, 40_003])
+@pytest.mark.parametrize(("temperature", "num_threads"), [(1.0, 1), (0.3, 3)])
 def test_numbers_are_those_of_float64(size: int, temperature: float, num_threads: int, threads):
     threads(num_threads)
     torch.manual_seed(size)

@@ -42,7 +42,7 @@ def requests(num_rows: int = 4, max_new_tokens: int = 12) -> list[Request]:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_log_probs_are_those_of_the_dense_pass(family: str) -> None:
-    model, asked = make_hybrid(family), requests()
+    model, asked = make_hybrid(family), requests(3)
     samples = NativeEngine(model).sample(asked, OPTIONS)
     expected = dense_logprobs(model, [r.prompt_ids for r in asked], [s.ids for s in samples])
     assert len({tuple(sample.ids) for sample in samples}) > 6
@@ -168,8 +168,9 @@ def test_turns_go_on_under_a_bound_that_barely_holds_a_row(family: str) -> None:
     """A finished row that is kept beside what runs must not ask for room that the bound forbids."""
     model = make_hybrid(family)
     least = _bytes_of(model, num_rows=1, length=8) // 2
-    for number in range(12):
-        bound = least + number * _bytes_of(model, num_rows=1, length=1) // 12
+    room = _bytes_of(model, num_rows=1, length=1)
+    for number in range(6):
+        bound = least + number * room // 6
         engine = NativeEngine(model, kv_memory=bound)
         with engine.session(OPTIONS) as session:
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sample_checks import assert_same_samples
 from torch import nn
 
 from groupgrad.engines.base import Request, SamplingOptions
@@ -50,10 +51,6 @@ def test_packed_weights_give_the_same_texts_and_follow_the_weights(build):
     submitted = [Request([5 + i % 3, 9], i, 12) for i in range(9)]
     engine = NativeEngine(model, pack_weights=True)
     for _ in range(2):
-        expected = NativeEngine(model).sample(submitted, OPTIONS)
-        actual = engine.sample(submitted, OPTIONS)
-        assert [s.ids for s in actual] == [s.ids for s in expected]
-        for ours, theirs in zip(actual, expected):
-            assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
+        assert_same_samples(engine.sample(submitted, OPTIONS), NativeEngine(model).sample(submitted, OPTIONS))
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight.neg_()

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from known_decoders import CHANGES, make
+from sample_checks import assert_same_samples
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from groupgrad.engines.base import Request, SamplingOptions
@@ -165,10 +166,7 @@ def test_models_say_the_same(family: str, adapted: bool, steps: Steps, caplog: p
     assert not of_groupgrad(caplog)
     assert steps.counts == {"own": 1, "direct": native.statistics.num_steps + 1}, "one step compares both"
     steps.on_gpu = False
-    expected = NativeEngine(model).sample(requests(), OPTIONS)
-    assert [sample.ids for sample in found] == [sample.ids for sample in expected]
-    for ours, theirs in zip(found, expected):
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-5)
+    assert_same_samples(found, NativeEngine(model).sample(requests(), OPTIONS), absolute=2e-5, relative=0.0)
 
 
 def test_half_precision(steps: Steps, caplog: pytest.LogCaptureFixture) -> None:
