@@ -15,7 +15,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from groupgrad.concurrency.worker_process import WorkerDied, WorkerNotStarted, WorkerProcess
+from groupgrad.concurrency.worker_process import WorkerDied, WorkerProcess
 from groupgrad.concurrency.workers import NoAnswer
 
 offset = 10
@@ -121,17 +121,6 @@ def test_process_and_thread_end_with_the_object():
     del worker
     thread.join(10)
     assert not thread.is_alive() and not psutil.pid_exists(pid)
-
-
-def test_a_function_that_cannot_be_loaded_is_named():
-    class Unloadable:
-        def __reduce__(self):
-            return (__import__, ("no_such_module",))
-
-    worker = make(Unloadable())
-    outcome = worker.start().result()
-    assert type(outcome.error) is WorkerNotStarted
-    assert str(outcome.error) == "ModuleNotFoundError: No module named 'no_such_module'"
 
 
 def test_signals_of_the_terminal_are_the_parents(tmp_path):

@@ -217,23 +217,6 @@ def test_an_async_function_that_blocks_the_loop_is_answered_and_the_loop_replace
     other.close()
 
 
-def test_a_loop_that_was_blocked_after_its_function_was_answered_is_replaced_too(
-    workers: Workers, release: threading.Event
-):
-    blocked = threading.Event()
-
-    async def block_when_cancelled() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            blocked.set()
-            release.wait()
-
-    assert answer(workers, block_when_cancelled, DEADLINE_S).timed_out
-    assert blocked.wait(5)
-    assert answer(workers, double_later, 2, x=3).value == 6
-
-
 def test_a_cancelled_function_cleans_up_on_a_loop_that_is_given_up(workers: Workers):
     """Its loop is blocked by another call and replaced while it cleans up."""
     cleaned = threading.Event()

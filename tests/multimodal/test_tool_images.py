@@ -71,13 +71,17 @@ def built(request: pytest.FixtureRequest) -> tiny_vlms.TinyVLM:
     return tiny_vlms.build(request.param)
 
 
+@pytest.fixture(scope="module")
+def qwen() -> tiny_vlms.TinyVLM:
+    return tiny_vlms.build("qwen2_vl")
+
+
 @pytest.mark.fault(
     "a tool returns the path of a file outside `image_root`",
     "the model reads an error in its place",
     "nothing",
 )
-def test_the_path_of_a_tool_does_not_lead_out_of_the_images_folder(tmp_path):
-    built = tiny_vlms.build("qwen2_vl")
+def test_the_path_of_a_tool_does_not_lead_out_of_the_images_folder(qwen, tmp_path):
     (tmp_path / "images").mkdir()
     RED.save(tmp_path / "secret.png")
 
@@ -85,7 +89,7 @@ def test_the_path_of_a_tool_does_not_lead_out_of_the_images_folder(tmp_path):
         """Show a file."""
         return [{"type": "image", "path": "../secret.png"}]
 
-    makers, _ = agents(built, {0: [call("show"), "ok"]}, [show])
+    makers, _ = agents(qwen, {0: [call("show"), "ok"]}, [show])
     makers.sampling = replace(makers.sampling, max_new_tokens=4000)
     makers.prompt_maker.image_root = str(tmp_path / "images")
     (rollout,) = makers(ask({0: query()}))
@@ -93,8 +97,8 @@ def test_the_path_of_a_tool_does_not_lead_out_of_the_images_folder(tmp_path):
     assert rollout.media is None
 
 
-def test_a_prompt_with_images_is_made_once_a_group(built, monkeypatch):
-    makers, engine = agents(built, {0: ["a"], 1: ["b"]}, [look])
+def test_a_prompt_with_images_is_made_once_a_group(qwen, monkeypatch):
+    makers, engine = agents(qwen, {0: ["a"], 1: ["b"]}, [look])
     calls: list[int] = []
     encode = VisionPromptMaker.encode
 
@@ -166,19 +170,18 @@ def test_tool_images_are_in_completions_and_in_training(built):
     torch.testing.assert_close(alone, beside, atol=2e-5, rtol=0)
 
 
-def test_a_row_that_ends_at_its_budget_keeps_its_own_images_alone(built):
+def test_a_row_that_ends_at_its_budget_keeps_its_own_images_alone(qwen):
     """The reply with the image does not fit, so the row ends before it; its neighbour keeps its images."""
     script = {0: [call("look", place="sea") + "x" * 390, ""], 1: [call("look", place="sea"), "b"]}
-    makers, _ = agents(built, {0: [script[0][0]], 1: script[1]}, [look])
+    makers, _ = agents(qwen, {0: [script[0][0]], 1: script[1]}, [look])
     first, second = makers(ask({0: query(image=RED)}, size=2))
     assert first.finish_reason in ("length", "tool_budget")
     assert first.media is None
     assert second.media.images == (RED, BLUE)
 
 
-def test_a_missing_tool_image_is_an_error_message_to_the_model():
-    built = tiny_vlms.build("qwen2_vl")
-    makers, _ = agents(built, {0: [call("lose"), "a"]}, [lose])
+def test_a_missing_tool_image_is_an_error_message_to_the_model(qwen):
+    makers, _ = agents(qwen, {0: [call("lose"), "a"]}, [lose])
     (rollout,) = makers(ask({0: query()}))
     assert "no such file" in rollout.completion[1]["content"]
     assert rollout.media is None
@@ -207,8 +210,8 @@ class Window:
         return BLUE
 
 
-def test_images_of_an_environment_follow_those_of_the_row(built):
-    makers, engine = agents(built, {0: [call("look", place="x"), "a"], 1: ["b"]}, environment=Gallery)
+def test_images_of_an_environment_follow_those_of_the_row(qwen):
+    makers, engine = agents(qwen, {0: [call("look", place="x"), "a"], 1: ["b"]}, environment=Gallery)
     first, second = makers(ask({0: query(image=RED)}, size=2))
     content = first.prompt.row["prompt"][0]["content"]
     assert [block["type"] for block in content] == ["image", "text", "text", "image"]

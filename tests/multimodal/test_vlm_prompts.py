@@ -247,18 +247,18 @@ def check(rows: Any, processor: Any, max_context: int | None = None) -> None:
     check_dataset(dataset, "train_dataset", maker(processor, max_context))
 
 
-def test_good_rows_pass(processor, tmp_path: Path):
+def test_good_rows_pass(qwen, tmp_path: Path):
     RED.save(tmp_path / "a.png")
-    check([query(image=RED), query(image=None), query(image=BLUE)], processor)
-    check([query(images=[RED, BLUE]), query(images=[]), query(images=None), query(images=[RED])], processor)
-    check([query(image=str(tmp_path / "a.png")), query(image=None)], processor)
-    check([query(image=png(RED))], processor)
-    check([{"prompt": tiny_vlms.question("a", 2), "images": [RED, BLUE]}], processor)
+    check([query(image=RED), query(image=None), query(image=BLUE)], qwen)
+    check([query(images=[RED, BLUE]), query(images=[]), query(images=None), query(images=[RED])], qwen)
+    check([query(image=str(tmp_path / "a.png")), query(image=None)], qwen)
+    check([query(image=png(RED))], qwen)
+    check([{"prompt": tiny_vlms.question("a", 2), "images": [RED, BLUE]}], qwen)
     block = {"type": "image", "image": RED}
-    check([{"prompt": [{"role": "user", "content": [block, {"type": "text", "text": "a"}]}]}], processor)
-    check(Dataset.from_list([query(image=RED)]).to_iterable_dataset(), processor)
-    check(IterableDataset.from_generator(lambda: iter([query(image=RED)])), processor)
-    check([{"prompt": "text alone"}], processor)
+    check([{"prompt": [{"role": "user", "content": [block, {"type": "text", "text": "a"}]}]}], qwen)
+    check(Dataset.from_list([query(image=RED)]).to_iterable_dataset(), qwen)
+    check(IterableDataset.from_generator(lambda: iter([query(image=RED)])), qwen)
+    check([{"prompt": "text alone"}], qwen)
 
 
 @pytest.mark.parametrize(

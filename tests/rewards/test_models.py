@@ -67,7 +67,7 @@ def saved(tmp_path):
     return str(folder)
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 12, 1000])
+@pytest.mark.parametrize("batch_tokens", [1, 12])
 def test_texts_score_as_one_row_at_a_time(make_rollouts, batch_tokens):
     model, tokenizer = make_model(), make_tokenizer()
     rollouts = make_rollouts(TEXTS, [{"prompt": "the sky "}] * len(TEXTS))
@@ -80,13 +80,12 @@ def test_texts_score_as_one_row_at_a_time(make_rollouts, batch_tokens):
 
 @pytest.mark.parametrize("special", [{"eos_token": "<eos>"}, {"eos_token": "<eos>", "pad_token": "<eos>"}])
 @pytest.mark.parametrize("own_pad", [None, WORDS.index("<eos>")])
-@pytest.mark.parametrize("batch_tokens", [1, 1000])
-def test_a_row_that_ends_with_the_padding_token_is_scored_at_its_end(make_rollouts, special, own_pad, batch_tokens):
+def test_a_row_that_ends_with_the_padding_token_is_scored_at_its_end(make_rollouts, special, own_pad):
     """The template ends each turn with the end-of-sequence token, which pads too, in the tokenizer or the model."""
     model, tokenizer = make_model(pad_token_id=own_pad), make_tokenizer(**special)
     completions = [[{"role": "assistant", "content": text}] for text in TEXTS]
     rollouts = make_rollouts(completions, [{"prompt": [{"role": "user", "content": "the sky"}]}] * len(TEXTS))
-    runner = RewardRunner(model, tokenizer, models=RewardModelOptions(batch_tokens=batch_tokens))
+    runner = RewardRunner(model, tokenizer)
     ids = [tokenizer(f"user the sky <eos> assistant {text} <eos>")["input_ids"] for text in TEXTS]
     expected = [by_hand(model, row) for row in ids]
     assert runner.score(rollouts).rewards.flatten().tolist() == pytest.approx(expected, abs=1e-6)
@@ -214,16 +213,6 @@ def test_the_tokenizer_of_a_model_object_is_found_by_its_name(make_rollouts, sav
     assert runner.names == ["tiny-rm", "tiny-rm_2"]
     rewards = runner.score(make_rollouts(TEXTS, SKY * len(TEXTS))).rewards
     assert rewards[:, 0].tolist() == rewards[:, 1].tolist()
-
-
-def test_a_processor_gives_its_tokenizer(make_rollouts):
-    class Processor:
-        tokenizer = make_tokenizer()
-
-    model = make_model()
-    rollouts = make_rollouts(TEXTS, SKY * len(TEXTS))
-    with_processor = RewardRunner(model, Processor()).score(rollouts).rewards
-    assert with_processor.tolist() == RewardRunner(model, make_tokenizer()).score(rollouts).rewards.tolist()
 
 
 def test_scoring_runs_in_evaluation_mode_without_gradient(make_rollouts):

@@ -20,7 +20,6 @@ import psutil
 import pytest
 import torch
 
-from groupgrad.concurrency.workers import Workers
 from groupgrad.errors import RewardError
 from groupgrad.rewards import accuracy_reward, supervision
 from groupgrad.rewards.reward_runner import RewardRunner
@@ -345,21 +344,3 @@ def test_a_wait_that_is_left_ends_the_process(make, make_rollouts, tmp_path):
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(5)
     assert not psutil.pid_exists(pid)
-
-
-def test_a_call_moves_on_where_an_earlier_tool_still_blocks_the_loop(make_rollouts):
-    """The tool was answered as timed out; the async reward, which has no deadline, began behind it on the same loop."""
-    release, workers = threading.Event(), Workers(1, blocked_s=0.2)
-
-    async def tool() -> None:
-        release.wait()
-
-    async def reward(completions, **kwargs):
-        return [1.0] * len(completions)
-
-    try:
-        assert workers.call(tool, {}, timeout_s=0.1).result(5).timed_out
-        assert RewardRunner(reward).score(make_rollouts(["a"])).rewards.item() == 1.0
-    finally:
-        release.set()
-        workers.close()
