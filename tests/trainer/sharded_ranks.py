@@ -28,13 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
     "drawn_again": {**SGD, "flat": True, "dynamic_sampling_rounds": 1},
     "by_need": {**PLAIN, "gradient_checkpointing": None},
     "cut": {**PLAIN, "max_tokens_per_pass": 16},
-    "forward_on_one": {**PLAIN, "short": ("forward", (1,), 14)},
-    "middle_on_one": {**PLAIN, "short": ("middle", (0,), 10)},
-    "middle_on_both": {**PLAIN, "peft": True, "learning_rate": 1.0, "short": ("middle", (0, 1), 10)},
     "images": {"images": True, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2},
     "images_checkpointing": {"images": True, "gradient_checkpointing": True, "optim": "sgd", "learning_rate": 0.1},
     "offload": {**PLAIN, "max_grad_norm": 0.05, "offload": True},
-    "hopeless": {**PLAIN, "short": ("middle", (1,), 4)},
+    "too_large": {**PLAIN, "short": ("middle", (1,), 10)},
 }
 
 
@@ -97,8 +94,6 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
         "weights": weights,
         "log": ranks.HELP.without_times(trainer.state.log_history),
         "passes": oom.passes,
-        "failures": oom.failures,
-        "limit": trainer.memory.state_dict()["limit"],
         "recomputes": recomputes.at_step_end,
     }
 

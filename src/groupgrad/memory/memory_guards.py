@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from groupgrad.batch import Batch
-from groupgrad.integrations.sharding.fsdp_passes import pass_collectives
-from groupgrad.integrations.sharding.joint_oom_retry import JointMemoryGuard
-from groupgrad.integrations.sharding.sharding import is_sharded
-from groupgrad.integrations.sharding.zero3_passes import Zero3PassCollectives
 from groupgrad.memory.oom_retry import MemoryGuard, tokens_per_pass
 from groupgrad.models.unwrapping import pretrained
 
@@ -37,23 +32,18 @@ def memory_guard(
     *,
     aux_loss: bool,
     prepare: Callable[[Batch], None] | None = None,
-    zero3: Zero3PassCollectives | None = None,
+    is_joint: bool = False,
 ) -> MemoryGuard:
     """The guard for a run with these training arguments.
 
     `clear` drops the gradients of a step, `prepare` is called with each batch before its passes with a gradient.
-    `zero3` counts the collectives of a model that DeepSpeed ZeRO-3 shards when training begins.
+    `is_joint`: the ranks share the model, so that its passes are collectives.
 
     A CPU's matrix products run at full speed from few tokens on, so larger micro-batches are cut there. A
     load-balancing loss depends on the cut, so its micro-batches stay whole. ValueError if `max_tokens_per_pass` is set
     and micro-batches cannot be cut.
     """
-    if zero3 is not None:
-        obstacle, collectives, clear = None, zero3, zero3.drop_gradients
-    else:
-        obstacle, collectives = obstacle_to_cutting(args), pass_collectives(model)
-    if obstacle is None and is_sharded(model) and collectives is None:
-        obstacle = f"torch {torch.__version__} cannot go on after a failed pass of a model in shards; update it to 2.13"
+    obstacle = None if is_joint else obstacle_to_cutting(args)
     reason = "the load-balancing loss (router_aux_loss_coef) depends on the rows of a pass" if aux_loss else obstacle
     if args.max_tokens_per_pass is not None and reason is not None:
         raise ValueError(
@@ -66,13 +56,18 @@ def memory_guard(
         config: Any = getattr(pretrained(model), "config", None)
         width = None if config is None else getattr(config.get_text_config(), "hidden_size", None)
         max_tokens = tokens_per_pass() if width is None else tokens_per_pass(width)
-    options: dict[str, Any] = {"max_tokens": max_tokens, "prepare": prepare, "long_row": LONG_ROW if is_cpu else None}
-    if collectives is not None and obstacle is None:
-        return JointMemoryGuard(clear, collectives, **options)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    options["returns_memory"] = is_cpu and num_trained >= LARGE_MODEL
     num_ranks = args.context_parallel_size
-    return MemoryGuard(clear, obstacle=obstacle, num_ranks=num_ranks, **options)
+    return MemoryGuard(
+        clear,
+        obstacle=obstacle,
+        max_tokens=max_tokens,
+        prepare=prepare,
+        num_ranks=num_ranks,
+        is_joint=is_joint,
+        long_row=LONG_ROW if is_cpu else None,
+        returns_memory=is_cpu and not is_joint and num_trained >= LARGE_MODEL,
+    )
 
 
 def obstacle_to_cutting(args: Any) -> str | None:

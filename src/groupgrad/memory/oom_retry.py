@@ -1,4 +1,19 @@
-"""Trains micro-batches that do not fit into memory in parts, without changing the gradient."""
+"""Trains micro-batches that do not fit into memory in parts, without changing the gradient.
+
+A step has the micro-batches A and B, each of four rows:
+
+    what is trained    what happens                                         gradient afterwards
+    A                  forward, backward                                    A
+    B                  forward; memory runs out in the backward pass        A and a part of B, not known which
+                       `clear`; to be trained: A again, B in two halves     nothing
+    A                  forward, backward; its loss is recorded already      A
+    B, rows 0 and 1    forward, backward                                    A + half of B
+    B, rows 2 and 3    forward, backward                                    A + B
+
+So no copy of the gradients is ever needed. Had memory run out in B's forward pass, A's gradient would have stayed. A
+half's loss counts by its share of B's loss tokens, so that both add up to that of B. The cost of a half is the limit
+from now on, also in checkpoints: the next step cuts its micro-batches beforehand.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +25,12 @@ from typing import Any
 
 import torch
 
+from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.micro_batches import MicroBatch
 from groupgrad.memory.heap import large_tensors_mapped, return_free_memory
 from groupgrad.memory.oom import collect_what_failed, is_out_of_memory
-from groupgrad.objectives import FORWARD_AND_BACKWARD, PolicyLoss
+from groupgrad.objectives import FORWARD_AND_BACKWARD, NO_PASS, PolicyLoss
 
 Forward = Callable[[MicroBatch], PolicyLoss]
 """Gives the loss of a part whose rows all need the same passes."""
@@ -39,20 +55,19 @@ def tokens_per_pass(hidden_size: int = _WIDTH) -> int:
 class MemoryGuard:
     """Trains the micro-batches of a step one after the other, and cuts a micro-batch that runs out of memory.
 
-    A failed backward pass may have added a part of its gradient. Then `clear` drops all gradients and the step's
-    earlier parts are trained again, so that no copy of the gradients is ever needed. (Dropout is drawn anew when that
-    happens, and a load-balancing loss is measured in each part.) The size that fitted is kept, also in checkpoints:
-    larger micro-batches are cut beforehand.
+    `clear` drops all gradients. Dropout is drawn anew for what is trained again, and a load-balancing loss is measured
+    in each part. `obstacle` is the reason why this run cannot cut micro-batches; with None it can. Micro-batches above
+    `max_tokens` are cut beforehand: cost follows tokens, so smaller passes take less memory and hardly more time.
+    Groups are cut only where computing their prompt again costs little. Passes without gradients may have three times
+    as many tokens. `prepare` is called with each batch before its passes with a gradient. On CPUs, a pass with a row of
+    `long_row` tokens or more runs in `large_tensors_mapped`; with `returns_memory`, `return_free_memory` runs before
+    each backward pass.
 
-    `obstacle` is the reason why this run cannot cut micro-batches; with None it can. Micro-batches above `max_tokens`
-    are cut beforehand: cost follows tokens, so smaller passes take less memory and hardly more time. Groups are cut
-    only where computing their prompt again costs little. Passes without gradients may have three times as many tokens.
-    `prepare` is called with each batch before its passes with a gradient. On CPUs, a pass
-    with a row of `long_row` tokens or more runs in `large_tensors_mapped`; with `returns_memory`, `return_free_memory`
-    runs before each backward pass.
-
-    `num_ranks` ranks make each pass together, with the rows of all of them, so none of them cuts a pass because of its
-    own memory. A micro-batch is cut beforehand into one part for each rank, and `max_tokens` are those of a rank.
+    Ranks that make their passes together cut micro-batches beforehand alone: a rank that runs out of memory is in the
+    middle of collectives, which the others would wait for. `num_ranks` ranks split the tokens of each pass, which has
+    the rows of all of them; a micro-batch is cut into one part for each, and `max_tokens` are those of a rank. With
+    `is_joint` the ranks share a model in shards, each with its own rows; one that has fewer parts than another makes
+    passes without rows.
     """
 
     def __init__(
@@ -63,11 +78,12 @@ class MemoryGuard:
         max_tokens: int | None = None,
         prepare: Callable[[Batch], None] | None = None,
         num_ranks: int = 1,
+        is_joint: bool = False,
         long_row: int | None = None,
         returns_memory: bool = False,
     ):
         self._clear, self._obstacle, self._prepare, self._num_ranks = clear, obstacle, prepare, num_ranks
-        self._long_row, self._returns_memory = long_row, returns_memory
+        self._is_joint, self._long_row, self._returns_memory = is_joint, long_row, returns_memory
         self._max_cost = None if max_tokens is None or obstacle is not None else 3 * max_tokens * num_ranks
         self._limit: int | None = None
         self._done: list[MicroBatch] = []
@@ -79,13 +95,18 @@ class MemoryGuard:
     def train(self, micro_batch: MicroBatch, forward: Forward, backward: Backward) -> list[PolicyLoss]:
         """The detached losses and the metrics of a micro-batch's parts, whose gradients are added.
 
-        Raises RuntimeError if one row alone does not fit.
+        Raises RuntimeError if one row alone does not fit. Collective for ranks that share a model.
         """
-        waiting = [(part, True) for part in self._within_limit(micro_batch)]
+        parts = self._within_limit(micro_batch)
+        waiting = [(part, True) for part in parts]
+        if self._is_joint:
+            num_passes = sum(part.passes != NO_PASS for part in parts)
+            num_missing = max(dist.all_gather_objects(num_passes)) - num_passes
+            waiting += [(micro_batch.without_rows(), False)] * num_missing
         losses: list[PolicyLoss] = []
         while waiting:
             part, is_first_time = waiting.pop(0)
-            is_last = all(other.passes != FORWARD_AND_BACKWARD for other, _ in waiting)
+            is_last = not self._is_joint and all(other.passes != FORWARD_AND_BACKWARD for other, _ in waiting)
             loss, gradients_are_valid = self._try(part, forward, backward, is_last=is_last)
             if loss is None:
                 waiting[:0] = self._again(part, is_first_time, gradients_are_valid)
@@ -158,6 +179,12 @@ class MemoryGuard:
                 f"a micro-batch ({size}) does not fit into memory, and {self._obstacle}; lower "
                 "per_device_train_batch_size and raise gradient_accumulation_steps by as much, or set "
                 "gradient_checkpointing=True"
+            )
+        if self._is_joint and batch.num_rows > 1:
+            return (
+                f"a pass ({size}) does not fit into memory on one of the {dist.world_size()} processes that share the "
+                f"model and make it together; set max_tokens_per_pass={max(1, part.cost // 6)}, half of what this pass "
+                "has, gradient_checkpointing=True, or lower per_device_train_batch_size"
             )
         if self._num_ranks > 1:
             return (

@@ -31,7 +31,6 @@ from groupgrad.errors import UnavailableError
 from groupgrad.integrations.sharding import fsdp, zero3
 from groupgrad.integrations.sharding.context_group import context_group
 from groupgrad.integrations.sharding.sharding import gather_all, gather_per_module
-from groupgrad.integrations.sharding.zero3_passes import Zero3PassCollectives, can_recover
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.kernels.threads import limit_spinning
 from groupgrad.memory.memory_guards import memory_guard, obstacle_to_cutting
@@ -254,9 +253,13 @@ def checkpointing_by_need(
     if config.gradient_checkpointing is not None or not can or config.context_parallel_size > 1:
         return None
     chosen = mapping(config.gradient_checkpointing_kwargs)
-    is_joint = uses_fsdp(config) or zero_stage(config) == 3  # ZeRO shards a model that is given when training begins
     with gather_all(model):
-        return CheckpointingByNeed(model, forward_options, chosen, precision, example, is_joint=is_joint)
+        return CheckpointingByNeed(model, forward_options, chosen, precision, example, is_joint=_shares_model(config))
+
+
+def _shares_model(config: GRPOConfig) -> bool:
+    """True if ranks hold parts of one model in training. ZeRO cuts a model that is given when training begins."""
+    return uses_fsdp(config) or zero_stage(config) == 3
 
 
 def sums_in_float32(config: GRPOConfig) -> bool:
@@ -269,14 +272,12 @@ def gradient_memory(
     model: nn.Module,
     forward_options: ForwardOptions,
     checkpointing: CheckpointingByNeed | None,
-    accelerator: Any,
 ) -> tuple[GradientSums, MemoryGuard]:
     """The sums of a step's gradients, and the guard that trains micro-batches again that ran out of memory."""
     prepare = None if checkpointing is None else checkpointing.prepare
     sums = GradientSums(model, in_float32=sums_in_float32(config))
-    passes = Zero3PassCollectives(accelerator) if zero_stage(config) == 3 and can_recover() else None
-    guard = memory_guard(model, config, sums.clear, aux_loss=forward_options.aux_loss, prepare=prepare, zero3=passes)
-    return sums, guard
+    options: dict[str, Any] = {"aux_loss": forward_options.aux_loss, "prepare": prepare}
+    return sums, memory_guard(model, config, sums.clear, **options, is_joint=_shares_model(config))
 
 
 def build_prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:

@@ -458,7 +458,7 @@ class GRPOTrainer(Hooks):
         self.mismatch_watch = MismatchWatch(limit, is_native=is_native)
         self.signal_watch = build.signal_watch(self.args, self._policy) if self._uses_builtin_loss else None
         self.gradient_sums, self.memory = build.gradient_memory(
-            self.args, self.model, self.components.forward_options, self.checkpointing, self.accelerator
+            self.args, self.model, self.components.forward_options, self.checkpointing
         )
         self.run_state = RunState(
             {

@@ -22,7 +22,6 @@ from transformers.utils import ModelOutput
 
 from groupgrad import dist
 from groupgrad.errors import UnavailableError
-from groupgrad.integrations.sharding.fsdp_passes import count_collectives
 from groupgrad.models.quantized import is_packed
 from groupgrad.models.unwrapping import base_model, is_multimodal
 
@@ -71,7 +70,6 @@ def shard(model: Any, options: FSDPOptions, device: torch.device) -> None:
     fully_shard(model, reshard_after_forward=False)
     setattr(model, _COMPUTE_DTYPE, options.compute_dtype)
     setattr(model, _CPU_OFFLOAD, options.cpu_offload)
-    count_collectives(model, [*layers, model])
 
 
 def _without_encoder_outputs(_module: nn.Module, _inputs: Any, output: Any) -> Any:
