@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native.engine import NativeEngine
-from groupgrad.integrations.recurrent.recurrent_states import SlotRecurrence
+from groupgrad.engines.native.recurrent_states import SlotRecurrence
 from groupgrad.kernels import library, status
 from groupgrad.kernels.compile import SWITCH
 from groupgrad.scoring.forward import ForwardOptions, build_batch, score_tokens

@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from groupgrad.engines.native.decode_kernels import decode_kernels_for
 from groupgrad.engines.native.decode_tables import DecodeTables
 from groupgrad.engines.native.kv_cache import KVBuffer, KVCache, LayerShape, StateShape
-from groupgrad.integrations.recurrent.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
+from groupgrad.engines.native.recurrent_states import ProbeRecurrence, SlotRecurrence, StateSource
 from groupgrad.kernels.attend import OFFSET, attend, slot_spans, span_table
 from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.block_attention import kernel_for, wide_products
