@@ -264,18 +264,18 @@ def _integers(values: torch.Tensor) -> list[int]:
 def _joined(name: str, batches: Sequence[Batch]) -> torch.Tensor | None:
     """The field `name` of all batches end to end; None if none has it."""
     values: list[torch.Tensor | None] = [getattr(batch, name) for batch in batches]
-    known = [value for value in values if value is not None]
-    if not known:
+    present = [value for value in values if value is not None]
+    if not present:
         return None
-    if len(known) < len(values) and name not in _UNKNOWN:
+    if len(present) < len(values) and name not in _UNKNOWN:
         raise ValueError(
-            f"{len(known)} of {len(values)} batches have {name}, so they cannot be joined; set it in all of them or in "
-            "none"
+            f"{len(present)} of {len(values)} batches have {name}, so they cannot be joined; set it in all of them or "
+            "in none"
         )
     parts: list[torch.Tensor] = []
     for batch, value in zip(batches, values):
         size = batch.num_tokens if name in _TOKEN_FIELDS else batch.num_rows
-        parts.append(known[0].new_full((size,), _UNKNOWN[name]) if value is None else value)
+        parts.append(present[0].new_full((size,), _UNKNOWN[name]) if value is None else value)
     return torch.cat(parts)
 
 

@@ -14,7 +14,7 @@ import transformers
 
 from groupgrad.engines import selection
 from groupgrad.engines.base import Request, SamplingOptions
-from groupgrad.engines.selection import EngineOptions, brings_own_generate, choose_engine
+from groupgrad.engines.selection import EngineOptions, choose_engine, replaces_generate
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
 from groupgrad.scoring.forward import ForwardOptions
@@ -55,7 +55,7 @@ def test_an_option_that_the_native_engine_lacks(build, extra):
 
 def test_a_model_that_brings_its_own_generate_is_sampled_through_it(build):
     model = build("qwen3")
-    assert not brings_own_generate(model)
+    assert not replaces_generate(model)
     model.generate = MethodType(lambda self, ids, **kwargs: ids, model)
     chosen = choose_engine(model, EngineOptions(), OPTIONS)
     assert (chosen.name, chosen.reason) == ("transformers", "the model brings its own generate")
@@ -69,7 +69,7 @@ def test_a_class_that_overrides_generate_counts_too(build):
             return super().generate(*args, **kwargs)
 
     model.__class__ = Accelerated
-    assert brings_own_generate(model)
+    assert replaces_generate(model)
 
 
 @pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
@@ -78,10 +78,10 @@ def test_an_adapter_does_not_bring_its_own(build, task_type):
 
     config: Any = LoraConfig(r=2, target_modules=["q_proj"], task_type=task_type)
     model = get_peft_model(build("llama"), config)
-    assert not brings_own_generate(model)
+    assert not replaces_generate(model)
     assert choose_engine(model, EngineOptions(), OPTIONS).name == "native"
     model.get_base_model().generate = lambda *args, **kwargs: None
-    assert brings_own_generate(model)
+    assert replaces_generate(model)
 
 
 def test_other_numbers_than_a_plain_pass_fall_back_in_one_line(build, monkeypatch, caplog):

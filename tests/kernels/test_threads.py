@@ -71,7 +71,7 @@ def parked_after_each(*shares):
     watch = threads.SpinningWatch(team := Team(), Waits(shares))
     seen = []
     for _ in shares:
-        watch.look()
+        watch.check()
         seen.append(team.is_parked)
     return seen
 
@@ -124,7 +124,7 @@ def test_the_team_is_parked_when_other_processes_use_the_cores(two_threads):
             until = time.monotonic() + threads.CHECK_S
             while time.monotonic() < until:
                 numbers.add_(1)
-            watch.look()
+            watch.check()
         assert team.is_parked
     finally:
         team.release()

@@ -212,8 +212,8 @@ def rows_of_group(
     assigned: list[list[int]] = [[] for _ in planned]
     first = 0
     for part, its_plan in parts:
-        for rows, own in zip(assigned, its_plan):
-            rows += [first + row for row in own]
+        for rows, its_rows in zip(assigned, its_plan):
+            rows += [first + row for row in its_rows]
         first += part.num_rows
     num_groups = joined.totals.world_size // group.size
     return replace(joined, totals=replace(joined.totals, world_size=num_groups)), assigned

@@ -23,7 +23,7 @@ _MOST_REPEATED = 0.05
 class RowCost:
     """Cost of a row in a micro-batch; the unit is the forward pass of one token."""
 
-    own: int
+    completion: int
     """Cost of the completion."""
     prompt: int
     """Cost of the prompt; rows of one group in one micro-batch pay the largest of theirs, once."""
@@ -53,11 +53,11 @@ def row_costs(batch: Batch, passes: Sequence[int], attention_cost: float = 0.0) 
 def total_cost(costs: Iterable[RowCost]) -> int:
     """The cost of a micro-batch of these rows."""
     prompts: dict[int, int] = {}
-    own = 0
+    completions = 0
     for cost in costs:
-        own += cost.own
+        completions += cost.completion
         prompts[cost.group] = max(prompts.get(cost.group, 0), cost.prompt)
-    return own + sum(prompts.values())
+    return completions + sum(prompts.values())
 
 
 def pack(costs: Sequence[RowCost], plan: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -169,9 +169,9 @@ def _longest_first(costs: Sequence[RowCost], pieces: list[list[int]], num_bins: 
     bin_costs = [0] * num_bins
     prompts: list[dict[int, int]] = [{} for _ in range(num_bins)]
     for rows in sorted(pieces, key=lambda rows: (-total_cost(costs[row] for row in rows), rows)):
-        own = sum(costs[row].own for row in rows)
+        completion = sum(costs[row].completion for row in rows)
         group, prompt = costs[rows[0]].group, max(costs[row].prompt for row in rows)
-        after = [bin_costs[b] + own + max(0, prompt - prompts[b].get(group, 0)) for b in range(num_bins)]
+        after = [bin_costs[b] + completion + max(0, prompt - prompts[b].get(group, 0)) for b in range(num_bins)]
         chosen = after.index(min(after))
         bins[chosen] += rows
         bin_costs[chosen] = after[chosen]
@@ -184,7 +184,7 @@ def _filled(costs: Sequence[RowCost], bins: list[list[int]]) -> list[list[int]]:
     for empty in (b for b in bins if not b):
         fullest = max(bins, key=len)
         if len(fullest) > 1:
-            row = min(fullest, key=lambda row: (costs[row].own + costs[row].prompt, row))
+            row = min(fullest, key=lambda row: (costs[row].completion + costs[row].prompt, row))
             fullest.remove(row)
             empty.append(row)
     return bins

@@ -108,7 +108,7 @@ def _with_common_groups(described: Sequence[Sequence[tuple[RowCost, str]]]) -> l
     """The costs of each rank's rows, with groups numbered over all ranks."""
     numbers: dict[str, int] = {}
     return [
-        [RowCost(cost.own, cost.prompt, numbers.setdefault(name, len(numbers))) for cost, name in rows]
+        [RowCost(cost.completion, cost.prompt, numbers.setdefault(name, len(numbers))) for cost, name in rows]
         for rows in described
     ]
 
@@ -130,8 +130,10 @@ def _refined(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], least_rows
             cost = costs[row]
             others = sorted(there[cost.group])
             others.remove(cost.prompt)
-            left = bin_costs[source] - cost.own - max(0, cost.prompt - max(others, default=0))
-            joined = bin_costs[target] + cost.own + max(0, cost.prompt - max(here.get(cost.group, ()), default=0))
+            left = bin_costs[source] - cost.completion - max(0, cost.prompt - max(others, default=0))
+            joined = (
+                bin_costs[target] + cost.completion + max(0, cost.prompt - max(here.get(cost.group, ()), default=0))
+            )
             best = min(best or (max(left, joined), left + joined, row), (max(left, joined), left + joined, row))
         if best is None or best[0] >= bin_costs[source]:
             return found
@@ -147,7 +149,7 @@ def _filled(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], least_rows:
     found = [list(rows) for rows in bins]
     for rows in found:
         while len(rows) < least_rows < len(longest := max(found, key=len)):
-            row = min(longest, key=lambda row: (costs[row].own + costs[row].prompt, row))
+            row = min(longest, key=lambda row: (costs[row].completion + costs[row].prompt, row))
             longest.remove(row)
             rows.append(row)
     return found
@@ -166,7 +168,7 @@ def _renamed(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], holders: S
     kept: dict[tuple[int, int], int] = {}
     for place, rows in enumerate(bins):
         for row in rows:
-            kept[place, holders[row]] = kept.get((place, holders[row]), 0) + 1 + costs[row].own
+            kept[place, holders[row]] = kept.get((place, holders[row]), 0) + 1 + costs[row].completion
     free_ranks, free_bins = set(range(len(bins))), set(range(len(bins)))
     rank_of: dict[int, int] = {}
     for place, rank in sorted(kept, key=lambda pair: (-kept[pair], pair)):

@@ -96,8 +96,8 @@ def _newest_valid(candidates: list[Path], *, allow_partial: bool) -> ResumePoint
 
 def _verified(folder: Path, run_folder: Path, *, allow_partial: bool) -> ResumePoint:
     if not any(dist.all_gather_objects(folder.is_dir())):
-        own = run_folder / folder
-        place = repr(str(own)) if own.is_dir() else "the folder of a checkpoint"
+        in_run_folder = run_folder / folder
+        place = repr(str(in_run_folder)) if in_run_folder.is_dir() else "the folder of a checkpoint"
         raise CheckpointError(
             f"resume_from_checkpoint is {str(folder)!r}, but there is no such folder; set it to {place}, or to True "
             "for the newest valid one in output_dir"

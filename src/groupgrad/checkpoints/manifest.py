@@ -79,8 +79,8 @@ class Manifest:
         if not intact:
             raise CheckpointError(f"{path} is damaged: its text does not have the digest that it was written with")
         files = {name: FileDigest(**entry) for name, entry in body.pop("files").items()}
-        known = {key: value for key, value in body.items() if key in cls.__dataclass_fields__}
-        return cls(files=files, **known)
+        readable = {key: value for key, value in body.items() if key in cls.__dataclass_fields__}
+        return cls(files=files, **readable)
 
 
 def _digest_of(body: Mapping[str, Any]) -> str:

@@ -77,9 +77,9 @@ def sweep(run_folder: Path) -> None:
     if not aside.is_dir():
         return
     for replaced in aside.glob(f"{_REPLACED}checkpoint-*"):
-        place = run_folder / replaced.name.removeprefix(_REPLACED)
-        if not place.exists():
-            replaced.rename(place)
+        target = run_folder / replaced.name.removeprefix(_REPLACED)
+        if not target.exists():
+            replaced.rename(target)
     shutil.rmtree(aside)
     logger.warning("removed %s, which an earlier process had not finished", aside)
 
@@ -99,14 +99,14 @@ def save(
     has its name. SaveFailed, on all ranks, if `expected_bytes` do not fit or one of them could not write; other
     exceptions of `parts` are raised on all ranks too.
     """
-    place = run_folder / f"checkpoint-{step}"
-    with _begun(place, expected_bytes) as (folder, view):
+    target = run_folder / f"checkpoint-{step}"
+    with _begun(target, expected_bytes) as (folder, view):
         _write(parts, folder)
         digests = _digests(folder, view)
         with _agreed(folder):
             if view.leads:
-                _finish(folder, place, Manifest(step, dist.world_size(), digests, **describe()))
-    return place
+                _finish(folder, target, Manifest(step, dist.world_size(), digests, **describe()))
+    return target
 
 
 def save_behind(
@@ -122,21 +122,21 @@ def save_behind(
     The arguments, and the files, are those of `save`. What `parts` give to be saved is copied into host memory, so it
     may change after the return. Only one save may be under way.
     """
-    place = run_folder / f"checkpoint-{step}"
-    with _begun(place, expected_bytes) as (folder, view):
+    target = run_folder / f"checkpoint-{step}"
+    with _begun(target, expected_bytes) as (folder, view):
         waiting: list[Callable[[], None]] = []
         with held_back(folder) if view.leads else nullcontext(waiting) as waiting:
             _write(parts, folder)
         with _agreed(folder):
             unlisted = Manifest(step, dist.world_size(), {}, **describe())
-    return SaveBehind(place, folder, waiting, unlisted if view.leads else None)
+    return SaveBehind(target, folder, waiting, unlisted if view.leads else None)
 
 
 class SaveBehind:
     """A checkpoint whose files a thread of this process writes, on the rank that leads its folder. No collectives."""
 
-    def __init__(self, place: Path, folder: Path, waiting: list[Callable[[], None]], manifest: Manifest | None):
-        self.place = place
+    def __init__(self, target: Path, folder: Path, waiting: list[Callable[[], None]], manifest: Manifest | None):
+        self.target = target
         """The checkpoint's folder, once it is written."""
         self._folder, self._waiting, self._manifest = folder, waiting, manifest
         self.error: Exception | None = None
@@ -162,7 +162,7 @@ class SaveBehind:
         with _agreed(self._folder):
             if self.error is not None:
                 raise self.error
-        return self.place
+        return self.target
 
     def _run(self) -> None:
         assert self._manifest is not None
@@ -170,7 +170,7 @@ class SaveBehind:
             while self._waiting:
                 self._waiting.pop(0)()
             digests = _synced_digests(self._folder, file_names(self._folder))
-            _finish(self._folder, self.place, replace(self._manifest, files=digests))
+            _finish(self._folder, self.target, replace(self._manifest, files=digests))
         except Exception as error:
             self.error = _as_failure(error, self._folder)
             shutil.rmtree(self._folder.parent, ignore_errors=True)
@@ -179,9 +179,9 @@ class SaveBehind:
 
 
 @contextmanager
-def _begun(place: Path, expected_bytes: int) -> Iterator[tuple[Path, _FolderView]]:
-    """An empty folder aside for the checkpoint at `place`, removed if the body raises. Collective at its start."""
-    folder, view = place.parent / UNFINISHED / place.name, None
+def _begun(target: Path, expected_bytes: int) -> Iterator[tuple[Path, _FolderView]]:
+    """An empty folder aside for the checkpoint at `target`, removed if the body raises. Collective at its start."""
+    folder, view = target.parent / UNFINISHED / target.name, None
     try:
         view = _prepare(folder, expected_bytes)
         yield folder, view
@@ -278,14 +278,14 @@ def _synced_digests(folder: Path, names: list[str]) -> dict[str, FileDigest]:
     return found
 
 
-def _finish(folder: Path, place: Path, manifest: Manifest) -> None:
+def _finish(folder: Path, target: Path, manifest: Manifest) -> None:
     """Gives a written folder its manifest and its name. A checkpoint that has it is moved aside first, removed last."""
     manifest.write(folder)
     sync_folders(folder)
-    if place.exists():
-        place.rename(folder.parent / f"{_REPLACED}{place.name}")
-    folder.rename(place)
-    sync(place.parent)
+    if target.exists():
+        target.rename(folder.parent / f"{_REPLACED}{target.name}")
+    folder.rename(target)
+    sync(target.parent)
     shutil.rmtree(folder.parent, ignore_errors=True)
 
 

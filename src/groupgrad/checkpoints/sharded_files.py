@@ -80,17 +80,17 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
 def _save(folder: Path, state: dict[str, Any]) -> None:
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
-    with _own_errors():
+    with _first_error_of_ranks():
         dcp.save(state, checkpoint_id=folder, no_dist=not torch_dist.is_initialized())
 
 
 def _load(folder: Path, state: dict[str, Any]) -> None:
-    with _own_errors():
+    with _first_error_of_ranks():
         dcp.load(state, checkpoint_id=folder, no_dist=not torch_dist.is_initialized())
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
+def _first_error_of_ranks() -> Iterator[None]:
     """Replaces torch's CheckpointException, which collects the errors of all ranks, by the first of these errors."""
     try:
         yield

@@ -131,11 +131,11 @@ def unknown_sampling_options(c: GRPOSettings) -> str:
     """Lists the entries of `generation_kwargs` that neither an engine nor `generate` knows, with the most similar."""
     if c.use_vllm:  # vLLM has names of its own, which `vllm_params.py` checks
         return ""
-    known = {*vars(GenerationConfig()), "stop_strings", *OWNED_KEYS, *MOVED} - INTERNAL
-    unknown = [key for key in mapping(c.generation_kwargs) if key not in known]
+    options = {*vars(GenerationConfig()), "stop_strings", *OWNED_KEYS, *MOVED} - INTERNAL
+    unknown = [key for key in mapping(c.generation_kwargs) if key not in options]
     of_vllm = [f"{key!r} (which is vLLM's; {_VLLM_NAMES[key]})" for key in unknown if key in _VLLM_NAMES]
     others = [key for key in unknown if key not in _VLLM_NAMES]
-    return ", ".join(filter(None, [*of_vllm, with_nearest(others, known - {*OWNED_KEYS, *MOVED})]))
+    return ", ".join(filter(None, [*of_vllm, with_nearest(others, options - {*OWNED_KEYS, *MOVED})]))
 
 
 def chosen_by_loss(c: GRPOSettings) -> str:

@@ -204,9 +204,9 @@ def field_problem(name: str, value: Any) -> str | None:
     return None
 
 
-def _not_among(name: str, value: Any, known: Sequence[str]) -> str:
-    hint = did_you_mean(value, known, after=" ")
-    return f"{name}={value!r} is not known: {hint}Set it to one of {', '.join(known)}"
+def _not_among(name: str, value: Any, choices: Sequence[str]) -> str:
+    hint = did_you_mean(value, choices, after=" ")
+    return f"{name}={value!r} is not known: {hint}Set it to one of {', '.join(choices)}"
 
 
 def range_problem(name: str, value: Any, allowed: Range, why: str) -> str | None:
@@ -223,8 +223,8 @@ def range_problem(name: str, value: Any, allowed: Range, why: str) -> str | None
 
 def changed(record: Any, names: Iterable[str]) -> list[str]:
     """Selects the fields of a dataclass instance, among `names`, whose value is not their default."""
-    known = record.__dataclass_fields__
-    return [name for name in names if name in known and getattr(record, name) != _default(known[name])]
+    fields = record.__dataclass_fields__
+    return [name for name in names if name in fields and getattr(record, name) != _default(fields[name])]
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

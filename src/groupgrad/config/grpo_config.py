@@ -66,12 +66,12 @@ class GRPOConfig(GRPOSettings):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
         """TypeError for settings that do not exist, each with the one that was meant or the place where it belongs."""
-        known = inspect.signature(cls.__init__).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        unknown = [] if takes_all else [name for name in kwargs if name not in known]
+        parameters = inspect.signature(cls.__init__).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        unknown = [] if takes_all else [name for name in kwargs if name not in parameters]
         texts = []
         for name in unknown:
-            hint = advice(name, known, kwargs[name], use_vllm=bool(kwargs.get("use_vllm"))) or "take it out"
+            hint = advice(name, parameters, kwargs[name], use_vllm=bool(kwargs.get("use_vllm"))) or "take it out"
             texts.append(f"no setting {name!r} ({name}={cut_repr(kwargs[name])}): {hint}")
         if texts:
             raise TypeError(f"{cls.__name__} has {'; '.join(texts)}")

@@ -54,7 +54,7 @@ _INSTEAD: dict[str, str] = {
 
 def advice(
     name: str,
-    known: Collection[str],
+    known_names: Collection[str],
     value: Any = ...,
     *,
     use_vllm: bool = False,
@@ -62,12 +62,12 @@ def advice(
 ) -> str:
     """Says what to set in place of the unknown `name` with its `value`; empty if nothing is similar.
 
-    `known` are the names that exist where it was given; one that has no effect is never advised. `spelled` writes one
-    of them in the form of that place.
+    `known_names` exist where it was given; one that has no effect is never advised. `spelled` writes one of them in the
+    form of that place.
     """
-    if place := place_of(name, known, value, use_vllm=use_vllm, spelled=spelled):
+    if place := place_of(name, known_names, value, use_vllm=use_vllm, spelled=spelled):
         return place
-    similar = nearest(name, known)
+    similar = nearest(name, known_names)
     if similar is None:
         return ""
     if reason := no_effect(similar):
@@ -78,14 +78,14 @@ def advice(
 
 def place_of(
     name: str,
-    known: Collection[str],
+    known_names: Collection[str],
     value: Any = ...,
     *,
     use_vllm: bool = False,
     spelled: Callable[[str], str] = repr,
 ) -> str:
     """`advice` for a name that other libraries use, or that belongs elsewhere; empty for any other."""
-    if (other := _OTHER_NAMES.get(name, "")) in known:
+    if (other := _OTHER_NAMES.get(name, "")) in known_names:
         return f"it is {spelled(other)} here"
     return _elsewhere(name, value, use_vllm=use_vllm)
 

@@ -55,7 +55,7 @@ class ContinuousBatchingEngine(BatchEngine):
         model: Any = pretrained(unwrap(self._model))
         device, eos_ids = model.device, end_ids(options)
         fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with evaluation_mode(self._model), _weights_in(model, self._dtype(device)), _own_attention(model), fork:
+        with evaluation_mode(self._model), _weights_in(model, self._dtype(device)), _attention_restored(model), fork:
             outputs = _run(model, requests, self._config(model, requests, options), _generation_config(options))
         samples = []
         for output in outputs:
@@ -153,7 +153,7 @@ def _weights_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
+def _attention_restored(model: Any) -> Iterator[None]:
     """Restores the attention implementation of `model` afterwards, also where the manager could not be made."""
     name = model.config._attn_implementation
     try:

@@ -55,8 +55,8 @@ def missing_from_paged(options: SamplingOptions) -> list[str]:
     given = {"cache_implementation": options.cache_implementation, **options.extra}
     if options.repetition_penalty != 1.0:
         given["repetition_penalty"] = options.repetition_penalty
-    known = PAGED | COST_ONLY
-    return [f"{name}={value!r}" for name, value in given.items() if name not in known and value is not None]
+    supported = PAGED | COST_ONLY
+    return [f"{name}={value!r}" for name, value in given.items() if name not in supported and value is not None]
 
 
 def without_effect(options: dict[str, Any], cache_implementation: str | None) -> dict[str, str]:

@@ -137,7 +137,7 @@ def _continuous_batching(trial: _Trial, settings: dict[str, Any], sampling: Samp
         reason = "it takes no images; set it to False, or sample with use_vllm=True"
     elif not isinstance(pretrained(unwrap(trial.model)), GenerationMixin):
         reason = "the model has no such method; set it to False"
-    elif brings_own_generate(trial.model):
+    elif replaces_generate(trial.model):
         reason = "the model brings its own generate, which continuous batching never calls; set it to False"
     else:
         found = trial.compare(engine, SamplingOptions(max_new_tokens=5))
@@ -151,7 +151,7 @@ def _continuous_batching(trial: _Trial, settings: dict[str, Any], sampling: Samp
     return EngineChoice(engine, "continuous batching", why, found.largest)
 
 
-def brings_own_generate(model: nn.Module) -> bool:
+def replaces_generate(model: nn.Module) -> bool:
     """True if `generate` of the model under its wrappers is not the library's: that of accelerated models, say.
 
     A script may replace it on the instance, on its class, or on the library's class for all models.
@@ -175,7 +175,7 @@ def _module(function: Any) -> str:
 
 def _obstacle(model: nn.Module, sampling: SamplingOptions) -> str | None:
     """The reason not to try the native engine, or None."""
-    if brings_own_generate(model):
+    if replaces_generate(model):
         return "the model brings its own generate"
     reason = flat_obstacle(model)
     if reason is not None:
@@ -204,7 +204,7 @@ def _tried_generate(
     engine, difference = min(found, key=lambda tried: tried[1].gap)
     text = f"generate does not sample {_name(trial.model)} as it is trained: {difference.problem}"
     if WRONG_NATS <= difference.gap < math.inf:
-        if brings_own_generate(trial.model):
+        if replaces_generate(trial.model):
             remedy = "Train the model without the generate that it brings"
         elif is_adapted(unwrap(trial.model)):
             remedy = "Use other releases, or train another adapter, such as LoRA"

@@ -34,7 +34,7 @@ from groupgrad.scoring.forward import evaluation_mode
 from groupgrad.scoring.vlm import padded_image_inputs, prompt_images
 
 # With these options `generate` searches or filters in ways of its own, and rows share its random stream.
-_OWN_SAMPLER = frozenset({"num_beams", "do_sample", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"})
+_NEEDS_PLAIN_SAMPLER = frozenset({"num_beams", "do_sample", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"})
 
 # With these options the tokens before a completion matter, and left padding would count among them.
 _LOOKS_BACK = frozenset(
@@ -80,7 +80,7 @@ class TransformersEngine(BatchEngine):
         # Rows of similar budgets and prompt lengths share a call: less padding, and no row exceeds its context.
         order = sorted(range(len(requests)), key=lambda i: (_call_key(requests[i]), len(requests[i].prompt_ids)))
         padded = not (self._equal_lengths or _needs_equal_lengths(unwrap(self._model), options))
-        with _own_inference_mode(unwrap(self._model)), evaluation_mode(self._model), self._precision():
+        with _inference_mode(unwrap(self._model)), evaluation_mode(self._model), self._precision():
             for chunk in _chunks(order, requests, self._max_rows, padded=padded):
                 for i, sample in zip(chunk, self._generate([requests[i] for i in chunk], options)):
                     samples[i] = sample
@@ -103,7 +103,7 @@ class TransformersEngine(BatchEngine):
         kwargs: dict[str, Any] = {"attention_mask": mask, "generation_config": config, **view.inputs}
         if stops:
             kwargs["stopping_criteria"] = StoppingCriteriaList([_StopCriterion(stops, ids.shape[1])])
-        if _OWN_SAMPLER & options.extra.keys():
+        if _NEEDS_PLAIN_SAMPLER & options.extra.keys():
             fork = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
             with fork, view.embedding_true_ids(model), _only_config(model, config):
                 torch.manual_seed(requests[0].seed)
@@ -118,7 +118,7 @@ class TransformersEngine(BatchEngine):
 
 
 @contextmanager
-def _own_inference_mode(model: Any) -> Iterator[None]:
+def _inference_mode(model: Any) -> Iterator[None]:
     """Calls `for_inference()` and `for_training()` of models that have them, such as Unsloth's.
 
     Afterwards every module has its former mode, gradient checkpointing included.
@@ -238,10 +238,10 @@ def _warpers(options: SamplingOptions) -> list[LogitsProcessor]:
 
 
 def _generation_config(options: SamplingOptions, budget: int) -> GenerationConfig:
-    own_sampler = bool(_OWN_SAMPLER & options.extra.keys())
+    uses_plain_sampler = bool(_NEEDS_PLAIN_SAMPLER & options.extra.keys())
     values: dict[str, Any] = {
         "max_new_tokens": budget,
-        "do_sample": own_sampler,
+        "do_sample": uses_plain_sampler,
         "repetition_penalty": options.repetition_penalty,
         "pad_token_id": options.pad_id,
         "disable_compile": True,
@@ -250,7 +250,7 @@ def _generation_config(options: SamplingOptions, budget: int) -> GenerationConfi
     if options.cache_implementation is not None:
         values["cache_implementation"] = options.cache_implementation
     filters = {"temperature", "top_k", "top_p", "min_p"}
-    if own_sampler:
+    if uses_plain_sampler:
         values |= {name: getattr(options, name) for name in filters}
         values |= options.extra
     else:

@@ -34,17 +34,17 @@ def span_table(spans: torch.Tensor) -> torch.Tensor:
 
 
 def slot_spans(
-    table: torch.Tensor, prompts: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor]
+    table: torch.Tensor, prompts: tuple[torch.Tensor, torch.Tensor], suffixes: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     """Returns the memory addresses of the keys and values of n spans, as (n, 10) integers.
 
-    Each row of `table` describes one span. `prompts` and `own` are keys and values (slots, Hkv, places, D) of prompts
-    and of the tokens after them. Flat keys (T, Hkv, D) work as overlapping slots: the slot of a token begins at it and
-    contains the tokens after it.
+    Each row of `table` describes one span. `prompts` and `suffixes` are keys and values (slots, Hkv, places, D) of
+    prompts and of the tokens after them. Flat keys (T, Hkv, D) work as overlapping slots: the slot of a token begins at
+    it and contains the tokens after it.
     """
-    tensors = (*prompts, *own)
+    tensors = (*prompts, *suffixes)
     factors = [1, 1, 1, 1, 0, 0, *(4 * x.stride(0) for x in tensors)]
-    origins = [0, 0, 0, 0, prompts[0].stride(1), own[0].stride(1), *(x.data_ptr() for x in tensors)]
+    origins = [0, 0, 0, 0, prompts[0].stride(1), suffixes[0].stride(1), *(x.data_ptr() for x in tensors)]
     return table * torch.tensor(factors) + torch.tensor(origins)
 
 

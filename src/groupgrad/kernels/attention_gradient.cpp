@@ -120,10 +120,10 @@ public:
             const AttentionRow *row = piece.first + (piece.begin ? (i + 1) % count : i);
             const bool is_prompt = prompt.length && !row->prompt_length;
             const long begin = row == piece.first ? piece.begin : 0, end = row == piece.last ? piece.end : row->length;
-            const KeyPart own = is_prompt ? prompt : read(row->start, end, of_row);
+            const KeyPart suffix = is_prompt ? prompt : read(row->start, end, of_row);
             for (long first = begin; first < end; first += some)
-                add_tile(is_prompt ? none : prompt, own, first, std::min<long>(some, end - first));
-            if (!is_prompt) write(own, begin, done);
+                add_tile(is_prompt ? none : prompt, suffix, first, std::min<long>(some, end - first));
+            if (!is_prompt) write(suffix, begin, done);
         }
         const long known = !piece.first->prompt_length ? piece.begin : piece.is_first ? 0 : prompt.length;
         write(prompt, known, done);
@@ -160,8 +160,8 @@ private:
     long number(long start, long q) const { return (start + q / repeat) * call.heads + head * repeat + q % repeat; }
 
     // Adds the gradients of the queries of `tokens` tokens from the part's token `first` on.
-    void add_tile(const KeyPart &prompt, const KeyPart &own, long first, long tokens) const {
-        const long count = tokens * repeat, start = own.start + first, end = prompt.length + first + tokens;
+    void add_tile(const KeyPart &prompt, const KeyPart &suffix, long first, long tokens) const {
+        const long count = tokens * repeat, start = suffix.start + first, end = prompt.length + first + tokens;
         const QueryTile now{start,
                             prompt.length + first,
                             count,
@@ -186,7 +186,7 @@ private:
         for (long key = begin; key < prompt.length; key += KEYS_OF_TILE)
             add_keys(now, prompt, key, std::min(KEYS_OF_TILE, prompt.length - key), key);
         for (long key = std::max(begin, prompt.length); key < end; key += KEYS_OF_TILE)
-            add_keys(now, own, key - prompt.length, std::min(KEYS_OF_TILE, end - key), key);
+            add_keys(now, suffix, key - prompt.length, std::min(KEYS_OF_TILE, end - key), key);
         for (long q = 0; q < count; q++) {
             float *to = call.of_queries + number(start, q) * width;
             for (long d = 0; d < width; d++) to[d] = of_queries[q * width + d] * call.scale;

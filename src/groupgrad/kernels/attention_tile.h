@@ -11,9 +11,9 @@ extern "C" {
 struct Span {
     int64_t query, length;  // place of the first token among the queries, and number of tokens
     int64_t offset;         // of the first token in its sequence, behind the prompt
-    int64_t prompt_length, prompt_stride, own_stride;  // strides in floats, from one head to the next
+    int64_t prompt_length, prompt_stride, row_stride;  // strides in floats, from one head to the next
     const float *prompt_keys, *prompt_values;          // (kv_heads, prompt_length, head_width)
-    const float *own_keys, *own_values;                // (kv_heads, offset + length, head_width)
+    const float *row_keys, *row_values;                // (kv_heads, offset + length, head_width)
 };
 
 struct Attention {
@@ -58,11 +58,11 @@ class AttentionTile {
 
     long repeat() const { return call.heads / call.kv_heads; }
     long num_queries() const { return tokens * repeat(); }
-    long num_own(long token) const { return group.span(token).offset + group.place(token) + 1; }
+    long num_row_keys(long token) const { return group.span(token).offset + group.place(token) + 1; }
     long first_key(long token) const {
-        return call.window ? std::max<long>(0, prompt + num_own(token) - call.window) : 0;
+        return call.window ? std::max<long>(0, prompt + num_row_keys(token) - call.window) : 0;
     }
-    long own_begin() const { return std::max(0L, begin - prompt); }
+    long row_begin() const { return std::max(0L, begin - prompt); }
 
     // True if each token has keys of its own, as in a decode step. Reading them takes most of the time.
     bool is_apart() const { return tokens == group.count; }
@@ -87,9 +87,9 @@ class AttentionTile {
     }
 
     template <class Body>
-    void each_own_block(const Span &span, long end, Body body) const {
-        const long at = head * span.own_stride;
-        each_block(own_begin(), end, prompt, span.own_keys + at, span.own_values + at, body);
+    void each_row_block(const Span &span, long end, Body body) const {
+        const long at = head * span.row_stride;
+        each_block(row_begin(), end, prompt, span.row_keys + at, span.row_values + at, body);
     }
 
 public:
@@ -123,7 +123,7 @@ public:
         if (group.count == 1 && in_grains(num_queries()) >= MOST_ROWS) return attend_by_key();
         for (long q = 0; q < num_queries(); q++) softmaxes[q] = RunningSoftmax(sink(q));
         add_prompt();
-        add_own();
+        add_row();
         for (long q = 0; q < num_queries(); q++) put(q, softmaxes[q].end());
     }
 
@@ -168,7 +168,7 @@ private:
             Prefetch prefetch;
             if (is_apart()) {
                 prefetch.add(block.values, block.count() * width);
-                if (block.end == prompt) add_keys(prefetch, first, num_own(0));
+                if (block.end == prompt) add_keys(prefetch, first, num_row_keys(0));
             }
             score_together(together, block.keys, block.count(), tile, scores + (block.start - block.origin), BLOCK_KEYS,
                            prefetch);
@@ -177,15 +177,15 @@ private:
         each_block(std::min(begin, prompt), prompt, 0, first.prompt_keys + at, first.prompt_values + at, add);
     }
 
-    void add_own() const {
+    void add_row() const {
         // One span is read by all tokens; of several each has a token.
         const long step = group.count == 1 ? tokens : 1;
         for (long start = 0; start < tokens; start += step) {
             const Span &span = group.span(start);
-            const long num_keys = num_own(start + step - 1);
+            const long num_keys = num_row_keys(start + step - 1);
             const Packed mine{packed, step * repeat(), width};
             for (long q = 0; q < mine.rows; q++) mine.put(q, queries + (start * repeat() + q) * width);
-            each_own_block(span, num_keys, [&](const KeyBlock &block) {
+            each_row_block(span, num_keys, [&](const KeyBlock &block) {
                 Prefetch now, next;
                 if (is_apart()) {
                     now.add(block.values, block.count() * width);
@@ -193,7 +193,7 @@ private:
                         next.add(block.keys + block.count() * width,
                                  std::min(BLOCK_KEYS, num_keys - block.end) * width);
                     else if (start + step < tokens)
-                        add_keys(next, group.span(start + step), num_own(start + step));
+                        add_keys(next, group.span(start + step), num_row_keys(start + step));
                 }
                 float *to = scores + start * repeat() * BLOCK_KEYS + (block.start - block.origin);
                 score(mine, block.keys, block.count(), to, BLOCK_KEYS, now);
@@ -204,8 +204,8 @@ private:
 
     // Asks for the first keys of a span.
     void add_keys(Prefetch &prefetch, const Span &span, long num_keys) const {
-        const long count = std::min(BLOCK_KEYS, num_keys - own_begin());
-        prefetch.add(span.own_keys + head * span.own_stride + own_begin() * width, count * width);
+        const long count = std::min(BLOCK_KEYS, num_keys - row_begin());
+        prefetch.add(span.row_keys + head * span.row_stride + row_begin() * width, count * width);
     }
 
     // The same for many tokens of one span, with scores stored key by key.
@@ -221,7 +221,7 @@ private:
                        score_by_key(together, block.keys, block.count(), of(block), stride);
                        mix_by_key(block);
                    });
-        each_own_block(span, num_own(tokens - 1), [&](const KeyBlock &block) {
+        each_row_block(span, num_row_keys(tokens - 1), [&](const KeyBlock &block) {
             score_lanes(together, block.keys, block.count(), of(block), stride);
             mix_by_key(block);
         });
@@ -235,7 +235,8 @@ private:
         for (long k = first; k < end; k++) {
             float *of_key = scores + k * stride;
             if (call.softcap != 0.0f) cap_scores(of_key, num_queries(), call.softcap);
-            const long token = block.before + block.origin + k - prompt - num_own(0) + 1;  // the first that sees the key
+            // The first token that sees the key.
+            const long token = block.before + block.origin + k - prompt - num_row_keys(0) + 1;
             const long from = std::clamp<long>(token, 0, tokens) * repeat();
             const long until = call.window ? std::clamp<long>(token + call.window, 0, tokens) * repeat() : num_queries();
             std::fill(of_key, of_key + from, -INFINITY);
@@ -254,7 +255,7 @@ private:
         for (long i = start; i < end; i++) {
             const long behind = block.before + block.origin;  // the block's place in the row
             const long from = std::max(block.start - block.origin, first_key(i) - behind);
-            const long visible = std::min(count, prompt + num_own(i) - behind);
+            const long visible = std::min(count, prompt + num_row_keys(i) - behind);
             for (long q = i * repeat(); q < (i + 1) * repeat(); q++) weigh(q, from, visible, count);
         }
         const float *weights = scores + start * repeat() * BLOCK_KEYS + (block.start - block.origin);

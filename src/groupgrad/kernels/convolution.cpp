@@ -48,17 +48,17 @@ class Block {
 
     // Finds the inputs of a token's window, and where their gradients go. Tokens come in ascending order.
     void find_window(long token) {
-        const bool has_own = head < call.heads && call.places[head] == token;
+        const bool has_window = head < call.heads && call.places[head] == token;
         const int64_t *window = call.windows + head * width;
         for (long i = 0; i < width; i++) {
-            const long place = has_own ? window[i] : token - width + 1 + i, beyond = place - call.tokens;
+            const long place = has_window ? window[i] : token - width + 1 + i, beyond = place - call.tokens;
             const bool is_before = beyond >= 0;
             inputs[i] = (is_before ? call.before + beyond * call.channels : call.inputs + place * call.stride) + first;
             if (!call.gradient) continue;
             gradients[i] = (is_before ? call.of_before + beyond * call.channels
                                       : call.of_inputs + place * call.channels) + first;
         }
-        head += has_own;
+        head += has_window;
     }
 
     // The convolution at channels from `c` on, in the order of `groupgrad_convolution_step`.
@@ -79,8 +79,8 @@ class Block {
         for (long i = 0; i < width; i++) {
             float *sums = of_weight + i * CHANNELS + c;
             store(sums, load(sums) + gradient * load_some(inputs[i] + c, some));
-            const Vec own = gradient * load_some(call.weight + i * call.channels + first + c, some);
-            store_some(gradients[i] + c, i + 1 < width ? load_some(gradients[i] + c, some) + own : own, some);
+            const Vec term = gradient * load_some(call.weight + i * call.channels + first + c, some);
+            store_some(gradients[i] + c, i + 1 < width ? load_some(gradients[i] + c, some) + term : term, some);
         }
     }
 

@@ -41,7 +41,7 @@ struct Layer {
     const Recurrent *recurrent;
     const Convolution *convolution;  // both null: the mixer is attention
     Linear query, key, value, output, gate, up, down;                // no gate: an MLP of the squared ReLU
-    float *own_keys, *own_values;                   // (slots, kv_heads, own_places, head_width)
+    float *row_keys, *row_values;                   // (slots, kv_heads, row_places, head_width)
     const float *prompt_keys, *prompt_values;       // (prompts, kv_heads, prompt_places, head_width)
     int64_t window;                                 // keys that a query sees, its own included; 0: all
     float scale;
@@ -70,7 +70,7 @@ struct Model {
 };
 
 struct Rows {
-    int64_t count, own_places, prompt_places, num_chunks;
+    int64_t count, row_places, prompt_places, num_chunks;
     const int64_t *groups, *prompt_lengths;  // of each row: the slot of its prompt, and its length
     const int64_t *order;                    // the rows sorted by prompt
     const int64_t *chunks;                   // (num_chunks + 1) bounds in `order` of rows that are computed together
@@ -173,10 +173,10 @@ struct Step {
     void place_row(const Layer &layer, long row, long head) const {
         const long width = model.head_width, position = positions[row];
         float *from = projected + row * model.projected();
-        const long at = ((row * model.kv_heads + head) * rows.own_places + position - rows.prompt_lengths[row]) * width;
+        const long at = ((row * model.kv_heads + head) * rows.row_places + position - rows.prompt_lengths[row]) * width;
         const float *key = from + model.queries() + head * width;
-        place_head(key, layer.key_norm, position, layer.own_keys + at);
-        std::memcpy(layer.own_values + at, key + model.kv_heads * width, width * sizeof(float));
+        place_head(key, layer.key_norm, position, layer.row_keys + at);
+        std::memcpy(layer.row_values + at, key + model.kv_heads * width, width * sizeof(float));
         for (long i = head * repeat(); i < (head + 1) * repeat(); i++)
             place_head(from + i * model.query_stride, layer.query_norm, position, from + i * model.query_stride);
     }
@@ -191,14 +191,14 @@ struct Step {
 
     // Attention of rows that share a prompt, in one key head.
     void attend(const Layer &layer, const int64_t *order, long count, long head, const Scratch &scratch) const {
-        const long own = rows.own_places * model.head_width, prompt = rows.prompt_places * model.head_width;
+        const long row_size = rows.row_places * model.head_width, prompt = rows.prompt_places * model.head_width;
         Span spans[QUERIES];
         for (long i = 0; i < count; i++) {
             const long row = order[i], length = rows.prompt_lengths[row];
-            const long at = rows.groups[row] * model.kv_heads * prompt, own_at = row * model.kv_heads * own;
+            const long at = rows.groups[row] * model.kv_heads * prompt, row_at = row * model.kv_heads * row_size;
             place_row(layer, row, head);
-            const float *keys = layer.own_keys + own_at, *values = layer.own_values + own_at;
-            spans[i] = {row, 1, positions[row] - length, length, prompt, own, layer.prompt_keys + at,
+            const float *keys = layer.row_keys + row_at, *values = layer.row_values + row_at;
+            spans[i] = {row, 1, positions[row] - length, length, prompt, row_size, layer.prompt_keys + at,
                         layer.prompt_values + at, keys, values};
         }
         const Attention call = attention(layer);
@@ -377,11 +377,11 @@ struct Step {
     // Parts into which each chunk is cut, so that all threads have even shares. Each part reads the prompt again; that may
     // cost an eighth of reading what the rows have of their own.
     static long num_parts(const Model &model, const Rows &rows, const int64_t *positions, int threads) {
-        long own = 0, prompts = 0;
-        for (long row = 0; row < rows.count; row++) own += positions[row] + 1 - rows.prompt_lengths[row];
+        long row_tokens = 0, prompts = 0;
+        for (long row = 0; row < rows.count; row++) row_tokens += positions[row] + 1 - rows.prompt_lengths[row];
         for (long i = 0; i < rows.num_chunks; i++) prompts += rows.prompt_lengths[rows.order[rows.chunks[i]]];
         const long wanted = 8L * threads / (rows.num_chunks * model.kv_heads);
-        const long allowed = 1 + own / (8 * std::max(1L, prompts));
+        const long allowed = 1 + row_tokens / (8 * std::max(1L, prompts));
         return threads == 1 ? 1 : std::clamp(wanted, 1L, std::min(allowed, rows.count));
     }
 

@@ -71,7 +71,7 @@ def _begin(self: FileBaton) -> bool:
         return False
     path, has_ended = str(self.lock_file_path), threading.Event()
 
-    def look() -> None:
+    def show_life() -> None:
         compilers = Compilers()
         while not has_ended.wait(POLL_S):
             if compilers.have_computed(os.getpid()):
@@ -80,7 +80,7 @@ def _begin(self: FileBaton) -> bool:
     stack = ExitStack()
     stack.enter_context(activity.doing("compiling an extension of torch", lambda: path))
     stack.callback(has_ended.set)
-    threading.Thread(target=look, name="groupgrad-compilers", daemon=True).start()
+    threading.Thread(target=show_life, name="groupgrad-compilers", daemon=True).start()
     self.__dict__["compilation"] = stack
     return True
 

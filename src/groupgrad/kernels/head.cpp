@@ -15,9 +15,9 @@ struct Tile {
     double *sums;   // (rows, 3): running peaks, totals and moments; null to skip them
     float *chosen;  // logits in bits of the tokens within the tile; null with `sums`
     // Gradient that overwrites the tile, unless `normaliser` is null. With p = 2^(bits - normaliser) a logit becomes
-    //   p * (prob_factor + bits_factor * (bits - normaliser)), and the row's own token becomes own_gradient
+    //   p * (prob_factor + bits_factor * (bits - normaliser)), and the row's own token becomes token_gradient
     const float *normaliser, *prob_factor;
-    const float *own_gradient;  // null: 0
+    const float *token_gradient;  // null: 0
     const float *bits_factor;   // null: none
 };
 }
@@ -50,13 +50,13 @@ void groupgrad_tile(const Tile *call, int threads) {
 #pragma omp parallel for num_threads(threads) if (tile.rows * tile.count >= SMALL)
     for (int64_t row = 0; row < tile.rows; row++) {
         float *logits = tile.logits + row * tile.count;
-        const int64_t own = tile.tokens[row] - tile.first;
-        const bool is_inside = own >= 0 && own < tile.count;
+        const int64_t place = tile.tokens[row] - tile.first;
+        const bool is_inside = place >= 0 && place < tile.count;
         Sums sums;
         if (tile.sums) {
             const double *known = tile.sums + 3 * row;
             sums.peak = known[0], sums.total = known[1], sums.moment = known[2];
-            if (is_inside) tile.chosen[row] = in_bits(logits[own], tile.factor);
+            if (is_inside) tile.chosen[row] = in_bits(logits[place], tile.factor);
         }
         for (long start = 0; start < tile.count; start += BLOCK) {
             const long count = std::min<long>(BLOCK, tile.count - start);
@@ -67,7 +67,7 @@ void groupgrad_tile(const Tile *call, int threads) {
             if (tile.sums) sums.add(weights);
             if (tile.normaliser) gradient_block(some, bits, count, weights.peak, tile, row);
         }
-        if (tile.normaliser && is_inside) logits[own] = tile.own_gradient ? tile.own_gradient[row] : 0.0f;
+        if (tile.normaliser && is_inside) logits[place] = tile.token_gradient ? tile.token_gradient[row] : 0.0f;
         if (!tile.sums) continue;
         double *to = tile.sums + 3 * row;
         to[0] = sums.peak, to[1] = sums.total, to[2] = sums.moment;

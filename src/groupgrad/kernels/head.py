@@ -66,12 +66,12 @@ class TileGradient:
     """Vectors (t,) float32 from which the kernel computes the gradient that overwrites a tile.
 
     With p = 2^(bits - normaliser) a logit becomes p * (prob_factor + bits_factor * (bits - normaliser)). The row's own
-    token becomes `own_gradient`, or 0 if that is None.
+    token becomes `token_gradient`, or 0 if that is None.
     """
 
     normaliser: torch.Tensor
     prob_factor: torch.Tensor
-    own_gradient: torch.Tensor | None = None
+    token_gradient: torch.Tensor | None = None
     bits_factor: torch.Tensor | None = None
 
 
@@ -91,7 +91,7 @@ def pass_tile(
     """
     inputs = [tokens.to(torch.int64).contiguous(), sums and sums.sums, sums and sums.chosen]
     if gradient is not None:
-        vectors = (gradient.normaliser, gradient.prob_factor, gradient.own_gradient, gradient.bits_factor)
+        vectors = (gradient.normaliser, gradient.prob_factor, gradient.token_gradient, gradient.bits_factor)
         inputs += [None if x is None else x.contiguous() for x in vectors]
     pointers = [None if x is None else x.data_ptr() for x in inputs]
     tile = _Tile(logits.data_ptr(), *logits.shape, first, factor, *pointers)

@@ -148,13 +148,13 @@ class SpinningWatch:
         try:
             while True:
                 time.sleep(CHECK_S)
-                self.look()
+                self.check()
         except (OSError, ValueError) as error:
             logger.info("OpenMP's threads sleep while they wait, since waits for a core cannot be read: %s", error)
             if not self._team.is_parked:
                 self._team.park()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Parks or releases the team by what threads waited since the last call."""
         share = self._waits.share()
         if share is None:

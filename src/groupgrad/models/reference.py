@@ -63,11 +63,10 @@ class Reference:
         """
         if self._digest is None:
             is_cut = is_sharded(self._policy)
-            own = weights_digest((plain_name(name), weight) for name, weight in self._weights())
-            parts = dist.all_gather_objects(own) if is_cut else [own]
-            self._digest = (
-                f"{len(parts)}:{own if len(parts) == 1 else blake2b(repr(parts).encode(), digest_size=8).hexdigest()}"
-            )
+            digest_of_rank = weights_digest((plain_name(name), weight) for name, weight in self._weights())
+            parts = dist.all_gather_objects(digest_of_rank) if is_cut else [digest_of_rank]
+            whole = parts[0] if len(parts) == 1 else blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+            self._digest = f"{len(parts)}:{whole}"
         return self._digest
 
     def _weights(self) -> Iterator[tuple[str, Any]]:
@@ -110,21 +109,21 @@ class Reference:
         current = dict(policy.named_parameters())
         if self.module is not None:
             # The copy may be wrapped, which changes names but not their order.
-            current = dict(zip(self._own_parameters(), current.values(), strict=True))
-        for name, reference in self._own_parameters().items():
+            current = dict(zip(self._kept_parameters(), current.values(), strict=True))
+        for name, reference in self._kept_parameters().items():
             reference.lerp_(current[name].to(reference), mixup)
 
     def state_dict(self) -> dict[str, Any]:
         """The reference's own weights; empty where the adapter is disabled instead."""
-        return {name: parameter.detach().cpu().clone() for name, parameter in self._own_parameters().items()}
+        return {name: parameter.detach().cpu().clone() for name, parameter in self._kept_parameters().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the weights of `state_dict`."""
-        for name, parameter in self._own_parameters().items():
+        for name, parameter in self._kept_parameters().items():
             parameter.copy_(state[name])
 
-    def _own_parameters(self) -> dict[str, nn.Parameter]:
+    def _kept_parameters(self) -> dict[str, nn.Parameter]:
         return self._parameters if self.module is None else dict(self.module.named_parameters())
 
     @contextmanager

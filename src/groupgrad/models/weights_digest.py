@@ -41,8 +41,8 @@ class WeightsDigest:
                 others.setdefault(weight.parameter.device, []).append(_sum_of_bits(weight.parameter.detach()))
         values = {device: iter(torch.stack(found).tolist()) for device, found in others.items()}  # one wait each
         lines = [
-            f"{weight.header} {next(values[weight.parameter.device]) if own is None else own}\n"
-            for weight, own in zip(weights, sums)
+            f"{weight.header} {next(values[weight.parameter.device]) if summed is None else summed}\n"
+            for weight, summed in zip(weights, sums)
         ]
         return hashlib.sha1("".join(lines).encode()).hexdigest()[:16]
 
@@ -52,9 +52,9 @@ class _Weight:
 
     def __init__(self, name: str, parameter: nn.Parameter):
         self.parameter, self._name = parameter, name
-        self._look()
+        self._read_header()
 
-    def _look(self) -> None:
+    def _read_header(self) -> None:
         data = self.parameter.detach()
         self.header = f"{self._name} {data.dtype} {tuple(data.shape)}"
         self._words, self._address, count = None, 0, data.numel()
@@ -65,7 +65,7 @@ class _Weight:
     def sum_of_few(self) -> int | None:
         """The sum of bits of few float32 numbers on a CPU; None for other tensors."""
         if self._words is None or self.parameter.data_ptr() != self._address:
-            self._look()  # the numbers may have moved
+            self._read_header()  # the numbers may have moved
         return None if self._words is None else int(np.add.reduce(self._words))
 
 

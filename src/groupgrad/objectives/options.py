@@ -81,8 +81,8 @@ class PolicyOptions:
         one_of("importance_sampling_level", self.importance_sampling_level, get_args(RatioLevel))
 
 
-def one_of(what: str, value: str, known: tuple[str, ...]) -> None:
-    """Raises ValueError unless `value` is one of the `known` names."""
-    if value not in known:
-        names = ", ".join(repr(name) for name in known)
+def one_of(what: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless `value` is one of the `choices` names."""
+    if value not in choices:
+        names = ", ".join(repr(name) for name in choices)
         raise ValueError(f"{what}={value!r} is not known; set one of {names}")

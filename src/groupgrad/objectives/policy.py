@@ -82,13 +82,13 @@ class LossRecipe:
     reduction: Reduction
     folds_mismatch: bool = False
     """The surrogate has the mismatch ratio in its own weight already."""
-    own_metrics: tuple[str, ...] = ()
+    further_metrics: tuple[str, ...] = ()
     """Names of the metrics that the surrogate measures, unless it is the clipped one."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics that the surrogate measures."""
-        return CLIP_METRICS if self.clips_ratio else self.own_metrics
+        return CLIP_METRICS if self.clips_ratio else self.further_metrics
 
     @property
     def clips_ratio(self) -> bool:
@@ -144,10 +144,10 @@ LOSSES: Mapping[str, LossRecipe] = {
     "bnpo": LossRecipe(_clipped, "local_token_mean"),
     "dr_grpo": LossRecipe(_clipped, "constant"),
     "dapo": LossRecipe(_clipped, "token_mean"),
-    "cispo": LossRecipe(_cispo, "token_mean", own_metrics=("cispo_clip_ratio",)),
+    "cispo": LossRecipe(_cispo, "token_mean", further_metrics=("cispo_clip_ratio",)),
     "sapo": LossRecipe(_sapo, "sequence_mean"),
     "luspo": LossRecipe(_clipped, "sequence_sum"),
-    "vespo": LossRecipe(_vespo, "token_mean", folds_mismatch=True, own_metrics=("vespo/phi_seq_mean",)),
+    "vespo": LossRecipe(_vespo, "token_mean", folds_mismatch=True, further_metrics=("vespo/phi_seq_mean",)),
 }
 
 
@@ -224,8 +224,8 @@ def _token_terms(
         "loss": per_token,
         "entropy": entropy,
     }
-    known = {name: value.detach() for name, value in values.items() if value is not None}
-    return TokenTerms(batch.step_row, batch.offsets, batch.trained, known)
+    given = {name: value.detach() for name, value in values.items() if value is not None}
+    return TokenTerms(batch.step_row, batch.offsets, batch.trained, given)
 
 
 def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyTerms:

@@ -184,9 +184,9 @@ def _gather_rewards(
     rollouts: list[Rollout], table: RewardTable, num_rows: int
 ) -> tuple[torch.Tensor, int, dict[int, str]]:
     """Collective. The generation batch's (N, R) rewards in row order, its tokens, and the reasons of failed rows."""
-    own_problems = {r.index: r.trace.problem if r.trace else "" for r in rollouts if not r.is_scorable}
+    problem_of_row = {r.index: r.trace.problem if r.trace else "" for r in rollouts if not r.is_scorable}
     rows = [rollout.index for rollout in rollouts]
-    parts = dist.all_gather_objects((rows, table.rewards, num_tokens(rollouts), own_problems))
+    parts = dist.all_gather_objects((rows, table.rewards, num_tokens(rollouts), problem_of_row))
     rewards = torch.full((num_rows, len(table.names)), float("nan"), dtype=torch.float64)
     for indices, values, _, _ in parts:
         rewards[indices] = values.double()

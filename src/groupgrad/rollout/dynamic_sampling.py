@@ -96,8 +96,8 @@ class DynamicSampling:
         groups = sorted({row // size for row in rows} & set(first.rows_by_group))
         with dist.errors_on_all_ranks():
             rows_by_group = {group: read_row(self.dataset, drawn[group]) for group in groups}
-        own = [row for row in first.rows if row // size in rows_by_group]
-        return replace(first, rows_by_group=rows_by_group, rows=own, attempt=attempt)
+        rows_here = [row for row in first.rows if row // size in rows_by_group]
+        return replace(first, rows_by_group=rows_by_group, rows=rows_here, attempt=attempt)
 
 
 def _rows_without_signal(result: Advantages, num_generations: int) -> list[int]:

@@ -54,14 +54,14 @@ class Evaluator:
             ),
             trainer_state=trainer_state,
         )
-        known = self._known_scores(experience.batch, step)
+        sampled_scores = self._known_scores(experience.batch, step)
         totals, keep = step_totals(experience.batch, 1), self.policy_options.top_entropy_quantile
         if keep < 1.0:
             with dist.errors_on_all_ranks():
-                entropy = (self.scorer.policy(experience.batch) if known is None else known).entropy
+                entropy = (self.scorer.policy(experience.batch) if sampled_scores is None else sampled_scores).entropy
             totals = with_entropy_threshold(totals, experience.batch, entropy, keep)
         with dist.errors_on_all_ranks():
-            loss = self._loss(replace(experience.batch, totals=totals), known)
+            loss = self._loss(replace(experience.batch, totals=totals), sampled_scores)
         return experience, {**experience.metrics, **loss}
 
     def _known_scores(self, batch: Batch, step: int) -> TokenScores | None:
@@ -74,7 +74,7 @@ class Evaluator:
         return known_scores(batch)
 
     @torch.no_grad()
-    def _loss(self, batch: Batch, known: TokenScores | None) -> dict[str, Metric]:
+    def _loss(self, batch: Batch, sampled_scores: TokenScores | None) -> dict[str, Metric]:
         """Loss and objective metrics; the loss is weighted by its denominator, on ranks without rows too."""
         totals = batch.totals
         weight = totals.tokens if LOSSES[self.policy_options.loss_type].divides_by_tokens else totals.rows
@@ -82,7 +82,7 @@ class Evaluator:
         if not batch.num_rows and not is_sharded(self.model):
             return {"loss": mean_of(0.0, part)}
         batch = replace(batch, ref_logprobs=self.scorer.reference_logprobs(batch))
-        scores = known
+        scores = sampled_scores
         if scores is None:
             batch = batch.to(self.device)
             scores = score_without_gradient(self.model, batch, self.forward_options, aux_loss=True)

@@ -36,10 +36,10 @@ class MetricStore:
         ValueError, and none is added, if a key was logged before as another kind (`mean`, `max`, ...).
         """
         for key, metric in metrics.items():
-            known = self._kinds.get(key, metric.kind)
-            if metric.kind != known:
+            kind = self._kinds.get(key, metric.kind)
+            if metric.kind != kind:
                 raise ValueError(
-                    f"metric '{key}' was logged as '{known}' before and comes as '{metric.kind}' now; the two cannot "
+                    f"metric '{key}' was logged as '{kind}' before and comes as '{metric.kind}' now; the two cannot "
                     f"be combined into one number, so log it in one way only or give one of them another name"
                 )
         for key, metric in metrics.items():

@@ -69,9 +69,9 @@ class RolloutFiles:
         before = path.stat().st_size if path.exists() else 0
         replace_file(path, lambda aside: aside.write_bytes(data))
         self._used += data.size - before
-        known = images or {}
-        for name in dict.fromkeys(name for names in table["images"].to_pylist() for name in names if name in known):
-            self._write_image(name, known[name])
+        given = images or {}
+        for name in dict.fromkeys(name for names in table["images"].to_pylist() for name in names if name in given):
+            self._write_image(name, given[name])
 
     def _fitting(self, step: int, tables: Sequence[pa.Table], max_steps: int) -> tuple[pa.Table, pa.Buffer] | None:
         """The rows that are kept and the bytes of their file; None if no group fits.
@@ -126,9 +126,9 @@ class RolloutFiles:
         if not self.folder.is_dir():
             return 0
         places = ((path, parse_rollout_file(path.name)) for path in self.folder.iterdir())
-        own = [path for path, place in places if place is not None and place[1] % self._world_size == self._rank]
+        of_rank = [path for path, place in places if place is not None and place[1] % self._world_size == self._rank]
         images = self._images_folder.glob("*.jpg") if self._rank == 0 and self._counts_images else ()
-        return sum(path.stat().st_size for path in [*own, *images])
+        return sum(path.stat().st_size for path in [*of_rank, *images])
 
     def _write_image(self, name: str, image: Any) -> None:
         """Stores an image once under its name, scaled to at most 768 pixels, while there is space."""

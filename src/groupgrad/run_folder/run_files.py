@@ -222,8 +222,8 @@ class WriteBehind:
 
 
 def _is_later(record: Mapping[str, Any], step: int) -> bool:
-    own = record.get("step", 0)
-    return isinstance(own, (int, float)) and own > step
+    record_step = record.get("step", 0)
+    return isinstance(record_step, (int, float)) and record_step > step
 
 
 def steps_made(folder: Path) -> int:

@@ -48,10 +48,10 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.name = self.path.resolve().name
-        known = (run_files.METRICS, run_files.EVENTS, run_files.ROLLOUTS, run_files.CONFIG)
-        if not any((self.path / part).exists() for part in known):
+        marks = (run_files.METRICS, run_files.EVENTS, run_files.ROLLOUTS, run_files.CONFIG)
+        if not any((self.path / part).exists() for part in marks):
             raise NoRun(
-                f"{str(path)!r} holds no run: there is none of {', '.join(known)}; give the output_dir of a run"
+                f"{str(path)!r} holds no run: there is none of {', '.join(marks)}; give the output_dir of a run"
             )
         self._reading, self._lock = threading.Lock(), threading.Lock()
         self._parts: dict[str, tuple[tuple[int, int, int], pa.Table]] = {}
@@ -93,12 +93,12 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of the metrics; what has been read before is not read again."""
-        position, known = self._metrics
+        position, lines_read = self._metrics
         found = self.metrics_from(position)
         if found is None:
-            known, found = [], self.metrics_from("0") or ([], "0")
+            lines_read, found = [], self.metrics_from("0") or ([], "0")
         lines, position = found
-        self._metrics = (position, known + lines if lines else known)
+        self._metrics = (position, lines_read + lines if lines else lines_read)
         return self._metrics[1]
 
     def state(self) -> str:
@@ -126,9 +126,9 @@ class RunFolder:
                 return False
         try:
             present = self._files()
-            known = {name: part for name, part in self._parts.items() if present.get(name) == part[0]}
+            parts = {name: part for name, part in self._parts.items() if present.get(name) == part[0]}
             missing = sorted(
-                (name for name in present if name not in known), key=lambda name: (-present[name][0], name)
+                (name for name in present if name not in parts), key=lambda name: (-present[name][0], name)
             )
             now = missing if limit is None else missing[:limit]
 
@@ -138,10 +138,10 @@ class RunFolder:
 
             with ThreadPoolExecutor(2) as threads:
                 tables = list(threads.map(read, now))
-            known |= {name: (present[name], table) for name, table in zip(now, tables) if table is not None}
+            parts |= {name: (present[name], table) for name, table in zip(now, tables) if table is not None}
             with self._lock:
-                if now or len(known) != len(self._parts):
-                    self._parts, self._index = known, None
+                if now or len(parts) != len(self._parts):
+                    self._parts, self._index = parts, None
                     self._matches.clear()
             return len(now) == len(missing)
         finally:
@@ -208,10 +208,10 @@ class RunFolder:
 
     def facets(self) -> dict[str, list[Any]]:
         """Values to select by: finish reasons, tools, reward functions, and the first and last step."""
-        table, known = self.index(), self._facets
-        if known is None or known[0] is not table:
-            known = self._facets = (table, _facets(table))
-        return known[1]
+        table, facets = self.index(), self._facets
+        if facets is None or facets[0] is not table:
+            facets = self._facets = (table, _facets(table))
+        return facets[1]
 
     def image(self, name: str) -> Path | None:
         """The file of an image; None if there is none of this name, or the name is none."""
@@ -257,9 +257,9 @@ class RunFolder:
 
     def _matching(self, text: str, table: pa.Table) -> pa.Array:
         """(rows of the index,) true where prompt or completion contains a text, by the rule of `rows_with`."""
-        known = self._matches.get(text)
-        if known is not None and known[0] == table.num_rows:
-            return known[1]
+        found = self._matches.get(text)
+        if found is not None and found[0] == table.num_rows:
+            return found[1]
         with self._lock:
             names = sorted(self._parts)
         with ThreadPoolExecutor(4) as threads:
@@ -303,8 +303,8 @@ def _is_alive(start: dict[str, Any]) -> bool:
         created = psutil.Process(start["pid"]).create_time()
     except psutil.Error:
         return False
-    known = start.get("process_started")
-    return not isinstance(known, (int, float)) or abs(created - known) < SAME_START_S
+    start_time = start.get("process_started")
+    return not isinstance(start_time, (int, float)) or abs(created - start_time) < SAME_START_S
 
 
 def with_words(row: dict[str, Any]) -> dict[str, Any]:

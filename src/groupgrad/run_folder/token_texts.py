@@ -95,17 +95,17 @@ def token_writers(rollout: Rollout, texts: Sequence[str]) -> list[Writer] | None
         return None
     replies = _replies(rollout.completion if isinstance(rollout.completion, list) else [])
     writers: list[Writer] = []
-    for own, places in groupby(range(len(texts)), key=rollout.sampled.__getitem__):
+    for is_policy, places in groupby(range(len(texts)), key=rollout.sampled.__getitem__):
         stretch = [texts[place] for place in places]
         policy: list[Writer] = ["policy"] * len(stretch)
-        writers += policy if own else _between_turns(stretch, next(replies, []))
+        writers += policy if is_policy else _between_turns(stretch, next(replies, []))
     return writers
 
 
 def _replies(messages: Messages) -> Iterator[list[str]]:
     """The texts of the messages between two of the policy, for each time that there are some."""
-    for own, some in groupby(messages, key=lambda message: message.get("role") == "assistant"):
-        if not own:
+    for is_policy, some in groupby(messages, key=lambda message: message.get("role") == "assistant"):
+        if not is_policy:
             yield [text for message in some for text in _texts(message.get("content"))]
 
 

@@ -53,13 +53,13 @@ def check_best_metric(
             f"metric_for_best_model={wanted!r} is looked for as {full!r}, but the metrics of a dict of evaluation sets "
             f"begin with {' or '.join(map(repr, prefixes))}; set it to '{prefixes[0]}{full.removeprefix('eval_')}'"
         )
-    known = {*_ALWAYS, *(f"rewards/{reward}/{kind}" for reward in rewards.names for kind in ("mean", "std"))}
-    known |= {*_of_objective(config), *_of_rollouts(rollouts)}
-    if not known.isdisjoint(names):
+    metric_names = {*_ALWAYS, *(f"rewards/{reward}/{kind}" for reward in rewards.names for kind in ("mean", "std"))}
+    metric_names |= {*_of_objective(config), *_of_rollouts(rollouts)}
+    if not metric_names.isdisjoint(names):
         return
     name = names[0]
     is_reserved = name in TRAINER_METRICS or name.startswith(TRAINER_METRIC_PREFIXES)
-    hint = did_you_mean(name, known, after=" ")
+    hint = did_you_mean(name, metric_names, after=" ")
     if is_reserved or not (is_open or rewards.may_log_metrics):
         raise ValueError(
             f"metric_for_best_model={wanted!r} is no metric of this run's evaluations: {hint}Set it to 'reward', "
@@ -74,8 +74,8 @@ def check_best_metric(
 def may_add_metrics(callbacks: Sequence[Any] | None) -> bool:
     """True if one of a script's callbacks gets the metrics of an evaluation, which it may add to."""
     kinds = [callback if isinstance(callback, type) else type(callback) for callback in callbacks or ()]
-    own = [kind for kind in kinds if not kind.__module__.startswith("transformers.")]
-    return any(getattr(kind, "on_evaluate", None) is not TrainerCallback.on_evaluate for kind in own)
+    from_script = [kind for kind in kinds if not kind.__module__.startswith("transformers.")]
+    return any(getattr(kind, "on_evaluate", None) is not TrainerCallback.on_evaluate for kind in from_script)
 
 
 class BestMetric:

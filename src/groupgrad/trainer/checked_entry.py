@@ -87,8 +87,8 @@ def _check_model(trainer: Any) -> None:
     """ValueError if a script has given the trainer another model, which would be neither sampled nor trained."""
     if trainer.model_init is not None:  # a search makes the model of each trial
         return
-    given, own = unwrap(trainer.model), unwrap(trainer._policy.model)
-    if given is not own:
+    given, trained = unwrap(trainer.model), unwrap(trainer._policy.model)
+    if given is not trained:
         raise ValueError(
             f"trainer.model was replaced by another {type(given).__name__} after the trainer was made, and a trainer "
             "samples and trains the one that it was made with; make another GRPOTrainer with the new model"

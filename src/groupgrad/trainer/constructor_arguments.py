@@ -52,11 +52,11 @@ _NO_ARGUMENTS: dict[str, str] = {
 
 def known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
     """Decorates a trainer's `__init__`: TypeError that names all arguments that do not exist, and where they belong."""
-    known = [name for name in inspect.signature(init).parameters if name != "self"]
+    parameters = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        texts = [f"no argument {name!r}: {_instead(name, known)}" for name in kwargs if name not in known]
+        texts = [f"no argument {name!r}: {_instead(name, parameters)}" for name in kwargs if name not in parameters]
         if texts:
             raise TypeError(f"GRPOTrainer has {'; '.join(texts)}")
         init(*args, **kwargs)
@@ -64,7 +64,7 @@ def known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
     return checked
 
 
-def _instead(name: str, known: list[str]) -> str:
+def _instead(name: str, parameters: list[str]) -> str:
     """What to do in place of passing an argument that does not exist."""
     if name in _OTHER_NAMES:
         return f"it is {_OTHER_NAMES[name]!r} here"
@@ -76,7 +76,7 @@ def _instead(name: str, known: list[str]) -> str:
     fields, spelled = GRPOConfig.__dataclass_fields__, "args=GRPOConfig({}=...)".format
     if place := place_of(name, fields, spelled=spelled):
         return place
-    if similar := nearest(name, known):
+    if similar := nearest(name, parameters):
         return f"did you mean {similar!r}?"
     return advice(name, fields, spelled=spelled) or "take it out"
 
@@ -193,9 +193,9 @@ def check_optimizer(config: GRPOConfig, optimizers: tuple[Any, Any], model: Any)
 
 def _check_parameters_of(optimizer: Any, model: Any) -> None:
     """ValueError if the optimizer holds parameters that are not the model's, or none that is trained."""
-    own = {id(parameter): parameter for parameter in model.parameters()}
+    of_model = {id(parameter): parameter for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if num_foreign := sum(id(parameter) not in own for parameter in held):
+    if num_foreign := sum(id(parameter) not in of_model for parameter in held):
         raise ValueError(
             f"{num_foreign} of the optimizer's {len(held)} parameters are not the model's, so they would never get a "
             "gradient; make the optimizer from the parameters of the very model that is passed as `model`"

@@ -39,7 +39,7 @@ from groupgrad.checkpoints.saving import checkpoints_in
 from groupgrad.errors import RankError
 from groupgrad.interrupt import Interrupt
 from groupgrad.stopping import Stopped
-from groupgrad.trainer.rank_links import Link, News, RankLinks, own_name
+from groupgrad.trainer.rank_links import Link, News, RankLinks, rank_name
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Watch:
         if is_agreed or cause is not None:
             self._tell("done", "")
         else:
-            self._tell("failed", f"{own_name()} failed with {type(error).__name__}: {error}")
+            self._tell("failed", f"{rank_name()} failed with {type(error).__name__}: {error}")
         self._closed.set()
         self._links.close(self._thread)
         if cause is not None:
@@ -203,7 +203,7 @@ class Watch:
                 f"does is in {self._stacks_path()}. Give it a deadline of its own, or raise hang_timeout_s (None: no "
                 "limit)"
             )
-            self._tell("hangs", f"{own_name()} hangs: {message}")
+            self._tell("hangs", f"{rank_name()} hangs: {message}")
             self._write_stacks(message)
             self._ends.append(_End(Hung(message), now, REACTION_S, hung=present))
         elif silent_s >= self._next_note_s:

@@ -52,7 +52,7 @@ from groupgrad.config import GRPOConfig
 from groupgrad.config.settings import mapping
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Engine
-from groupgrad.engines.selection import brings_own_generate
+from groupgrad.engines.selection import replaces_generate
 from groupgrad.errors import HangError
 from groupgrad.integrations.sharding import zero3
 from groupgrad.integrations.sharding.fsdp import (
@@ -295,8 +295,8 @@ class Hooks(TRLNames, Trainer):
         served = vllm_setup.serve_policy(self.args, self.model, policy, self.rollout_components)
         # What this process started of vLLM ends with the trainer, or when the process does.
         weakref.finalize(self, served.close)
-        own, longest = self.prompt_maker.max_context, served.max_model_len
-        if own is None or own > longest:
+        max_context, longest = self.prompt_maker.max_context, served.max_model_len
+        if max_context is None or max_context > longest:
             self.prompt_maker.max_context = longest
             datasets = self.train_dataset, self.eval_dataset
             dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, self.rollout_components, self.args)
@@ -304,7 +304,7 @@ class Hooks(TRLNames, Trainer):
 
     def _follow_generate(self) -> None:
         """Samples by the model's `generate` from now on if a script has replaced it since the trainer was made."""
-        if self.execution.engine_choice.name in ("native", "continuous batching") and brings_own_generate(self.model):
+        if self.execution.engine_choice.name in ("native", "continuous batching") and replaces_generate(self.model):
             self._choose_engine_again()
 
     def _choose_engine_again(self) -> None:

@@ -210,7 +210,7 @@ def _name(rank: int, pid: int, host: str) -> str:
     return f"rank {rank} (pid {pid} on {host})"
 
 
-def own_name() -> str:
+def rank_name() -> str:
     """This rank's name in messages."""
     return _name(dist.rank(), os.getpid(), socket.gethostname())
 

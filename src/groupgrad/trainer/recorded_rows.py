@@ -51,8 +51,8 @@ def stored_rows(
     ids, offsets = batch.completion_ids.numpy(), batch.offsets.numpy()
     logprobs, entropy = _array(batch.sampling_logprobs), _array(batch.sampling_entropy)
     if scores and (logprobs is None or entropy is None):
-        known = _of_rows(batch, scores, 2)
-        logprobs, entropy = (known[0] if logprobs is None else logprobs), (known[1] if entropy is None else entropy)
+        trained = _of_rows(batch, scores, 2)
+        logprobs, entropy = (trained[0] if logprobs is None else logprobs), (trained[1] if entropy is None else entropy)
     return StoredRows(
         rollouts=experience.rollouts,
         ids=ids,
@@ -95,12 +95,12 @@ def _array(values: torch.Tensor | None) -> np.ndarray | None:
     return None if values is None else values.numpy()
 
 
-def _of_rows(batch: Batch, known: Mapping[RowKey, np.ndarray], count: int) -> np.ndarray:
-    """(count, L) numbers of the tokens of the rows that `known` has, (count, l) or (l,) of each; NaN in other rows."""
+def _of_rows(batch: Batch, numbers_of_rows: Mapping[RowKey, np.ndarray], count: int) -> np.ndarray:
+    """(count, L) numbers of the tokens, from (count, l) or (l,) of each row that has some; NaN in other rows."""
     values = np.full((count, batch.num_tokens), np.nan, np.float32)
     for key, (start, end) in places_of_rows(batch).items():
-        if key in known:
-            values[:, start:end] = known[key]
+        if key in numbers_of_rows:
+            values[:, start:end] = numbers_of_rows[key]
     return values
 
 
@@ -173,9 +173,9 @@ class GradientShares:
         """
         groups, self._observed = self._groups(), []
         batch = micro_batches[0].step_rows.batch if micro_batches else None
-        own = {} if batch is None or batch.row_index is None else places_of_rows(batch)
-        names = set() if batch is None or not own else set(self._group_names(batch).values())
-        wants = any(FORWARD_AND_BACKWARD in part.step_rows.passes for part in micro_batches[:1]) and bool(own)
+        places_of_row = {} if batch is None or batch.row_index is None else places_of_rows(batch)
+        names = set() if batch is None or not places_of_row else set(self._group_names(batch).values())
+        wants = any(FORWARD_AND_BACKWARD in part.step_rows.passes for part in micro_batches[:1]) and bool(places_of_row)
         first = next((group.rows[0][3] for group in groups.values()), torch.zeros(0, 0))
         width, is_double = max(dist.all_gather_objects((first.shape[1], first.dtype == torch.float64)))
         if not width:
@@ -196,7 +196,7 @@ class GradientShares:
             squares += float(part.square().sum(dtype=torch.float64)) if dist.is_main() else 0.0
         dist.sum_tensor(gradient)
         (squares,) = dist.all_sum([squares])
-        shares = {key: np.zeros(end - start, np.float32) for key, (start, end) in own.items()}
+        shares = {key: np.zeros(end - start, np.float32) for key, (start, end) in places_of_row.items()}
         for group in groups.values():
             values = gradient_shares(*group.tensors(device, kind), gradient).float().cpu().numpy()
             for key, length, places, errors, _ in group.rows:
@@ -240,7 +240,7 @@ class GradientShares:
 
 def _names_of_ranks(names: set[GroupName]) -> tuple[int, list[GroupName]]:
     """Collective. The number of groups of the step, and the sorted names of groups with rows on several ranks."""
-    counts = Counter(name for own in dist.all_gather_objects(names) for name in own)
+    counts = Counter(name for names_of_rank in dist.all_gather_objects(names) for name in names_of_rank)
     return len(counts), sorted(name for name, count in counts.items() if count > 1)
 
 

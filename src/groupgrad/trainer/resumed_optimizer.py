@@ -179,10 +179,10 @@ def matched_by_name(
     states: dict[int, Any] = {}
     merged: list[dict[str, Any]] = []
     for group in groups:
-        own: list[int] = group["params"]
-        known = {place: places[now[place]] for place in own if places.get(now[place]) in options}
-        states |= {place: state["state"][old] for place, old in known.items() if old in state["state"]}
-        first = next(iter(known.values()), None)
+        numbers: list[int] = group["params"]
+        old_place_of = {place: places[now[place]] for place in numbers if places.get(now[place]) in options}
+        states |= {place: state["state"][old] for place, old in old_place_of.items() if old in state["state"]}
+        first = next(iter(old_place_of.values()), None)
         merged.append({**group, **(rates if first is None else options[first]), "params": group["params"]})
     return {**state, "state": states, "param_groups": merged}
 

@@ -122,12 +122,12 @@ def trained_parameters(model: nn.Module, optimizer: Any = None) -> dict[str, str
     They are in the order in which `optimizer` numbers them, or else in the model's.
     """
     named = {id(parameter): (plain_name(name), parameter) for name, parameter in unwrap(model).named_parameters()}
-    own = [key for key, (_, parameter) in named.items() if parameter.requires_grad]
+    trained = [key for key, (_, parameter) in named.items() if parameter.requires_grad]
     groups = getattr(optimizer, "param_groups", None) or []
     numbered = [id(parameter) for group in groups for parameter in group["params"]]
     if any(key not in named for key in numbered):  # DeepSpeed's are flat
         numbered = []
-    return {named[key][0]: _described(named[key][1]) for key in dict.fromkeys([*numbered, *own])}
+    return {named[key][0]: _described(named[key][1]) for key in dict.fromkeys([*numbered, *trained])}
 
 
 def misfit(folder: Path, manifest: Manifest | None, model: nn.Module, optimizer: Any, *, by_order: bool) -> Misfit:

@@ -213,10 +213,12 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
             shares, metrics = self._gradients.end_step(trainer._micro_batches, trainer.accelerator.device)
             trainer.metric_store.add(metrics)
         step, scores, self._scores = state.global_step, self._scores, []
-        known = None
+        gathered = None
         # Rows may be trained on other ranks than sampled them.
         if dist.is_active() and (trainer.args.balance_ranks or trainer.plan.moves_rows):
-            known = {key: row for part in dist.all_gather_objects(numbers_by_row(scores)) for key, row in part.items()}
+            gathered = {
+                key: row for part in dist.all_gather_objects(numbers_by_row(scores)) for key, row in part.items()
+            }
         if state.is_world_process_zero and (digest := self._digest_now(trained_only=True)) is not None:
             self._lines.append((self._weights, {"step": step, "digest": digest}))
         skipped = trainer.finite_steps.num_skipped
@@ -234,7 +236,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
 
         def write() -> None:
             self._write_lines()
-            found = numbers_by_row(scores) if known is None else known
+            found = numbers_by_row(scores) if gathered is None else gathered
             rows = [stored_rows(one, found, self._texts, shares, num_generations=size) for one in sampled]
             tables = _write(rows, step, max_steps, files if stores else None)
             for sender in senders:
@@ -459,10 +461,10 @@ class _EventHandler(logging.Handler):
             self.handleError(record)
 
 
-def _has_other_handler(name: str, own: logging.Handler) -> bool:
+def _has_other_handler(name: str, handler_here: logging.Handler) -> bool:
     current: logging.Logger | None = logging.getLogger(name)
     while current is not None:
-        if any(handler is not own for handler in current.handlers):
+        if any(handler is not handler_here for handler in current.handlers):
             return True
         current = current.parent if current.propagate else None
     return False

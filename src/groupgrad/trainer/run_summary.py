@@ -74,9 +74,9 @@ class StartLines(TrainerCallback):
         if not state.is_world_process_zero:
             return
         # A run that is paused and resumed many times would spend its time on measuring prompts.
-        known = columns_in_words(self._trainer), batch_in_words(self._trainer.plan), ending_in_words(self._trainer)
-        if known != self._printed:
-            self._printed, self._tells_decoding = known, True
+        lines = columns_in_words(self._trainer), batch_in_words(self._trainer.plan), ending_in_words(self._trainer)
+        if lines != self._printed:
+            self._printed, self._tells_decoding = lines, True
             rows = start_rows(self._trainer)
             self._width = max(map(len, (*rows, DECODING)))
             self._write(rows)
@@ -167,15 +167,15 @@ def columns_in_words(trainer: Any, names: Sequence[str] | None = None) -> str:
         names = dataset.column_names
     if not names:
         return "they are made while rows are read"
-    own = [name for name in ("prompt", *IMAGE_COLUMNS) if name in names]
-    named, others = ([name for name in part if name not in own] for part in trainer.rewards.columns_read(names))
-    text = f"prompts are made of {', '.join(own)}; " if own else ""
+    of_prompt = [name for name in ("prompt", *IMAGE_COLUMNS) if name in names]
+    named, others = ([name for name in part if name not in of_prompt] for part in trainer.rewards.columns_read(names))
+    text = f"prompts are made of {', '.join(of_prompt)}; " if of_prompt else ""
     text += f"reward functions name {', '.join(named) or 'no other'}"
     if others:
         text += f", and get {', '.join(others)} by **kwargs"
     if environments is not None:
         return f"environments get all; {text}"
-    unused = ", ".join(name for name in names if name not in (*own, *named, *others))
+    unused = ", ".join(name for name in names if name not in (*of_prompt, *named, *others))
     return f"{text}; nothing uses {unused}" if unused else text
 
 

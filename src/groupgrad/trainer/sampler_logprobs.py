@@ -67,12 +67,12 @@ class SamplerLogprobs:
 
         That is so where they are not `are_old`, or if a loss token has no log-prob. Other tokens without one get 0.
         """
-        known = batch.sampling_logprobs
+        sampled = batch.sampling_logprobs
         if not self.are_old:
             return None
-        if known is None or bool((batch.trained & ~known.isfinite()).any()):
+        if sampled is None or bool((batch.trained & ~sampled.isfinite()).any()):
             return None
-        return known.nan_to_num(0.0, 0.0, 0.0)
+        return sampled.nan_to_num(0.0, 0.0, 0.0)
 
     @property
     def are_old(self) -> bool:

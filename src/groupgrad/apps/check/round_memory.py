@@ -54,23 +54,23 @@ class MemoryWatch:
             properties = torch.cuda.get_device_properties(device)
             # Each process may see its own device alone, as number 0.
             place, total = f"{host} {getattr(properties, 'uuid', device)}", properties.total_memory
-            own = Usage(place, True, torch.cuda.max_memory_allocated(device), self._before, total)
+            usage = Usage(place, True, torch.cuda.max_memory_allocated(device), self._before, total)
         else:
-            own = Usage(host, False, _peak_bytes(), self._before, psutil.virtual_memory().total)
-        return fullest(dist.all_gather_objects(own))
+            usage = Usage(host, False, _peak_bytes(), self._before, psutil.virtual_memory().total)
+        return fullest(dist.all_gather_objects(usage))
 
 
 def fullest(usages: Iterable[Usage]) -> tuple[Usage, int]:
     """Adds the usages of ranks by their place; returns the one that is closest to full, and the number of places."""
     places: dict[str, Usage] = {}
     for usage in usages:
-        known = places.get(usage.place)
-        if known is not None:
+        usage_there = places.get(usage.place)
+        if usage_there is not None:
             usage = replace(
                 usage,
-                peak_bytes=known.peak_bytes + usage.peak_bytes,
-                before_bytes=known.before_bytes + usage.before_bytes,
-                num_ranks=known.num_ranks + usage.num_ranks,
+                peak_bytes=usage_there.peak_bytes + usage.peak_bytes,
+                before_bytes=usage_there.before_bytes + usage.before_bytes,
+                num_ranks=usage_there.num_ranks + usage.num_ranks,
             )
         places[usage.place] = usage
     return max(places.values(), key=lambda usage: usage.peak_bytes / usage.total_bytes), len(places)

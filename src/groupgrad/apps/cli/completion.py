@@ -42,6 +42,6 @@ def command_parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(prog="groupgrad")
     commands = whole.add_subparsers(dest="command")
     for name, command in COMMANDS.items():
-        own = module_of(name).parser()
-        commands.add_parser(name, help=command.help, parents=[own], conflict_handler="resolve")
+        subparser = module_of(name).parser()
+        commands.add_parser(name, help=command.help, parents=[subparser], conflict_handler="resolve")
     return whole

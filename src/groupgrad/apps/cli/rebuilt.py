@@ -100,13 +100,13 @@ def at_training_of(script: str, arguments: Sequence[str], records: RunRecords, a
         raise _Done
 
     def instead_of_sweep(sweep: Sweep) -> None:
-        own, folder = sweep.folder.resolve(), sweep_folder(records)
-        if own != folder:
+        sweep_of_script, folder = sweep.folder.resolve(), sweep_folder(records)
+        if sweep_of_script != folder:
             place = "no arm of a sweep" if folder is None else f"an arm of the sweep in {folder}"
             raise ReplayError(
-                f"{script} is not the script that made {records.name}: its sweep is in {own}, and the run is {place}; "
-                "start it with the arguments and in the folder that the sweep had, or make the trainer in Python by "
-                "`Sweep.trainer_of`"
+                f"{script} is not the script that made {records.name}: its sweep is in {sweep_of_script}, and the run "
+                f"is {place}; start it with the arguments and in the folder that the sweep had, or make the trainer in "
+                "Python by `Sweep.trainer_of`"
             )
         with mock.patch.object(Hooks, "train", original):
             act(sweep.trainer_of(records.path.name))

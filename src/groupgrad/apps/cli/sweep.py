@@ -243,10 +243,10 @@ def _check(store: Store, settings: dict[str, Any], is_command_line: bool) -> Non
     ScriptArms({"peft_config": SimpleNamespace(**dict.fromkeys(adapter or ()))}, labelled).check(settings)
 
 
-def _take_at_once(store: Store, own: int) -> bool:
+def _take_at_once(store: Store, command_id: int) -> bool:
     """Applies the waiting commands in this process, unless another one trains the sweep, which returns False.
 
-    Refusals of commands other than `own` are printed.
+    Refusals of commands other than `command_id` are printed.
     """
 
     def sweep() -> tuple[SweepPlan, Any]:
@@ -263,7 +263,7 @@ def _take_at_once(store: Store, own: int) -> bool:
     except OutputDirInUse:
         return False
     for command, refusal in refused.items():
-        if command != own:
+        if command != command_id:
             print(refusal, file=sys.stderr)
     return True
 

@@ -170,8 +170,8 @@ def predict(shape: ModelShape, sizes: RunSizes) -> Memory:
         # DeepSpeed updates a float32 copy of what it trains, also of float32 weights.
         copies = 4 * trained // sizes.devices
         weights, sampled = weights + copies, sampled and sampled + copies
-    is_own = sizes.float32_gradients and not is_zero
-    gradients = trained * (4 if is_own else _state_bytes(sizes))
+    sums_in_float32 = sizes.float32_gradients and not is_zero
+    gradients = trained * (4 if sums_in_float32 else _state_bytes(sizes))
     scale = 1.0 if is_zero or sizes.optimizer in _FIXED_STATES else _state_bytes(sizes) / 4
     optimizer = int(trained * OPTIMIZER_BYTES[sizes.optimizer] * scale)
     if is_sharded or sizes.sharding == "zero2":

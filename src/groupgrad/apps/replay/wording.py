@@ -89,12 +89,12 @@ def _outcome(compared: Compared, is_same: bool, first: str, second: str) -> list
     if not compared.differences:
         return ["Only weights of a checkpoint differ."]
     found = sorted(compared.differences, key=lambda item: item.step)
-    own = [item for item in found if item.step == found[0].step]
-    lines = [f"first difference: {own[0].text(first, second)}"]
-    if len(own) > 1:
-        lines += ["in the same step:", *(f"  {item.text(first, second)}" for item in own[1 : MAX_LINES + 1])]
-    if len(own) > MAX_LINES + 1:
-        lines.append(f"  and {len(own) - MAX_LINES - 1} more")
+    first_step = [item for item in found if item.step == found[0].step]
+    lines = [f"first difference: {first_step[0].text(first, second)}"]
+    if len(first_step) > 1:
+        lines += ["in the same step:", *(f"  {item.text(first, second)}" for item in first_step[1 : MAX_LINES + 1])]
+    if len(first_step) > MAX_LINES + 1:
+        lines.append(f"  and {len(first_step) - MAX_LINES - 1} more")
     later = sorted({item.step for item in found} - {found[0].step})
     if later:
         lines.append(f"later steps that differ: {len(later)}, to step {later[-1]}")

@@ -99,10 +99,10 @@ class RewardCache:
 def cached_functions(functions: Any, names: Iterable[str], cache: RewardCache) -> list[Any]:
     """Wraps the reward functions in `names` with the cache. ValueError for a name that no function has."""
     items = list(functions) if isinstance(functions, (list, tuple)) else [functions]
-    wanted, own = set(names), [getattr(function, "__name__", str(function)) for function in items]
-    missing = sorted(wanted - set(own))
+    wanted, function_names = set(names), [getattr(function, "__name__", str(function)) for function in items]
+    missing = sorted(wanted - set(function_names))
     if missing:
         raise ValueError(
-            f"cache_rewards names {missing[0]!r}, which is no reward function; name some of {', '.join(own)}"
+            f"cache_rewards names {missing[0]!r}, which is no reward function; name some of {', '.join(function_names)}"
         )
-    return [cache.cached(item, name) if name in wanted else item for item, name in zip(items, own)]
+    return [cache.cached(item, name) if name in wanted else item for item, name in zip(items, function_names)]

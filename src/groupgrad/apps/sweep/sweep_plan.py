@@ -199,8 +199,8 @@ class SweepPlan:
         """The name of an arm: its number and what it changes, without what all arms have (a single value in `vary`)."""
         vary = {} if self.arms else self.vary  # arms that are named one by one have the base's values instead
         common = {name: choices.values for name, choices in vary.items() if isinstance(choices, Values)}
-        own = {name: value for name, value in changes.items() if common.get(name) != (value,)}
-        return arm_name(number, own or changes)
+        distinguishing = {name: value for name, value in changes.items() if common.get(name) != (value,)}
+        return arm_name(number, distinguishing or changes)
 
     def first_arms(self) -> list[dict[str, Any]]:
         """The changes of each arm that is known at the start. ValueError if there are none, or too many."""

@@ -186,14 +186,14 @@ class Sweeper:
         for cohort, rung in sorted({(arm.cohort, arm.rung) for arm in at_rungs}):
             arms = self.store.arms()  # the last decision may have dropped some
             waiting = [arm for arm in arms if arm.state == WAITING]
-            own = [arm for arm in waiting if arm.cohort == cohort and arm.rung == rung]
+            arms_at_rung = [arm for arm in waiting if arm.cohort == cohort and arm.rung == rung]
             below = [arm for arm in waiting if arm.cohort == cohort and arm.rung < rung]
-            if below or not all(map(self.plan.is_at_rung, own)):
+            if below or not all(map(self.plan.is_at_rung, arms_at_rung)):
                 continue
-            self._judge([arm for arm in arms if arm.cohort == cohort], own, rung)
+            self._judge([arm for arm in arms if arm.cohort == cohort], arms_at_rung, rung)
 
-    def _judge(self, cohort: Sequence[Arm], own: Sequence[Arm], rung: int) -> None:
-        """Lets the arms `own` pass a rung or drops them, by comparison with all of the cohort that have reached it."""
+    def _judge(self, cohort: Sequence[Arm], at_rung: Sequence[Arm], rung: int) -> None:
+        """Lets arms pass a rung, or drops them, by comparison with all of the cohort that have reached it."""
         assert self.plan.halving is not None
         spans: dict[int, tuple[int, int]] = {}
         compared, num_rungs = {}, 1
@@ -203,12 +203,14 @@ class Sweeper:
                 spans[arm.id] = compare.compared_steps(rungs[rung], rungs), rungs[rung]
                 compared[arm.id] = self.store.rewards(arm.id, *spans[arm.id])
                 num_rungs = len(rungs)
-        names = {arm.id: arm.name for arm in own}
+        names = {arm.id: arm.name for arm in at_rung}
         verdicts = compare.judge(compared, self.plan.metric, self.plan.halving, num_rungs)
         verdicts = [verdict for verdict in verdicts if verdict.arm in names]
         dropped = {verdict.arm: f"rung {rung + 1}: {verdict.text}" for verdict in verdicts if not verdict.goes_on}
         leads = [None if verdict.behind is None else astuple(verdict.behind) for verdict in verdicts]
-        rows = [Decision(own[0].cohort, rung, v.arm, *spans[v.arm], v.text, lead) for v, lead in zip(verdicts, leads)]
+        rows = [
+            Decision(at_rung[0].cohort, rung, v.arm, *spans[v.arm], v.text, lead) for v, lead in zip(verdicts, leads)
+        ]
         self.store.pass_rung(names, rung + 1, dropped, rows)
         for row in rows:
             where = rung + 1, row.after + 1, row.step, names[row.arm]

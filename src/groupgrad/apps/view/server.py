@@ -103,8 +103,8 @@ class Guard(BaseHTTPMiddleware):
             return PlainTextResponse("this address is not served here", status_code=421)
         if self._hosts and host not in self._hosts:
             return PlainTextResponse("this address is not served here", status_code=421)
-        is_own = "origin" not in request.headers or origin == request.headers["host"]
-        if request.method not in ("GET", "HEAD") and not is_own:  # of another site, or of another port of this machine
+        is_same_origin = "origin" not in request.headers or origin == request.headers["host"]
+        if request.method not in ("GET", "HEAD") and not is_same_origin:  # of another site or port
             return PlainTextResponse("commands are taken from this page alone", status_code=403)
         if self._token is None:
             return None

@@ -117,8 +117,8 @@ class OffloadedKV:
 
 
 @dataclass(slots=True, frozen=True)
-class Need:
-    """Room that a set of sequences takes in the cache."""
+class CacheRoom:
+    """The room that a set of sequences takes in the cache."""
 
     num_suffixes: int
     suffix_length: int
@@ -136,7 +136,7 @@ class Need:
         """Tokens of buffers of exactly these sizes."""
         return self.num_suffixes * self.suffix_length + self.num_prompts * self.prompt_length
 
-    def with_more_tokens(self, num_tokens: int) -> Need:
+    def with_more_tokens(self, num_tokens: int) -> CacheRoom:
         """The room that these sequences take when each has `num_tokens` more."""
         return replace(self, suffix_length=self.suffix_length + num_tokens) if self.num_suffixes else self
 
@@ -172,7 +172,7 @@ class KVCache:
         """Changes when tensors of a buffer are replaced."""
         return self.suffixes.version, self.prompts.version
 
-    def fits(self, need: Need, num_offloaded: int = 0) -> bool:
+    def fits(self, need: CacheRoom, num_offloaded: int = 0) -> bool:
         """True if the bound allows `need` and `num_offloaded` tokens in addition to what is offloaded already."""
         num_states = need.num_suffixes + need.num_prompts + bool(num_offloaded)
         num_tokens = need.num_tokens + num_offloaded + num_states * self.state_tokens
@@ -212,7 +212,7 @@ class KVCache:
         for buffer in (self.suffixes, self.prompts):
             buffer.resize(0, 0)
 
-    def reserve(self, need: Need, used: Need) -> bool:
+    def reserve(self, need: CacheRoom, used: CacheRoom) -> bool:
         """Makes room for `need`, keeping the tokens of `used`; False, with nothing done, if the bound forbids it.
 
         Suffix slots get some spare places, so that buffers are seldom resized.
@@ -235,7 +235,7 @@ class KVCache:
         self.peak_tokens = max(self.peak_tokens, num_tokens)
         return True
 
-    def _sizes(self, need: Need) -> tuple[int, int, int, int] | None:
+    def _sizes(self, need: CacheRoom) -> tuple[int, int, int, int] | None:
         """(slots, slot size) of suffixes, then of prompts, that cover `need`; None if the bound forbids them."""
         suffixes, prompts = self.suffixes, self.prompts
         num_suffixes, num_prompts = need.num_suffixes, need.num_prompts

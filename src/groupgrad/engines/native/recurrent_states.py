@@ -117,8 +117,8 @@ class SlotRecurrence(Recurrence):
         if (count, device) not in self._ends:
             rows = []
             for number, span in enumerate(self._spans):
-                own = range(span.start, span.start + span.length)
-                rows.append([*self._places_before(number, span, count), *own][-count:])
+                tokens_of_run = range(span.start, span.start + span.length)
+                rows.append([*self._places_before(number, span, count), *tokens_of_run][-count:])
             self._ends[count, device] = torch.tensor(rows, dtype=torch.int64, device=device)
         return self._ends[count, device]
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from groupgrad.engines.base import Request
-from groupgrad.engines.native.kv_cache import KVCache, Need, OffloadedKV
+from groupgrad.engines.native.kv_cache import CacheRoom, KVCache, OffloadedKV
 from groupgrad.engines.native.sequence import EngineSequence, Group, PromptKey, RetainedPrefix, image_key
 from groupgrad.memory.oom import is_out_of_memory
 
@@ -269,11 +269,11 @@ class Scheduler:
         self._slots_version += 1
         self._is_admission_due = True
 
-    def _need(self, admitted: Collection[EngineSequence] = ()) -> Need:
+    def _need(self, admitted: Collection[EngineSequence] = ()) -> CacheRoom:
         """Room of the running and the admitted sequences."""
         return _need([*self.running, *admitted], [*self.groups, *_new_groups(admitted)])
 
-    def _fits(self, need: Need) -> bool:
+    def _fits(self, need: CacheRoom) -> bool:
         """True if the padding of prompts is acceptable and the bound leaves headroom for every sequence."""
         if need.num_prompts * need.prompt_length > 2 * need.prompt_tokens + PADDING:
             return False
@@ -399,12 +399,12 @@ def _new_groups(sequences: Collection[EngineSequence]) -> list[Group]:
     return list({id(s.group): s.group for s in sequences if s.group.slot < 0}.values())
 
 
-def _need(sequences: Collection[EngineSequence], groups: Collection[Group]) -> Need:
+def _need(sequences: Collection[EngineSequence], groups: Collection[Group]) -> CacheRoom:
     prompt_lengths = [len(group.prompt_ids) for group in groups]
     # Called in each step: `num_stored` and `max_length` without their calls.
     longest = max([len(s.context_ids) + len(s.sampled_ids) for s in sequences], default=1)
     most = max([len(s.context_ids) + s.request.max_new_tokens for s in sequences], default=0)
-    return Need(
+    return CacheRoom(
         num_suffixes=len(sequences),
         suffix_length=max(0, longest - 1),
         num_prompts=len(groups),
@@ -414,11 +414,11 @@ def _need(sequences: Collection[EngineSequence], groups: Collection[Group]) -> N
     )
 
 
-def _with_sequence(need: Need, sequence: EngineSequence, new_groups: Collection[int]) -> Need:
+def _with_sequence(need: CacheRoom, sequence: EngineSequence, new_groups: Collection[int]) -> CacheRoom:
     """`need` with one sequence more. `new_groups` are the numbers of groups in it whose prompts are not stored yet."""
     is_new = sequence.group.slot < 0 and sequence.group.number not in new_groups
     prompt_length = len(sequence.group.prompt_ids) if is_new else 0
-    return Need(
+    return CacheRoom(
         num_suffixes=need.num_suffixes + 1,
         suffix_length=max(need.suffix_length, sequence.num_stored),
         num_prompts=need.num_prompts + is_new,

@@ -124,12 +124,12 @@ def recurrent_classes(model: nn.Module) -> list[type[nn.Module]]:
     """The classes of layers in `model` that can be routed; decode steps ask often, so they are looked up once."""
     if model not in _classes:
         _classes[model] = [
-            cls for cls in {type(module) for module in model.modules()} if _routable(cls) or _is_own(cls)
+            cls for cls in {type(module) for module in model.modules()} if _routable(cls) or _replaces_forward(cls)
         ]
     return _classes[model]
 
 
-def _is_own(cls: type[nn.Module]) -> bool:
+def _replaces_forward(cls: type[nn.Module]) -> bool:
     """True if layers of a class compute their recurrence themselves and can be routed."""
     return cls.__name__ in _LAYERS and is_transformers_class(cls)
 
@@ -168,7 +168,7 @@ def _wrap_layer(cls: type[nn.Module]) -> None:
     original = cls.forward
     if original in _wrappers:
         return
-    own = _LAYERS[cls.__name__] if _is_own(cls) else None
+    counterpart = _LAYERS[cls.__name__] if _replaces_forward(cls) else None
 
     @functools.wraps(original)
     def wrapper(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -177,10 +177,12 @@ def _wrap_layer(cls: type[nn.Module]) -> None:
             return original(module, hidden_states, *args, **kwargs)
 
         def compute(order: Recurrence, states: torch.Tensor) -> Any:
-            return original(module, states, *args, **kwargs) if own is None else own(module, order, states)
+            if counterpart is None:
+                return original(module, states, *args, **kwargs)
+            return counterpart(module, order, states)
 
         if order in _stretches and is_long(hidden_states):
-            can_cut = own is not None or all(map(_is_for_all_tokens, (*args, *kwargs.values())))
+            can_cut = counterpart is not None or all(map(_is_for_all_tokens, (*args, *kwargs.values())))
             if can_cut and not is_zero_sharded(module):  # all ranks have to call the layer's modules equally often
                 return _in_stretches(order, compute, hidden_states)
         return compute(order, hidden_states)

@@ -101,8 +101,8 @@ class Stretch(Recurrence):
 
     def _last_places(self, number: int, span: TokenSpan, count: int) -> list[int]:
         """Places of the last `count` inputs up to the end of a span."""
-        own = range(max(span.start, span.start + span.length - count), span.start + span.length)
-        return [*self._places_before(number, span, count), *own][len(own) :]
+        tokens_of_span = range(max(span.start, span.start + span.length - count), span.start + span.length)
+        return [*self._places_before(number, span, count), *tokens_of_span][len(tokens_of_span) :]
 
     def _next(self) -> dict[int, torch.Tensor]:
         if self._num_computed == len(self._carried):

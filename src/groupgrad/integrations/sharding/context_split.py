@@ -48,16 +48,16 @@ class ContextPart:
         The head cannot run on an empty input, so a rank without any scores token 0, which `join` leaves out.
         """
         if len(self.scored):
-            own = replace(hook.at(self.scored), positions=self.predictors)
+            part_hook = replace(hook.at(self.scored), positions=self.predictors)
         else:
             nothing = self.scored.new_zeros(1)
-            own = replace(hook, tokens=nothing, rows=nothing, positions=nothing, precomputed=None)
-        return replace(own, shape=self.inputs.shape, places=hook.places)
+            part_hook = replace(hook, tokens=nothing, rows=nothing, positions=nothing, precomputed=None)
+        return replace(part_hook, shape=self.inputs.shape, places=hook.places)
 
     def join(self, scores: TokenScores) -> TokenScores:
         """Joins the ranks' scores; returns the (L,) scores of all predicted tokens. Collective, also backward."""
-        own = torch.stack([scores.logprobs, scores.entropy])[:, : len(self.scored)]
-        everywhere = own.new_zeros(2, self.num_predicted).index_copy(1, self.scored.to(own.device), own)
+        of_rank = torch.stack([scores.logprobs, scores.entropy])[:, : len(self.scored)]
+        everywhere = of_rank.new_zeros(2, self.num_predicted).index_copy(1, self.scored.to(of_rank.device), of_rank)
         logprobs, entropy = sum_over_group(everywhere, self.group).unbind()
         return replace(scores, logprobs=logprobs, entropy=entropy if scores.entropy.requires_grad else entropy.detach())
 
@@ -85,14 +85,14 @@ def cut_over_ranks(inputs: ForwardInputs, predictors: torch.Tensor, group: RankG
         spans.append(TokenSpan(len(ids), lacking, prompt=_NO_PROMPT))
         ids, positions = torch.cat([ids, ids.new_zeros(lacking)]), torch.cat([positions, torch.arange(lacking).to(ids)])
     places = _places_of_ranks(len(ids), group.size)
-    own = torch.tensor([place for chunk in places[group.index] for place in chunk], device=ids.device)
-    place_here = torch.full_like(ids, -1).index_copy_(0, own, torch.arange(len(own), device=ids.device))
+    places_here = torch.tensor([place for chunk in places[group.index] for place in chunk], device=ids.device)
+    place_here = torch.full_like(ids, -1).index_copy_(0, places_here, torch.arange(len(places_here), device=ids.device))
     here = place_here[predictors]
     scored = (here >= 0).nonzero().flatten()
     attention = RingLayout([_cut_spans(chunks, spans) for chunks in places], group)
     return ContextPart(
         group,
-        replace(inputs, ids=ids[own], positions=positions[own], attention=attention, spans=[]),
+        replace(inputs, ids=ids[places_here], positions=positions[places_here], attention=attention, spans=[]),
         scored,
         here[scored],
         len(predictors),

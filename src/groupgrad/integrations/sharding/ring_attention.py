@@ -72,8 +72,8 @@ class RingLayout:
     def tiles(self, rank: int, window: int | None) -> list[_Tile]:
         """The tiles of this rank's queries and the keys of `rank`, made once for all layers with the same window."""
         if (rank, window) not in self._tiles:
-            own, others = self._spans[self.group.index], self._spans[rank]
-            self._tiles[rank, window] = [tile for span in own for tile in _tiles_of(span, others, window)]
+            queries, others = self._spans[self.group.index], self._spans[rank]
+            self._tiles[rank, window] = [tile for span in queries for tile in _tiles_of(span, others, window)]
         return self._tiles[rank, window]
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:

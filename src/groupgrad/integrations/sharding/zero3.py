@@ -65,8 +65,8 @@ def gather_per_module(model: nn.Module) -> Iterator[None]:
             gathered_now.update({id(parameter): parameter for parameter in absent})
 
     def free(module: nn.Module, _inputs: Any, _output: Any) -> None:
-        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in gathered_now]
-        release([gathered_now.pop(id(parameter)) for parameter in own])
+        gathered_here = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in gathered_now]
+        release([gathered_now.pop(id(parameter)) for parameter in gathered_here])
 
     modules = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     handles = [module.register_forward_pre_hook(gather) for module in modules]
