@@ -41,7 +41,6 @@ INTERNALS = (
     "scoring/attention.py",
     "integrations/recurrent/recurrent_layers.py",
     "integrations/recurrent/stretches.py",
-    "scoring/cudnn_attention.py",
     "scoring/blocks.py",
     "scoring/block_attention.py",
     "scoring/early_gradients.py",

@@ -136,7 +136,7 @@ class MicroBatchRules:
     """The ranks first give rows to each other (`balance_over_ranks`)."""
     attention_cost: float = 0.0
     """Cost of one token's attention to another; the unit is the forward pass of a token (`row_costs`)."""
-    context: dist.RankGroup | None = None
+    rank_group: dist.RankGroup | None = None
     """Ranks that make their passes together, so that each of them has the rows of all; None: each has its own."""
 
 
@@ -151,7 +151,7 @@ def assign_micro_batches(
 ) -> list[MicroBatch]:
     """The step's micro-batches on this rank, as many as `planned`, of similar cost.
 
-    Collective with `balance_ranks` or `context` in the rules.
+    Collective with `balance_ranks` or `rank_group` in the rules.
 
     `planned` are the rows of each micro-batch as the generation plan cuts them. Loss, gradient and metrics of the step
     do not depend on the assignment, except for a loss that is defined by the micro-batches of its rows (`bnpo`, load
@@ -164,8 +164,8 @@ def assign_micro_batches(
     if rules.balance_ranks and not is_local:
         # A script may have replaced the loss on one rank alone, and all must take part in what they send each other.
         batch, assigned = _balanced(batch, assigned, passes_of(batch), rules.attention_cost, may_move=not every_row)
-    if rules.context is not None:
-        batch, assigned = rows_of_group(batch, assigned, rules.context)
+    if rules.rank_group is not None:
+        batch, assigned = rows_of_group(batch, assigned, rules.rank_group)
     needed = passes_of(batch)
     if len(assigned) > 1 and not is_local:
         assigned = pack(row_costs(batch, needed), assigned)

@@ -176,15 +176,15 @@ def _longest_first(costs: Sequence[RowCost], pieces: list[list[int]], num_bins: 
         bins[chosen] += rows
         bin_costs[chosen] = after[chosen]
         prompts[chosen][group] = max(prompt, prompts[chosen].get(group, 0))
-    return [sorted(rows) for rows in _filled(costs, bins)]
+    return [sorted(rows) for rows in filled(costs, bins)]
 
 
-def _filled(costs: Sequence[RowCost], bins: list[list[int]]) -> list[list[int]]:
-    """Gives each empty bin the cheapest row of the fullest bin, as long as that bin keeps another row."""
-    for empty in (b for b in bins if not b):
-        fullest = max(bins, key=len)
-        if len(fullest) > 1:
-            row = min(fullest, key=lambda row: (costs[row].completion + costs[row].prompt, row))
-            fullest.remove(row)
-            empty.append(row)
-    return bins
+def filled(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], least_rows: int = 1) -> list[list[int]]:
+    """Moves the cheapest rows of the largest bins to bins with fewer than `least_rows` rows."""
+    found = [list(rows) for rows in bins]
+    for rows in found:
+        while len(rows) < least_rows < len(longest := max(found, key=len)):
+            row = min(longest, key=lambda row: (costs[row].completion + costs[row].prompt, row))
+            longest.remove(row)
+            rows.append(row)
+    return found

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from groupgrad import dist
 from groupgrad.batch import Batch
 from groupgrad.batching.generation_plan import GenerationPlan
-from groupgrad.batching.packing import RowCost, row_costs, split, total_cost
+from groupgrad.batching.packing import RowCost, filled, row_costs, split, total_cost
 
 LEAST_GAINS = ((1.03, 0.03), (1.05, 0.01), (math.inf, 0.0))
 """(bound, gain): if the slowest rank costs at most `bound` times the mean, a move must save this share of its cost."""
@@ -82,7 +82,7 @@ def assign_to_ranks(costs: Sequence[RowCost], holders: Sequence[int], num_ranks:
     if (1.0 - LEAST_GAINS[0][1]) * least * num_ranks <= total_cost(costs):  # equal costs, each prompt on one rank
         return list(holders)
     for bins in (best, split(costs, num_ranks, keeps_groups=True)):
-        candidate = _refined(costs, _filled(costs, bins, least_rows), least_rows)
+        candidate = _refined(costs, filled(costs, bins, least_rows), least_rows)
         largest, new_mean = _largest_and_mean(costs, candidate)
         least_gain = next(gain for bound, gain in LEAST_GAINS if least <= bound * mean)
         if min(map(len, candidate)) >= least_rows and largest < (1.0 - least_gain) * least:
@@ -141,17 +141,6 @@ def _refined(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], least_rows
         found[target].append(best[2])
         for place in (source, target):
             bin_costs[place] = total_cost(costs[row] for row in found[place])
-    return found
-
-
-def _filled(costs: Sequence[RowCost], bins: Sequence[Sequence[int]], least_rows: int) -> list[list[int]]:
-    """Moves the cheapest rows of the largest bins to bins with fewer than `least_rows` rows."""
-    found = [list(rows) for rows in bins]
-    for rows in found:
-        while len(rows) < least_rows < len(longest := max(found, key=len)):
-            row = min(longest, key=lambda row: (costs[row].completion + costs[row].prompt, row))
-            longest.remove(row)
-            rows.append(row)
     return found
 
 

@@ -214,6 +214,26 @@ def is_checkpointing(model: nn.Module) -> bool:
     return any(vars(module).get("gradient_checkpointing") for module in model.modules())
 
 
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Turns cuDNN's attention off inside the context, which PyTorch prefers on Hopper and Blackwell.
+
+    cuDNN builds an execution for each new shape, in about half a second on a B200 (modelscope/FunASR, issue 3704; not
+    measured here), and prompts and rows have many lengths. A backward pass has to run inside the same context: a
+    checkpointed layer that is computed again has to take the same kernel.
+    Nothing changes where other fused kernels are off.
+    """
+    backends = torch.backends.cuda
+    if not (backends.cudnn_sdp_enabled() and backends.flash_sdp_enabled()):
+        yield
+        return
+    backends.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        backends.enable_cudnn_sdp(True)
+
+
 def _wrapped(name: str) -> str:
     """Registers an implementation that runs layouts, and `name` for all other calls. Returns its name."""
     wrapped = f"{_PREFIX}{name}"

@@ -26,8 +26,7 @@ from groupgrad.integrations.sharding.zero3 import is_zero_sharded
 from groupgrad.memory.oom import score_in_parts
 from groupgrad.models.adapters import dora_scales_kept
 from groupgrad.models.unwrapping import output_head, unwrap
-from groupgrad.scoring.attention import attention_dropout, flat_obstacle
-from groupgrad.scoring.cudnn_attention import without_cudnn_attention
+from groupgrad.scoring.attention import attention_dropout, flat_obstacle, without_cudnn_attention
 from groupgrad.scoring.early_gradients import PrecomputedGradient
 from groupgrad.scoring.fused_modules import compiled_parts
 from groupgrad.scoring.head_hook import HeadHook, StatesTap
@@ -58,7 +57,7 @@ class ForwardOptions:
     """Each prompt once (`shared`), once a row (`packed`), or padded (`dense`); None: the best that the model runs."""
     tiled_head: bool = True
     """Never keep the logits of all tokens, where the head's arithmetic is known."""
-    context: RankGroup | None = None
+    rank_group: RankGroup | None = None
     """Ranks that hold the same batches and share the tokens of each pass; None if this rank computes all tokens."""
     image_example: Prompt | None = None
     """A prompt with an image; None for text-only models. Under ZeRO-3 a rank adds it to passes without images, so that
@@ -92,34 +91,37 @@ def score_tokens(
     tiled head work and changes no result. `tap` is called with the input of the output head, where the head is hooked.
 
     Collective for a model whose parameters are sharded over ranks, even for a batch without tokens. Collective with
-    `options.context`, and so is the backward pass: all ranks of the group get the scores of all tokens, and the ranks'
-    gradients add up to the gradient of the sum of their losses.
+    `options.rank_group`, and so is the backward pass: all ranks of the group get the scores of all tokens, and the
+    ranks' gradients add up to the gradient of the sum of their losses.
     """
-    score = partial(score_tokens, model, options=options)
-    # The ranks of a sharded model make the same passes, so one without tokens or images computes a placeholder.
-    if not batch.num_tokens and (is_sharded(model) or not batch.num_rows):
-        return _without_tokens(score(_placeholder(options).to(batch.offsets.device)))
-    if options.image_example is not None and not batch.has_images and is_zero_sharded(model):
+    if _needs_placeholder(model, batch, options):
+        score = partial(score_tokens, model, options=options)
         return score_beside(_placeholder(options).to(batch.offsets.device), score, batch, precomputed, tap)
 
     layout = layout_for(model, options) if batch.num_tokens else "dense"
-    inputs = _lay_out(model, batch, layout, options)
-    hook = _hook_for(batch, inputs, options, precomputed, tap)
-    score_pass = partial(_score_pass, model, options=options)
-    if options.context is not None and layout != "dense":
-        scores = score_over_ranks(score_pass, inputs, hook, options.context)
-    else:
-        scores = score_pass(inputs, hook)
-    return scores if hook.places is None else _scatter(scores, hook.places, batch.num_tokens)
-
-
-def _lay_out(model: nn.Module, batch: Batch, layout: InputLayout, options: ForwardOptions) -> ForwardInputs:
-    """The tokens of the batch, and its images, as the model takes them."""
     if layout == "dense":
         inputs = dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
     else:
         inputs = flat_inputs(batch, shared_prompts=layout == "shared", aux_loss=options.aux_loss)
-    return with_images(model, batch, inputs) if batch.has_images else inputs
+    if batch.has_images:
+        inputs = with_images(model, batch, inputs)
+    hook = _hook_for(batch, inputs, options, precomputed, tap)
+
+    score_pass = partial(_score_pass, model, options=options)
+    if options.rank_group is not None and layout != "dense":
+        score_pass = partial(score_over_ranks, score_pass, group=options.rank_group)
+    scores = with_vision_tower(model, score_pass(inputs, hook))
+    return scores if hook.places is None else _scatter(scores, hook.places, batch.num_tokens)
+
+
+def _needs_placeholder(model: nn.Module, batch: Batch, options: ForwardOptions) -> bool:
+    """True if a pass has to compute a row beside the batch's, since ranks that share a model make the same passes.
+
+    A rank without tokens runs the layers for that row, and under ZeRO-3 one without images the vision tower.
+    """
+    if not batch.num_tokens:
+        return not batch.num_rows or is_sharded(model)
+    return options.image_example is not None and not batch.has_images and is_zero_sharded(model)
 
 
 def _hook_for(
@@ -145,7 +147,6 @@ def _score_pass(model: nn.Module, inputs: ForwardInputs, hook: HeadHook, options
     with compiled_parts(model, is_dense=inputs.attention is None), on_head(output_head(model), transform):
         output = inputs.run(model)
     scores = hook.scores_of(output.logits) if hook.scores is None else hook.scores
-    scores = with_vision_tower(model, scores)
     return replace(scores, aux_loss=getattr(output, "aux_loss", None)) if options.aux_loss else scores
 
 
@@ -163,11 +164,6 @@ def _scatter(scores: TokenScores, places: torch.Tensor, num_tokens: int) -> Toke
         for values in (scores.logprobs, scores.entropy)
     )
     return replace(scores, logprobs=logprobs, entropy=entropy)
-
-
-def _without_tokens(scores: TokenScores) -> TokenScores:
-    """No scores, which depend on the pass of `scores` all the same, so that a backward pass runs through the model."""
-    return replace(scores, logprobs=scores.logprobs[:0], entropy=scores.entropy[:0])
 
 
 def _placeholder(options: ForwardOptions) -> Batch:

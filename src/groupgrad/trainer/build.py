@@ -195,7 +195,7 @@ class ExecutionPlan:
     layout_report: LayoutReport
     example: Prompt | None = None
     """The prompt with an image that the self-check used; None for a model that takes text alone."""
-    context: RankGroup | None = None
+    rank_group: RankGroup | None = None
     """The ranks that train rows together with this one; None if each trains rows of its own."""
 
 
@@ -218,12 +218,12 @@ def plan_execution(
     if report.reason is not None:
         name = type(unwrap(model)).__name__
         logger.warning("%s is scored in the %s layout: %s", name, report.layout, report.reason)
-    context = context_group(config, model, report, aux_loss=policy.aux_loss_coef != 0.0)
+    rank_group = context_group(config, model, report, aux_loss=policy.aux_loss_coef != 0.0)
     if vllm_policy is not None:
         engine = EngineChoice(vllm_policy, "vllm", f"use_vllm=True, vllm_mode={config.vllm_mode!r}")
     else:
         engine = engine_of_model(config, model, policy, precision, example)
-    return ExecutionPlan(engine, report, example, context)
+    return ExecutionPlan(engine, report, example, rank_group)
 
 
 def engine_of_model(
@@ -433,7 +433,7 @@ def build_components(
         aux_loss_coef=policy.aux_loss_coef,
         device=config.device,
     )
-    in_training = replace(forward_options, context=execution.context)
+    in_training = replace(forward_options, rank_group=execution.rank_group)
     return TrainerComponents(policy_options, in_training, sampling, scorer, collector, evaluator)
 
 

@@ -80,8 +80,7 @@ from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback, bars_on_terminals_only
 from groupgrad.run_folder.run_card import write_run_card
 from groupgrad.run_folder.run_lock import locked
-from groupgrad.scoring.attention import unplug
-from groupgrad.scoring.cudnn_attention import without_cudnn_attention
+from groupgrad.scoring.attention import unplug, without_cudnn_attention
 from groupgrad.scoring.fused_modules import restore_modules
 from groupgrad.trainer import build, dataset_checks
 from groupgrad.trainer.best_metric import BestMetric

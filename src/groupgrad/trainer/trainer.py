@@ -477,8 +477,8 @@ class GRPOTrainer(Hooks):
     def _prepare_steps(self) -> None:
         """Computes what holds for all steps, once the model is placed and perhaps sharded over ranks."""
         self.changed_options.optimizer_is_ready(self.args, self.optimizer)
-        is_shared, context = is_sharded(self.model), self.execution.context
-        is_one_group = context is not None and context.size == dist.world_size()
+        is_shared, rank_group = is_sharded(self.model), self.execution.rank_group
+        is_one_group = rank_group is not None and rank_group.size == dist.world_size()
         balances = self.args.balance_ranks and dist.is_active() and not is_one_group
         self.sampler_logprobs.begin_training(is_shared=is_shared)
         self._num_parameters, self._is_offloaded = num_parameters(self.model), is_offloaded(self.model)
@@ -490,7 +490,7 @@ class GRPOTrainer(Hooks):
             one_pass=is_shared,
             balance_ranks=balances,
             attention_cost=attention_cost(self.model) if balances else 0.0,
-            context=context,
+            rank_group=rank_group,
         )
 
     def _hp_search_setup(self, trial: Any) -> None:

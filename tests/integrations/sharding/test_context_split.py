@@ -66,7 +66,7 @@ def test_every_kind_of_attention_scores_as_one_rank_does(build: Callable[..., An
         return (weights * (scores.logprobs + 0.3 * scores.entropy)).sum()
 
     def action(rank: int) -> list[Any]:
-        options = ForwardOptions(entropy_gradient=True, context=dist.consecutive_groups(2, timeout_s=60))
+        options = ForwardOptions(entropy_gradient=True, rank_group=dist.consecutive_groups(2, timeout_s=60))
         found = []
         for name in NAMES:
             model = build(name)
@@ -101,7 +101,7 @@ def test_four_ranks_have_the_loss_of_one_whatever_it_sums_over(build: Callable[.
     batches = [ragged(), ragged(trained=one_token)]
 
     def action(rank: int) -> list[Any]:
-        options = ForwardOptions(context=dist.consecutive_groups(4, timeout_s=60))
+        options = ForwardOptions(rank_group=dist.consecutive_groups(4, timeout_s=60))
         found = []
         for batch in batches:
             for policy in OPTIONS.values():
@@ -136,7 +136,7 @@ def test_a_precomputed_gradient_and_checkpointing_change_nothing(build: Callable
     precomputed = PrecomputedGradient(known, torch.autograd.grad(loss, leaf)[0])
 
     def action(rank: int) -> Any:
-        options = ForwardOptions(context=dist.consecutive_groups(2, timeout_s=60))
+        options = ForwardOptions(rank_group=dist.consecutive_groups(2, timeout_s=60))
         model = build("qwen3").train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         scores = score_tokens(model, batch, options, precomputed)

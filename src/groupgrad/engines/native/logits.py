@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from groupgrad.models.unwrapping import output_head
-from groupgrad.scoring.attention import run_flat
+from groupgrad.scoring.attention import run_flat, without_cudnn_attention
 from groupgrad.scoring.attention_layout import AttentionLayout
-from groupgrad.scoring.cudnn_attention import without_cudnn_attention
 from groupgrad.scoring.head_hook import HeadHook
 
 

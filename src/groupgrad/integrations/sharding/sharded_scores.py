@@ -81,8 +81,11 @@ def score_beside(
 ) -> TokenScores:
     """Scores of `batch` from a pass that also computes a placeholder row of one token, whose gradients are 0.
 
-    ZeRO-3 gathers the weights of the vision tower on all ranks together, so that ranks without images run it too.
+    A batch without tokens has no scores, but they depend on the pass, so that a backward pass runs through the model.
     """
+    if not batch.num_tokens:
+        scores = score(placeholder)
+        return replace(scores, logprobs=scores.logprobs[:0], entropy=scores.entropy[:0])
     unjoined = dict.fromkeys(("old_logprobs", "ref_logprobs", "sampling_logprobs", "sampling_entropy"))
     rows = Batch.concat([replace(batch, **unjoined), placeholder])
     if precomputed is not None:
