@@ -21,7 +21,7 @@ from groupgrad.engines.generation_options import PAGED
 from groupgrad.engines.transformers import end_ids
 from groupgrad.garbage import existing_objects_skipped
 from groupgrad.models.load import Float32Linear
-from groupgrad.models.unwrapping import pretrained, unwrap
+from groupgrad.models.unwrapping import parameters_replaced, pretrained, unwrap
 from groupgrad.scoring.forward import evaluation_mode
 
 _CPU_PAGE, _CPU_BATCH_TOKENS = 32, 1024
@@ -128,28 +128,15 @@ def _failure(error: object) -> RuntimeError:
     )
 
 
-@contextmanager
-def _weights_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Replaces the float32 parameters of `model` by copies in `dtype` inside the context; no change for None.
+def _weights_in(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """Context in which copies in `dtype` are in place of the float32 parameters of `model`; no change for None.
 
-    The parameters themselves are not touched, so that their gradients and optimizer states stay theirs. A float32 head
-    stays float32.
+    The parameters keep their gradients and optimizer states. A float32 head stays float32.
     """
-    copies: dict[int, nn.Parameter] = {}
-    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    try:
-        for module in model.modules() if dtype is not None else ():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is None or parameter.dtype != torch.float32 or isinstance(module, Float32Linear):
-                    continue
-                if id(parameter) not in copies:
-                    copies[id(parameter)] = nn.Parameter(parameter.to(dtype), requires_grad=False)
-                replaced.append((module._parameters, name, parameter))
-                module._parameters[name] = copies[id(parameter)]
-        yield
-    finally:
-        for parameters, name, parameter in replaced:
-            parameters[name] = parameter
+    modules = [part for part in model.modules() if not isinstance(part, Float32Linear)] if dtype is not None else []
+    found = {id(p): p for module in modules for p in module.parameters(recurse=False) if p.dtype == torch.float32}
+    copies = {key: nn.Parameter(parameter.to(dtype), requires_grad=False) for key, parameter in found.items()}
+    return parameters_replaced(modules, copies)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from groupgrad import dist
 from groupgrad.errors import UnavailableError
 from groupgrad.integrations.sharding.sharding import ShardSnapshot, is_sharded, local_part
 from groupgrad.models.adapters import active_adapters, is_adapted, leaves_base_unchanged
+from groupgrad.models.unwrapping import parameters_replaced
 from groupgrad.models.weights import plain_name
 from groupgrad.models.weights_digest import weights_digest
 
@@ -134,20 +135,8 @@ class Reference:
             if name in self._parameters:
                 copies[id(parameter)] = self._parameters[name]
                 copies[id(parameter)].data = self._parameters[name].data.to(parameter)
-        # A tied parameter belongs to several modules.
-        owners = [
-            (module._parameters, key, parameter)
-            for module in self._policy.modules()
-            for key, parameter in module._parameters.items()
-            if id(parameter) in copies
-        ]
-        try:
-            for parameters, key, parameter in owners:
-                parameters[key] = copies[id(parameter)]
+        with parameters_replaced(self._policy.modules(), copies):
             yield
-        finally:
-            for parameters, key, parameter in owners:
-                parameters[key] = parameter
 
 
 def check_sharded_policy(policy: nn.Module, reference: Reference | None) -> None:

@@ -1,9 +1,13 @@
-"""The model under its wrappers (data parallelism, compilation, adapters), its output head, and the inputs it takes."""
+"""The model under its wrappers (data parallelism, compilation, adapters), its output head, the inputs that it takes.
+
+Also other parameters in its modules for a time.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -49,6 +53,27 @@ def unwrapped_parts(model: nn.Module) -> Iterator[nn.Module]:
             part = part.get_base_model()  # pyright: ignore[reportCallIssue]
         else:
             part = getattr(part, "_orig_mod", None) or part._modules.get("module")
+
+
+@contextmanager
+def parameters_replaced(modules: Iterable[nn.Module], replacements: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    """Inside, the modules have other parameters: those of `replacements`, by the ids of the present ones.
+
+    The present ones are not touched. A parameter that is tied belongs to several modules, and stays tied.
+    """
+    owners = [
+        (module._parameters, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if id(parameter) in replacements
+    ]
+    try:
+        for parameters, name, parameter in owners:
+            parameters[name] = replacements[id(parameter)]
+        yield
+    finally:
+        for parameters, name, parameter in owners:
+            parameters[name] = parameter
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

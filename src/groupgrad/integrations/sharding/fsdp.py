@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 from groupgrad import dist
 from groupgrad.errors import UnavailableError
 from groupgrad.models.quantized import is_packed
-from groupgrad.models.unwrapping import base_model, is_multimodal
+from groupgrad.models.unwrapping import base_model, is_multimodal, parameters_replaced
 
 _torch_fsdp: Any = torch_fsdp
 _Sharded: Any = getattr(torch_fsdp, "FSDPModule", None)
@@ -181,30 +181,19 @@ def whole_parameters(
     parameters, which is a collective too; otherwise the parameters must not be changed.
     """
     reshard(module)
-    owners = [
-        (part._parameters, key, parameter)
-        for part in module.modules()
-        for key, parameter in part._parameters.items()
-        if is_shard(parameter)
-    ]
-    whole: dict[int, nn.Parameter] = {}
+    shards = [parameter for parameter in module.parameters() if is_shard(parameter)]
+    whole = {id(parameter): _gathered(parameter, dtype) for parameter in shards}
     hooks = [part._load_state_dict_post_hooks for part in module.modules()]
     load_hooks = [dict(of_module) for of_module in hooks]
     try:
         for of_module in hooks:  # FSDP's would look for shards in what is loaded
             for key in [key for key, hook in of_module.items() if is_hook(hook)]:
                 del of_module[key]
-        for parameters, key, parameter in owners:  # a tied parameter belongs to several modules
-            if id(parameter) not in whole:
-                whole[id(parameter)] = _gathered(parameter, dtype)
-            parameters[key] = whole[id(parameter)]
-        yield
-        if keep_changes:
-            for _, _, parameter in owners:
-                _take_part(parameter, whole[id(parameter)])
+        with parameters_replaced(module.modules(), whole):
+            yield
+        for parameter in shards if keep_changes else ():
+            _take_part(parameter, whole[id(parameter)])
     finally:
-        for parameters, key, parameter in owners:
-            parameters[key] = parameter
         for of_module, before in zip(hooks, load_hooks):
             of_module.clear()
             of_module.update(before)
