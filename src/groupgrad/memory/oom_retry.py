@@ -63,7 +63,7 @@ class MemoryGuard:
     `long_row` tokens or more runs in `large_tensors_mapped`; with `returns_memory`, `return_free_memory` runs before
     each backward pass.
 
-    Ranks that make their passes together cut micro-batches beforehand alone: a rank that runs out of memory is in the
+    Ranks that make their passes together only cut micro-batches beforehand: a rank that runs out of memory is in the
     middle of collectives, which the others would wait for. `num_ranks` ranks split the tokens of each pass, which has
     the rows of all of them; a micro-batch is cut into one part for each, and `max_tokens` are those of a rank. With
     `is_joint` the ranks share a model in shards, each with its own rows; one that has fewer parts than another makes
