@@ -159,17 +159,15 @@ def _apply(
     if precomputed is not None:
         fields = (precomputed.logprobs, precomputed.gradient)
         precomputed = PrecomputedGradient(*(x.detach().to(device=device, dtype=task.exact) for x in fields))
-    arguments = hidden, weight, adapter, head.bias, tokens.to(device), task
-    scores: Any
-    if precomputed is None:
-        scores = _TiledScores.apply(*arguments)
-    else:
-        scores = _ScoresWithGradient.apply(*arguments, precomputed)
+    scores: Any = _TiledScores.apply(hidden, weight, adapter, head.bias, tokens.to(device), task, precomputed)
     return TokenScores(logprobs=scores[0], entropy=scores[1])
 
 
 class _TiledScores(torch.autograd.Function):
-    """Scores in the forward pass, gradients in the backward pass."""
+    """Scores in the forward pass, gradients in the backward pass.
+
+    With `precomputed` the forward pass computes most of the gradients, and the backward pass adds what they lack.
+    """
 
     @staticmethod
     def forward(
@@ -180,9 +178,14 @@ class _TiledScores(torch.autograd.Function):
         bias: torch.Tensor | None,
         tokens: torch.Tensor,
         task: HeadTask,
+        precomputed: PrecomputedGradient | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        states, head, early = hidden.to(task.dtype), HeadWeights(weight, adapter, bias), None
         with torch.autocast(weight.device.type, enabled=False):
-            scores = score_pass(hidden.to(task.dtype), HeadWeights(weight, adapter, bias), tokens, task)
+            if precomputed is not None:
+                early = early_gradients(states, head, tokens, precomputed, task, _needed(ctx))
+            scores = score_pass(states, head, tokens, task) if early is None else early.scores
+        ctx.early = early
         return _keep(ctx, (hidden, weight, adapter, bias, tokens), scores, task)
 
     @staticmethod
@@ -190,36 +193,7 @@ class _TiledScores(torch.autograd.Function):
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.task.keep_direction:
             (direction,) = ctx.saved_tensors
-            return (direction * (incoming[0] * ctx.task.slope)[:, None]).to(ctx.hidden_dtype), *[None] * 5
-        hidden, head, request = _kept(ctx, incoming)
-        with torch.autocast(head.device.type, enabled=False):
-            grads = _gradients(hidden, head, request, ctx.task, _needed(ctx))
-        return *_of_inputs(grads, hidden, head, ctx.task), None, None
-
-
-class _ScoresWithGradient(torch.autograd.Function):
-    """Scores and most of the gradients in the forward pass; the backward pass adds what they lack."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        adapter: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        tokens: torch.Tensor,
-        task: HeadTask,
-        precomputed: PrecomputedGradient,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        states, head = hidden.to(task.dtype), HeadWeights(weight, adapter, bias)
-        with torch.autocast(weight.device.type, enabled=False):
-            ctx.early = early_gradients(states, head, tokens, precomputed, task, _needed(ctx))
-            scores = score_pass(states, head, tokens, task) if ctx.early is None else ctx.early.scores
-        return _keep(ctx, (hidden, weight, adapter, bias, tokens), scores, task)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return (direction * (incoming[0] * ctx.task.slope)[:, None]).to(ctx.hidden_dtype), *[None] * 6
         # Early gradients are used once: a second backward pass through this node computes all of them.
         early, ctx.early = ctx.early, None
         hidden, head, request = _kept(ctx, incoming)
