@@ -21,7 +21,7 @@ def did_you_mean(
     return f"{before}did you mean {similar!r}?{after}" if similar else otherwise
 
 
-def with_nearest(names: Iterable[str], known: Iterable[str]) -> str:
+def with_nearest(names: Iterable[str], choices: Iterable[str]) -> str:
     """Lists unknown names in quotes, each with the known one that is spelled most like it."""
-    known = list(known)
-    return ", ".join(repr(name) + did_you_mean(name, known, before=" (", after=")") for name in names)
+    choices = list(choices)
+    return ", ".join(repr(name) + did_you_mean(name, choices, before=" (", after=")") for name in names)

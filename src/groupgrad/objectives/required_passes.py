@@ -74,7 +74,7 @@ def required_passes(
 
     FORWARD for the rest: rows without a gradient whose log-probs and entropies are measured.
     """
-    live = live_rows(batch, options, entropy_coef=entropy_coef, aux_loss=aux_loss)
+    has_gradient = live_rows(batch, options, entropy_coef=entropy_coef, aux_loss=aux_loss)
     settled = known_rows(batch, on_policy) | (batch.loss_tokens == 0)
     passes = torch.full_like(batch.prompt_of_row, FORWARD).masked_fill(settled, NO_PASS)
-    return passes.masked_fill(live, FORWARD_AND_BACKWARD)
+    return passes.masked_fill(has_gradient, FORWARD_AND_BACKWARD)

@@ -123,12 +123,12 @@ def precompute_gradient(batch: Batch, options: PolicyOptions) -> PrecomputedGrad
     """
     if batch.old_logprobs is not None or batch.sampling_logprobs is None or not batch.num_tokens:
         return None
-    known = batch.sampling_logprobs.detach().float()
-    logprobs = known.nan_to_num(nan=0.0).requires_grad_()
+    logprobs_sampled = batch.sampling_logprobs.detach().float()
+    logprobs = logprobs_sampled.nan_to_num(nan=0.0).requires_grad_()
     with torch.enable_grad():
-        loss = policy_loss(TokenScores(logprobs, torch.zeros_like(known)), batch, options).loss
+        loss = policy_loss(TokenScores(logprobs, torch.zeros_like(logprobs_sampled)), batch, options).loss
         (gradient,) = torch.autograd.grad(loss, logprobs)
-    return PrecomputedGradient(known, gradient)
+    return PrecomputedGradient(logprobs_sampled, gradient)
 
 
 def has_dropout(model: nn.Module) -> bool:

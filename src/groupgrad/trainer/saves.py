@@ -290,9 +290,9 @@ class Saves:
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):
                 states.setdefault(type(callback).__name__, []).append(callback.state())
-        known: Any = trainer.state.stateful_callbacks
+        callback_states: Any = trainer.state.stateful_callbacks
         for name, found in states.items():
-            known[name] = found if len(found) > 1 else found[0]
+            callback_states[name] = found if len(found) > 1 else found[0]
 
     def _expected_bytes(self) -> int:
         """Expected bytes of the next checkpoint: as many as the last one has, or else weights and optimizer state."""

@@ -300,9 +300,9 @@ class GRPOTrainer(Hooks):
     def _entropy(self, batch: Batch) -> torch.Tensor:
         """Collective. (L,) entropies (nats) of the policy of this step in evaluation mode."""
         with self.timings.phase("scoring"), dist.errors_on_all_ranks():
-            known = self.sampler_logprobs.entropy(batch, self.state.global_step)
-            if known is not None:
-                return known
+            entropy = self.sampler_logprobs.entropy(batch, self.state.global_step)
+            if entropy is not None:
+                return entropy
             return self.components.scorer.policy(batch, rows_per_pass=self.plan.micro_batch_rows).entropy
 
     def _loss(self, model: nn.Module, part: MicroBatch) -> PolicyLoss:

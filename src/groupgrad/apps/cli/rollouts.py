@@ -208,8 +208,8 @@ def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
 
 def _writers(row: dict[str, Any]) -> list[str]:
     """The writer of each token: `policy`, `tool` or `template`. Runs of earlier releases call the last two `tool`."""
-    owned = row["sampled"] or [True] * len(row["tokens"])
-    return row.get("writers") or [POLICY if own else "tool" for own in owned]
+    sampled = row["sampled"] or [True] * len(row["tokens"])
+    return row.get("writers") or [POLICY if is_policy else "tool" for is_policy in sampled]
 
 
 def _print_numbers(tokens: Sequence[str], values: Sequence[float | None], writers: Sequence[str]) -> None:

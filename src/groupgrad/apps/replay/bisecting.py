@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from groupgrad.apps.replay.differences import Compared, compare_settings, compare_step, compare_weights
-from groupgrad.apps.replay.replaying import Start, check_processes, find_start, repeat
+from groupgrad.apps.replay.replaying import ReplayStart, check_processes, find_start, repeat
 from groupgrad.apps.replay.run_records import RunRecords
 from groupgrad.checkpoints.manifest import Manifest
 from groupgrad.errors import CheckpointError
@@ -198,7 +198,7 @@ def _replay_both(result: Bisection, make_first: MakeTrainer | None, make_second:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _repeats(run: RunRecords, again: RunRecords, start: Start, last: int) -> str:
+def _repeats(run: RunRecords, again: RunRecords, start: ReplayStart, last: int) -> str:
     """Says whether a run's replay is what it recorded, and where not."""
     origin = "the start" if start.checkpoint is None else start.checkpoint.name
     head = f"{run.name} repeated from {origin} to step {last}"

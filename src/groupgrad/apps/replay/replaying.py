@@ -40,7 +40,7 @@ class ReplayError(ValueError):
 
 
 @dataclass(slots=True)
-class Start:
+class ReplayStart:
     """The checkpoint or start from which a replay begins."""
 
     step: int
@@ -58,7 +58,7 @@ class Replay:
     run: RunRecords
     step: int
     row: int | None
-    start: Start
+    start: ReplayStart
     seconds: float
     compared: Compared
     weights: dict[int, tuple[int, tuple[int, str, str] | None]]
@@ -86,7 +86,7 @@ def check_processes(records: RunRecords) -> None:
         )
 
 
-def find_start(records: RunRecords, step: int, row: int | None = None) -> Start:
+def find_start(records: RunRecords, step: int, row: int | None = None) -> ReplayStart:
     """The nearest checkpoint before the sampling of what `step` trains on, or the start of the run.
 
     ReplayError if the run has no such step or row, or cannot be repeated by this number of processes.
@@ -112,7 +112,7 @@ def find_start(records: RunRecords, step: int, row: int | None = None) -> Start:
     for number, path in sorted(before.items(), reverse=True):
         problem = _problem(path)
         if problem is None:
-            return Start(number, path, sampled_at, notes)
+            return ReplayStart(number, path, sampled_at, notes)
         notes.append(f"{path.name} {problem}")
     later = [number for number in records.checkpoints if number >= sampled_at]
     kept = f"; the run has kept checkpoint {', '.join(map(str, later))} only" if later else ""
@@ -120,7 +120,7 @@ def find_start(records: RunRecords, step: int, row: int | None = None) -> Start:
         notes.append(
             f"no checkpoint before step {sampled_at} can be used{kept}: the replay makes {step} steps from the start"
         )
-    return Start(0, None, sampled_at, notes)
+    return ReplayStart(0, None, sampled_at, notes)
 
 
 def _sampled_at(records: RunRecords, step: int) -> int:
@@ -216,7 +216,7 @@ def _row(records: RunRecords, step: int, row: int) -> dict[str, Any] | None:
 def repeat(
     trainer: Any,
     records: RunRecords,
-    start: Start,
+    start: ReplayStart,
     last_step: int,
     folder: Path,
     *,
@@ -305,7 +305,7 @@ def _send_to(trainer: Any, folder: Path) -> None:
 class _UntilStep(TrainerCallback):
     """Ends a replay after its last step, without evaluations, and saves weights at the steps where the run did."""
 
-    def __init__(self, trainer: Any, records: RunRecords, start: Start, last_step: int, saves: frozenset[int]):
+    def __init__(self, trainer: Any, records: RunRecords, start: ReplayStart, last_step: int, saves: frozenset[int]):
         self._trainer, self._records, self._start, self._last_step = trainer, records, start, last_step
         self._saves = saves
 

@@ -40,12 +40,12 @@ class SharedWeights:
                 continue
             kind = name, tensor.device, tuple(tensor.shape), tensor.dtype, tensor.stride()
             same_kind = self._known.setdefault(kind, [])
-            for known in same_kind:
-                if address(known) == address(tensor):
+            for kept in same_kind:
+                if address(kept) == address(tensor):
                     break
-                if _equal_bits(known, tensor):
+                if _equal_bits(kept, tensor):
                     freed += tensor.nbytes
-                    tensor.data = known
+                    tensor.data = kept
                     break
             else:
                 same_kind.append(tensor.data)

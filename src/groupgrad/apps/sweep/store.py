@@ -129,11 +129,13 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._connected() as db:
             db.executescript(_TABLES)
-        known = self.fact("format")
-        if known is None:
+        stored_format = self.fact("format")
+        if stored_format is None:
             self.set_fact("format", FORMAT)
-        elif known != FORMAT:
-            raise ValueError(f"{self.path} has the format {known}, this version reads {FORMAT}; use another output_dir")
+        elif stored_format != FORMAT:
+            raise ValueError(
+                f"{self.path} has the format {stored_format}, this version reads {FORMAT}; use another output_dir"
+            )
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:

@@ -248,7 +248,7 @@ def read_plan(content: Mapping[str, Any], base: Mapping[str, Any]) -> SweepPlan:
 
     ValueError, with what to set, if the plan cannot work; ImportError if it needs Optuna, which is missing.
     """
-    _known("the sweep", content, KEYS)
+    _check_names("the sweep", content, KEYS)
     vary = content.get("vary") or {}
     if not isinstance(vary, Mapping):
         raise ValueError(f"vary={vary!r} is not a mapping of fields to their values")
@@ -291,7 +291,7 @@ def _read_sample(given: Any, has_choices: bool) -> ArmSampling:
     if not isinstance(given, Mapping):
         raise ValueError(f"sample={given!r} is not known; set it to grid, {{random: NUMBER}} or {{optuna: NUMBER}}")
     kinds = [kind for kind in SAMPLES if kind in given]
-    _known("sample", given, (*SAMPLES, "seed", "parallel"))
+    _check_names("sample", given, (*SAMPLES, "seed", "parallel"))
     if len(kinds) != 1:
         raise ValueError(f"sample={dict(given)!r} names {len(kinds)} kinds; name one of {', '.join(SAMPLES)}")
     kind, num = kinds[0], given[kinds[0]]
@@ -315,7 +315,7 @@ def _read_halving(given: Any) -> Halving | None:
     given = {} if given is True else given
     if not isinstance(given, Mapping):
         raise ValueError(f"halving={given!r} is not a mapping; set it to true or to {{factor: 2, confidence: 0.95}}")
-    _known("halving", given, ("factor", "first", "confidence", "undecided"))
+    _check_names("halving", given, ("factor", "first", "confidence", "undecided"))
     halving = Halving(**given)
     if not isinstance(halving.factor, int) or halving.factor < 2:
         raise ValueError(f"halving: factor={halving.factor!r}; one arm of at least 2 goes on")
@@ -328,10 +328,10 @@ def _read_halving(given: Any) -> Halving | None:
     return halving
 
 
-def _known(where: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _check_names(where: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for key in given:
-        if key not in known:
-            hint = did_you_mean(key, known, before="; ", otherwise=f"; there are {', '.join(known)}")
+        if key not in names:
+            hint = did_you_mean(key, names, before="; ", otherwise=f"; there are {', '.join(names)}")
             raise ValueError(f"{where} has the unknown key {key!r}{hint}")
 
 

@@ -57,10 +57,10 @@ class Sweeper:
         # As the store gives it back; a function becomes its name.
         text = json.dumps(description, default=lambda value: getattr(value, "__qualname__", None) or str(value))
         description = json.loads(text)
-        known = self.store.fact("plan")
-        if known is not None:
-            if known != description:
-                changed = sorted(key for key in {*known, *description} if known.get(key) != description.get(key))
+        stored = self.store.fact("plan")
+        if stored is not None:
+            if stored != description:
+                changed = sorted(key for key in {*stored, *description} if stored.get(key) != description.get(key))
                 raise ValueError(
                     f"{self.store.folder} holds a sweep with another {', '.join(changed)}; set another output_dir, or "
                     "clone arms with `groupgrad sweep clone` to change what they train"
@@ -169,7 +169,7 @@ class Sweeper:
 
     def _report(self, arm: Arm) -> None:
         """Reports the failure of an arm that has failed in its turn."""
-        now = next((known for known in self.store.arms() if known.id == arm.id), arm)
+        now = next((stored for stored in self.store.arms() if stored.id == arm.id), arm)
         if now.state == FAILED:
             place = self.store.folder_of(arm) / ERROR_FILE
             step = steps_so_far(self.store)[now.name]
