@@ -180,17 +180,13 @@ class MemoryGuard:
                 "per_device_train_batch_size and raise gradient_accumulation_steps by as much, or set "
                 "gradient_checkpointing=True"
             )
-        if self._is_joint and batch.num_rows > 1:
+        if self._num_ranks > 1 or (self._is_joint and batch.num_rows > 1):
+            count = dist.world_size() if self._is_joint else self._num_ranks
+            half = max(1, part.cost // (6 * self._num_ranks))
             return (
-                f"a pass ({size}) does not fit into memory on one of the {dist.world_size()} processes that share the "
-                f"model and make it together; set max_tokens_per_pass={max(1, part.cost // 6)}, half of what this pass "
-                "has, gradient_checkpointing=True, or lower per_device_train_batch_size"
-            )
-        if self._num_ranks > 1:
-            return (
-                f"a pass ({size}) does not fit into memory on one of the {self._num_ranks} processes that make it "
-                "together; set gradient_checkpointing=True, lower per_device_train_batch_size or max_tokens_per_pass, "
-                "or raise context_parallel_size"
+                f"a pass ({size}) does not fit into memory on one of the {count} processes that make it together; set "
+                f"gradient_checkpointing=True or max_tokens_per_pass={half}, half of what it has, or lower "
+                f"per_device_train_batch_size{'' if self._is_joint else ', or raise context_parallel_size'}"
             )
         if batch.num_rows < 2:
             return (
