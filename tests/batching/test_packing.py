@@ -69,7 +69,7 @@ def test_like_work_is_balanced():
     assert bin_costs(costs, in_order(8, 2)) == [32, 0]
     packed = pack(costs, in_order(8, 2))
     assert bin_costs(costs, packed) == [16, 16]
-    assert [0, 1] in [[row for row in part if costs[row].own] for part in packed]
+    assert [0, 1] in [[row for row in part if costs[row].completion] for part in packed]
 
 
 def test_time_comes_before_memory():
@@ -111,7 +111,7 @@ def test_the_largest_part_is_bounded(groups: list[list[int]], prompt: int, data:
     that got a row so as not to stay empty holds that row alone."""
     costs = rows(*groups, prompt=prompt)
     parts = data.draw(st.integers(1, len(costs)))
-    single = [cost.own + cost.prompt for cost in costs]
+    single = [cost.completion + cost.prompt for cost in costs]
     found = split(costs, parts)
     assert max(bin_costs(costs, found)) <= sum(single) / parts + max(single)
     assert all(found)

@@ -78,9 +78,9 @@ def test_the_size_of_a_pass_changes_no_weight(
 
 
 def test_a_prompt_is_not_computed_again_where_that_costs_much() -> None:
-    short = [RowCost(own=10, prompt=100, group=0)] * 8
+    short = [RowCost(completion=10, prompt=100, group=0)] * 8
     assert split_to_size(short, limit=50) == [list(range(8))]
-    long = [RowCost(own=1000, prompt=100, group=0)] * 8
+    long = [RowCost(completion=1000, prompt=100, group=0)] * 8
     parts = split_to_size(long, limit=2000)
     assert sorted(row for part in parts for row in part) == list(range(8))
     assert len(parts) == 5  # four prompts more are 400 of 8,100
