@@ -27,7 +27,7 @@ from materials import make_model, make_words
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.attention_layouts import DecodeBatch
-from groupgrad.engines.native.kv_cache import Need
+from groupgrad.engines.native.kv_cache import CacheRoom
 from groupgrad.engines.native.runner import EagerStep
 
 GROUP = 16
@@ -63,7 +63,7 @@ def decode(session: Any, rows: int, options: argparse.Namespace, num_bytes: int,
     batch = DecodeBatch([row // GROUP for row in range(rows)], [options.prompt] * rows, lengths)
     num_groups, cache = max(batch.groups) + 1, runner.cache
     size = options.tokens + options.steps + 4
-    cache.reserve(Need(rows, size, num_groups, options.prompt, max_suffix_length=size), Need(0, 0, 0, 0))
+    cache.reserve(CacheRoom(rows, size, num_groups, options.prompt, max_suffix_length=size), CacheRoom(0, 0, 0, 0))
     step = runner.step_for(batch)
     ids = torch.full((rows,), 5, device=device)
     positions = torch.tensor(lengths, device=device) + options.prompt

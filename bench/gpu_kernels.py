@@ -29,7 +29,7 @@ from gpu_bench import GIB, qwen3_shape, write_answer
 from workloads import ModelShape
 
 from groupgrad.engines.native.attention_layouts import DecodeBatch, DecodeLayout, StepShape
-from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
+from groupgrad.engines.native.kv_cache import CacheRoom, KVCache, LayerShape
 from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.block_attention import BlockLayout
 from groupgrad.scoring.blocks import TokenSpan
@@ -133,7 +133,9 @@ def decode_attention(report: Report, sizes: Sizes, num_rows: int) -> None:
     cache = KVCache(dict.fromkeys(range(layers), layer), 2**40, is_recorded=report.on_gpu)
     num_groups = max(batch.groups) + 1
     longest = sizes.tokens + 1
-    cache.reserve(Need(num_rows, longest, num_groups, sizes.prompt, max_suffix_length=longest), Need(0, 0, 0, 0))
+    cache.reserve(
+        CacheRoom(num_rows, longest, num_groups, sizes.prompt, max_suffix_length=longest), CacheRoom(0, 0, 0, 0)
+    )
     for buffer in (cache.suffixes, cache.prompts):
         for pair in buffer.tensors.values():
             for tensor in pair:
