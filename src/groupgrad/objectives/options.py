@@ -82,7 +82,7 @@ class PolicyOptions:
 
 
 def one_of(what: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ValueError unless `value` is one of the `choices` names."""
+    """Raises ValueError unless `value` is one of the `choices`."""
     if value not in choices:
         names = ", ".join(repr(name) for name in choices)
         raise ValueError(f"{what}={value!r} is not known; set one of {names}")
