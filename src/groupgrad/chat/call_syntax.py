@@ -364,7 +364,7 @@ FAMILIES: tuple[CallSyntax, ...] = (
     NamedArguments("<|tool_call>call:", "", "<tool_call|>", quote='<|"|>'),
     NamedArguments("<start_function_call>call:", "", "<end_function_call>", quote="<escape>"),
     PythonCalls("<|tool_call_start|>", "<|tool_call_end|>"),  # LFM 2
-    JsonCalls("<|START_ACTION|>", "<|END_ACTION|>"),  # Command R
+    JsonCalls("<|START_ACTION|>", "<|END_ACTION|>"),  # Command R7B
     JsonCalls("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron Nano 2
     JsonCalls("<|tool_call|>"),  # Granite 3
     BareJson(),  # Llama 3.1 and later
