@@ -20,9 +20,9 @@ import torch
 
 from groupgrad.engines.native import NativeEngine
 from groupgrad.integrations.vllm import setup as vllm_setup
-from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine, policy_step_of
+from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
-from groupgrad.integrations.vllm.weight_sender import PolicyWeights, WeightSender
+from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
 
 # AdamW blows up rounding in gradients that are almost zero, which all ways of adding them up differ by.
 COMMON = {"generation_batch_size": 32, "max_steps": 4, "adam_epsilon": 1e-5}
@@ -71,16 +71,13 @@ class Copy(VLLMEngine):
         self.inner = NativeEngine(model, tokenizer=tokenizer)
 
     def _push(self, push: Push) -> str:
-        WeightSender(client=self, source=PolicyWeights(push.model)).send_weights(push.weight_version)
-        return push.weight_version
-
-    def send(self, shapes: Any, weights: Any, weight_version: str, **options: Any) -> None:
-        """As a `ServerClient` is called by a sender of weights."""
         own = dict(self.model.named_parameters())
-        for number, (name, tensor) in enumerate(weights):
-            if policy_step_of(weight_version) == self.fails_at and number == 3 and os.environ["RANK"] == "0":
-                raise ConnectionError("the server is gone")
-            own[name].copy_(tensor)
+        with whole_pass(PolicyWeights(push.model)) as weights:
+            for number, (name, tensor) in enumerate(weights):
+                if push.policy_step == self.fails_at and number == 3 and os.environ["RANK"] == "0":
+                    raise ConnectionError("the server is gone")
+                own[name].copy_(tensor)
+        return push.weight_version
 
     @contextmanager
     def session(self, options: Any) -> Iterator[Any]:

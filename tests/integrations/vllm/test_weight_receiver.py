@@ -13,7 +13,7 @@ from simulated_server import Model, Receiver, Worker, pretend_weight_transfer
 from groupgrad.integrations.vllm import transfer_plugin
 from groupgrad.integrations.vllm.transfer_plugin import check_plugin, register
 from groupgrad.integrations.vllm.weight_receiver import REFUSED
-from groupgrad.integrations.vllm.wire import pack, specs_of, specs_to_json
+from groupgrad.integrations.vllm.wire import TensorSpec, pack, specs_to_json
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def worker(model: Any, monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 def send(worker: Worker, tensors: list[tuple[str, torch.Tensor]]) -> int:
     """Start a push and send these tensors in small buckets; returns their checksum."""
-    specs, checksum = specs_of(tensors, torch.float32), 0
+    specs, checksum = [TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in tensors], 0
     worker.start_weight_update()
-    for bucket in pack(specs, (tensor for _, tensor in tensors), bucket_bytes=20_000):
+    for bucket in pack(specs, tensors, bucket_bytes=20_000):
         own = specs_to_json(specs[bucket.first : bucket.first + bucket.count])
         worker.update_weights({"specs": own, "body": bucket.data.numpy().tobytes()})
         checksum = bucket.checksum

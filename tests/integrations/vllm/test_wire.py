@@ -32,12 +32,13 @@ SPECS = [
     TensorSpec("d", "float32", (0, 4)),
 ]
 TENSORS = [torch.arange(6.0).view(2, 3), torch.linspace(-1, 1, 5), torch.tensor(7), torch.zeros(0, 4)]
+WEIGHTS = list(zip("abcd", TENSORS))
 
 
 @settings(deadline=None)
 @given(st.integers(1, 400))
 def test_what_is_unpacked_is_what_was_packed_in_the_dtype_announced(bucket_bytes: int) -> None:
-    buckets = list(pack(SPECS, TENSORS, bucket_bytes=bucket_bytes))
+    buckets = list(pack(SPECS, WEIGHTS, bucket_bytes=bucket_bytes))
 
     unpacked, checksum = [], 0
     for bucket in buckets:
@@ -55,26 +56,28 @@ def test_what_is_unpacked_is_what_was_packed_in_the_dtype_announced(bucket_bytes
 
 
 def test_tensors_begin_at_multiples_of_64_bytes() -> None:
-    (bucket,) = pack(SPECS[:2], TENSORS[:2])
+    (bucket,) = pack(SPECS[:2], WEIGHTS[:2])
     assert len(bucket.data) == 64 + 64
     assert torch.equal(bucket.data[64:74].view(torch.bfloat16), TENSORS[1].bfloat16())
 
 
 def test_a_tensor_longer_than_a_bucket_has_one_of_its_own() -> None:
-    assert [(b.first, b.count) for b in pack(SPECS[:3], TENSORS[:3], bucket_bytes=10)] == [(0, 1), (1, 1), (2, 1)]
+    assert [(b.first, b.count) for b in pack(SPECS[:3], WEIGHTS[:3], bucket_bytes=10)] == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_tensors_that_were_not_announced_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"tensor 0 has the shape \(3, 2\), but a of shape \(2, 3\) was announced"):
-        list(pack(SPECS[:1], [torch.zeros(3, 2)]))
-    with pytest.raises(RuntimeError, match="but no more tensors was announced"):
-        list(pack(SPECS[:1], TENSORS[:2]))
-    with pytest.raises(RuntimeError, match="2 tensors were announced, but only 1 came"):
-        list(pack(SPECS[:2], TENSORS[:1]))
+    for weights, story in (
+        ([("a", torch.zeros(3, 2))], r"tensor 0 is a of shape \(3, 2\), but a of shape \(2, 3\) was announced"),
+        ([("b", TENSORS[0])], r"tensor 0 is b of shape \(2, 3\), but a of shape"),
+        (WEIGHTS[:2], "1 tensors were announced, but b came after them"),
+        ([], "1 tensors were announced, but only 0 came"),
+    ):
+        with pytest.raises(RuntimeError, match=story):
+            list(pack(SPECS[:1], weights))
 
 
 def test_a_bucket_of_another_length_is_an_error() -> None:
-    (bucket,) = pack(SPECS[:2], TENSORS[:2])
+    (bucket,) = pack(SPECS[:2], WEIGHTS[:2])
     with pytest.raises(ValueError, match="ends inside the tensor b"):
         unpack(SPECS[:2], bucket.data[:64])
     with pytest.raises(ValueError, match="a bucket has 128 bytes, but its tensors have 64"):
@@ -91,7 +94,7 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 def test_shared_memory_is_read_in_place_and_gone_when_removed() -> None:
-    (bucket,) = pack(SPECS[:2], TENSORS[:2])
+    (bucket,) = pack(SPECS[:2], WEIGHTS[:2])
     with shared_file(bucket.data.numpy().data) as name:
         mapped = torch.frombuffer(read_shared(name), dtype=torch.uint8)
     assert torch.equal(dict(unpack(SPECS[:2], mapped))["a"], TENSORS[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,12 +23,11 @@ from groupgrad.integrations.vllm.http import (
     wait_until_up,
 )
 from groupgrad.integrations.vllm.lora import adapter_bytes
-from groupgrad.integrations.vllm.policy_sender import sender_of
 from groupgrad.integrations.vllm.transfer_plugin import BACKEND, TRANSFER_CONFIG
 from groupgrad.integrations.vllm.vllm_engine import Push
 from groupgrad.integrations.vllm.vllm_params import refusal
 from groupgrad.integrations.vllm.weight_group import GroupBroken
-from groupgrad.integrations.vllm.weight_sender import PolicyWeights, WeightSender
+from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
 from groupgrad.integrations.vllm.weight_transport import GROUP_PORT, HttpTransport, choose_transport
 from groupgrad.integrations.vllm.wire import (
     BUCKET_BYTES,
@@ -61,7 +60,6 @@ class ServerClient:
         self.bucket_bytes, self.transport, self._group_port = bucket_bytes, transport, group_port
         self._chosen: tuple[str, HttpTransport] | None = None
         """The transport of the last push, and the server's start id that it was chosen for."""
-        self._sender: WeightSender | None = None
         self._served: tuple[nn.Module, int] | None = None
         """The policy, and its longest prompt and completion together (0: unknown), which the server has to fit."""
         self.info: dict[str, Any] = {}
@@ -96,7 +94,7 @@ class ServerClient:
         started = time.monotonic()
         try:
             if push.kind == "weights":
-                self._push_weights(push.model, push.weight_version, merge=True, keeps_rows=push.keeps_rows)
+                self.push_weights(PolicyWeights(push.model), push.weight_version, keeps_rows=push.keeps_rows)
             else:
                 self._push_adapter(push, base_version)
         except (ServerUnreachable, ServerTimeout, ServerRefused, GroupBroken) as error:
@@ -150,39 +148,32 @@ class ServerClient:
         if problems:
             raise ValueError(f"the vLLM server {self.address} does not fit this training: " + "; ".join(problems))
 
-    def _push_weights(self, model: nn.Module, weight_version: str, *, merge: bool, keeps_rows: bool = False) -> None:
-        self._sender = sender_of(PolicyWeights(model, merge), self, self._sender)
-        self._sender.send_weights(weight_version, keeps_rows=keeps_rows)
+    def push_weights(self, source: Any, weight_version: str, *, keeps_rows: bool = False) -> None:
+        """Makes a whole push of a `WeightSource`, in the phases of vLLM's weight transfer.
 
-    def send(
-        self,
-        shapes: Iterable[tuple[str, Any]],
-        weights: Iterable[tuple[str, torch.Tensor]],
-        weight_version: str,
-        *,
-        device: torch.device,
-        keeps_rows: bool = False,
-    ) -> None:
-        """Runs the phases of a push: meeting the workers, start, an update per bucket, end. `WeightSender` calls it.
-
-        `weights` are all of a model's, on `device`, and `shapes` announces them in their order. ServerRefused if what
-        arrived is not what was sent, or is not all weights.
+        With `keeps_rows` rows under way go on with these weights; otherwise the push waits for them. ServerRefused if
+        what arrived is not what was sent, or is not all weights.
         """
-        self.info = self.look()  # the server may have been restarted, in another dtype
-        specs = specs_of(shapes, torch_dtype(self.info["dtype"]))
-        body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
-        body |= {"push": self.info["next_push"], "keeps_rows": keeps_rows}
-        transport = self._current_transport(device)
-        transport.connect(self.address, self.info["num_workers"], timeout_s=self.timeout_s)
-        # The server waits that long for rows to end; its answer takes a moment more.
-        call(self.address, "start", body, timeout_s=self.timeout_s + 5.0)
-        checksum = 0
-        tensors = (tensor for _, tensor in weights)
-        for bucket in pack(specs, tensors, device=transport.device, bucket_bytes=self.bucket_bytes):
-            transport.send(self.address, weight_version, bucket, timeout_s=self.timeout_s)
-            checksum = bucket.checksum
-        body = {"weight_version": weight_version, "checksum": checksum}
-        call(self.address, "finish", body, timeout_s=self.timeout_s)
+        with whole_pass(source) as weights:
+            # Look: the server may have been started again, in another dtype or on another machine.
+            self.info = self.look()
+            specs = specs_of(source.metadata(), torch_dtype(self.info["dtype"]))
+            # Meet the workers, where they and this process can exchange buckets.
+            transport = self._current_transport(getattr(source, "device", None) or _default_device())
+            transport.connect(self.address, self.info["num_workers"], timeout_s=self.timeout_s)
+            # Start: from here on the server samples nothing, until a push has been verified.
+            body = {"weight_version": weight_version, "tensors": specs_to_json(specs), "timeout_s": self.timeout_s}
+            body |= {"push": self.info["next_push"], "keeps_rows": keeps_rows}
+            # The server waits that long for rows to end; its answer takes a moment more.
+            call(self.address, "start", body, timeout_s=self.timeout_s + 5.0)
+            # Update, once for each bucket. A tensor is gathered, merged and cast when its bucket is filled.
+            checksum = 0
+            for bucket in pack(specs, weights, device=transport.device, bucket_bytes=self.bucket_bytes):
+                transport.send(self.address, weight_version, bucket, timeout_s=self.timeout_s)
+                checksum = bucket.checksum
+            # Finish: the workers compare the checksum and the names; only then is this the version of samples.
+            body = {"weight_version": weight_version, "checksum": checksum}
+            call(self.address, "finish", body, timeout_s=self.timeout_s)
 
     def _current_transport(self, device: torch.device) -> HttpTransport:
         """The transport for this push, chosen once for each start of the server, which may be on another machine."""
@@ -206,7 +197,7 @@ class ServerClient:
                 f"--max-lora-rank {rank} (or the next that vLLM knows), or merge the adapter into the weights"
             )
         if self.info["base_version"] != base_version:
-            self._push_weights(push.model, base_version, merge=False)
+            self.push_weights(PolicyWeights(push.model, merge=False), base_version)
             self.info = self.look()
         config, tensors = adapter_bytes(files, torch_dtype(self.info["dtype"]))
         query = {
@@ -218,6 +209,11 @@ class ServerClient:
             "timeout_s": self.timeout_s,
         }
         call(self.address, "adapter", config + tensors, query=query, timeout_s=self.timeout_s + 5.0)
+
+
+def _default_device() -> torch.device:
+    """The device of weights whose source does not name one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def another_trainer(address: Address, theirs: str | None, ours: str | None) -> RuntimeError:

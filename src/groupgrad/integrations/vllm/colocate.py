@@ -24,7 +24,6 @@ from groupgrad.integrations.recurrent.recurrent_layers import recurrent_classes
 from groupgrad.integrations.vllm.colocate_start import ColocateOptions, classes_restored, save_config, start
 from groupgrad.integrations.vllm.lora import adapter_bytes, lora_rank, lora_request
 from groupgrad.integrations.vllm.media import check_prompt, vllm_prompt
-from groupgrad.integrations.vllm.policy_sender import sender_of
 from groupgrad.integrations.vllm.tensor_parallel import TensorParallelSession, check_tensor_parallel
 from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.integrations.vllm.vllm_params import (
@@ -37,7 +36,7 @@ from groupgrad.integrations.vllm.vllm_params import (
     sampling_fields,
     sampling_params,
 )
-from groupgrad.integrations.vllm.weight_sender import InProcess, PolicyWeights, WeightSender
+from groupgrad.integrations.vllm.weight_sender import InProcess, PolicyWeights
 from groupgrad.integrations.vllm.wire import torch_dtype
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.models.weights import adapter_files
@@ -69,7 +68,6 @@ class VLLMColocateEngine(VLLMEngine):
             self._llm = start(str(folder), options, is_recurrent=is_recurrent)
         self._engine = self._llm.llm_engine
         self.max_model_len, self.logprobs_mode = int(self._engine.model_config.max_model_len), options.logprobs_mode
-        self._sender: WeightSender | None = None
         self._asleep: set[str] = set()
         """Memory that vLLM has freed: `weights`, `kv_cache`."""
         self._has_base = False
@@ -93,7 +91,8 @@ class VLLMColocateEngine(VLLMEngine):
         self._weight_version, self._last_push = None, push
         if contents is None or not self._has_base:
             self._has_base = False
-            self._load(push.model, merge=contents is None)
+            weights = PolicyWeights(push.model, merge=contents is None)
+            InProcess(self._llm, torch_dtype(self._options.dtype)).push_weights(weights)
             self._has_base = contents is not None
         self._use_adapter(push.weight_version, contents)
         # Drop everything computed with earlier weights; image features have a cache of their own.
@@ -112,11 +111,6 @@ class VLLMColocateEngine(VLLMEngine):
             has = f"was started for adapters up to rank {max_rank}" if max_rank else "was started without adapters"
             raise ValueError(f"the adapter has rank {rank}, but vLLM {has}; merge it into the weights instead (push)")
         return adapter_bytes(files, torch_dtype(self._options.dtype))
-
-    def _load(self, model: nn.Module, *, merge: bool) -> None:
-        client = InProcess(self._llm, torch_dtype(self._options.dtype))
-        self._sender = sender_of(PolicyWeights(model, merge), client, self._sender, by_reference=True)
-        self._sender.send_weights()
 
     def _use_adapter(self, weight_version: str, contents: tuple[bytes, bytes] | None) -> None:
         previous, adapter, self._adapter = self._adapter, None, None

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from groupgrad.integrations.vllm.colocate_start import ColocateOptions
+from groupgrad.integrations.vllm.weight_sender import PolicyWeights
 from groupgrad.integrations.vllm.wire import specs_of, torch_dtype
 from groupgrad.memory.free_memory import free_bytes
 from groupgrad.models.layer_configs import layer_configs
 from groupgrad.models.unwrapping import unwrap
-from groupgrad.models.weights import checkpoint_weights
 
 GIB = 2**30
 WORKSPACE = 0.1
@@ -90,8 +90,7 @@ class ServedBytes:
     def of(cls, model: nn.Module, options: ColocateOptions) -> ServedBytes:
         """From the policy's shapes; nothing is gathered."""
         dtype = torch_dtype(options.dtype)
-        shapes = checkpoint_weights(model, merge=False, shapes_only=True)
-        weights = sum(spec.num_bytes for spec in specs_of(shapes, dtype))
+        weights = sum(spec.num_bytes for spec in specs_of(PolicyWeights(model, merge=False).metadata(), dtype))
         inner: Any = unwrap(model)
         return cls.of_config(weights, inner.config.get_text_config(), options)
 

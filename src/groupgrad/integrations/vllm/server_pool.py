@@ -24,7 +24,7 @@ from groupgrad.integrations.vllm.http import GIVEN_UP, POLL_S, Address, ServerRe
 from groupgrad.integrations.vllm.server_rows import ServerRows, open_rows
 from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.integrations.vllm.vllm_params import PROCESSED, sampling_fields
-from groupgrad.integrations.vllm.weight_sender import PolicyWeights, read_along
+from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
 from groupgrad.integrations.vllm.weight_transport import GROUP_PORT
 from groupgrad.integrations.vllm.wire import AS_LOADED
 
@@ -178,7 +178,8 @@ class VLLMServerPool(VLLMEngine):
                 except Exception as error:  # after the passes for the other servers
                     errors.append(error)
             else:
-                read_along(PolicyWeights(push.model))
+                with whole_pass(PolicyWeights(push.model)):
+                    pass
         if errors:
             raise errors[0]
 

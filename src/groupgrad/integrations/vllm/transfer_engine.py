@@ -26,8 +26,8 @@ class SenderInit(TrainerInitInfo):
     process's, and rank 0 sends."""
 
     backend: ClassVar[str] = BACKEND
-    by_reference: bool = False
-    """True if vLLM's workers are in the trainer's process, so that tensors need not be copied."""
+    by_reference: bool = True
+    """Without effect: tensors always go by reference within a process, and never between two."""
 
 
 class VerifiedWeightSender(WeightSender, TrainerWeightTransferEngine):

@@ -1,16 +1,15 @@
-"""Trainer side of groupgrad's backend for vLLM's weight transfer: sends weights in phases, which workers verify.
+"""Weights on their way to vLLM: a pass over the policy's, a push within the process, and vLLM's class for trainers.
 
-A `WeightSender` makes each push, for groupgrad's trainer (`policy_sender`) and for other trainers. `transfer_engine`
-makes it the class that vLLM's `WeightTransferTrainerFactory` gives.
+`ServerClient.push_weights` is a push to a server. Both pushes have the phases of vLLM's weight transfer: start, an
+update for each bucket, one update that verifies them all, finish.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +17,7 @@ import torch
 from torch import nn
 
 from groupgrad.integrations.sharding.sharding import is_sharded
-from groupgrad.integrations.vllm.wire import (
-    BUCKET_BYTES,
-    TensorSpec,
-    bucket_ranges,
-    pack,
-    shared_file,
-    specs_of,
-    specs_to_json,
-    torch_dtype,
-)
+from groupgrad.integrations.vllm.wire import BUCKET_BYTES, as_announced, bucket_ranges, specs_of, torch_dtype
 from groupgrad.models.weights import checkpoint_weights
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
@@ -62,139 +52,92 @@ class PolicyWeights:
         return checkpoint_weights(self.model, merge=self.merge)
 
 
-class InProcess:
-    """vLLM's `VLLMWeightSyncClient` for a `vllm.LLM` in this process, which gets weights of this dtype."""
+@contextmanager
+def whole_pass(source: Any) -> Iterator[NamedTensors]:
+    """A pass over a `WeightSource`, which is read to the end even if its user reads a part, or none, or fails.
 
-    def __init__(self, llm: Any, dtype: torch.dtype | None = None):
-        self._llm, self.dtype = llm, dtype
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Asks the workers to meet the trainer."""
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        """Begins a push."""
-        self._llm.start_weight_update()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Asks the workers to load a part of the push."""
-        self._llm.update_weights({"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Ends the push."""
-        self._llm.finish_weight_update(weight_version)
-
-
-class WeightSender:
-    """vLLM's `TrainerWeightTransferEngine`, without its base class.
-
-    `source` is vLLM's `WeightSource`; its names are those of a checkpoint. `client` is a `ServerClient` of a server
-    that `groupgrad vllm-serve` started, which has the phases of such a server (`send`), or any `VLLMWeightSyncClient`
-    of vLLM's whose workers are in this process (`by_reference`) or on this machine.
+    Each tensor of a sharded model is gathered by all ranks, so a rank that stopped would leave the others waiting.
+    Sources of vLLM's count as sharded.
     """
-
-    def __init__(self, *, client: Any, source: Any, is_sender: bool = True, by_reference: bool = False):
-        self.client, self.source = client, source
-        self.is_sender, self._by_reference = is_sender, by_reference
-
-    @classmethod
-    def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Any:
-        """A sender that has met the workers. Called on every rank of the trainer.
-
-        ValueError without a source, ConnectionError or the worker's error if they cannot be reached this way.
-        """
-        if source is None:
-            raise ValueError("groupgrad's backend sends all weights of a model; pass source=ModuleSource(model)")
-        if init_info.is_sender and _is_server(client):
-            client.look()
-        elif init_info.is_sender and init_info.by_reference:
-            client.init_weight_transfer_engine({})
-        elif init_info.is_sender:
-            with shared_file(b"seen") as name:
-                client.init_weight_transfer_engine({"shared": name})
-        return cls(client=client, source=source, is_sender=init_info.is_sender, by_reference=init_info.by_reference)
-
-    def send_weights(self, weight_version: str | None = None, *, keeps_rows: bool = False) -> None:
-        """Pushes all weights, verified, as this version. Collective of the trainer's ranks if the source is.
-
-        None: a new version on a `ServerClient`'s server, elsewhere none is set. With `keeps_rows`, for such a server,
-        rows under way go on with these weights; otherwise the push waits for them. ServerRefused, or the worker's
-        error, if what arrived is not what was sent or is not all weights; ServerTimeout if an answer does not come in
-        time.
-        """
-        weights = iter(self.source)
+    weights = iter(source)
+    with torch.no_grad():
         try:
-            metadata = self.source.metadata()
-            if self.is_sender:
-                with torch.no_grad():
-                    self._send(metadata, _in_order(metadata, weights), weight_version, keeps_rows)
+            yield weights
         finally:
-            if getattr(self.source, "is_collective", True):
+            if getattr(source, "is_collective", True):
                 for _ in weights:
                     pass
 
-    def _send(
-        self, metadata: Sequence[Any], weights: NamedTensors, weight_version: str | None, keeps_rows: bool
-    ) -> None:
-        shapes = [(meta.name, meta) for meta in metadata]
-        if _is_server(self.client):
-            device = getattr(self.source, "device", None) or _own_device()
-            self.client.send(shapes, weights, weight_version or uuid.uuid4().hex, device=device, keeps_rows=keeps_rows)
-        else:
-            specs = specs_of(shapes, getattr(self.client, "dtype", None))
-            self._send_in_phases(specs, weights, weight_version)
 
-    def _send_in_phases(self, specs: list[TensorSpec], weights: NamedTensors, weight_version: str | None) -> None:
-        """Makes a whole push: start, a bucket for each update, one update that verifies them all, finish.
+class InProcess:
+    """A `vllm.LLM` in this process, which gets weights of this dtype (None: their present one)."""
 
-        Workers read buckets in shared memory, or by reference the tensors themselves, of which those of another dtype
-        than announced are copied. An exception ends the push.
+    def __init__(self, llm: Any, dtype: torch.dtype | None = None):
+        self._llm, self._dtype = llm, dtype
+
+    def push_weights(self, source: Any, weight_version: str | None = None) -> None:
+        """Makes a whole push of a `WeightSource`; vLLM names this version in its samples, if one is given.
+
+        Tensors go by reference, and those of another dtype than vLLM's as copies of one bucket at a time. The worker's
+        error if a parameter did not come. An exception ends the push.
         """
-        self.client.start_weight_update()
-        try:
-            checksum = None
-            if self._by_reference:
+        with whole_pass(source) as weights:
+            specs = specs_of(source.metadata(), self._dtype)
+            tensors = as_announced(specs, weights)
+            self._llm.start_weight_update()
+            try:
                 for first, end in bucket_ranges(specs, BUCKET_BYTES):
-                    announced = zip(specs[first:end], islice(weights, end - first), strict=True)
-                    tensors = [(name, tensor.to(torch_dtype(spec.dtype))) for spec, (name, tensor) in announced]
-                    self.client.update_weights({"tensors": tensors})
-            else:
-                for bucket in pack(specs, (tensor for _, tensor in weights)):
-                    own = specs_to_json(specs[bucket.first : bucket.first + bucket.count])
-                    with shared_file(bucket.data.numpy().data) as name:
-                        self.client.update_weights({"specs": own, "shared": name})
-                    checksum = bucket.checksum
-            self.client.update_weights({"checksum": checksum})
-            self.client.finish_weight_update(weight_version)
-        except BaseException:
-            with suppress(Exception):  # vLLM ends an update that is not finished at an error alone
-                self.client.update_weights({})
-            raise
+                    bucket = [(spec.name, next(tensors).to(torch_dtype(spec.dtype))) for spec in specs[first:end]]
+                    self._update({"tensors": bucket})
+                for _ in tensors:  # none is left
+                    pass
+                self._update({"checksum": None})
+                self._llm.finish_weight_update(weight_version)
+            except BaseException:
+                with suppress(Exception):  # vLLM ends an update that is not finished at an error alone
+                    self._update({})
+                raise
+
+    def _update(self, update_info: dict[str, Any]) -> None:
+        """Calls `WeightReceiver.receive_weights` in the workers."""
+        self._llm.update_weights({"update_info": update_info})
+
+
+class WeightSender:
+    """vLLM's `TrainerWeightTransferEngine` for other trainers, without its base class (`transfer_engine` adds it).
+
+    `source` is vLLM's `WeightSource`; its names are those of a checkpoint. `client` is a `ServerClient` or `InProcess`.
+    groupgrad's trainer calls the client itself: it needs no vLLM beside it to push to a server.
+    """
+
+    def __init__(self, *, client: Any, source: Any, is_sender: bool = True):
+        self.client, self.source, self.is_sender = client, source, is_sender
+
+    @classmethod
+    def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Any:
+        """A sender. Called on every rank of the trainer. ValueError without a source, and for another client."""
+        if source is None:
+            raise ValueError("groupgrad's backend sends all weights of a model; pass source=ModuleSource(model)")
+        if not hasattr(client, "push_weights"):
+            raise ValueError(
+                f"groupgrad's backend verifies each push, which {type(client).__name__} does not; pass "
+                "client=ServerClient(address), or client=InProcess(llm) for a vllm.LLM of this process"
+            )
+        return cls(client=client, source=source, is_sender=init_info.is_sender)
+
+    def send_weights(self, weight_version: str | None = None) -> None:
+        """Pushes all weights, verified, as this version (None: a new one). Collective of the trainer's ranks.
+
+        ServerRefused, or the worker's error, if what arrived is not what was sent or is not all weights; ServerTimeout
+        if an answer does not come in time.
+        """
+        if self.is_sender:
+            self.client.push_weights(self.source, weight_version or uuid.uuid4().hex)
+        else:
+            with whole_pass(self.source):
+                pass
 
     def shutdown(self) -> None:
         """Leaves the server; it keeps its weights."""
-        if _is_server(self.client):
+        if hasattr(self.client, "close"):
             self.client.close()
-
-
-def read_along(source: PolicyWeights) -> None:
-    """Reads weights that another rank sends, or that cannot be sent. Collective if the policy is sharded."""
-    WeightSender(client=None, source=source, is_sender=False).send_weights()
-
-
-def _own_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _is_server(client: Any) -> bool:
-    return hasattr(client, "send")
-
-
-def _in_order(metadata: Sequence[Any], weights: NamedTensors) -> NamedTensors:
-    """The weights; RuntimeError for one under another name than was announced."""
-    names = iter([meta.name for meta in metadata])
-    for name, tensor in weights:
-        expected = next(names, "no more weights")
-        if name != expected:
-            raise RuntimeError(f"the source of weights gave {name}, and its metadata announced {expected}")
-        yield name, tensor

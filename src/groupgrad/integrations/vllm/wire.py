@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,12 +98,12 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def specs_of(shapes: Iterable[tuple[str, Any]], dtype: torch.dtype | None = None) -> list[TensorSpec]:
-    """Specs of named tensors or of their metadata; floating-point ones are announced in `dtype` (None: their own)."""
+def specs_of(metadata: Iterable[Any], dtype: torch.dtype | None = None) -> list[TensorSpec]:
+    """Specs of a `WeightSource`'s metadata; floating-point tensors are announced in `dtype` (None: their present one)."""
     specs = []
-    for name, tensor in shapes:
-        announced = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-        specs.append(TensorSpec(name, str(announced).removeprefix("torch."), tuple(tensor.shape)))
+    for meta in metadata:
+        announced = dtype if dtype is not None and meta.dtype.is_floating_point else meta.dtype
+        specs.append(TensorSpec(meta.name, str(announced).removeprefix("torch."), tuple(meta.shape)))
     return specs
 
 
@@ -122,9 +122,26 @@ def specs_from_json(lists: Iterable[list[Any]]) -> list[TensorSpec]:
     return specs
 
 
+def as_announced(specs: Sequence[TensorSpec], weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """The tensors, taken one by one. RuntimeError if their names, shapes or number are not those of the specs."""
+    remaining = iter(weights)
+    for number, spec in enumerate(specs):
+        name, tensor = next(remaining, (None, None))
+        if tensor is None:
+            raise RuntimeError(f"{len(specs)} tensors were announced, but only {number} came")
+        if (name, tuple(tensor.shape)) != (spec.name, spec.shape):
+            raise RuntimeError(
+                f"tensor {number} is {name} of shape {tuple(tensor.shape)}, but {spec.name} of shape {spec.shape} was "
+                "announced"
+            )
+        yield tensor
+    for name, _ in remaining:
+        raise RuntimeError(f"{len(specs)} tensors were announced, but {name} came after them")
+
+
 def pack(
-    specs: list[TensorSpec],
-    tensors: Iterable[torch.Tensor],
+    specs: Sequence[TensorSpec],
+    weights: Iterable[tuple[str, torch.Tensor]],
     *,
     device: torch.device | None = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -133,25 +150,20 @@ def pack(
 
     Tensors are taken one by one as buckets are consumed. RuntimeError if they differ from the specs.
     """
-    remaining = iter(tensors)
+    tensors = as_announced(specs, weights)
     checksum = 0
     for number, (first, end) in enumerate(bucket_ranges(specs, bucket_bytes)):
-        own = specs[first:end]
-        data = torch.zeros(padded_bytes(own), dtype=torch.uint8, device=device)
-        for index, (name, place) in enumerate(unpack(own, data), first):
-            tensor = next(remaining, None)
-            if tensor is None:
-                raise RuntimeError(f"{len(specs)} tensors were announced, but only {index} came")
-            if tensor.shape != place.shape:
-                raise _unannounced(index, tensor, f"{name} of shape {tuple(place.shape)}")
+        bucket_specs = specs[first:end]
+        data = torch.zeros(padded_bytes(bucket_specs), dtype=torch.uint8, device=device)
+        for (_, place), tensor in zip(unpack(bucket_specs, data), tensors):
             place.copy_(tensor.detach())
         checksum = running_checksum(data, checksum)
         yield Bucket(number, first, end - first, data, checksum)
-    for tensor in remaining:
-        raise _unannounced(len(specs), tensor, "no more tensors")
+    for _ in tensors:  # none is left
+        pass
 
 
-def bucket_ranges(specs: list[TensorSpec], bucket_bytes: int) -> Iterator[tuple[int, int]]:
+def bucket_ranges(specs: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[tuple[int, int]]:
     """First and last+1 index of the tensors in each bucket; a tensor longer than a bucket has one of its own."""
     first = num_bytes = 0
     for index, spec in enumerate(specs):
@@ -167,10 +179,6 @@ def bucket_ranges(specs: list[TensorSpec], bucket_bytes: int) -> Iterator[tuple[
 def padded_bytes(specs: Iterable[TensorSpec]) -> int:
     """Length of a bucket with these tensors."""
     return sum(spec.num_bytes + -spec.num_bytes % ALIGNMENT for spec in specs)
-
-
-def _unannounced(index: int, tensor: torch.Tensor, expected: str) -> RuntimeError:
-    return RuntimeError(f"tensor {index} has the shape {tuple(tensor.shape)}, but {expected} was announced")
 
 
 def unpack(specs: Iterable[TensorSpec], data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
