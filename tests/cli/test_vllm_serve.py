@@ -15,8 +15,8 @@ import pytest
 
 from groupgrad.apps.cli import vllm_serve
 from groupgrad.apps.cli.vllm_serve import main
-from groupgrad.integrations.vllm.api_keys import find_key, key_file
-from groupgrad.integrations.vllm.serve_arguments import check_port, vllm_arguments
+from groupgrad.integrations.vllm.http import find_key, key_file
+from groupgrad.integrations.vllm.serve_command import check_port, vllm_arguments
 
 ADDED = ["--api-server-count", "1", "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1"]
 
@@ -108,7 +108,7 @@ def test_the_process_becomes_vllms_server(monkeypatch: pytest.MonkeyPatch) -> No
     main(["--model", "m"])
 
     (command,) = called
-    assert command[:5] == [sys.executable, sys.executable, "-m", "groupgrad.integrations.vllm.server_launch", "serve"]
+    assert command[:5] == [sys.executable, sys.executable, "-m", "groupgrad.integrations.vllm.serve_command", "serve"]
     assert command[5:] == [
         "m",
         *ADDED,

@@ -16,7 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from groupgrad.apps.cli.main import main
 from groupgrad.apps.cli.plan import parser
-from groupgrad.integrations.vllm.serve_arguments import vllm_arguments
+from groupgrad.integrations.vllm.serve_command import vllm_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")

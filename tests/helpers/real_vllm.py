@@ -18,8 +18,7 @@ import psutil
 import torch
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.integrations.vllm.api_keys import find_key
-from groupgrad.integrations.vllm.http import Address
+from groupgrad.integrations.vllm.http import Address, find_key
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 
 START_S = 240.0

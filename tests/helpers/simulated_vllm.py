@@ -14,8 +14,7 @@ import torch
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.integrations.vllm import setup as vllm_setup
-from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine
-from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
+from groupgrad.integrations.vllm.vllm_policy import Push, VLLMEngine, VLLMPolicy
 
 
 class Copy(VLLMEngine):

@@ -11,7 +11,7 @@ from datasets import Dataset
 from simulated_server import SimulatedServer, pretend_vllm, servers_of
 
 from groupgrad import GRPOConfig, GRPOTrainer, compat
-from groupgrad.integrations.vllm.api_keys import store_new_key
+from groupgrad.integrations.vllm.http import store_new_key
 
 
 @pytest.fixture

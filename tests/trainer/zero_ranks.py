@@ -20,8 +20,7 @@ import torch
 
 from groupgrad.engines.native import NativeEngine
 from groupgrad.integrations.vllm import setup as vllm_setup
-from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine
-from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
+from groupgrad.integrations.vllm.vllm_policy import Push, VLLMEngine, VLLMPolicy
 from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
 
 # AdamW blows up rounding in gradients that are almost zero, which all ways of adding them up differ by.

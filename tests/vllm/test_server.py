@@ -22,8 +22,8 @@ from groupgrad.integrations.vllm.client import ServerClient
 from groupgrad.integrations.vllm.http import Address, ServerRefused, call
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 from groupgrad.integrations.vllm.transfer_plugin import register
-from groupgrad.integrations.vllm.weight_group import GroupBroken
 from groupgrad.integrations.vllm.weight_transport import (
+    GroupBroken,
     GroupTransport,
     HttpTransport,
     SharedMemoryTransport,

@@ -14,7 +14,7 @@ from real_vllm import Served
 from two_ranks import run_on_two
 from vllm_ranks import CASES, relative, run
 
-from groupgrad.integrations.vllm.vllm_engine import policy_step_of
+from groupgrad.integrations.vllm.vllm_policy import policy_step_of
 
 WORKER = Path(__file__).parents[1] / "helpers" / "vllm_ranks.py"
 DEEPSPEED = Path(sys.prefix) / "deepspeed"

@@ -19,10 +19,10 @@ from groupgrad.integrations.vllm.memory_check import (
     TrainingBytes,
     cache_bytes,
     check_memory,
+    check_tensor_parallel,
     memory_problem,
     taken_by_vllm,
 )
-from groupgrad.integrations.vllm.tensor_parallel import check_tensor_parallel
 from groupgrad.integrations.vllm.wire import model_sizes
 
 OPTIONS = ColocateOptions(max_num_seqs=8, memory_utilization=0.3)

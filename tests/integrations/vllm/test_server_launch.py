@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupgrad.integrations.vllm.server_launch import whole_prompts
+from groupgrad.integrations.vllm.serve_command import whole_prompts
 
 
 def test_prompts_are_whole_on_a_cpu():

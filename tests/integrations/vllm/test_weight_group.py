@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from groupgrad.integrations.vllm import weight_group
-from groupgrad.integrations.vllm.weight_group import GroupBroken, WeightGroup, open_store
+from groupgrad.integrations.vllm import weight_transport
+from groupgrad.integrations.vllm.weight_transport import GroupBroken, WeightGroup, open_store
 
 
 def port() -> int:
@@ -81,7 +81,7 @@ def test_nobody_to_meet_is_an_error_in_time() -> None:
 
 def test_workers_wait_a_minute_for_a_trainer_whatever_a_push_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that cannot reach the port takes another way then, and its calls wait for these workers."""
-    monkeypatch.setattr(weight_group, "RENDEZVOUS_S", 0.5)
+    monkeypatch.setattr(weight_transport, "RENDEZVOUS_S", 0.5)
     store, started = open_store("127.0.0.1", port(), serves=True, timeout_s=1.0), time.monotonic()
     with pytest.raises(GroupBroken, match="rank 1 of 2 met nobody"):
         WeightGroup("gloo", store, 1, 2, timeout_s=30.0)
@@ -116,8 +116,8 @@ def test_a_broken_nccl_group_does_not_end_the_process(monkeypatch: pytest.Monkey
             names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
             made.append(([os.environ.get(name) for name in names], options._timeout))
 
-    monkeypatch.setattr(weight_group.torch_dist, "ProcessGroupNCCL", Group, raising=False)
-    weight_group._make_group("nccl", None, 0, 2, timedelta(seconds=30))
+    monkeypatch.setattr(weight_transport.torch_dist, "ProcessGroupNCCL", Group, raising=False)
+    weight_transport._make_group("nccl", None, 0, 2, timedelta(seconds=30))
     assert made == [(["0", "0"], timedelta(seconds=60))]
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ

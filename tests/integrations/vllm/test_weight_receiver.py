@@ -10,8 +10,9 @@ import pytest
 import torch
 from simulated_server import Model, Receiver, Worker, pretend_weight_transfer
 
-from groupgrad.integrations.vllm import transfer_plugin
-from groupgrad.integrations.vllm.transfer_plugin import check_plugin, register
+from groupgrad.integrations.vllm import serve_command
+from groupgrad.integrations.vllm.serve_command import check_plugin
+from groupgrad.integrations.vllm.transfer_plugin import register
 from groupgrad.integrations.vllm.weight_receiver import REFUSED
 from groupgrad.integrations.vllm.wire import TensorSpec, pack, specs_to_json
 
@@ -95,7 +96,7 @@ def test_a_server_that_could_not_receive_weights_is_not_started(
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if allowed is not None:
         monkeypatch.setenv("VLLM_PLUGINS", allowed)
-    monkeypatch.setattr(transfer_plugin.importlib.metadata, "entry_points", lambda **wanted: found)
+    monkeypatch.setattr(serve_command.importlib.metadata, "entry_points", lambda **wanted: found)
     if words:
         with pytest.raises(ValueError, match=words):
             check_plugin()

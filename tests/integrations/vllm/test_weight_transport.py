@@ -15,9 +15,9 @@ from simulated_server import Receiver
 from groupgrad.integrations.vllm import weight_receiver
 from groupgrad.integrations.vllm import weight_transport as transports
 from groupgrad.integrations.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, ServerUnreachable
-from groupgrad.integrations.vllm.weight_group import GroupBroken
 from groupgrad.integrations.vllm.weight_receiver import Rendezvous
 from groupgrad.integrations.vllm.weight_transport import (
+    GroupBroken,
     GroupTransport,
     HttpTransport,
     SharedMemoryTransport,

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     with quick_imports():
         from groupgrad.apps.plan.fitting import choices, recommended
         from groupgrad.apps.plan.shapes import has_tower, model_shape, read_config, whole_rows
-        from groupgrad.integrations.vllm.tensor_parallel import check_tensor_parallel
+        from groupgrad.integrations.vllm.memory_check import check_tensor_parallel
 
     sizes = _run_sizes(options)
     try:

@@ -9,10 +9,15 @@ from collections.abc import Sequence
 
 from groupgrad import compat
 from groupgrad.apps.cli.command_parser import epilog, refuse
-from groupgrad.integrations.vllm.api_keys import VARIABLE, forget_key, is_loopback, store_new_key
-from groupgrad.integrations.vllm.serve_arguments import check_port, take_key, vllm_arguments
-from groupgrad.integrations.vllm.server import check_mode, server_command
-from groupgrad.integrations.vllm.transfer_plugin import check_plugin
+from groupgrad.integrations.vllm.http import VARIABLE, forget_key, is_loopback, store_new_key
+from groupgrad.integrations.vllm.serve_command import (
+    check_mode,
+    check_plugin,
+    check_port,
+    server_command,
+    take_key,
+    vllm_arguments,
+)
 
 USAGE = """usage: groupgrad vllm-serve --model NAME [--tensor-parallel-size N] [options of vLLM's server]
 
@@ -67,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     elif address is not None:
         forget_key(address[1])
     os.environ[VARIABLE] = key
-    command = [sys.executable, "-m", "groupgrad.integrations.vllm.server_launch", *server_command(arguments)]
+    command = [sys.executable, "-m", "groupgrad.integrations.vllm.serve_command", *server_command(arguments)]
     sys.stdout.flush()
     # The process becomes the server: signals and the exit status are its own.
     return os.execv(sys.executable, command)

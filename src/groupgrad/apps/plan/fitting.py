@@ -11,7 +11,7 @@ from groupgrad.apps.plan.refusals import refusal
 from groupgrad.apps.plan.shapes import ModelShape
 from groupgrad.integrations.vllm import memory_check
 from groupgrad.integrations.vllm.colocate_start import MAX_NUM_SEQS, ColocateOptions
-from groupgrad.integrations.vllm.tensor_parallel import check_tensor_parallel
+from groupgrad.integrations.vllm.memory_check import check_tensor_parallel
 
 USABLE = 0.92
 """Share of a device that is planned for; the allocator's gaps take the rest."""

@@ -22,13 +22,11 @@ from groupgrad.integrations.vllm.http import (
     call,
     wait_until_up,
 )
-from groupgrad.integrations.vllm.lora import adapter_bytes
 from groupgrad.integrations.vllm.transfer_plugin import BACKEND, TRANSFER_CONFIG
-from groupgrad.integrations.vllm.vllm_engine import Push
-from groupgrad.integrations.vllm.vllm_params import refusal
-from groupgrad.integrations.vllm.weight_group import GroupBroken
+from groupgrad.integrations.vllm.vllm_params import adapter_bytes, refusal
+from groupgrad.integrations.vllm.vllm_policy import Push
 from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
-from groupgrad.integrations.vllm.weight_transport import GROUP_PORT, HttpTransport, choose_transport
+from groupgrad.integrations.vllm.weight_transport import GROUP_PORT, GroupBroken, HttpTransport, choose_transport
 from groupgrad.integrations.vllm.wire import (
     BUCKET_BYTES,
     PROTOCOL,

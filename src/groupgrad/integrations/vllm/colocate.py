@@ -2,14 +2,17 @@
 
 One process holds one engine. With several ranks each samples its own rows, and vLLM joins the ranks' process group
 ("external launcher"), so all ranks start their engines together; that was tested on CPUs, not on several GPUs.
-Sleeping is vLLM's own, for GPUs; it was tested against a simulated vLLM only.
+Sleeping is vLLM's, for GPUs; it was tested against a simulated vLLM only.
+
+With a tensor parallel size of t, t consecutive ranks hold one model together, a shard each. vLLM's "external launcher"
+runs the same engine in each of them: all must be given the same rows in the same order, and step together.
 """
 
 from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +25,14 @@ from groupgrad import dist
 from groupgrad.engines.base import Request, Sample, SamplingOptions, TicketSession
 from groupgrad.integrations.recurrent.recurrent_layers import recurrent_classes
 from groupgrad.integrations.vllm.colocate_start import ColocateOptions, classes_restored, save_config, start
-from groupgrad.integrations.vllm.lora import adapter_bytes, lora_rank, lora_request
 from groupgrad.integrations.vllm.media import check_prompt, vllm_prompt
-from groupgrad.integrations.vllm.tensor_parallel import TensorParallelSession, check_tensor_parallel
-from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine
+from groupgrad.integrations.vllm.memory_check import check_tensor_parallel
 from groupgrad.integrations.vllm.vllm_params import (
     FINISH_REASONS,
+    adapter_bytes,
     check_options,
+    lora_rank,
+    lora_request,
     plain_errors,
     refusal,
     row_fields,
@@ -36,6 +40,7 @@ from groupgrad.integrations.vllm.vllm_params import (
     sampling_fields,
     sampling_params,
 )
+from groupgrad.integrations.vllm.vllm_policy import Push, VLLMEngine
 from groupgrad.integrations.vllm.weight_sender import InProcess, PolicyWeights
 from groupgrad.integrations.vllm.wire import torch_dtype
 from groupgrad.models.unwrapping import unwrap
@@ -256,6 +261,57 @@ class ColocateSession(TicketSession):
     def close(self) -> None:
         """Aborts rows that have not ended."""
         self.abort(self._open)
+
+
+class TensorParallelSession(TicketSession):
+    """A session of the ranks that hold one model together: the rows of every rank are sampled by all of them.
+
+    `advance` and `close` are collectives of these ranks, in any combination: a rank without rows goes on sampling for
+    the others in `close`, until all have called it. `local` is this rank's `ColocateSession`; `gather` returns each
+    rank's object, in the same order everywhere.
+    """
+
+    def __init__(self, local: Any, rank: int, gather: Callable[[Any], list[Any]]):
+        super().__init__()
+        self._local, self._rank, self._gather = local, rank, gather
+        self._owners: dict[int, tuple[int, int]] = {}
+        """Rank, and ticket of that rank, by the local session's ticket."""
+
+    def advance(self) -> list[tuple[int, Sample]]:
+        """Collective. Samples about a token for the requests of all ranks; returns this rank's rows that ended."""
+        return self._step(closing=False) or []
+
+    def close(self) -> None:
+        """Collective. Aborts this rank's open rows, and goes on sampling until the other ranks are done."""
+        self._unsent.clear()
+        self._open.clear()
+        try:
+            while self._step(closing=True) is not None:
+                pass
+        finally:
+            self._local.close()
+
+    def _step(self, *, closing: bool) -> list[tuple[int, Sample]] | None:
+        """This rank's rows that ended, in ticket order; None once all ranks are closing."""
+        gathered = self._gather((closing, [(ticket, self._open[ticket]) for ticket in self._unsent]))
+        self._unsent = []
+        if all(is_closing for is_closing, _ in gathered):
+            return None
+        closed = {rank for rank, (is_closing, _) in enumerate(gathered) if is_closing}
+        aborted = [ticket for ticket, (owner, _) in self._owners.items() if owner in closed]
+        for ticket in aborted:
+            del self._owners[ticket]
+        self._local.abort(aborted)
+        for owner, (_, requests) in enumerate(gathered):
+            for ticket, request in requests:
+                self._owners[self._local.submit(request)] = (owner, ticket)
+        ended: list[tuple[int, Sample]] = []
+        for local_ticket, sample in self._local.advance():
+            owner, ticket = self._owners.pop(local_ticket)
+            if owner == self._rank:
+                self._open.pop(ticket, None)
+                ended.append((ticket, sample))
+        return sorted(ended, key=lambda pair: pair[0])
 
 
 def _tensor_parallel(local: ColocateSession) -> TensorParallelSession:

@@ -6,8 +6,9 @@ import contextlib
 import copy
 import os
 import random
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,8 @@ from accelerate.utils import patch_environment
 from torch import nn
 
 from groupgrad import dist
-from groupgrad.integrations.vllm.lora import lora_rank
-from groupgrad.integrations.vllm.tensor_parallel import launcher_environment
 from groupgrad.integrations.vllm.transfer_plugin import BACKEND, register
-from groupgrad.integrations.vllm.vllm_params import PROCESSED
+from groupgrad.integrations.vllm.vllm_params import PROCESSED, lora_rank
 from groupgrad.models.unwrapping import base_model, unwrap
 
 MAX_NUM_SEQS = 256
@@ -106,7 +105,7 @@ def start(folder: str, options: ColocateOptions, *, is_recurrent: bool) -> Any:
         if options.max_lora_rank:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(options.max_lora_rank)}
         if is_cpu:
-            arguments["enable_chunked_prefill"] = False  # see `server_launch.whole_prompts`
+            arguments["enable_chunked_prefill"] = False  # see `serve_command.whole_prompts`
             arguments["enable_prefix_caching"] = not is_recurrent  # vLLM caches states with chunked prefill only
         if dist.is_active():
             arguments |= {
@@ -117,6 +116,24 @@ def start(folder: str, options: ColocateOptions, *, is_recurrent: bool) -> Any:
             }
         with launcher_environment() if dist.is_active() else contextlib.nullcontext():
             return LLM(**{**arguments, **options.extra})
+
+
+def launcher_environment() -> AbstractContextManager[None]:
+    """Collective. Sets the launcher's environment variables that vLLM reads, where torchrun or the user has not.
+
+    Added variables, a free port among them, are removed afterwards.
+    """
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = dist.all_gather_objects(probe.getsockname()[1])[0]
+    defaults = {
+        "RANK": dist.rank(),
+        "LOCAL_RANK": torch.cuda.current_device() if torch.cuda.is_available() else dist.rank(),
+        "WORLD_SIZE": dist.world_size(),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
+    return patch_environment(**{name: value for name, value in defaults.items() if name not in os.environ})
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Checks, before vLLM starts, that vLLM and training together fit into the memory of one device.
+"""Checks, before vLLM starts in the training processes, that it and training fit into the memory of one device, and
+that groups of ranks can share a model.
 
 vLLM takes its configured share of the device whatever it needs: its weights, a workspace, and the rest for keys and
 values. On a CPU the size of the cache may be set separately (`VLLM_CPU_KVCACHE_SPACE`, in GiB).
@@ -198,3 +199,33 @@ def _shares_that_fit(served: ServedBytes, room: int, memory: DeviceMemory) -> st
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.3g} GiB"
+
+
+def check_tensor_parallel(config: Any, size: int, *, ranks: int) -> None:
+    """ValueError if groups of `size` of the `ranks` cannot share a text model with this transformers config."""
+    if size == 1:
+        return
+    if size > ranks or ranks % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {size}, but {ranks} training {'rank' if ranks == 1 else 'ranks'} cannot be "
+            f"shared out in groups of {size}: set it to a number that divides {ranks}, start more ranks, or use "
+            'vllm_mode="server" and give it to `groupgrad vllm-serve`'
+        )
+    for layer in layer_configs(config) or [config]:
+        _check_heads(layer, size)
+
+
+def _check_heads(config: Any, size: int) -> None:
+    """ValueError if the heads of a layer cannot be divided over `size` ranks."""
+    heads = int(getattr(config, "num_attention_heads", None) or size)
+    if heads % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {size}, but the model's {heads} attention heads cannot be shared out in "
+            f"{size} equal parts: set it to a number that divides {heads}"
+        )
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {size}, which neither divides the model's {kv_heads} key-value heads nor is "
+            f"a multiple of them: set it to one that does"
+        )

@@ -12,7 +12,7 @@ vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They a
 The routes of a push call the methods of vLLM's weight transfer. vLLM's own routes to them ask for no key, exist in its
 development mode alone, and check nothing (docs/vllm.md).
 
-Every route, vLLM's own included, needs the key (`api_keys.py`); without it only GET `/health` is answered.
+Every route, vLLM's own included, needs the key (`http.py`); without it only GET `/health` is answered.
 
 Weights are *complete* when a whole push has arrived and was verified. Until then no route samples: after a push that
 broke off, the server refuses to sample until another push has ended. A push first waits for rows under way; vLLM's own
@@ -36,10 +36,9 @@ from typing import Any
 
 from groupgrad import compat
 from groupgrad._version import __version__
-from groupgrad.integrations.vllm.api_keys import VARIABLE, check_key
-from groupgrad.integrations.vllm.http import GROUP_LEFT_STATUS, MISSING_KEY_STATUS
-from groupgrad.integrations.vllm.lora import lora_request
+from groupgrad.integrations.vllm.http import GROUP_LEFT_STATUS, MISSING_KEY_STATUS, VARIABLE, check_key
 from groupgrad.integrations.vllm.row_stream import RowStream, ServerLoad
+from groupgrad.integrations.vllm.serve_command import check_mode
 from groupgrad.integrations.vllm.server_requests import (
     UNREAD_S,
     Call,
@@ -51,8 +50,7 @@ from groupgrad.integrations.vllm.server_requests import (
     take,
     take_timeout,
 )
-from groupgrad.integrations.vllm.transfer_plugin import FLAGS
-from groupgrad.integrations.vllm.vllm_params import check_options
+from groupgrad.integrations.vllm.vllm_params import check_options, lora_request
 from groupgrad.integrations.vllm.weight_receiver import REFUSED
 from groupgrad.integrations.vllm.wire import (
     AS_LOADED,
@@ -74,8 +72,6 @@ SPECS_BYTES, ROWS_BYTES, ADAPTER_BYTES = 2**26, 2**30, 2**33
 """Largest announcement of a push, largest call for rows (with images, or of vLLM's own routes), and largest adapter."""
 OPEN_PATH = "/health"
 """The only path that is answered without the key."""
-DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
-"""Environment variable of vLLM's development mode."""
 
 
 @dataclass(slots=True)
@@ -475,17 +471,3 @@ async def _stream(rows: RowStream, scope: Any, receive: Any, send: Any) -> None:
         logger.info("a trainer went away while its rows were sampled")
     finally:
         rows.abort()
-
-
-def check_mode() -> None:
-    """ValueError for vLLM's development mode, whose routes change weights that no push has verified."""
-    if os.environ.get(DEVELOPMENT, "0").strip() not in ("", "0"):
-        raise ValueError(
-            f"{DEVELOPMENT} is {os.environ[DEVELOPMENT]!r}: in that mode vLLM has routes that change weights which no "
-            "push has verified, and samples would still name the last push; unset it"
-        )
-
-
-def server_command(arguments: list[str]) -> list[str]:
-    """vLLM's command line for a server with groupgrad's routes and its backend of weight transfer."""
-    return ["serve", *arguments, *FLAGS]

@@ -22,8 +22,8 @@ from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.integrations.vllm.client import ServerClient, another_trainer
 from groupgrad.integrations.vllm.http import GIVEN_UP, POLL_S, Address, ServerRefused, ServerTimeout
 from groupgrad.integrations.vllm.server_rows import ServerRows, open_rows
-from groupgrad.integrations.vllm.vllm_engine import Push, VLLMEngine
 from groupgrad.integrations.vllm.vllm_params import PROCESSED, sampling_fields
+from groupgrad.integrations.vllm.vllm_policy import Push, VLLMEngine
 from groupgrad.integrations.vllm.weight_sender import PolicyWeights, whole_pass
 from groupgrad.integrations.vllm.weight_transport import GROUP_PORT
 from groupgrad.integrations.vllm.wire import AS_LOADED

@@ -12,8 +12,8 @@ from groupgrad.activity import sign_of_life
 from groupgrad.engines.base import Request, Sample
 from groupgrad.integrations.vllm.http import Address, ServerRefused, Stream
 from groupgrad.integrations.vllm.media import encode
-from groupgrad.integrations.vllm.vllm_engine import policy_step_of
 from groupgrad.integrations.vllm.vllm_params import FINISH_REASONS, row_fields
+from groupgrad.integrations.vllm.vllm_policy import policy_step_of
 
 # Words by which vLLM reports that its engine has died; its server ends soon after.
 _ENGINE_DIED = ("EngineDeadError", "EngineCore")

@@ -6,9 +6,7 @@ vLLM loads it in each of its processes, from the entry point `vllm.general_plugi
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
-import os
 
 BACKEND = "groupgrad"
 """Name of the backend, and of the plugin."""
@@ -28,17 +26,3 @@ def register() -> None:
     with contextlib.suppress(ValueError):  # they are registered
         WeightTransferEngineFactory.register_engine(BACKEND, module, "VerifiedWeightTransfer")
         WeightTransferTrainerFactory.register_engine(BACKEND, module, "VerifiedWeightSender")
-
-
-def check_plugin() -> None:
-    """ValueError if the processes of a server would not load the plugin."""
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and BACKEND not in allowed.split(","):
-        raise ValueError(
-            f"VLLM_PLUGINS is {allowed!r}, so vLLM does not load the plugin that receives weights; add {BACKEND} to it"
-        )
-    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=BACKEND):
-        raise ValueError(
-            "groupgrad is not installed where vLLM looks for plugins, so the server could not receive weights; run "
-            "`pip install` on it, again if this installation is of an earlier release"
-        )

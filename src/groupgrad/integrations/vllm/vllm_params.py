@@ -1,4 +1,4 @@
-"""Translates sampling options and requests into vLLM's `SamplingParams`, and its log-probs back.
+"""Translates sampling options, requests and LoRA adapters into vLLM's terms, and its log-probs back.
 
 vLLM returns log-probs in one of two modes, for a whole engine. `processed_logprobs` are of the distribution that the
 token was drawn from: after temperature, penalties, a regex or other structure, and cuts, renormalised over the tokens
@@ -10,15 +10,26 @@ masks tokens before it computes either. `logprobs_mode` picks the mode that is c
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from groupgrad.engines.base import Request, SamplingOptions
+
+if TYPE_CHECKING:  # a server does not load the modeling code
+    import torch
+
+    from groupgrad.models.weights import AdapterFiles
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 LOGPROBS_MODE = PROCESSED
 """Default mode of `groupgrad vllm-serve`."""
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`."""
 
 FINISH_REASONS: dict[str | None, Literal["eos", "length"]] = {"stop": "eos", "length": "length"}
 """Finish reasons by vLLM's names; with any other reason vLLM aborted the row."""
@@ -157,3 +168,35 @@ def version_counts(spans: Any, num_tokens: int) -> list[tuple[str, int]]:
     if sum(count for _, count in counts) != num_tokens:
         raise RuntimeError(f"vLLM gave {num_tokens} tokens, and the weight versions of {counts}")
     return counts
+
+
+def lora_rank(rank: int) -> int:
+    """The smallest `max_lora_rank` of vLLM for an adapter of this rank. ValueError if there is none."""
+    for size in LORA_RANKS:
+        if rank <= size:
+            return size
+    raise ValueError(
+        f"the adapter has rank {rank}, but vLLM takes adapters up to rank {LORA_RANKS[-1]}; merge it into the weights"
+    )
+
+
+def adapter_bytes(files: AdapterFiles, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """Contents of `adapter_config.json` and `adapter_model.safetensors`, with tensors in vLLM's dtype."""
+    from safetensors.torch import save
+
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in files.tensors.items()}
+    return json.dumps(files.config, default=str).encode(), save(tensors)
+
+
+@contextmanager
+def lora_request(weight_version: str, number: int, config: bytes, tensors: bytes) -> Iterator[Any]:
+    """vLLM's request for an adapter, which needs a `number` of its own; its files are removed afterwards.
+
+    vLLM reads them when it loads the adapter, and then keeps that in memory.
+    """
+    from vllm.lora.request import LoRARequest
+
+    with tempfile.TemporaryDirectory(prefix="groupgrad-adapter-") as folder:
+        (Path(folder) / "adapter_config.json").write_bytes(config)
+        (Path(folder) / "adapter_model.safetensors").write_bytes(tensors)
+        yield LoRARequest(weight_version, number, folder)

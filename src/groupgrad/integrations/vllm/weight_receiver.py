@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from groupgrad.integrations.vllm.weight_group import RENDEZVOUS_S, Backend, WeightGroup, describe_device, open_store
+from groupgrad.integrations.vllm.weight_transport import RENDEZVOUS_S, Backend, WeightGroup, describe_device, open_store
 from groupgrad.integrations.vllm.wire import (
     TensorSpec,
     padded_bytes,

@@ -99,7 +99,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def specs_of(metadata: Iterable[Any], dtype: torch.dtype | None = None) -> list[TensorSpec]:
-    """Specs of a `WeightSource`'s metadata; floating-point tensors are announced in `dtype` (None: their present one)."""
+    """Specs of a `WeightSource`'s metadata; floating-point tensors are announced in `dtype` (None: as they are)."""
     specs = []
     for meta in metadata:
         announced = dtype if dtype is not None and meta.dtype.is_floating_point else meta.dtype

