@@ -16,27 +16,21 @@ import pytest
 from raw_http import raw_exchange, request
 from simulated_server import KEY, SimulatedServer, pretend_vllm, servers_of
 from stranger_cases import (
-    BAD_FIELDS,
-    BAD_JSON,
-    BAD_ROWS,
     BUCKETS,
     announce,
     answered_408,
-    bad_json_is_refused,
+    bad_bodies_are_refused,
     bucket_is_refused,
-    field_is_refused,
     head_of,
     nothing_is_sampled,
     pickles_stay_closed,
     replay_is_refused,
-    row_is_refused,
     send_half_a_push,
     slow_bodies,
 )
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.integrations.vllm import server as server_module
-from groupgrad.integrations.vllm import server_requests
 from groupgrad.integrations.vllm.http import call
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 
@@ -134,7 +128,7 @@ def test_a_body_without_a_length_is_refused_when_it_is_too_long(server: Simulate
 def test_a_slow_body_is_given_up_and_holds_nothing_up(
     server: SimulatedServer, trainer: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_requests, "SILENCE_S", 2.0)
+    monkeypatch.setattr(server_module, "PATIENCE_S", 2.0)
     with slow_bodies(server.port, KEY) as connections:
         started = time.monotonic()
         trainer.push(model, 1)  # waits for none of them
@@ -155,7 +149,7 @@ def test_an_answer_that_nobody_reads_keeps_no_push_waiting(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(server_requests, "UNREAD_S", 0.5)
+    monkeypatch.setattr(server_module, "PATIENCE_S", 0.5)
     with socket.create_connection(("127.0.0.1", server.port), timeout=5.0) as connection:
         connection.sendall(request("/v1/endless", b"{}", KEY))
         assert connection.recv(12) == b"HTTP/1.1 200"
@@ -167,21 +161,8 @@ def test_an_answer_that_nobody_reads_keeps_no_push_waiting(
     assert "the answer of /v1/endless is given up: the caller" in caplog.text
 
 
-@pytest.mark.parametrize("body", BAD_JSON, ids=str)
-def test_bad_json_is_a_bad_request(server: SimulatedServer, trainer: VLLMServerPool, body: bytes) -> None:
-    bad_json_is_refused(server.port, KEY, body)
-
-
-@pytest.mark.parametrize(("route", "fields", "words"), BAD_FIELDS)
-def test_a_field_that_cannot_be_is_a_bad_request(
-    server: SimulatedServer, trainer: VLLMServerPool, route: str, fields: dict[str, Any], words: str
-) -> None:
-    field_is_refused(trainer, route, fields, words)
-
-
-@pytest.mark.parametrize("row", BAD_ROWS)
-def test_rows_without_a_prompt_are_a_bad_request(server: SimulatedServer, trainer: VLLMServerPool, row: Any) -> None:
-    row_is_refused(trainer, row)
+def test_bad_bodies_are_bad_requests(server: SimulatedServer, trainer: VLLMServerPool) -> None:
+    bad_bodies_are_refused(trainer, server.port, KEY)
 
 
 @pytest.mark.fault(

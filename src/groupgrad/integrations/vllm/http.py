@@ -31,9 +31,6 @@ LOOK_TIMEOUT_S = 10.0
 MISSING_KEY_STATUS = 401
 """Status of a refusal of a call without the server's key."""
 
-GROUP_LEFT_STATUS = 410
-"""Status of a refusal of weights over a process group that the workers have left."""
-
 VARIABLE = "VLLM_API_KEY"
 """Environment variable of vLLM's with the key, which both sides read first."""
 

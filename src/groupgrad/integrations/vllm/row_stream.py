@@ -11,7 +11,6 @@ from typing import Any
 
 from groupgrad import compat
 from groupgrad.integrations.vllm.media import check_prompt, decode, vllm_prompt
-from groupgrad.integrations.vllm.server_requests import Refusal, take
 from groupgrad.integrations.vllm.vllm_params import sampled_logprobs, sampling_params, version_counts
 
 HEARTBEAT_S = 1.0
@@ -35,20 +34,23 @@ class RowStream:
     (index into `prompts`), `seed`, `max_tokens`, and with images `images`, a key of the body's `images`, which holds
     lists of PNGs in base64. `weight_version` is that of the weights at the start: only rows that start with the same
     weights share keys and values. `load` counts over all calls, since a row may have to wait for those of another rank.
-    ValueError if vLLM refuses the options; Refusal for a body without these fields.
+    ValueError if vLLM refuses the options; LookupError or TypeError for a body without these fields.
     """
 
     def __init__(self, engine: Any, body: dict[str, Any], weight_version: str, adapter: Any, load: ServerLoad):
         from vllm.sampling_params import RequestOutputKind
 
-        _check(body)
-        self._engine, self._body, self._adapter, self._load = engine, body, adapter, load
+        self._engine, self._adapter, self._load = engine, adapter, load
         self._weight_version = weight_version
         self._decoded: dict[str, asyncio.Future[Any]] = {}
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        fields = [{"seed": row["seed"], "max_tokens": row["max_tokens"]} for row in body["rows"]]
-        params = [sampling_params(body["sampling"], own, output_kind=RequestOutputKind.DELTA) for own in fields]
-        self._tasks = [asyncio.create_task(self._sample(*pair)) for pair in zip(body["rows"], params)]
+        self._encoded: dict[str, list[str]] = body.get("images", {})
+        rows = []
+        for row in body["rows"]:
+            row_fields = {"seed": row["seed"], "max_tokens": row["max_tokens"]}
+            params = sampling_params(body["sampling"], row_fields, output_kind=RequestOutputKind.DELTA)
+            rows.append((row["row"], body["prompts"][row["prompt"]], row.get("images"), params))
+        self._tasks = [asyncio.create_task(self._sample(*row)) for row in rows]
         load.num_sampling += len(self._tasks)
         for task in self._tasks:
             task.add_done_callback(self._count_ended)
@@ -76,14 +78,13 @@ class RowStream:
         for task in self._tasks:
             task.cancel()
 
-    async def _sample(self, row: dict[str, Any], params: Any) -> None:
-        line: dict[str, Any] = {"row": row["row"]}
+    async def _sample(self, row: int, prompt: list[int], images_key: str | None, params: Any) -> None:
+        line: dict[str, Any] = {"row": row}
         ids: list[int] = []
         logprobs: list[float] = []
         spans: Any = ()
         try:
-            prompt = self._body["prompts"][row["prompt"]]
-            images = await self._images(row["images"]) if "images" in row else ()
+            images = () if images_key is None else await self._images(images_key)
             outputs = self._engine.generate(
                 {**vllm_prompt(prompt, images, self._engine), "cache_salt": self._weight_version},
                 params,
@@ -112,21 +113,6 @@ class RowStream:
     async def _images(self, key: str) -> list[Any]:
         """The images with this key, decoded once, in a thread."""
         if key not in self._decoded:
-            decoding = asyncio.to_thread(lambda: [decode(text) for text in self._body["images"][key]])
+            decoding = asyncio.to_thread(lambda: [decode(text) for text in self._encoded[key]])
             self._decoded[key] = asyncio.ensure_future(decoding)
         return await asyncio.shield(self._decoded[key])
-
-
-def _check(body: dict[str, Any]) -> None:
-    """Refuses a body whose rows lack a field or name a prompt or images that are not there."""
-    take(body, "sampling", dict)
-    prompts, images = take(body, "prompts", list), body.get("images", {})
-    for row in take(body, "rows", list):
-        if not isinstance(row, dict):
-            raise Refusal(400, f"the row {str(row)[:80]!r} is no object")
-        for name in ("row", "prompt", "seed", "max_tokens"):
-            take(row, name, int)
-        if not 0 <= row["prompt"] < len(prompts) or not isinstance(prompts[row["prompt"]], list):
-            raise Refusal(400, f"row {row['row']} has the prompt {row['prompt']}, and no list of ids is there")
-        if "images" in row and (not isinstance(images, dict) or take(row, "images", str) not in images):
-            raise Refusal(400, f"row {row['row']} has images that are not there")

@@ -25,33 +25,26 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import os
 import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, StreamingResponse
 
 from groupgrad import compat
 from groupgrad._version import __version__
-from groupgrad.integrations.vllm.http import GROUP_LEFT_STATUS, MISSING_KEY_STATUS, VARIABLE, check_key
+from groupgrad.integrations.vllm.http import MISSING_KEY_STATUS, VARIABLE, check_key
 from groupgrad.integrations.vllm.row_stream import RowStream, ServerLoad
 from groupgrad.integrations.vllm.serve_command import check_mode
-from groupgrad.integrations.vllm.server_requests import (
-    UNREAD_S,
-    Call,
-    Refusal,
-    header,
-    read_in_time,
-    replayed,
-    reply,
-    take,
-    take_timeout,
-)
 from groupgrad.integrations.vllm.vllm_params import check_options, lora_request
-from groupgrad.integrations.vllm.weight_receiver import REFUSED
+from groupgrad.integrations.vllm.weight_receiver import REFUSED, Rendezvous
 from groupgrad.integrations.vllm.wire import (
     AS_LOADED,
     PROTOCOL,
@@ -65,13 +58,26 @@ from groupgrad.integrations.vllm.wire import (
 logger = logging.getLogger(__name__)
 
 PREFIX = "/groupgrad/"
-PORT_FIELDS = {"port": int, "timeout_s": float}
-GROUP_FIELDS = {**PORT_FIELDS, "group": str, "backend": str, "size": int, "peer": dict}
-"""Fields of a call of `init` that opens a port, or forms a process group there. The address is the server's own."""
-SPECS_BYTES, ROWS_BYTES, ADAPTER_BYTES = 2**26, 2**30, 2**33
-"""Largest announcement of a push, largest call for rows (with images, or of vLLM's own routes), and largest adapter."""
 OPEN_PATH = "/health"
 """The only path that is answered without the key."""
+
+JSON_BYTES, SPECS_BYTES, ROWS_BYTES, ADAPTER_BYTES = 2**20, 2**26, 2**30, 2**33
+"""Largest JSON body of most routes, announcement of a push, call for rows (with images, or of vLLM's own routes), and
+adapter."""
+PATIENCE_S = 60.0
+"""Time that a caller has for sending each part of a body, and for reading each part of an answer."""
+MAX_TIMEOUT_S = 86400.0
+"""Longest wait that a caller may ask for."""
+RETRY_S = 1
+"""Seconds after which a caller that was refused during a push may retry."""
+
+
+class Refusal(Exception):
+    """A request that cannot be answered: HTTP status and reason."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(reason)
+        self.status = status
 
 
 @dataclass(slots=True)
@@ -164,15 +170,15 @@ class Routes:
             await send({"type": "websocket.close", "code": 1008})
         elif not self._has_key(scope):
             story = "this server answers only with its key, as a header `Authorization: Bearer KEY`"
-            await reply(MISSING_KEY_STATUS, {"error": story}, scope, receive, send)
+            await _reply(MISSING_KEY_STATUS, {"error": story}, scope, receive, send)
         elif scope["path"].startswith(PREFIX):
             await self._answer(scope, receive, send)
         else:
             await self._call_vllm(scope, receive, send)
 
     def _has_key(self, scope: Any) -> bool:
-        scheme, _, given = header(scope, b"authorization").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(given, self._key)
+        scheme, _, given = Request(scope).headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), self._key)
 
     async def _call_vllm(self, scope: Any, receive: Any, send: Any) -> None:
         """Calls one of vLLM's routes with its whole body; a POST only while weights are complete and no push waits.
@@ -180,24 +186,24 @@ class Routes:
         A call counts as sampling from the arrival of its body until its answer was read, or was given up because the
         caller does not read. So neither a missing body nor an unread answer keeps pushes waiting.
         """
-        from starlette.requests import ClientDisconnect
-
         samples = scope["method"] == "POST"
         try:
             if samples:
                 self._check_sampling()
-            body = await Call(scope, receive).body(ROWS_BYTES)
+            body = await _read(Request(scope, _timely(receive)), ROWS_BYTES)
             if samples:
                 self._check_sampling()  # a push may have begun meanwhile
         except Refusal as refusal:
-            await reply(refusal.status, {"error": str(refusal)}, scope, receive, send)
+            await _reply(refusal.status, {"error": str(refusal)}, scope, receive, send)
+            return
+        except ClientDisconnect:
             return
         self._load.num_sampling += samples
         try:
-            await self._app(scope, replayed(body, receive), read_in_time(send))
+            await self._app(scope, _replayed(body, receive), _timely(send, ConnectionAbortedError))
         except (ConnectionAbortedError, ClientDisconnect) as error:
             # Starlette leaves out the reason.
-            reason = str(error) or f"the caller went away, or has read nothing for {UNREAD_S:g} s"
+            reason = str(error) or f"the caller went away, or has read nothing for {PATIENCE_S:g} s"
             logger.warning("the answer of %s is given up: %s", scope["path"], reason)
         finally:
             self._load.num_sampling -= samples
@@ -210,25 +216,25 @@ class Routes:
             raise Refusal(503, "a push of weights waits for rows to end; ask again in a moment")
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        call = Call(scope, receive)
         engine = scope["app"].state.engine_client
         route = scope["path"].removeprefix(PREFIX).strip("/")
         handler = getattr(self, f"route_{route}", None)
         try:
-            if handler is not None:
-                status, answer = 200, await handler(engine, call)
-            else:
+            if handler is None:
                 raise Refusal(404, f"there is no route {scope['path']}")
+            status, answer = 200, await handler(engine, Request(scope, _timely(receive)))
         except Refusal as refusal:
             status, answer = refusal.status, {"error": str(refusal)}
+        except (LookupError, TypeError, ValueError) as error:  # a field that is missing, or cannot be
+            status, answer = 400, {"error": f"the route {route} does not take this: {type(error).__name__}: {error}"}
         except Exception as error:  # vLLM's own failures, reported to the trainer as they are
             status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
         if isinstance(answer, RowStream):
             await _stream(answer, scope, receive, send)
         else:
-            await reply(status, answer or {}, scope, receive, send)
+            await _reply(status, answer or {}, scope, receive, send)
 
-    async def route_info(self, engine: Any, call: Call) -> dict[str, Any]:
+    async def route_info(self, engine: Any, request: Request) -> dict[str, Any]:
         if engine.errored:
             raise Refusal(503, "the engine of this server has died; the server is about to end")
         config, parallel = engine.model_config, engine.vllm_config.parallel_config
@@ -261,15 +267,15 @@ class Routes:
             "push_is_waiting": weights.push_is_waiting,
         }
 
-    async def route_check(self, engine: Any, call: Call) -> None:
-        sampling = take(await call.json(), "sampling", dict)
+    async def route_check(self, engine: Any, request: Request) -> None:
+        sampling = (await _json(request))["sampling"]
         with _refused_options():
             await asyncio.to_thread(check_options, sampling, engine)  # a regex may take a while
 
-    async def route_generate(self, engine: Any, call: Call) -> RowStream:
+    async def route_generate(self, engine: Any, request: Request) -> RowStream:
         """Starts the rows."""
-        body, weights = await call.json(ROWS_BYTES), self._weights
-        version = take(body, "weight_version", str)
+        body, weights = await _json(request, ROWS_BYTES), self._weights
+        version = body["weight_version"]
         # Nothing is awaited from here on: no push can begin between the check of the version and the rows' start.
         present = weights.pending_version if weights.keeps_rows and not weights.is_complete else weights.version
         if not weights.is_complete and not weights.keeps_rows:
@@ -279,48 +285,37 @@ class Routes:
         with _refused_options():
             return RowStream(engine, body, str(present), weights.adapter, self._load)
 
-    async def route_init(self, engine: Any, call: Call) -> None:
-        """Makes all workers check the trainer's shared memory, open a port, form a process group, or only answer."""
-        body, weights = await call.json(), self._weights
-        kinds: dict[str, type] = {}
-        if body:
-            kinds = {"shared": str} if "shared" in body else GROUP_FIELDS if "group" in body else PORT_FIELDS
-        if unknown := body.keys() - kinds.keys():
-            raise Refusal(400, f"the route init takes no {', '.join(sorted(unknown))}")
-        fields: dict[str, Any] = {name: take(body, name, kind) for name, kind in kinds.items()}
-        if "port" in fields:
-            take_timeout(body)
-            if fields.get("backend", "gloo") not in ("nccl", "gloo"):
-                raise Refusal(400, f"the backend {fields['backend']!r} is neither nccl nor gloo")
-            if not 0 < fields["port"] < 65536:
-                raise Refusal(400, f"there is no port {fields['port']}")
-            fields["host"] = call.server_host
-        async with weights.lock:
-            if "port" in fields:
-                weights.group = fields.pop("group", "")
-            await self._init(engine, **fields)
+    async def route_init(self, engine: Any, request: Request) -> None:
+        """Makes all workers check the trainer's shared memory, open a port, form a process group, or only answer.
 
-    async def _init(self, engine: Any, **init_info: Any) -> None:
+        The fields are those of `Rendezvous`, without its host: workers meet at the address of the server's own that the
+        caller has reached. `group` names a process group.
+        """
+        body, weights = await _json(request), self._weights
+        group = body.pop("group", "")
+        rendezvous = Rendezvous(**body, host=_server_host(request) if "port" in body else "")
+        async with weights.lock:
+            if rendezvous.port:
+                weights.group = group
+            await self._init(engine, rendezvous)
+
+    async def _init(self, engine: Any, rendezvous: Rendezvous) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(rendezvous)))
 
-    async def route_shutdown(self, engine: Any, call: Call) -> None:
+    async def route_shutdown(self, engine: Any, request: Request) -> None:
         """Leaves the process group of this name, if the workers are in it."""
-        name, weights = take(await call.json(), "group", str), self._weights
+        name, weights = (await _json(request))["group"], self._weights
         async with weights.lock:
             if name == weights.group:
                 weights.group = ""
-                await self._init(engine, leaves=True)
+                await self._init(engine, Rendezvous(leaves=True))
 
-    async def route_start(self, engine: Any, call: Call) -> None:
-        body, weights = await call.json(SPECS_BYTES), self._weights
-        version, token, timeout_s = take(body, "weight_version", str), take(body, "push", str), take_timeout(body)
-        try:
-            specs = specs_from_json(take(body, "tensors", list))
-        except (ValueError, TypeError) as error:
-            raise Refusal(400, f"the announced tensors are no list of name, dtype and shape: {error}") from None
-        keeps_rows = take({"keeps_rows": False, **body}, "keeps_rows", bool)
+    async def route_start(self, engine: Any, request: Request) -> None:
+        body, weights = await _json(request, SPECS_BYTES), self._weights
+        version, token, timeout_s = body["weight_version"], body["push"], _timeout(body)
+        specs, keeps_rows = specs_from_json(body["tensors"]), body.get("keeps_rows", False)
         if keeps_rows and not compat.vllm_records_versions():
             story = "does not record which weights have sampled a token, so no push keeps rows"
             raise Refusal(400, f"vLLM {_vllm_version()} {story}")
@@ -332,13 +327,13 @@ class Routes:
             weights.adapter = None
             await engine.start_weight_update()
 
-    async def route_update(self, engine: Any, call: Call) -> None:
-        query, weights = call.query, self._weights
-        version, first, count = take(query, "weight_version", str), take(query, "first", int), take(query, "count", int)
+    async def route_update(self, engine: Any, request: Request) -> None:
+        query, weights = request.query_params, self._weights
+        version, first, count = query["weight_version"], int(query["first"]), int(query["count"])
         weights.check_pending(version)
         num_bytes = padded_bytes(weights.next_bucket(first, count))
-        is_here = query.keys().isdisjoint(("shared", "group"))
-        body = await call.body(num_bytes if is_here else 0)
+        is_here = "shared" not in query and "group" not in query
+        body = await _read(request, num_bytes if is_here else 0)
         if is_here and len(body) != num_bytes:
             raise Refusal(422, f"a bucket has {len(body)} bytes, but its tensors have {num_bytes}")
         source = {"body": body} if is_here else {"shared": query["shared"]} if "shared" in query else {}
@@ -347,13 +342,13 @@ class Routes:
             specs = specs_to_json(weights.next_bucket(first, count))
             if query.get("group", weights.group) != weights.group:  # another trainer has met the workers meanwhile
                 story = f"the workers are in the process group {weights.group!r}, not {query['group']!r}"
-                raise Refusal(GROUP_LEFT_STATUS, story)
+                raise Refusal(409, story)
             await self._update(engine, specs=specs, **source)
             weights.num_tensors += count
 
-    async def route_finish(self, engine: Any, call: Call) -> None:
-        body, weights = await call.json(), self._weights
-        version, checksum = take(body, "weight_version", str), take(body, "checksum", int)
+    async def route_finish(self, engine: Any, request: Request) -> None:
+        body, weights = await _json(request), self._weights
+        version, checksum = body["weight_version"], body["checksum"]
         async with weights.lock:
             weights.check_pending(version)
             if weights.num_tensors != len(weights.specs):
@@ -377,14 +372,13 @@ class Routes:
             with suppress(Exception):
                 await self._update(engine)
 
-    async def route_adapter(self, engine: Any, call: Call) -> None:
+    async def route_adapter(self, engine: Any, request: Request) -> None:
         """Loads an adapter; the body is its configuration (`config_bytes` long), then its tensors."""
-        query, timeout_s = call.query, take_timeout(call.query)
-        version, base_version = take(query, "weight_version", str), take(query, "base_version", str)
-        config_bytes, checksum = take(query, "config_bytes", int), take(query, "checksum", int)
-        token = take(query, "push", str)
+        query, timeout_s = request.query_params, _timeout(request.query_params)
+        version, base_version, token = query["weight_version"], query["base_version"], query["push"]
+        config_bytes, checksum = int(query["config_bytes"]), int(query["checksum"])
         self._weights.check_announced(token)
-        data = await call.body(ADAPTER_BYTES)
+        data = await _read(request, ADAPTER_BYTES)
         if zlib.crc32(data) != checksum:
             raise Refusal(422, f"the adapter {version!r} arrived with another checksum than it was sent with")
         weights = self._weights
@@ -463,11 +457,87 @@ def _vllm_version() -> str:
 
 async def _stream(rows: RowStream, scope: Any, receive: Any, send: Any) -> None:
     """Sends the rows' lines; rows are aborted when the caller disconnects."""
-    from starlette.responses import StreamingResponse
-
     try:
         await StreamingResponse(rows.lines(), media_type="application/x-ndjson")(scope, receive, send)
     except OSError:
         logger.info("a trainer went away while its rows were sampled")
     finally:
         rows.abort()
+
+
+# --- Requests and answers, with limits on size and time ---
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """The body, which is refused before it is read if it announces more bytes, and as soon as it has more."""
+    announced = request.headers.get("content-length", "")
+    num_bytes, data = int(announced) if announced.isdigit() else 0, bytearray()
+    if num_bytes <= max_bytes:
+        async for part in request.stream():
+            data += part
+            if len(data) > max_bytes:
+                break
+        else:
+            return bytes(data)
+    num_bytes = max(num_bytes, len(data))
+    raise Refusal(413, f"the body has {num_bytes} bytes or more, and this route takes at most {max_bytes}")
+
+
+async def _json(request: Request, max_bytes: int = JSON_BYTES) -> dict[str, Any]:
+    """The body as a JSON object."""
+    try:
+        return dict(json.loads(await _read(request, max_bytes)))
+    except RecursionError as error:
+        raise Refusal(400, f"the body is no JSON: {error}") from None
+
+
+def _timeout(values: Mapping[str, Any]) -> float:
+    """The field `timeout_s`, at most `MAX_TIMEOUT_S`."""
+    seconds = float(values["timeout_s"])
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        story = f"timeout_s is {seconds:g}; the server waits at most {MAX_TIMEOUT_S:g} s: lower vllm_server_timeout"
+        raise Refusal(400, story)
+    return seconds
+
+
+def _server_host(request: Request) -> str:
+    """The address of this machine at which the caller has reached the server."""
+    host, port = request.scope.get("server") or (None, None)
+    if not host or port is None:
+        raise Refusal(409, "this server listens at no network address, so no process group can meet there")
+    return str(host)
+
+
+def _late(story: str) -> Refusal:
+    return Refusal(408, story)
+
+
+def _timely(exchange: Callable[..., Any], late: Callable[[str], Exception] = _late) -> Callable[..., Any]:
+    """ASGI's `receive` or `send`, which fails with `late` if the caller sends or reads nothing for `PATIENCE_S`."""
+
+    async def limited(*message: Any) -> Any:
+        try:
+            return await asyncio.wait_for(exchange(*message), PATIENCE_S)
+        except asyncio.TimeoutError:
+            what = "read nothing of its answer" if message else "sent nothing of its body"
+            raise late(f"the caller has {what} for {PATIENCE_S:g} s") from None
+
+    return limited
+
+
+def _replayed(body: bytes, receive: Any) -> Any:
+    """ASGI's `receive` of a request whose body was read: the body first, then what `receive` reports."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_replayed() -> Any:
+        return messages.pop() if messages else await receive()
+
+    return receive_replayed
+
+
+async def _reply(status: int, answer: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:
+    """Answers with JSON; after a refusal that may have left a part of the body on its way, the connection ends."""
+    headers = {"retry-after": str(RETRY_S)} if status == 503 else {}
+    if status in (MISSING_KEY_STATUS, 408, 413):
+        headers["connection"] = "close"
+    await JSONResponse(answer, status, headers)(scope, receive, send)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as torch_dist
 
 from groupgrad.concurrency.daemon_threads import DaemonThreads
-from groupgrad.integrations.vllm.http import GROUP_LEFT_STATUS, Address, ServerRefused, call
+from groupgrad.integrations.vllm.http import Address, ServerRefused, call
 from groupgrad.integrations.vllm.wire import Bucket, remove_stale, shared_file
 
 logger = logging.getLogger(__name__)
@@ -126,8 +126,6 @@ class GroupTransport(HttpTransport):
             loading.result()
         except BaseException as error:
             self.close()
-            if isinstance(error, ServerRefused) and error.status == GROUP_LEFT_STATUS:
-                raise GroupBroken(f"{len(bucket.data)} bytes were not taken; the server says: {error}") from None
             if isinstance(error, GroupBroken) and _error(loading) is not None:
                 raise GroupBroken(f"{error}; the server says: {_error(loading)}") from None
             raise
