@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_server import Receiver, SimulatedServer, pool_of, pretend_vllm, servers_of
+from simulated_server import SimulatedServer, pool_of, pretend_vllm, servers_of
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.errors import WeightsLost
@@ -231,12 +231,15 @@ def test_weights_that_the_policy_has_left_behind_are_not_pushed(
     assert len(pool.live) >= 1 and len(pool.sample(ROWS, OPTIONS)) == 24
 
 
-def test_sampling_that_is_given_up_waits_for_no_server(servers: list[SimulatedServer], pool: VLLMServerPool) -> None:
+def test_sampling_that_is_given_up_waits_for_no_server(
+    servers: list[SimulatedServer], pool: VLLMServerPool, model: Any
+) -> None:
+    policy = VLLMPolicy(pool, model)
     for server in servers:
         server.kill()
-    threading.Timer(0.3, setattr, (pool, "is_stopped", True)).start()
-    with pytest.raises(RuntimeError, match="given up, since training ends"):
-        pool.sample(ROWS, OPTIONS)
+    threading.Timer(0.3, policy.stop).start()
+    with policy.freeze_weights(), pytest.raises(RuntimeError, match="given up, since training ends"):
+        policy.sample(ROWS, OPTIONS)
 
 
 def test_a_rank_that_does_not_push_follows_the_one_that_does(
@@ -332,40 +335,10 @@ def test_a_server_of_another_kind_is_an_error(
     assert servers[2].url in str(caught.value)
 
 
-def test_a_server_of_several_processes_is_an_error(
-    servers: list[SimulatedServer], model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each has `Routes` of its own: one would sample while another takes a push."""
-    monkeypatch.setattr(Receiver.parallel_config, "_api_process_count", 2, raising=False)
-    with pytest.raises(ValueError, match=rf"{servers[0].url} answers from 2 processes.*start it with --api-server-co"):
-        pool_of(servers[:1]).connect(model)
-
-
 def test_two_names_of_one_server_are_an_error(servers: list[SimulatedServer], model: Any) -> None:
     pool = VLLMServerPool([Address(host, servers[0].port) for host in ("127.0.0.1", "localhost")], timeout_s=5.0)
     with pytest.raises(ValueError, match="which are one server; name it once"):
         pool.connect(model)
-
-
-@pytest.mark.parametrize(
-    ("urls", "words"),
-    [
-        ([], "vllm_server_base_url is an empty list; name a server"),
-        (["http://a:1", "http://b", "http://a:1/"], "has http://a:1 more than once; name each server once"),
-        (["http://a", "http://a:80"], "has http://a:80 more than once"),
-        (["http://a:1", "b:2"], "'b:2', which is no address"),
-        (["http://a:1", None], "'None', which is no address"),
-    ],
-)
-def test_a_list_of_addresses_that_cannot_work_is_refused(urls: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Address.all_of(urls)
-
-
-def test_addresses() -> None:
-    assert list(map(str, Address.all_of(["http://a:1", "https://b"]))) == ["http://a:1", "https://b:443"]
-    assert list(map(str, Address.all_of("http://a:1"))) == ["http://a:1"]
-    assert list(map(str, Address.all_of(None, "c", 3))) == ["http://c:3"]
 
 
 def test_a_wrong_key_is_named_at_once(

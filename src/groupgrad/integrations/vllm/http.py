@@ -240,15 +240,11 @@ def wait_until_up(
     RuntimeError once `is_given_up` returns True.
     """
     deadline = time.monotonic() + timeout_s
-    failure: Exception | None = None
     while True:
         time_left = deadline - time.monotonic()
         try:
-            return call(address, "info", timeout_s=max(0.1, min(time_left, LOOK_TIMEOUT_S)))
+            return call(address, "info", timeout_s=min(max(1.0, time_left), LOOK_TIMEOUT_S))
         except (ServerRefused, ConnectionError) as error:
-            is_cut_short = isinstance(error, ServerTimeout) and time_left < LOOK_TIMEOUT_S
-            if not (is_cut_short and isinstance(failure, (ServerRefused, ServerTimeout))):
-                failure = error  # an attempt that the deadline cut short says less than an earlier answer
             if isinstance(error, ServerRefused) and error.status in (404, 405):
                 raise ServerRefused(
                     error.status,
@@ -258,12 +254,12 @@ def wait_until_up(
                 ) from None
             if isinstance(error, ServerRefused) and error.status == MISSING_KEY_STATUS:
                 raise
-        if time.monotonic() >= deadline:
-            raise TimeoutError(
-                f"no vLLM server came up at {address} within {timeout_s:g} s (last: {failure}); start one with "
-                "`groupgrad vllm-serve --model NAME`, look into its output, or set vllm_server_base_url or "
-                "vllm_server_timeout"
-            )
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"no vLLM server came up at {address} within {timeout_s:g} s (last: {error}); start one with "
+                    "`groupgrad vllm-serve --model NAME`, look into its output, or set vllm_server_base_url or "
+                    "vllm_server_timeout"
+                ) from None
         if is_given_up():
             raise RuntimeError(GIVEN_UP)
         time.sleep(POLL_S)
