@@ -193,26 +193,12 @@ def test_structure_comes_from_generation_kwargs(engine: VLLMColocateEngine, poli
     assert texts <= {"yes", "no"}
 
 
-def test_options_that_vllm_does_not_know_are_refused(engine: VLLMColocateEngine) -> None:
-    with pytest.raises(ValueError, match="'temperatur'"):
-        engine.check(replace(OPTIONS, extra={"temperatur": 1.0}))
-
-
 def test_contexts_that_do_not_fit_are_refused(engine: VLLMColocateEngine) -> None:
     engine.check(OPTIONS, num_tokens=128)
     with pytest.raises(ValueError, match=r"context holds 128 tokens, .* may have 129; raise vllm_max_model_length"):
         engine.check(OPTIONS, num_tokens=129)
 
 
-def test_log_probs_are_plain_where_nothing_is_cut(engine: VLLMColocateEngine) -> None:
-    assert engine.plain_logprobs(OPTIONS) and not engine.plain_logprobs(replace(OPTIONS, top_p=0.9))
-
-
 def test_sleep_on_a_cpu_is_refused(policy: Any, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="vllm_enable_sleep_mode=True, but vLLM cannot sleep on a CPU"):
         VLLMColocateEngine(policy, tokenizer, replace(COLOCATE, sleep_mode=True))
-
-
-def test_several_ranks_for_one_engine_are_refused_where_there_is_one(policy: Any, tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="vllm_tensor_parallel_size is 2, but 1 training rank cannot be shared out"):
-        VLLMColocateEngine(policy, tokenizer, replace(COLOCATE, tensor_parallel_size=2))

@@ -8,16 +8,15 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from real_vllm import OPTIONS, SIZES, Served, is_greedy, mean_difference, requests, true_logprobs, until, vary
+from real_vllm import OPTIONS, Served, is_greedy, mean_difference, requests, true_logprobs, vary
 from vllm_training import free_port
 
-from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.engines.base import Request
 from groupgrad.integrations.vllm.client import ServerClient
 from groupgrad.integrations.vllm.http import Address, ServerRefused, call
 from groupgrad.integrations.vllm.server_pool import VLLMServerPool
@@ -61,21 +60,6 @@ def test_a_row_depends_on_its_seed_and_prompt_alone(engine: VLLMServerPool, poli
 
     assert together == alone
     assert together[0] != together[1]
-
-
-def test_requests_may_come_while_others_are_sampled(engine: VLLMServerPool, policy: Any) -> None:
-    engine.push(policy, 0)
-    first, second = requests(2, tokens=60), requests(4)[2:]
-    expected = [sample.ids for sample in engine.sample(first + second, OPTIONS)]
-
-    with engine.session(OPTIONS) as session:
-        tickets = [session.submit(row) for row in first]
-        samples = dict(session.advance())
-        tickets += [session.submit(row) for row in second]
-        while session.num_open:
-            samples.update(session.advance())
-
-    assert [samples[ticket].ids for ticket in tickets] == expected
 
 
 def test_log_probs_are_of_the_temperature_softmax(engine: VLLMServerPool, policy: Any) -> None:
@@ -216,30 +200,6 @@ def _nothing_is_sampled(server: Served, engine: VLLMServerPool, other: str = "")
     assert refused.value.code == 503
 
 
-def test_others_cannot_keep_a_push_waiting(server: Served, policy: Any) -> None:
-    def info() -> dict[str, Any]:
-        return call(server.address, "info", timeout_s=10.0)
-
-    engine = server.engine(transport=SharedMemoryTransport())  # suspended workers cannot say whether they see it
-    engine.push(policy, 0)
-    workers = server.workers()
-    with ThreadPoolExecutor(2) as threads:
-        try:
-            for worker in workers:
-                worker.suspend()
-            early = threads.submit(_completion, server)
-            until(lambda: info()["num_sampling"] == 1)
-            push = threads.submit(engine.push, policy, 1)
-            until(lambda: info()["push_is_waiting"])
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                _completion(server)
-            assert refused.value.code == 503 and refused.value.headers["Retry-After"] == "1"
-        finally:
-            for worker in workers:
-                worker.resume()
-        assert early.result() == 200 and push.result().startswith("1-") and _completion(server) == 200
-
-
 def _completion(server: Served) -> int:
     """The status of vLLM's own answer."""
     data = json.dumps({"model": server.command[server.command.index("--model") + 1], "prompt": [5, 6]}).encode()
@@ -247,24 +207,6 @@ def _completion(server: Served) -> int:
     request = urllib.request.Request(f"{server.address}/v1/completions", data, headers)
     with urllib.request.urlopen(request, timeout=60.0) as answer:
         return answer.status
-
-
-def test_a_trainer_whose_server_another_one_pushed_to_is_told(server: Served, policy: Any) -> None:
-    mine, other = server.engine(), server.engine()
-    mine.push(policy, 0)
-    weight_version = other.push(policy, 0)
-    with pytest.raises(
-        RuntimeError, match=f"has the weights '{weight_version}', .*another trainer uses the same server"
-    ):
-        mine.sample(requests(), OPTIONS)
-
-
-def test_ranks_sample_what_another_rank_pushed(server: Served, policy: Any) -> None:
-    main, other = server.engine(), server.engine(pushes=False)
-    other.connect(policy)
-    other.expect(main.push(policy, 4))
-    assert other.weight_version.startswith("4-")
-    assert [s.ids for s in other.sample(requests(), OPTIONS)] == [s.ids for s in main.sample(requests(), OPTIONS)]
 
 
 def test_another_trainer_pushes_through_vllms_own_interface(server: Served, policy: Any) -> None:
@@ -287,32 +229,6 @@ def test_another_trainer_pushes_through_vllms_own_interface(server: Served, poli
     body = {"weight_version": "5-other", "sampling": {}, "prompts": [], "rows": []}
     with pytest.raises(ServerRefused, match="nothing is sampled until one has"):
         call(server.address, "generate", body, timeout_s=10.0)
-
-
-def test_nothing_is_sampled_before_a_push(engine: VLLMServerPool) -> None:
-    with pytest.raises(ValueError, match="no weights were pushed"):
-        engine.sample(requests(), OPTIONS)
-
-
-@pytest.mark.parametrize(
-    ("changes", "num_tokens", "words"),
-    [
-        ({"vocab_size": 100}, 0, "its vocabulary has 92 tokens, the policy's 100"),
-        ({"num_hidden_layers": 3}, 0, r"another model: num_hidden_layers 2 \(the policy has 3\)"),
-        ({}, 129, "its context holds 128 tokens, but prompt and completion may have 129"),
-    ],
-)
-def test_a_server_that_does_not_fit_is_refused_at_once(
-    changes: dict[str, int], num_tokens: int, words: str, server: Served, make_model: Any
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        server.engine().connect(make_model(**{**SIZES, **changes}), num_tokens=num_tokens)
-
-
-def test_options_that_vllm_does_not_know_are_refused_at_once(server: Served, policy: Any) -> None:
-    options = SamplingOptions(max_new_tokens=4, extra={"temperatur": 1.0})
-    with pytest.raises(ValueError, match="'temperatur'"):
-        server.engine().connect(policy, options=options)
 
 
 @pytest.mark.parametrize("regex", ["[0-9", "a{3,2}", r"\bword"])

@@ -244,7 +244,7 @@ def test_an_adapter_for_a_server_without_adapters_is_refused(engine: VLLMServerP
     [
         (
             {"protocol": PROTOCOL + 1, "release": "9.0"},
-            rf"speaks protocol {PROTOCOL + 1} .groupgrad 9.0., and this trainer speaks protocol {PROTOCOL} .*start the s",
+            rf"speaks protocol {PROTOCOL + 1} .groupgrad 9.0., and this trainer speaks protocol {PROTOCOL} .*; start",
         ),
         ({"backend": "nccl"}, r"by the backend 'nccl', .*--weight-transfer-config '.*\"groupgrad\"}'"),
         ({"num_processes": 2}, "answers from 2 processes.*start it with --api-server-count 1"),

@@ -46,9 +46,6 @@ class SimulatedVLLM:
         self.change: Callable[[dict[str, Any]], None] = lambda output: None
         """Called with each output; may modify it."""
 
-    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
-        assert request == {"init_info": {}}, "nothing is sent ahead of weights that are read by reference"
-
     def start_weight_update(self) -> None:
         assert not self.is_active
         self.is_active = True
@@ -297,17 +294,6 @@ def test_weights_in_host_memory_are_not_pushed_again(vllm: SimulatedVLLM, model:
     assert vllm.log == ["woke weights", "adapter 2", "reset prefix", "reset images", "woke kv_cache"]
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_all_weights_are_pushed_at_each_level(level: int, vllm: SimulatedVLLM, model: Any, tokenizer: Any) -> None:
-    engine = VLLMColocateEngine(model, tokenizer, replace(SETTINGS, sleep_level=level))
-    engine.push(model, 0)
-    engine.sleep()
-    with torch.no_grad():
-        model.lm_head.weight.add_(1.0)
-    engine.push(model, 1)
-    assert torch.equal(vllm.weights["lm_head.weight"], model.lm_head.weight)
-
-
 def test_nothing_sleeps_or_changes_while_rows_are_sampled(
     vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
 ) -> None:
@@ -332,30 +318,28 @@ def test_a_push_that_fails_leaves_nothing_to_sample_from(
         engine.sample([ROW], OPTIONS)
 
 
-def test_a_row_whose_weights_changed_meanwhile_is_refused(
-    vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
+def _other_weights(output: dict[str, Any]) -> None:
+    output["outputs"][0].weight_versions.append(SimpleNamespace(version="1-other"))
+
+
+@pytest.mark.parametrize(
+    ("change", "story"),
+    [
+        (_other_weights, r"row 0 was sampled from the weights \['0-\w+', '1-other'\], not '0-"),
+        (lambda output: output.update(lora_request=None), "row 0 was sampled with the adapter None, not '0-"),
+        # What vLLM gave up has not reached its length.
+        (
+            lambda output: setattr(output["outputs"][0], "finish_reason", "abort"),
+            r"vLLM gave up row 0 \(a prompt of 2 tokens\) .*'abort'",
+        ),
+    ],
+)
+def test_a_row_that_is_not_of_these_weights_or_not_whole_is_refused(
+    change: Callable[[dict[str, Any]], None], story: str, vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
 ) -> None:
-    weight_version = engine.push(model, 0)
-    vllm.change = lambda output: output["outputs"][0].weight_versions.append(SimpleNamespace(version="1-other"))
-    story = rf"row 0 was sampled from the weights \['{weight_version}', '1-other'\], not '{weight_version}'"
+    engine.push_adapter(adapted(model), 0)
+    vllm.change = change
     with pytest.raises(RuntimeError, match=story):
-        engine.sample([ROW], OPTIONS)
-
-
-@pytest.mark.parametrize("reason", ["abort", "error"])
-def test_a_row_that_vllm_gave_up_is_not_one_that_reached_its_length(
-    reason: str, vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any
-) -> None:
-    engine.push(model, 0)
-    vllm.change = lambda output: setattr(output["outputs"][0], "finish_reason", reason)
-    with pytest.raises(RuntimeError, match=rf"vLLM gave up row 0 \(a prompt of 2 tokens\) .*'{reason}'"):
-        engine.sample([ROW], OPTIONS)
-
-
-def test_a_row_of_another_adapter_is_refused(vllm: SimulatedVLLM, engine: VLLMColocateEngine, model: Any) -> None:
-    weight_version = engine.push_adapter(adapted(model), 0)
-    vllm.change = lambda output: output.update(lora_request=None)
-    with pytest.raises(RuntimeError, match=f"row 0 was sampled with the adapter None, not '{weight_version}'"):
         engine.sample([ROW], OPTIONS)
 
 
@@ -372,34 +356,20 @@ def test_images_go_along_and_the_prompt_is_the_one_trained_on(
         engine.sample([replace(ROW, prompt_ids=[5, 9, 9, 6], media=media)], OPTIONS)
 
 
-def test_vllm_finds_the_policys_config_and_tokenizer(
+def test_vllm_finds_the_policys_config_and_tokenizer_and_is_told_of_recurrent_layers(
     vllm: SimulatedVLLM, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    architectures: list[Any] = []
+    told: list[Any] = []
 
     def start(folder: str, options: ColocateOptions, *, is_recurrent: bool) -> SimulatedVLLM:
-        architectures.append(json.loads((Path(folder) / "config.json").read_text())["architectures"])
+        told.append((json.loads((Path(folder) / "config.json").read_text())["architectures"], is_recurrent))
         assert (Path(folder) / "tokenizer.json").exists()
-        return vllm
-
-    monkeypatch.setattr(colocate, "start", start)
-    VLLMColocateEngine(model, tokenizer, SETTINGS).close()
-    assert architectures == [["Qwen3ForCausalLM"]]
-
-
-def test_vllm_is_told_of_recurrent_layers(
-    vllm: SimulatedVLLM, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[bool] = []
-
-    def start(folder: str, options: ColocateOptions, *, is_recurrent: bool) -> SimulatedVLLM:
-        told.append(is_recurrent)
         return vllm
 
     monkeypatch.setattr(colocate, "start", start)
     for policy in (model, AutoModelForCausalLM.from_config(CONFIGS["nemotron_h"]())):
         VLLMColocateEngine(policy, tokenizer, SETTINGS).close()
-    assert told == [False, True]
+    assert told == [(["Qwen3ForCausalLM"], False), (["NemotronHForCausalLM"], True)]
 
 
 def test_what_vllm_does_to_the_policys_classes_is_for_its_own_modules(

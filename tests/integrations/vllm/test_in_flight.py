@@ -181,18 +181,6 @@ def sampling_on(servers: list[SimulatedServer], model: Any) -> tuple[VLLMPolicy,
     return policy, sampling
 
 
-def test_rows_of_several_servers_go_on_as_well(servers: list[SimulatedServer], model: Any) -> None:
-    policy, sampling = sampling_on(servers, model)
-    digests = [servers[0].engine.model.digest]
-    time.sleep(0.1)
-    vary(model)
-    policy.refresh(1, keeps_rows=True)
-    digests.append(servers[0].engine.model.digest)
-    samples = sampling.result()
-    check_tokens(servers[0], samples, digests)
-    assert all(set(sample.policy_versions or ()) == {0, 1} for sample in samples)
-
-
 def test_rows_of_a_server_that_a_push_loses_are_sampled_by_the_others(
     servers: list[SimulatedServer], model: Any
 ) -> None:

@@ -136,12 +136,15 @@ def test_vllms_factory_gives_the_sender(llm: LLM, model: Any, monkeypatch: pytes
     registered: dict[str, tuple[str, str]] = {}
 
     def register_engine(name: str, module: str, class_name: str) -> None:
+        if name in registered:
+            raise ValueError("it is already registered")
         registered[name] = module, class_name
 
     factory: Any = ModuleType("vllm.distributed.weight_transfer.factory")
     factory.WeightTransferEngineFactory = SimpleNamespace(register_engine=lambda *given: None)
     factory.WeightTransferTrainerFactory = SimpleNamespace(register_engine=register_engine)
     monkeypatch.setitem(sys.modules, factory.__name__, factory)
+    register()
     register()
     try:
         module: Any = importlib.import_module(registered["groupgrad"][0])
