@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from typing import Any, Literal
@@ -30,7 +30,7 @@ GROUP_PORT = 51216
 
 Backend = Literal["nccl", "gloo"]
 
-POLL_S, MEETING_POLL_S = 0.001, 0.02
+MEETING_POLL_S = 0.02
 
 RENDEZVOUS_S = 60.0
 """Longest that trainer and workers wait for each other to form a group."""
@@ -82,9 +82,9 @@ class SharedMemoryTransport(HttpTransport):
 class GroupTransport(HttpTransport):
     """Broadcasts buckets over a process group of this rank and all workers: NCCL from a GPU, gloo from the CPU.
 
-    The group is formed before the first push, at `port` of the server's machine, which its first worker opens. `send`
-    raises GroupBroken, with both sides' errors, if a bucket does not arrive in time or the workers have joined another
-    trainer since; the group is closed then, and the next push forms another.
+    The group is formed before the first push, at `port` of the server's machine, which its first worker opens. After an
+    error of `send`, such as ServerRefused from workers that have met another trainer since, the group is closed, and
+    the next push forms another.
     """
 
     def __init__(self, port: int = GROUP_PORT, device: torch.device | None = None):
@@ -117,17 +117,14 @@ class GroupTransport(HttpTransport):
         """Returns when all workers have loaded the bucket."""
         group = self._group
         assert group is not None, "a transport is connected before it sends"
-        query = _query(weight_version, bucket, group=self._name)
-        loading = _THREADS.submit(call, address, "update", b"", query=query, timeout_s=timeout_s)
         try:
-            group.send(bucket.data, lambda: _error(loading))
-            if not wait([loading], timeout_s).done:
-                raise GroupBroken(f"the server did not say within {timeout_s:g} s that it has loaded a bucket")
-            loading.result()
-        except BaseException as error:
+            sending = group.begin(bucket.data)
+            # The workers begin to receive at this call, and it is answered when they have loaded the bucket.
+            query = _query(weight_version, bucket, group=self._name)
+            call(address, "update", b"", query=query, timeout_s=timeout_s)
+            group.finish(sending)
+        except BaseException:
             self.close()
-            if isinstance(error, GroupBroken) and _error(loading) is not None:
-                raise GroupBroken(f"{error}; the server says: {_error(loading)}") from None
             raise
 
     def close(self) -> None:
@@ -220,33 +217,20 @@ class WeightGroup:
         if int(hello[0]):
             raise GroupBroken(f"rank {rank} of {size} got {int(hello[0])} over {backend} where 0 was sent")
 
-    def send(self, data: torch.Tensor, problem: Callable[[], BaseException | None]) -> None:
-        """Rank 0: broadcast (bytes,) uint8 data to all others; GroupBroken if they do not take it in time.
+    def begin(self, data: torch.Tensor) -> Any:
+        """Begins to broadcast (bytes,) uint8 data from rank 0 to all others; GroupBroken if it cannot."""
+        with _broken():
+            return self._group.broadcast(data, 0, self._timeout)
 
-        An exception that `problem` returns, because the receivers refused the data, is raised at once.
-        """
-        timeout_s = self._timeout.total_seconds()
-        deadline = time.monotonic() + timeout_s
-        try:
-            work = self._group.broadcast(data, 0, self._timeout)
-            while not work.is_completed():
-                error = problem()
-                if error is not None:
-                    raise error
-                if time.monotonic() > deadline:
-                    raise GroupBroken(f"{len(data)} bytes were not taken within {timeout_s:g} s")
-                time.sleep(POLL_S)
-            work.wait(self._timeout)
-        except RuntimeError as error:
-            raise GroupBroken(f"{len(data)} bytes were not sent: {error}") from None
+    def finish(self, transfer: Any) -> None:
+        """Waits for a transfer. GroupBroken if it fails, or does not end in time."""
+        with _broken():
+            transfer.wait(self._timeout)
 
     def receive(self, num_bytes: int) -> torch.Tensor:
         """Other ranks: the next bytes from rank 0, (num_bytes,) uint8. GroupBroken if they do not come in time."""
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        try:
-            self._group.broadcast(data, 0, self._timeout).wait(self._timeout)
-        except RuntimeError as error:
-            raise GroupBroken(f"{num_bytes} bytes did not come: {error}") from None
+        self.finish(self.begin(data))
         return data
 
     def close(self) -> None:
@@ -254,6 +238,15 @@ class WeightGroup:
         with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
             self._group.abort()
         self._group = self._store = None
+
+
+@contextlib.contextmanager
+def _broken() -> Iterator[None]:
+    """Turns torch's errors into GroupBroken."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupBroken(f"bytes of weights did not arrive over the process group: {error}") from None
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
