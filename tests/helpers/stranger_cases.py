@@ -51,7 +51,7 @@ BAD_JSON = (
 )
 """Bodies that none of `JSON_ROUTES` takes."""
 
-JSON_ROUTES = ("init", "shutdown", "check", "generate", "start", "finish")
+JSON_ROUTES = ("init", "check", "generate", "start", "finish")
 """Routes of groupgrad whose body is JSON."""
 
 PUSH = {"weight_version": "9-x", "push": "0", "timeout_s": 1.0, "tensors": []}

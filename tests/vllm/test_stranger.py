@@ -54,7 +54,7 @@ def test_without_the_key_nothing_is_told_changed_or_stopped(server: Served, poli
     engine.push(policy, 0)
     version, samples = engine.weight_version, engine.sample(requests(), OPTIONS)
     body = json.dumps({"weight_version": version, "checksum": 0, "model": "x", "prompt": [5, 6]}).encode()
-    routes = ("init", "start", "update", "finish", "shutdown", "adapter", "generate")
+    routes = ("init", "start", "update", "finish", "adapter", "generate")
     posts = [*(f"/groupgrad/{route}" for route in routes), "/pause", "/start_weight_update", "/finish_weight_update"]
     posts += ["/v1/completions", "/tokenize", "/inference/v1/generate", "/invocations"]
     for key in (None, "wrong"):

@@ -108,34 +108,10 @@ def test_each_route_says_what_is_wrong() -> None:
     unseen = answer_to(routes, engine, "/groupgrad/init", {"shared": "groupgrad-" + 32 * "0"})
     assert unseen["status"] == 500 and "this worker does not see the trainer's shared memory" in unseen["error"]
     assert answer_to(routes, engine, "/groupgrad/init", {}) == {"status": 200}
-    assert answer_to(routes, engine, "/groupgrad/shutdown", {"group": "mine"}) == {"status": 200}
     unknown = answer_to(routes, engine, "/groupgrad/nothing", {})
     assert unknown == {"status": 404, "error": "there is no route /groupgrad/nothing"}
     failed = answer_to(routes, engine, "/groupgrad/finish", {"weight_version": "3-a", "checksum": 0})
     assert failed == {"status": 409, "error": "the push '3-a' is not under way on this server"}
-
-
-def test_only_the_group_that_is_named_is_left() -> None:
-    left: list[str] = []
-    routes, engine = Routes(None), Weights(Empty())
-    for group, name in (("a", "b"), ("a", "a"), ("b", "a"), ("b", "b")):
-        engine.worker.receiver.shutdown = lambda group=group: left.append(group)  # type: ignore[method-assign]
-        routes._weights.group = group
-        assert answer_to(routes, engine, "/groupgrad/shutdown", {"group": name}) == {"status": 200}
-    assert left == ["a", "b"]
-
-
-def test_a_trainer_that_leaves_ends_no_push_of_another_one() -> None:
-    routes, engine = Routes(None), Weights(Empty())
-    routes._weights.group = "a"
-
-    async def start() -> None:
-        await (await begin_push(routes, engine, 5.0))
-
-    asyncio.run(start())
-    assert answer_to(routes, engine, "/groupgrad/shutdown", {"group": "a"}) == {"status": 200}
-    asyncio.run(routes.route_finish(engine, call_of({"weight_version": "3-a", "checksum": 0})))
-    assert routes._weights.version == "3-a"
 
 
 class App:

@@ -77,7 +77,7 @@ PUSH = [
 def test_without_the_key_nothing_is_answered(server: SimulatedServer, trainer: VLLMServerPool) -> None:
     version = trainer.weight_version
     paths = [(f"/groupgrad/{route}", body) for route, body in PUSH]
-    paths += [("/groupgrad/finish", text(weight_version=version, checksum=0)), ("/groupgrad/shutdown", text(group="g"))]
+    paths += [("/groupgrad/finish", text(weight_version=version, checksum=0))]
     paths += [("/groupgrad/init", text(host="10.0.0.1", port=1)), ("/groupgrad/adapter", b"x"), ("/groupgrad/no", b"x")]
     paths += [("/start_weight_update", b""), ("/finish_weight_update", text(weight_version=version)), ("/pause", b"")]
     paths += [("/groupgrad/info", b""), ("/version", b""), ("/v1/completions", text(prompt="a")), ("//version", b"")]

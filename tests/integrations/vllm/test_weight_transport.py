@@ -148,11 +148,11 @@ def test_a_bucket_that_the_server_does_not_take_ends_the_group_at_once(monkeypat
     answers = Answers(monkeypatch, update=ServerRefused(409, "another push is under way"))
     transport, done = GroupTransport(), []
     group = SimpleNamespace(begin=done.append, finish=done.append, close=lambda: done.append("closed"))
-    transport._group, transport._address = group, SERVER  # type: ignore[assignment]
+    transport._group = group  # type: ignore[assignment]
     bucket = Bucket(0, 0, 1, torch.zeros(64, dtype=torch.uint8), 0)
     with pytest.raises(ServerRefused, match="another push is under way"):
         transport.send(SERVER, "0-a", bucket, timeout_s=5.0)
-    assert done[1:] == ["closed"] and answers.routes == ["update", "shutdown"]
+    assert done[1:] == ["closed"] and answers.routes == ["update"] and transport._group is None
 
 
 # --- The process group ---

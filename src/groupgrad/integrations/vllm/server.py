@@ -5,7 +5,7 @@ vLLM's server loads `Routes` (`--middleware`) in front of its own routes. They a
 - GET `/groupgrad/info`: the model, this start of the server, and its weights.
 - POST `/groupgrad/check`: reject sampling options that vLLM refuses.
 - POST `/groupgrad/generate`: rows in, a line of JSON for each row as it ends, and a heartbeat every second.
-- POST `/groupgrad/init`, `/groupgrad/shutdown`: a trainer meets the workers, or leaves them.
+- POST `/groupgrad/init`: a trainer meets the workers.
 - POST `/groupgrad/start`, `/groupgrad/update`, `/groupgrad/finish`: a push of weights, a bucket for each `update`.
 - POST `/groupgrad/adapter`: a push of an adapter.
 
@@ -291,26 +291,15 @@ class Routes:
         The fields are those of `Rendezvous`, without its host: workers meet at the address of the server's own that the
         caller has reached. `group` names a process group.
         """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
         body, weights = await _json(request), self._weights
         group = body.pop("group", "")
         rendezvous = Rendezvous(**body, host=_server_host(request) if "port" in body else "")
         async with weights.lock:
             if rendezvous.port:
                 weights.group = group
-            await self._init(engine, rendezvous)
-
-    async def _init(self, engine: Any, rendezvous: Rendezvous) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(rendezvous)))
-
-    async def route_shutdown(self, engine: Any, request: Request) -> None:
-        """Leaves the process group of this name, if the workers are in it."""
-        name, weights = (await _json(request))["group"], self._weights
-        async with weights.lock:
-            if name == weights.group:
-                weights.group = ""
-                await self._init(engine, Rendezvous(leaves=True))
+            await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(rendezvous)))
 
     async def route_start(self, engine: Any, request: Request) -> None:
         body, weights = await _json(request, SPECS_BYTES), self._weights

@@ -1,7 +1,7 @@
 """Worker side of groupgrad's backend for vLLM's weight transfer: loads weights and verifies what arrived.
 
-vLLM calls these methods in every worker: `init_transfer_engine` when a trainer comes and goes, `shutdown` when the
-worker ends, and for each push `start_weight_update`, `update_weights` once for each bucket and once for the
+vLLM calls these methods in every worker: `init_transfer_engine` when a trainer comes, `shutdown` when the worker ends,
+and for each push `start_weight_update`, `update_weights` once for each bucket and once for the
 verification, and `finish_weight_update`. An exception in `update_weights` ends the push. `transfer_engine` makes this
 vLLM's class.
 """
@@ -45,8 +45,6 @@ class Rendezvous:
     timeout_s: float = 0.0
     peer: dict[str, Any] = field(default_factory=dict)
     """`describe_device` of the trainer."""
-    leaves: bool = False
-    """True when the trainer goes, and the workers leave its process group."""
 
 
 @dataclass(slots=True)
@@ -79,13 +77,11 @@ class WeightReceiver:
     """The store that the first worker opens for the next group."""
 
     def init_transfer_engine(self, init_info: Rendezvous) -> None:
-        """Prepares for buckets over the given transport, or leaves the trainer; does nothing if none is given.
+        """Prepares for buckets over the given transport; does nothing if none is given.
 
         RuntimeError if the shared memory is another machine's; GroupBroken if no port or no group can be had.
         """
-        if init_info.leaves:
-            self.shutdown()
-        elif init_info.shared is not None:
+        if init_info.shared is not None:
             try:
                 read_shared(init_info.shared).close()
             except OSError as error:

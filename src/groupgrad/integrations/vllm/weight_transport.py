@@ -91,7 +91,6 @@ class GroupTransport(HttpTransport):
         self._port, self.device = port, device or torch.device("cpu")
         self._backend: Backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._group: WeightGroup | None = None
-        self._address: Address | None = None
         self._name = ""
 
     def connect(self, address: Address, num_workers: int, *, timeout_s: float) -> None:
@@ -103,7 +102,7 @@ class GroupTransport(HttpTransport):
             call(address, "init", {"port": self._port, "timeout_s": rendezvous_s}, timeout_s=timeout_s)
         except ServerRefused as refused:
             raise GroupBroken(f"the server says: {refused}") from None
-        self._address, self._name = address, uuid.uuid4().hex[:8]
+        self._name = uuid.uuid4().hex[:8]
         body = {"group": self._name, "backend": self._backend, "port": self._port, "size": size, "timeout_s": timeout_s}
         body["peer"] = describe_device(self.device)
 
@@ -128,13 +127,10 @@ class GroupTransport(HttpTransport):
             raise
 
     def close(self) -> None:
-        """Leaves the group on both sides."""
+        """Leaves the group; workers that wait for a bucket notice, and leave it when a trainer meets them again."""
         group, self._group = self._group, None
-        if group is None or self._address is None:
-            return
-        group.close()
-        with contextlib.suppress(ConnectionError, ServerRefused):
-            call(self._address, "shutdown", {"group": self._name}, timeout_s=5.0)
+        if group is not None:
+            group.close()
 
 
 def choose_transport(
