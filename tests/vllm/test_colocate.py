@@ -103,14 +103,6 @@ def test_what_vllm_refuses_is_a_value_error(engine: VLLMColocateEngine, policy: 
         engine.sample([Request([5] * 140, seed=1, max_new_tokens=4)], OPTIONS)
 
 
-def test_a_regex_that_cannot_be_held_to_is_refused_at_once(
-    engine: VLLMColocateEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "_options", replace(COLOCATE, regex="[0-9"))
-    with pytest.raises(ValueError, match=r"(?s)Grammar error.*vllm_structured_outputs_regex='\[0-9'"):
-        engine.check(OPTIONS)
-
-
 def test_an_adapter_that_is_too_large_is_refused(engine: VLLMColocateEngine, policy: Any) -> None:
     with pytest.raises(ValueError, match="rank 16, but vLLM was started for adapters up to rank 4; merge it"):
         engine.push_adapter(adapted(policy, rank=16), 0)

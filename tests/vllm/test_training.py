@@ -113,14 +113,6 @@ def test_each_generation_batch_is_sampled_from_the_weights_that_train(mode: str,
     assert bool(logged(trainer, "kl")) == (beta > 0)
 
 
-def test_a_generation_batch_may_be_trained_on_twice(mode: str, train: Any) -> None:
-    trainer = train(mode, num_iterations=2, max_steps=4)
-    assert trainer.watch.policy_steps == [0, 2]
-    # Measured in the first pass over a batch: in the second the policy has changed.
-    differences = logged(trainer, "sampling/sampling_logp_difference/mean")
-    assert max(differences) < 1e-3 and trainer.watch.gap < 1e-3
-
-
 @pytest.mark.parametrize("updates", ["adapter", "merge"])
 def test_adapters_are_sampled_alone_or_merged(mode: str, updates: str, train: Any, monkeypatch: Any) -> None:
     trainer = train(
@@ -223,28 +215,3 @@ def test_rollout_functions_sample_from_the_weights_that_train(mode: str, train: 
     trainer = train(mode, arguments={"rollout_func": rollout})
     assert steps == [0, 1, 2]
     assert_in_step(trainer, [0, 1, 2])
-
-
-def test_evaluation_in_between_is_of_the_weights_that_train(mode: str, train: Any) -> None:
-    evaluated = Dataset.from_dict({"prompt": ["b", "c"]})
-    trainer = train(
-        mode,
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=8,
-        arguments={"eval_dataset": evaluated},
-    )
-    assert trainer.watch.policy_steps == [0, 1, 1, 2, 2, 3] and trainer.watch.gap < 1e-3
-    assert len(logged(trainer, "eval_reward")) == 3
-    assert trainer.evaluate()["eval_reward"] == logged(trainer, "eval_reward")[2]
-
-
-def test_a_resumed_run_goes_on_as_the_first_would_have(mode: str, train: Any, tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    whole = train(mode, **settings)
-    again = train(mode, run=False, **settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert again.watch.policy_steps == [2, 3] and again.watch.gap < 1e-3
-    assert again.watch.texts == whole.watch.texts[-len(again.watch.texts) :]
-    assert logged(again, "reward") == logged(whole, "reward")
-    assert logged(again, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-3, abs=1e-4)

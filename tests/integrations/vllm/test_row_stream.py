@@ -68,9 +68,11 @@ def row(number: int, prompt: int) -> dict[str, Any]:
 
 
 def test_a_row_ends_with_its_ids_and_log_probs() -> None:
-    lines = stream_lines(Engine(), prompts=[[5, 6]], rows=[row(3, 0)])
+    """It shares keys and values with rows of the same weights alone."""
+    engine = Engine()
+    lines = stream_lines(engine, prompts=[[5, 6]], rows=[row(3, 0)])
     line = {"row": 3, "weight_versions": [["0-a", 1]], "finish_reason": "length", "ids": [4], "logprobs": [-0.5]}
-    assert lines == {3: line}
+    assert lines == {3: line} and engine.prompts == [{"prompt_token_ids": [5, 6], "cache_salt": "0-a"}]
 
 
 def test_a_row_names_the_weights_that_vllm_has_sampled_it_from() -> None:
@@ -92,12 +94,6 @@ def test_a_record_that_lacks_a_token_fails_its_row() -> None:
     engine.versions[1].end = 1
     lines = stream_lines(engine, prompts=[[5]], rows=[row(3, 0)])
     assert "vLLM gave 2 tokens, and the weight versions of [('0-a', 1), ('1-b', 0)]" in lines[3]["error"]
-
-
-def test_rows_share_keys_and_values_with_rows_of_the_same_weights_alone() -> None:
-    engine = Engine()
-    stream_lines(engine, prompts=[[5]], rows=[row(3, 0)])
-    assert engine.prompts == [{"prompt_token_ids": [5], "cache_salt": "0-a"}]
 
 
 def test_heartbeats_count_the_tokens_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,28 +47,15 @@ def test_a_row_has_its_own_seed_and_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "plain"),
-    [
-        ({}, True),
-        ({"temperature": 0.3}, True),
-        ({"top_p": 0.9}, False),
-        ({"top_k": 5}, False),
-        ({"min_p": 0.1}, False),
-        ({"repetition_penalty": 1.1}, False),
-        ({"extra": {"bad_words": ["x"]}}, False),
-        ({"extra": {"presence_penalty": 0.5}}, False),
-    ],
-)
-def test_log_probs_are_plain_without_cuts_and_penalties(changes: dict[str, Any], plain: bool) -> None:
-    assert is_plain(sampling_fields(SamplingOptions(max_new_tokens=9, **changes))) is plain
-
-
-@pytest.mark.parametrize(
     ("changes", "mode"),
     [
         ({}, "processed_logprobs"),
         ({"temperature": 0.3}, "processed_logprobs"),
         ({"top_p": 0.9}, "raw_logprobs"),
+        ({"top_k": 5}, "raw_logprobs"),
+        ({"min_p": 0.1}, "raw_logprobs"),
+        ({"repetition_penalty": 1.1}, "raw_logprobs"),
+        ({"extra": {"bad_words": ["x"]}}, "raw_logprobs"),
         ({"extra": {"min_tokens": 3}}, "raw_logprobs"),
         ({"extra": {"min_tokens": 0}}, "processed_logprobs"),
         # vLLM ends thinking by inserting tokens.
