@@ -116,8 +116,8 @@ def cache_bytes(config: Any, num_tokens: int, itemsize: int, tensor_parallel_siz
     """
     layers = layer_configs(config)
     layer_types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-    num_own, num_values = len(layers) - (getattr(config, "num_kv_shared_layers", 0) or 0), 0
-    for layer, layer_type in list(zip(layers, layer_types))[:num_own]:
+    num_stored, num_values = len(layers) - (getattr(config, "num_kv_shared_layers", 0) or 0), 0
+    for layer, layer_type in list(zip(layers, layer_types))[:num_stored]:
         window = int(getattr(layer, "sliding_window", None) or num_tokens)
         lengths = {"full_attention": num_tokens, "sliding_attention": min(window, num_tokens)}
         num_values += lengths.get(layer_type, 0) * _values_per_token(layer, tensor_parallel_size)

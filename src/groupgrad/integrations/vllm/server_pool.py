@@ -372,9 +372,9 @@ class PoolSession(TicketSession):
             loads = [sum(map(self._cost, rows.requests)) for rows in parts]
             places = assign_rows(list(map(self._cost, tickets)), loads)
             for number, rows in enumerate(parts):
-                own = {ticket: self._open[ticket] for ticket, place in zip(tickets, places) if place == number}
-                if own:
-                    rows.send(own)
+                requests = {ticket: self._open[ticket] for ticket, place in zip(tickets, places) if place == number}
+                if requests:
+                    rows.send(requests)
 
     def _cost(self, ticket: int) -> int:
         """The most tokens that a row may sample, for the balance of loads."""

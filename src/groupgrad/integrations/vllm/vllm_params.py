@@ -131,9 +131,14 @@ def sampling_params(fields: Mapping[str, Any], row: Mapping[str, int], **output_
 
 def check_options(fields: Mapping[str, Any], engine: Any) -> None:
     """Runs vLLM's check of each submitted row. ValueError, with vLLM's message, for instance for an invalid regex."""
-    params, own = sampling_params(fields, {"seed": 0, "max_tokens": 1}), engine.input_processor
+    params, processor = sampling_params(fields, {"seed": 0, "max_tokens": 1}), engine.input_processor
     with plain_errors():
-        params.verify(own.model_config, own.speculative_config, own.structured_outputs_config, own.tokenizer)
+        params.verify(
+            processor.model_config,
+            processor.speculative_config,
+            processor.structured_outputs_config,
+            processor.tokenizer,
+        )
 
 
 @contextmanager

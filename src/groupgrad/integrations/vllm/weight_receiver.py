@@ -178,9 +178,9 @@ class WeightReceiver:
     def _join(self, rendezvous: Rendezvous, backend: Backend) -> None:
         """Joins the trainer and the other workers. RuntimeError if NCCL cannot connect this worker with the trainer."""
         store, self._store = self._store, None  # dropped, and its port closed, if no trainer joins
-        is_nccl, own = backend == "nccl", describe_device(self.device)
-        if is_nccl and (own["device"] in (None, rendezvous.peer["device"]) or own["nccl"] != rendezvous.peer["nccl"]):
-            raise RuntimeError(f"NCCL connects different GPUs of one release of it, not {own} and {rendezvous.peer}")
+        is_nccl, here, peer = backend == "nccl", describe_device(self.device), rendezvous.peer
+        if is_nccl and (here["device"] in (None, peer["device"]) or here["nccl"] != peer["nccl"]):
+            raise RuntimeError(f"NCCL connects different GPUs of one release of it, not {here} and {peer}")
         rank, timeout_s = self._rank, rendezvous.timeout_s
         if rank != 0:
             store = open_store(rendezvous.host, rendezvous.port, serves=False, timeout_s=min(timeout_s, RENDEZVOUS_S))
