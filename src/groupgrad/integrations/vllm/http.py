@@ -126,9 +126,10 @@ def store_new_key(port: int) -> tuple[str, OSError | None]:
     key, path = secrets.token_urlsafe(32), key_file(port)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # the rights of a file that is there would stay as they are
-        with open(path, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        written = path.with_name(f"{path.name}-{secrets.token_hex(4)}")
+        with open(written, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(key)
+        written.replace(path)  # at once: a trainer that waits for this server may be about to read it
     except OSError as error:
         return key, error
     return key, None
