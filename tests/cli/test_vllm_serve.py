@@ -177,7 +177,7 @@ def test_without_a_key_one_is_made_printed_and_stored_for_this_user(
     said = capsys.readouterr().err
     assert len(key) > 40 and said.count(key) == 1 and key not in " ".join(command) and "warning" not in said
     path = key_file(port_of(command))
-    assert path.read_text() == key and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text() == key and stat.S_IMODE(path.stat().st_mode) == 0o600 and list(keys.iterdir()) == [path]
     assert path.parent == keys and stat.S_IMODE(keys.stat().st_mode) == 0o700
     assert find_key("127.0.0.1", port_of(command)) == (key, str(path)) == find_key("localhost", port_of(command))
     assert find_key("node-5", port_of(command)) is None
