@@ -123,15 +123,6 @@ def test_requests_may_come_while_others_are_sampled(engine: VLLMColocateEngine, 
     assert [samples[ticket].ids for ticket in tickets] == expected
 
 
-def test_rows_that_are_given_up_leave_nothing_behind(engine: VLLMColocateEngine, policy: Any) -> None:
-    engine.push(policy, 0)
-    with engine.session(OPTIONS) as session:
-        session.submit(requests(1)[0])
-        session.advance()
-    engine.push(policy, 1)
-    assert len(engine.sample(requests(), OPTIONS)) == 6
-
-
 def test_the_process_goes_on_as_if_vllm_was_not_there(engine: VLLMColocateEngine, policy: Any) -> None:
     def streams() -> list[Any]:
         return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from real_vllm import Served, until, vary
+from sampling_thread import Sampling
 from vllm_training import LARGE, logged, make_trainer
 
 from groupgrad import compat
@@ -25,31 +25,6 @@ records_versions = pytest.mark.skipif(not RECORDS, reason="vLLM records the weig
 OPTIONS = SamplingOptions(max_new_tokens=120, eos_ids=())
 PROMPT = [4 + number % 80 for number in range(300)]
 """Longer than a block of vLLM's prefix cache."""
-
-
-class Sampling(threading.Thread):
-    """Samples rows in a thread of its own, as those of generation batches ahead are."""
-
-    def __init__(self, policy: VLLMPolicy, rows: list[Request]):
-        super().__init__(daemon=True)
-        self.policy, self.rows, self.error = policy, rows, None
-        self.samples: dict[int, Sample] = {}
-        self.start()
-
-    def run(self) -> None:
-        try:
-            with self.policy.freeze_weights(), self.policy.session(OPTIONS) as session:
-                for row in self.rows:
-                    session.submit(row)
-                while session.num_open:
-                    self.samples.update(session.advance())
-        except Exception as error:
-            self.error = error
-
-    def result(self) -> list[Sample]:
-        self.join(120.0)
-        assert self.error is None, self.error
-        return [self.samples[number] for number in range(len(self.rows))]
 
 
 @torch.no_grad()
@@ -100,7 +75,7 @@ def test_tokens_before_and_after_a_push_are_of_the_weights_that_they_name(server
     lengths = [6, 12, 18, 24, *[120] * 12, *[30] * 4]
     rows = [Request([4 + i // 2, 20, 30], seed=1000 + i, max_new_tokens=lengths[i]) for i in range(20)]
     with server.slowed():
-        sampling = Sampling(served, rows)
+        sampling = Sampling(served, rows, OPTIONS)
         for step, num_ended in ((1, 1), (2, 2)):
             until(lambda num_ended=num_ended: len(sampling.samples) >= num_ended or sampling.error is not None)
             vary(policy, step)
@@ -132,7 +107,7 @@ def test_rows_that_begin_after_a_push_take_nothing_from_rows_before_it(
     served.refresh(0)
     rows = [Request(PROMPT, seed=number, max_new_tokens=200 if number else 2) for number in range(8)]
     with server.slowed():
-        sampling = Sampling(served, rows)
+        sampling = Sampling(served, rows, OPTIONS)
         until(lambda: bool(sampling.samples) or sampling.error is not None)
         policy.load_state_dict(models[1].state_dict())
         served.refresh(1, keeps_rows=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_thread import Sampling
 from simulated_server import SimulatedServer, pool_of, pretend_vllm, servers_of
 
 from groupgrad import compat
@@ -27,27 +28,6 @@ def servers(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Simula
         for server in servers:
             server.engine.token_s = 0.02
         yield servers
-
-
-class Sampling(threading.Thread):
-    """Samples rows in a thread of its own, as those of generation batches ahead are."""
-
-    def __init__(self, policy: VLLMPolicy):
-        super().__init__(daemon=True)
-        self.policy, self.samples, self.error = policy, [], None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            with self.policy.freeze_weights():
-                self.samples = self.policy.sample(ROWS, OPTIONS)
-        except Exception as error:
-            self.error = error
-
-    def result(self) -> list[Sample]:
-        self.join(20.0)
-        assert self.error is None, self.error
-        return self.samples
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -82,7 +62,7 @@ def test_each_token_of_a_row_names_the_weights_that_sampled_it(servers: list[Sim
     policy.refresh(0)
     digests.append(server.engine.model.digest)
     resets = server.engine.num_resets
-    sampling = Sampling(policy)
+    sampling = Sampling(policy, ROWS, OPTIONS)
     for step in (1, 2):
         time.sleep(0.2)
         vary(model)
@@ -176,7 +156,7 @@ def sampling_on(servers: list[SimulatedServer], model: Any) -> tuple[VLLMPolicy,
     pool.connect(model, num_tokens=48, options=OPTIONS)
     policy = VLLMPolicy(pool, model)
     policy.refresh(0)
-    sampling = Sampling(policy)
+    sampling = Sampling(policy, ROWS, OPTIONS)
     until(lambda: all(server.engine.salts for server in servers))
     return policy, sampling
 

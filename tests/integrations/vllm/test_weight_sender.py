@@ -90,6 +90,20 @@ def test_a_push_within_the_process_is_whole_or_refused(llm: LLM, model: Any) -> 
     assert llm.versions == ["3-a"] and not llm.worker.is_active
 
 
+def test_scales_that_quantization_makes_of_the_weights_are_not_missed(llm: LLM, model: Any) -> None:
+    """vLLM quantizes a layer as soon as its weights are there, and keeps the scales as further parameters."""
+    receiver = llm.worker.receiver
+    load = receiver.load
+
+    def quantize(tensors: list[tuple[str, torch.Tensor]]) -> None:
+        load(tensors)
+        receiver.model.weights["model.layers.0.mlp.down_proj.weight_scale"] = torch.ones(3)
+
+    receiver.load = quantize  # type: ignore[method-assign]
+    InProcess(llm).push_weights(Source(model.state_dict()), "3-a")
+    assert llm.versions == ["3-a"]
+
+
 def test_ranks_that_do_not_send_read_the_weights_with_the_one_that_does(model: Any) -> None:
     source = Source(model.state_dict())
     sender(InProcess(None), source, rank=1).send_weights()

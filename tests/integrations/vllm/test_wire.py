@@ -55,12 +55,6 @@ def test_what_is_unpacked_is_what_was_packed_in_the_dtype_announced(bucket_bytes
     assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
 
 
-def test_tensors_begin_at_multiples_of_64_bytes() -> None:
-    (bucket,) = pack(SPECS[:2], WEIGHTS[:2])
-    assert len(bucket.data) == 64 + 64
-    assert torch.equal(bucket.data[64:74].view(torch.bfloat16), TENSORS[1].bfloat16())
-
-
 def test_a_tensor_longer_than_a_bucket_has_one_of_its_own() -> None:
     assert [(b.first, b.count) for b in pack(SPECS[:3], WEIGHTS[:3], bucket_bytes=10)] == [(0, 1), (1, 1), (2, 1)]
 
