@@ -234,19 +234,6 @@ class VLLMPolicy:
                 session = stack.enter_context(self.engine.session(options))
             yield _PolicySession(session, self)
 
-    def advance(self, session: Session) -> list[tuple[int, Sample]]:
-        """Samples a little; returns the rows that ended. RuntimeError once the policy is stopped."""
-        if self.engine.is_stopped:
-            raise RuntimeError(GIVEN_UP)
-        if self._is_pushing:  # leave the lock to the push
-            time.sleep(POLL_S)
-            return []
-        with self._lock:
-            ended = session.advance()
-        if self._keeps_logprobs:
-            return ended
-        return [(ticket, replace(sample, logprobs=None)) for ticket, sample in ended]
-
     def close(self) -> None:
         """Ends what this process started of vLLM."""
         self.engine.close()
@@ -261,7 +248,17 @@ class _PolicySession:
 
     def advance(self) -> list[tuple[int, Sample]]:
         """Samples a little; returns the rows that ended. RuntimeError once the policy is stopped."""
-        return self._policy.advance(self._inner)
+        policy = self._policy
+        if policy.engine.is_stopped:
+            raise RuntimeError(GIVEN_UP)
+        if policy._is_pushing:  # leave the lock to the push
+            time.sleep(POLL_S)
+            return []
+        with policy._lock:
+            ended = self._inner.advance()
+        if policy._keeps_logprobs:
+            return ended
+        return [(ticket, replace(sample, logprobs=None)) for ticket, sample in ended]
 
     @property
     def num_open(self) -> int:
