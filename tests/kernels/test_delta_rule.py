@@ -184,17 +184,22 @@ def test_vectors_of_any_length_strengths_of_zero_and_strong_decays(kernels: ctyp
     assert_all_close(computed(kernels, MIXED, inputs, sizes, norm=False), expected(MIXED, inputs, sizes, norm=False))
 
 
-def test_no_number_depends_on_threads_or_on_other_rows(kernels: ctypes.CDLL, threads: Callable[[int], None]) -> None:
-    sizes = (4, 2, 16, 16)
-    inputs = [*random_inputs(MIXED, sizes), random_states(4, sizes)]
+@pytest.mark.parametrize("is_mamba2", [False, True])
+def test_no_number_depends_on_threads_or_on_other_rows(
+    is_mamba2: bool, kernels: ctypes.CDLL, threads: Callable[[int], None]
+) -> None:
+    sizes, norm = (4, 2, 16, 16), not is_mamba2
+    vectors = random_inputs(MIXED, sizes)[: 2 if is_mamba2 else 3]
+    inputs = [*vectors, random_states(4, sizes)]
     threads(1)
-    alone = computed(kernels, MIXED, inputs, sizes, states=STATES)
+    alone = computed(kernels, MIXED, inputs, sizes, norm=norm, states=STATES)
     threads(3)
-    every = computed(kernels, MIXED, inputs, sizes, states=STATES)
+    every = computed(kernels, MIXED, inputs, sizes, norm=norm, states=STATES)
     assert all(map(torch.equal, every, alone))
     first = MIXED[:1]
     (_, num_tokens) = spans_of(first)
-    some = computed(kernels, first, [*(x[:num_tokens] for x in inputs[:3]), inputs[3][:1]], sizes, states=([0], [0]))
+    cut = [*(x[:num_tokens] for x in vectors), inputs[-1][:1]]
+    some = computed(kernels, first, cut, sizes, norm=norm, states=([0], [0]))
     assert torch.equal(some[0], every[0][:num_tokens]) and torch.equal(some[1][0], every[1][1])
 
 
@@ -218,21 +223,6 @@ def test_mamba2_is_that_of_the_tokens_in_turn(sizes: Sizes, kernels: ctypes.CDLL
         found = computed(kernels, MIXED, inputs, sizes, memory, norm=False, states=STATES)
         for name, value, want in zip(("output", "final states", "vectors", "decay", "initial states"), found, wanted):
             assert_close(value, want, f"{name}, {memory}")
-
-
-def test_no_number_of_mamba2_depends_on_threads_or_on_other_rows(
-    kernels: ctypes.CDLL, threads: Callable[[int], None]
-) -> None:
-    sizes = (4, 2, 16, 16)
-    inputs = random_inputs(MIXED, sizes)[:2]
-    threads(1)
-    alone = computed(kernels, MIXED, inputs, sizes, norm=False)
-    threads(3)
-    assert all(map(torch.equal, computed(kernels, MIXED, inputs, sizes, norm=False), alone))
-    first = MIXED[:1]
-    (_, num_tokens) = spans_of(first)
-    some = computed(kernels, first, [x[:num_tokens] for x in inputs], sizes, norm=False)
-    assert torch.equal(some[0], alone[0][:num_tokens])
 
 
 @pytest.mark.parametrize("wanted", ["output", "final states"])

@@ -125,7 +125,7 @@ def watched(folder: Path) -> Iterator[None]:
 
 
 def test_the_watchdog_waits_for_a_compiler_that_computes(lock: Path, tmp_path: Path) -> None:
-    with compiling(lock, BURN.format(s=5)), watched(tmp_path):
+    with compiling(lock, BURN.format(s=3.5)), watched(tmp_path):
         FileBaton(str(lock)).wait()
     assert not lock.exists()
 
@@ -137,7 +137,7 @@ def test_the_watchdog_names_the_lock_of_a_compiler_that_hangs(lock: Path, tmp_pa
     assert re.search(story, str(error.value))
 
 
-@pytest.mark.parametrize(("work", "is_hung"), [(BURN.format(s=5), False), (IDLE, True)])
+@pytest.mark.parametrize(("work", "is_hung"), [(BURN.format(s=3.5), False), (IDLE, True)])
 def test_the_watchdog_waits_for_compilers_of_this_process(lock: Path, tmp_path: Path, work: str, is_hung: bool) -> None:
     lock.unlink()
     baton = FileBaton(str(lock))

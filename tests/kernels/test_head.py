@@ -61,7 +61,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 127, 128, 129, 300, 2048, 2049, 5000])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_are_those_of_float64(size: int, temperature: float, kernels: ctypes.CDLL):
     logits, tokens = case(size)
     found = scored(kernels, logits, tokens, temperature)
@@ -75,7 +75,7 @@ def test_scores_are_those_of_float64(size: int, temperature: float, kernels: cty
         assert found.logprobs.abs().max() < 1e-7 and found.entropies.abs().max() < 1e-7
 
 
-@pytest.mark.parametrize("size", [1, 127, 128, 129, 2048, 2049, 4500, 6000])
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 2049, 6000])
 def test_bits_do_not_depend_on_tiles_and_are_those_of_a_choice(
     size: int, kernels: ctypes.CDLL, threads: Callable[[int], None]
 ):
@@ -95,13 +95,6 @@ def test_bits_do_not_depend_on_tiles_and_are_those_of_a_choice(
             found = scored(kernels, logits, chosen.tokens, temperature, tokens_at_once, list(bounds))
             assert torch.equal(found.logprobs, chosen.logprobs), (tokens_at_once, bounds)
             assert torch.equal(found.entropies, chosen.entropies), (tokens_at_once, bounds)
-
-
-def test_tiles_of_the_head_begin_at_whole_blocks():
-    for size in (1, 127, 2048, 2049, 5000, 32_000, 50_257, 151_936):
-        parts = list(slices(size, 2048, 128))
-        assert all(part.start % 128 == 0 and part.stop - part.start <= 2048 for part in parts)
-        assert parts[-1].stop == size
 
 
 def test_a_large_vocabulary_is_summed_in_float64(kernels: ctypes.CDLL):
