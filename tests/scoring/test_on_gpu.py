@@ -18,13 +18,10 @@ from groupgrad.scoring.blocks import TokenSpan
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
 
 KINDS = [
-    "qwen3-tied",
     "gpt2",
     "phi (head bias)",
     "gemma2 (soft caps)",
-    "mistral (sliding window)",
     "granite (logit scale)",
-    "qwen3-moe",
     "gpt-oss (experts, sinks)",
 ]
 WAYS = [

@@ -34,15 +34,12 @@ def test_log_probs_and_gradients_are_those_of_one_pass_a_row(family: str, row_lo
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_start_up_check_takes_the_shared_layout(family: str) -> None:
-    report = check_layout(make_hybrid(family), ForwardOptions())
+    """In mixed precision too."""
+    model = make_hybrid(family)
+    report = check_layout(model, ForwardOptions())
     assert (report.layout, report.tiled_head, report.reason) == ("shared", True, None)
     assert report.difference is not None and report.difference < 1e-4
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_the_shared_layout_is_taken_in_mixed_precision_too(family: str) -> None:
-    precision = partial(torch.autocast, "cpu", torch.bfloat16)
-    report = check_layout(make_hybrid(family), ForwardOptions(), precision)
+    report = check_layout(model, ForwardOptions(), partial(torch.autocast, "cpu", torch.bfloat16))
     assert (report.layout, report.reason) == ("shared", None)
 
 
@@ -123,7 +120,7 @@ def random_spans(lengths: list[tuple[int, list[int]]]) -> tuple[list[TokenSpan],
 
 
 SEGMENTS = st.lists(
-    st.tuples(st.integers(1, 70), st.lists(st.integers(0, 150), min_size=0, max_size=4)), min_size=1, max_size=4
+    st.tuples(st.integers(1, 70), st.lists(st.integers(0, 150), min_size=0, max_size=3)), min_size=1, max_size=3
 )
 
 
@@ -164,7 +161,7 @@ def _check_states(lengths: list[tuple[int, list[int]]], seed: int, size: int) ->
             assert float(measured[place]) == pytest.approx(state, rel=1e-9)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "nemotron_h", "jamba", "minimax"])
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "nemotron_h", "jamba"])
 def test_blocks_of_chunks_give_the_gradients_of_all_chunks_at_once(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,11 +176,16 @@ def test_blocks_of_chunks_give_the_gradients_of_all_chunks_at_once(
         torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6 * scale, msg=name)
 
 
-COMPILED_SCANS = ("qwen3_5", "qwen3_next", "olmo_hybrid", "nemotron_h", "granitemoehybrid")
+COMPILED_SCANS = ("qwen3_5", "olmo_hybrid", "nemotron_h")
 
 
-@pytest.mark.parametrize("longest", [10**9, 100])
-@pytest.mark.parametrize("family", [*COMPILED_SCANS, "jamba", "lfm2", "kimi_linear"])
+@pytest.mark.parametrize(
+    ("family", "longest"),
+    [
+        *((family, 10**9) for family in (*COMPILED_SCANS, "jamba", "lfm2", "kimi_linear")),
+        *((family, 100) for family in ("qwen3_5", "nemotron_h", "lfm2")),
+    ],
+)
 def test_compiled_layers_give_the_log_probs_and_gradients_of_pytorch(
     family: str, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +213,7 @@ def test_compiled_layers_give_the_log_probs_and_gradients_of_pytorch(
         torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-5 * scale, msg=name)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(SEGMENTS, st.integers(0, 2**16))
 def test_the_gated_delta_rule_is_the_recurrence_of_its_paper(lengths: list[tuple[int, list[int]]], seed: int) -> None:
     spans, rows = random_spans(lengths)

@@ -9,17 +9,7 @@ import pytest
 import torch
 from tiny_vlms import make_image
 from torch import nn
-from vlm_batches import (
-    ADAPTERS,
-    HYBRID,
-    NAMES,
-    VLMSetup,
-    adapted,
-    concat_media,
-    make_batch,
-    make_vlm_setup,
-    plain_logprobs,
-)
+from vlm_batches import HYBRID, NAMES, VLMSetup, adapted, concat_media, make_batch, make_vlm_setup, plain_logprobs
 
 from groupgrad.batching.collate import collate
 from groupgrad.models.reference import Reference
@@ -34,9 +24,11 @@ from groupgrad.scoring.vlm import BidirectionalImageLayout, concat_media_tensors
 from groupgrad.types import Media, Rollout
 
 LAYOUTS: tuple[InputLayout, ...] = ("dense", "packed", "shared")
+FEW = ("qwen3_vl", "gemma3", "idefics3")
+"""Image features in several layers; attention both ways within an image; images in tiles of several shapes."""
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=FEW)
 def vlm(request) -> VLMSetup:
     return make_vlm_setup(request.param)
 
@@ -62,27 +54,31 @@ def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, t
         assert gap <= 1e-5 * max(float(value.norm()), 0.01 * largest), (name, gap, float(value.norm()))
 
 
-@pytest.mark.parametrize("adapters", ADAPTERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [*NAMES, HYBRID])
-def test_path(name: str, layout: InputLayout, adapters: str):
+PATHS = [(name, "lora_all") for name in (*NAMES, HYBRID)]
+PATHS += [(name, adapters) for name in FEW for adapters in ("full", "lora_text")]
+
+
+@pytest.mark.parametrize(("name", "adapters"), PATHS)
+def test_path(name: str, adapters: str):
+    """Adapters everywhere include those of the language model; alone these train without the vision tower."""
     vlm = make_vlm_setup(name)
     model, batch = adapted(vlm.model, adapters), make_batch(vlm)
     expected = plain_logprobs(model, vlm)
-    scores = score_tokens(model, batch, ForwardOptions(layout=layout))
-    torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=1e-5)
     weights = torch.linspace(-1, 2, batch.num_tokens)
-    actual, plain = (gradients(model, (weights * values).sum()) for values in (scores.logprobs, expected))
-    assert_same_gradients(actual, plain)
-    in_vision = [n for n, g in actual.items() if ("visual" in n or "vision" in n) and float(g.norm()) > 1e-4]
+    plain = gradients(model, (weights * expected).sum())
+    in_vision = [n for n, g in plain.items() if ("visual" in n or "vision" in n) and float(g.norm()) > 1e-4]
     assert bool(in_vision) == (adapters != "lora_text")
+    for layout in LAYOUTS:
+        scores = score_tokens(model, batch, ForwardOptions(layout=layout))
+        torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=1e-5, msg=layout)
+        assert_same_gradients(gradients(model, (weights * scores.logprobs).sum()), plain)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_images_matter(vlm: VLMSetup, layout: InputLayout):
+@pytest.mark.parametrize("name", NAMES)
+def test_the_images_matter(name: str):
     """The comparison above depends on the images: others give other log-probs."""
-    batch = make_batch(vlm)
-    options = ForwardOptions(layout=layout)
+    vlm = make_vlm_setup(name)
+    batch, options = make_batch(vlm), ForwardOptions(layout="shared")
     before = score_tokens(vlm.model, batch, options).logprobs
     assert batch.media is not None
     turned = [
@@ -109,15 +105,15 @@ def test_a_sliding_window_shorter_than_an_image(layout: InputLayout):
     torch.testing.assert_close(scores, plain_logprobs(vlm.model, vlm), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sampled_placeholder_is_an_ordinary_token(vlm: VLMSetup, layout: InputLayout):
+def test_a_sampled_placeholder_is_an_ordinary_token(vlm: VLMSetup):
     """Another token with the same embedding gives the same log-probs afterwards."""
     model, other = vlm.model, 60
     embedding = model.get_input_embeddings().weight
     kept = embedding[other].detach().clone()
     rows = ((0, [20, vlm.placeholder, 30, 40]), (2, [vlm.placeholder, 33]), (1, [vlm.placeholder, 24]))
     others = tuple((group, [other if token == vlm.placeholder else token for token in ids]) for group, ids in rows)
-    scores = score_tokens(model, make_batch(vlm, rows), ForwardOptions(layout=layout)).logprobs
+    batch = make_batch(vlm, rows)
+    scores = [score_tokens(model, batch, ForwardOptions(layout=layout)).logprobs for layout in LAYOUTS]
     try:
         with torch.no_grad():
             embedding[other] = embedding[vlm.placeholder]
@@ -126,8 +122,9 @@ def test_a_sampled_placeholder_is_an_ordinary_token(vlm: VLMSetup, layout: Input
         with torch.no_grad():
             embedding[other] = kept
     ordinary = torch.tensor([token != vlm.placeholder for _, ids in rows for token in ids])
-    torch.testing.assert_close(scores[ordinary], expected[ordinary], rtol=0, atol=1e-5)
-    assert bool(scores.isfinite().all())
+    for found in scores:
+        torch.testing.assert_close(found[ordinary], expected[ordinary], rtol=0, atol=1e-5)
+        assert bool(found.isfinite().all())
 
 
 def test_rows_without_images_need_none(vlm: VLMSetup):
@@ -139,8 +136,7 @@ def test_rows_without_images_need_none(vlm: VLMSetup):
         torch.testing.assert_close(scores, dense, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tool_images_in_a_completion(vlm: VLMSetup, layout: InputLayout):
+def test_tool_images_in_a_completion(vlm: VLMSetup):
     """A prompt with images, sampled text, a tool reply with another image, sampled text; beside a row that shares the
     prompt and a row without images."""
     prompt, tool = vlm.cases[0].prompt, vlm.cases[2].prompt
@@ -153,7 +149,6 @@ def test_tool_images_in_a_completion(vlm: VLMSetup, layout: InputLayout):
         Rollout(vlm.cases[1].prompt, 2, [50, 51], "eos", "", ""),
     ]
     batch = collate(rollouts, [0.0] * 3, mask_truncated=False)
-    scores = score_tokens(vlm.model, batch, ForwardOptions(layout=layout))
     ids = torch.tensor([prompt.ids + completion])
     types = {name: torch.cat([value, value.new_zeros(3)])[None] for name, value in media.token_tensors.items()}
     taken = {name: value for name, value in types.items() if name in arguments(vlm.model)}
@@ -162,9 +157,11 @@ def test_tool_images_in_a_completion(vlm: VLMSetup, layout: InputLayout):
     expected = expected.gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)[torch.tensor(sampled)].float()
     others = plain_logprobs(vlm.model, vlm, ((0, [40, 41]), (1, [50, 51])))
     everything = torch.cat([others[:2], expected, others[2:]])
-    torch.testing.assert_close(scores.logprobs[batch.trained], everything, rtol=0, atol=1e-5)
-    actual = gradients(vlm.model, scores.logprobs.sum())
-    assert_same_gradients(actual, gradients(vlm.model, everything.sum()))
+    plain = gradients(vlm.model, everything.sum())
+    for layout in LAYOUTS:
+        scores = score_tokens(vlm.model, batch, ForwardOptions(layout=layout))
+        torch.testing.assert_close(scores.logprobs[batch.trained], everything, rtol=0, atol=1e-5, msg=layout)
+        assert_same_gradients(gradients(vlm.model, scores.logprobs.sum()), plain)
 
 
 def test_parts_of_a_batch_keep_their_images(vlm: VLMSetup):
@@ -200,8 +197,7 @@ def test_gradient_checkpointing_changes_nothing(vlm: VLMSetup, reentrant: bool):
         model.eval()
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
-@pytest.mark.parametrize("adapters", ["full", "lora_all"])
+@pytest.mark.parametrize(("name", "adapters"), [("qwen3_vl", "full"), ("gemma3", "lora_all")])
 def test_the_reference_gets_the_images_of_the_policy(name: str, adapters: str):
     vlm = make_vlm_setup(name)
     model, batch = adapted(vlm.model, adapters), make_batch(vlm)
@@ -215,16 +211,12 @@ def test_the_reference_gets_the_images_of_the_policy(name: str, adapters: str):
     torch.testing.assert_close(scorer.policy(batch).logprobs, plain_logprobs(model, vlm).detach(), rtol=0, atol=1e-5)
 
 
-def test_a_recurrent_vlm_computes_each_prompt_once():
-    vlm = make_vlm_setup(HYBRID)
-    report = check_layout(vlm.model, ForwardOptions(), example=example_prompt(vlm.processor))
-    assert (report.layout, report.tiled_head, report.reason) == ("shared", True, None)
-
-
 # ------------------------------------------------------------------------------------ the start-up check
 
 
-def test_the_layout_check_includes_images(vlm: VLMSetup):
+@pytest.mark.parametrize("name", [*NAMES, HYBRID])
+def test_the_layout_check_includes_images(name: str):
+    vlm = make_vlm_setup(name)
     example = example_prompt(vlm.processor)
     batch = random_batch(vlm.model, example)
     assert batch.media is not None
