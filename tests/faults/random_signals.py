@@ -10,7 +10,6 @@ the code of a stopped run and the checkpoint is that step's or a later one's.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import random
 import shutil
@@ -25,7 +24,8 @@ from transformers import TrainerCallback
 
 from groupgrad.stopping import EXIT_STOPPED
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "helpers"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "trainer"))
+import ranks
 from forked_ranks import forked_ranks, wait_for
 
 FIRST_STEP_S = 60.0
@@ -33,15 +33,6 @@ FIRST_STEP_S = 60.0
 
 EXIT_S = 60.0
 """Time that a run has to end after a signal."""
-
-
-def _ranks_module() -> Any:
-    path = Path(__file__).parent.parent / "trainer" / "ranks.py"
-    spec = importlib.util.spec_from_file_location("ranks", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Steps(TrainerCallback):
@@ -54,18 +45,18 @@ class Steps(TrainerCallback):
         self._path.write_text(str(state.global_step))
 
 
-def _train(ranks: Any, rank: int, out: Path) -> None:
+def _train(rank: int, out: Path) -> None:
     trainer = ranks.build("signals", out, max_steps=10**6, beta=0.1, logging_steps=3)
     if rank == 0:
         trainer.add_callback(Steps(out / "steps"))
     trainer.train()
 
 
-def attempt(ranks: Any, stream: random.Random) -> str | None:
+def attempt(stream: random.Random) -> str | None:
     """One try; what went wrong, or None."""
     out = Path(tempfile.mkdtemp(prefix="signals_"))
     steps = out / "steps"
-    with forked_ranks(lambda rank: _train(ranks, rank, out), out) as both:
+    with forked_ranks(lambda rank: _train(rank, out), out) as both:
         wait_for(steps, FIRST_STEP_S)
         time.sleep(stream.uniform(0.0, 1.0))
         targets, name = stream.choice([[0, 1], [0], [1]]), stream.choice(["SIGTERM", "SIGUSR1"])
@@ -93,9 +84,9 @@ def main() -> int:
     options = parser.parse_args()
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
-    ranks, stream, problems = _ranks_module(), random.Random(options.seed), []
+    stream, problems = random.Random(options.seed), []
     for number in range(options.tries):
-        problem = attempt(ranks, stream)
+        problem = attempt(stream)
         if problem is not None:
             problems.append(problem)
             print(f"try {number}: {problem}", flush=True)

@@ -20,10 +20,9 @@ import torch
 from forked_ranks import forked_ranks
 from injected_kills import count_changes, run_and_kill
 from peft import LoraConfig
+from small_runs import letters_reward, without_times
 
 from groupgrad.checkpoints import host_copies
-
-TIMES = ("runtime", "per_second", "step_time", "time/", "latency_s", "tools/wait")
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -45,7 +44,7 @@ KILLS = math.ceil(int(os.environ.get("KILLS", "132")) / (len(KINDS) + 1))
 
 async def async_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """Depends on the tokens alone."""
-    return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
+    return letters_reward(completion_ids)
 
 
 def settings_of(kind: str) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def settings_of(kind: str) -> dict[str, Any]:
 
 def ending(trainer: Any) -> dict[str, Any]:
     """Weights, moments and logs after a run, without measured times."""
-    log = [{k: v for k, v in e.items() if not any(t in k for t in TIMES)} for e in trainer.state.log_history]
+    log = without_times(trainer.state.log_history)
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {"weights": list(trainer.model.parameters()), "moments": moments, "log": log[:-1]}
 

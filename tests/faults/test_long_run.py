@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import importlib.util
 import sys
 import tempfile
 from pathlib import Path
@@ -21,22 +20,14 @@ import pytest
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from groupgrad import GRPOConfig, GRPOTrainer
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+import repeatable_runs
+
 from groupgrad.checkpoints import host_copies
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS / "helpers"))
 EVERY, BEHIND_A_SAVE = 200, 10
 LARGEST_GROWTH = 6 * 2**20
 """Bytes of resident memory by which a run may grow from step 210 to its end; `log_history` takes some of them."""
-
-
-def load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Usage(TrainerCallback):
@@ -91,43 +82,30 @@ def sum_of_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]
 
 def run(folder: Path, num_steps: int) -> dict[int, dict[str, int]]:
     """Trains with all that could leave something behind, and returns what the process had by step."""
-    base = load(TESTS / "helpers" / "base_fixtures.py")
-    agents = load(TESTS / "helpers" / "scripted_agents.py")
-    model, usage = base.make_model(0, initializer_range=0.15), Usage()
-    model.generation_config.eos_token_id = [1, *range(4, 24)]
+    usage = Usage()
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{letter}!"}] for letter in "abcdefgh"]})
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=[slow_length, sum_of_tokens],
-        args=GRPOConfig(
-            output_dir=str(folder),
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            max_steps=num_steps,
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=32,
-            max_tool_calling_iterations=1,
-            learning_rate=1e-4,
-            logging_steps=10,
-            log_completions=True,
-            num_completions_to_print=0,
-            save_steps=20,
-            save_total_limit=2,
-            save_in_background=True,
-            eval_strategy="steps",
-            eval_steps=50,
-            per_device_eval_batch_size=4,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-        ),
-        train_dataset=rows,
+    trainer = repeatable_runs.make_trainer(
+        folder,
+        reward=[slow_length, sum_of_tokens],
+        callbacks=[usage],
+        dataset=rows,
         eval_dataset=rows.select(range(2)),
-        processing_class=agents.with_tools(base.make_tokenizer()),
         tools=[shout],
         response_parser=read_call,
-        callbacks=[usage],
+        max_steps=num_steps,
+        per_device_train_batch_size=4,
+        max_completion_length=32,
+        max_tool_calling_iterations=1,
+        learning_rate=1e-4,
+        logging_steps=10,
+        log_completions=True,
+        num_completions_to_print=0,
+        save_steps=20,
+        save_total_limit=2,
+        save_in_background=True,
+        eval_strategy="steps",
+        eval_steps=50,
+        per_device_eval_batch_size=4,
     )
     trainer.train()
     return usage.seen

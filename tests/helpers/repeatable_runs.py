@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import base_fixtures as BASE
 import torch
 from datasets import Dataset
 from scripted_agents import with_tools
+from small_runs import EOS, SETTINGS, letters_reward
 from transformers import TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
-
-_SPEC = importlib.util.spec_from_file_location("base", Path(__file__).with_name("base_fixtures.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-BASE = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(BASE)
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,11 +31,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """Kind of run → its settings."""
-
-
-def letters_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """Reward that depends on the tokens alone."""
-    return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
 
 
 def add(number: int) -> int:
@@ -60,7 +51,7 @@ def read_call(text: str, ids: list[int]) -> dict[str, Any]:
 def make_trainer(
     folder: Path,
     *,
-    reward: Callable[..., Any] = letters_reward,
+    reward: Any = letters_reward,
     callbacks: Sequence[TrainerCallback] = (),
     rows: int = 16,
     model_seed: int = 0,
@@ -69,38 +60,34 @@ def make_trainer(
 ) -> GRPOTrainer:
     """A trainer of a few fast steps that saves every fourth, equal for equal settings.
 
-    Beside fields of the configuration `settings` may have `model`, `optimizers` and `eval_dataset`.
+    Beside fields of the configuration `settings` may have a model, data and other arguments of the trainer; `tools` is
+    a list, or True for a tool that adds one.
     """
     torch.set_num_threads(1)
     model, dropout = settings.pop("model", None), settings.pop("dropout", 0.0)
     if model is None:
         model = BASE.make_model(model_seed, initializer_range=0.15, attention_dropout=dropout)
-        model.generation_config.eos_token_id = [1, *range(4, 24)]
+        model.generation_config.eos_token_id = EOS
     config: dict[str, Any] = {
+        **SETTINGS,
         "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
         "disable_tqdm": True,
         "save_strategy": "steps",
         "save_steps": 4,
-        "logging_steps": 1,
         "max_steps": 12,
         "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "gradient_checkpointing": False,
         **settings,
     }
     stream, tokenizer, extra = config.pop("stream", False), BASE.make_tokenizer(), {"peft_config": peft}
-    extra |= {name: config.pop(name) for name in ("optimizers", "eval_dataset") if name in config}
-    dataset = Dataset.from_dict({"prompt": [f"{letter}!" for letter in "abcdefghijklmnopqrstuvwxyz"[:rows]]})
-    if config.pop("tools", False):
+    extra |= {name: config.pop(name) for name in ("optimizers", "eval_dataset", "response_parser") if name in config}
+    dataset = config.pop("dataset", None)
+    if dataset is None:
+        dataset = Dataset.from_dict({"prompt": [f"{letter}!" for letter in "abcdefghijklmnopqrstuvwxyz"[:rows]]})
+    if tools := config.pop("tools", False):
         tokenizer = with_tools(tokenizer)
-        extra |= {"tools": [add], "response_parser": read_call}
-        dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+        extra = {"response_parser": read_call, **extra, "tools": [add] if tools is True else tools}
+        if isinstance(dataset[0]["prompt"], str):
+            dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     if config.pop("adapter", False):
         from peft import LoraConfig
 

@@ -5,7 +5,6 @@ Arguments: FOLDER PORT CASE ... Every rank writes what it ended with to `FOLDER/
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -15,6 +14,9 @@ import torch
 from base_fixtures import make_model, make_tokenizer
 from real_vllm import vary
 from vllm_training import LARGE, Watch, logged, make_trainer
+
+sys.path.append(str(Path(__file__).parents[1] / "trainer"))
+import zero_ranks
 
 from groupgrad.integrations.sharding.sharding import gathered, is_sharded
 from groupgrad.integrations.vllm.http import Address, call
@@ -59,7 +61,7 @@ def run(case: str, folder: Path, port: int) -> dict[str, Any]:
 
         arguments["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
     if settings.pop("deepspeed", False) and ranks > 1:
-        settings["deepspeed"] = zero_ranks().deepspeed_config(stage=3, persistent=False)
+        settings["deepspeed"] = zero_ranks.deepspeed_config(stage=3, persistent=False)
     if ranks == 1:
         settings.pop("fsdp", None)
     trainer: Any = make_trainer(
@@ -99,20 +101,10 @@ def relative(first: torch.Tensor, second: torch.Tensor) -> float:
     return float((first - second).norm() / second.norm())
 
 
-def zero_ranks() -> Any:
-    """The module of runs under DeepSpeed."""
-    path = Path(__file__).parents[1] / "trainer" / "zero_ranks.py"
-    spec = importlib.util.spec_from_file_location("zero_ranks", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def main(folder: Path, port: int, cases: list[str]) -> None:
     torch.set_num_threads(1)
     if any("deepspeed" in CASES[case] for case in cases):
-        zero_ranks().start_deepspeed()
+        zero_ranks.start_deepspeed()
     for case in cases:
         torch.save(run(case, folder, port), folder / f"{case}_{os.environ['RANK']}.pt")
 

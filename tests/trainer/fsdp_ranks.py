@@ -5,7 +5,6 @@ Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -14,6 +13,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
 from groupgrad.integrations.sharding.fsdp import local_part
 from groupgrad.integrations.sharding.sharding import gather_all, is_sharded, num_parameters
 from groupgrad.integrations.vllm import setup as vllm_setup
@@ -21,7 +23,7 @@ from groupgrad.models.weights import checkpoint_weights
 
 TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
 LARGE = {"optim": "sgd", "learning_rate": 0.3}
-SAVED = {**TWO_STEPS, "save_strategy": "steps", "save_steps": 1}
+SAVED = {**TWO_STEPS, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
 
 OWN: dict[str, dict[str, Any]] = {
     # A norm of the gradient far above the bound, and trained weights that two modules share.
@@ -37,7 +39,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 """Cases beside those of `ranks.py`."""
 
-REFUSED = ("rows_stay", "lora", "resumed", "saved_behind")
+REFUSED = ("rows_stay", "lora", "resumed")
 """Cases of `ranks.py` that ask for what FSDP does not go with, or that are among `OWN` in another form."""
 
 
@@ -48,24 +50,14 @@ With AdamW one of the 512 numbers of a weight differed by 2.3e-5, and all weight
 """
 
 
-def cases(ranks: Any) -> dict[str, dict[str, Any]]:
-    """All cases by name."""
-    taken = {name: case for name, case in ranks.CASES.items() if name not in REFUSED}
-    return {**taken, **{name: {**taken[name], **LARGE} for name in ROUNDING}, **OWN}
+CASES = {name: case for name, case in ranks.CASES.items() if name not in REFUSED}
+CASES |= {name: {**CASES[name], **LARGE} for name in ROUNDING} | OWN
+"""All cases by name."""
 
 
-def load_ranks(name: str = "ranks") -> Any:
-    """The module `ranks`, whose runs these are, or another beside it."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def build(ranks: Any, name: str, out: Path, **changes: Any) -> Any:
+def build(name: str, out: Path, **changes: Any) -> Any:
     """The case's trainer: under FSDP on several processes, plain on one."""
-    settings = {**cases(ranks)[name], **changes}
+    settings = {**CASES[name], **changes}
     settings.setdefault("fsdp", int(os.environ.get("WORLD_SIZE", "1")) > 1 or None)
     if settings.pop("flat", False):
         settings["reward"] = lambda completion_ids, row, **_: ranks.few_vary(completion_ids, row)
@@ -74,31 +66,31 @@ def build(ranks: Any, name: str, out: Path, **changes: Any) -> Any:
     return ranks.build(f"fsdp_{name}", out, **settings)
 
 
-def whole_weights(ranks: Any, trainer: Any) -> torch.Tensor:
+def whole_weights(trainer: Any) -> torch.Tensor:
     """Collective."""
     with gather_all(trainer.model):
         return ranks.HELP.weights(trainer.model)
 
 
-def run(ranks: Any, name: str, out: Path, **changes: Any) -> dict[str, Any]:
-    trainer = build(ranks, name, out, **changes)
+def run(name: str, out: Path, **changes: Any) -> dict[str, Any]:
+    trainer = build(name, out, **changes)
     local = sum(local_part(parameter).numel() for parameter in trainer.model.parameters())
     found: dict[str, Any] = {"sharded": (is_sharded(trainer.model), local, num_parameters(trainer.model))}
     trainer.train()
-    found |= result(ranks, trainer)
+    found |= result(trainer)
     found |= {"layout": trainer.execution.layout_report, "engine": trainer.execution.engine_choice.name}
     if name.startswith("saved"):
         trainer.save_model(str(out / "run" / f"fsdp_{name}" / "final"))
-        again = build(ranks, name, out, output_dir=str(out / "again" / name))
+        again = build(name, out, output_dir=str(out / "again" / name))
         again.train(str(out / "run" / f"fsdp_{name}" / "checkpoint-1"))
-        found["again"] = result(ranks, again)
+        found["again"] = result(again)
     return found
 
 
-def result(ranks: Any, trainer: Any) -> dict[str, Any]:
+def result(trainer: Any) -> dict[str, Any]:
     """Collective."""
     return {
-        "weights": whole_weights(ranks, trainer),
+        "weights": whole_weights(trainer),
         "pushed": {name: tensor.clone() for name, tensor in checkpoint_weights(trainer.model)},
         "log": ranks.HELP.without_times(trainer.state.log_history),
     }
@@ -118,47 +110,50 @@ class Gradients(TrainerCallback):
         self.in_bf16.append(float((values == values.bfloat16().float()).float().mean()))
 
 
-def half_precision(ranks: Any, out: Path) -> dict[str, Any]:
+def half_precision(out: Path) -> dict[str, Any]:
     """A run that computes in bfloat16 on float32 weights."""
     settings = {"max_steps": 2, "micro_batches": 1, "max_grad_norm": 0.0, "bf16": True, **LARGE}
-    trainer = build(ranks, "lora", out, **{**settings, "peft": False, "gradient_checkpointing": False, "beta": 0.0})
+    trainer = build("lora", out, **{**settings, "peft": False, "gradient_checkpointing": False, "beta": 0.0})
     gradients = Gradients(trainer.model)
     trainer.add_callback(gradients)
     trainer.train()
     dtypes = {parameter.dtype for parameter in trainer.model.parameters()}
-    return {**result(ranks, trainer), "gradients": gradients.dtypes, "in_bf16": gradients.in_bf16, "dtypes": dtypes}
+    return {**result(trainer), "gradients": gradients.dtypes, "in_bf16": gradients.in_bf16, "dtypes": dtypes}
 
 
-def full_disk(ranks: Any, out: Path) -> dict[str, Any]:
+def full_disk(out: Path) -> dict[str, Any]:
     """Three steps, of which rank 1 cannot save the second; returns the checkpoints."""
-    trainer = build(ranks, "saved", out, max_steps=3, output_dir=str(out / "full"), eval=None)
+    trainer = build("saved", out, max_steps=3, output_dir=str(out / "full"), eval=None)
     trainer.add_callback(ranks.FullDisk())
     trainer.train()
     names = sorted(path.name for path in (out / "full").iterdir() if path.name.startswith(("checkpoint", "_group")))
-    return {"found": names, "weights": whole_weights(ranks, trainer)}
+    return {"found": names, "weights": whole_weights(trainer)}
 
 
-def served(ranks: Any, out: Path) -> dict[str, Any]:
+def served(out: Path) -> dict[str, Any]:
     """The case `lora`, sampled by an engine with weights of its own, which are pushed to it with adapters merged."""
-    ranks.FIRST, own = ranks.first_model(), vllm_setup.serve_policy
-    load_ranks("zero_ranks").serve_copies(ranks)
+    import zero_ranks
+
+    zero_ranks.FIRST.append(ranks.first_model())
+    own = vllm_setup.serve_policy
+    zero_ranks.serve_copies()
     try:
-        trainer = build(ranks, "lora", out, use_vllm=True, vllm_mode="server")
+        trainer = build("lora", out, use_vllm=True, vllm_mode="server")
         trainer.train()
     finally:
         vllm_setup.serve_policy = own
-    return {"weights": whole_weights(ranks, trainer)}
+    return {"weights": whole_weights(trainer)}
 
 
-def weights_only(ranks: Any, out: Path) -> dict[str, Any]:
+def weights_only(out: Path) -> dict[str, Any]:
     """A checkpoint without optimizer, and a run of as many steps that loads it."""
     settings = {"max_steps": 1, "save_only_model": True, "output_dir": str(out / "weights_only"), "eval": None}
-    trainer = build(ranks, "saved", out, **settings)
+    trainer = build("saved", out, **settings)
     trainer.train()
-    again = build(ranks, "saved", out, **{**settings, "save_strategy": "no"})
-    first = whole_weights(ranks, again)
+    again = build("saved", out, **{**settings, "save_strategy": "no"})
+    first = whole_weights(again)
     again.train(str(out / "weights_only" / "checkpoint-1"))
-    return {"weights": whole_weights(ranks, trainer), "first": first, "again": whole_weights(ranks, again)}
+    return {"weights": whole_weights(trainer), "first": first, "again": whole_weights(again)}
 
 
 EXTRA = {"half_precision": half_precision, "full_disk": full_disk, "served": served, "weights_only": weights_only}
@@ -168,16 +163,16 @@ EXTRA = {"half_precision": half_precision, "full_disk": full_disk, "served": ser
 def main(out: Path, checkpoint: str | None, names: list[str]) -> None:
     """Makes the runs of these cases, by default of all, or continues one from `checkpoint` to its end."""
     torch.set_num_threads(1)
-    ranks, rank = load_ranks(), os.environ["RANK"]
-    for name in names or cases(ranks):
+    rank = os.environ["RANK"]
+    for name in names or CASES:
         if name in EXTRA:
-            torch.save(EXTRA[name](ranks, out), out / f"{name}_{rank}.pt")
+            torch.save(EXTRA[name](out), out / f"{name}_{rank}.pt")
         elif checkpoint is None:
-            torch.save(run(ranks, name, out), out / f"{name}_{rank}.pt")
+            torch.save(run(name, out), out / f"{name}_{rank}.pt")
         else:
-            trainer = build(ranks, name, out, save_strategy="no")
+            trainer = build(name, out, save_strategy="no")
             trainer.train(checkpoint)
-            torch.save(result(ranks, trainer), out / f"{name}_{rank}.pt")
+            torch.save(result(trainer), out / f"{name}_{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -37,18 +37,10 @@ def main(out: Path, url: str) -> None:
 
     ServerRows.advance = recorded  # type: ignore[method-assign]
     config = GRPOConfig(
+        **{**ranks.HELP.SETTINGS, "max_steps": 5, "max_completion_length": 12},
         output_dir=str(out / "run"),
-        use_cpu=True,
-        bf16=False,
-        max_steps=5,
         per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=12,
-        learning_rate=1e-2,
-        save_strategy="no",
-        report_to="none",
         disable_tqdm=True,
-        logging_steps=1,
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=url,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import time
@@ -12,10 +11,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-_SPEC = importlib.util.spec_from_file_location("ranks", Path(__file__).with_name("ranks.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-RANKS = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(RANKS)
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
 
 
 class Tell(TrainerCallback):
@@ -33,7 +30,7 @@ class Tell(TrainerCallback):
 def main(mode: str, out: Path) -> None:
     torch.set_num_threads(1)
     # By hand a run is short, but longer than its parent.
-    trainer = RANKS.build("launched", out, max_steps=20 if mode == "by_hand" else 10**6)
+    trainer = ranks.build("launched", out, max_steps=20 if mode == "by_hand" else 10**6)
     trainer.add_callback(Tell(mode, out))
     try:
         trainer.train()

@@ -5,7 +5,6 @@ Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import resource
 import sys
@@ -15,23 +14,20 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
-import groupgrad
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.checkpoints import host_copies
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS / "helpers"))
-from rank_cases import CASES, LOSSES, few_vary  # noqa: E402, F401  # other scripts take `few_vary` from here
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+import base_fixtures as BASE
+import small_runs as HELP
+from rank_cases import CASES, LOSSES, few_vary  # noqa: F401  # other scripts take `few_vary` from here
 
 
-def make_scorer() -> LlamaForSequenceClassification:
+def make_scorer() -> Any:
     """A random reward model that reads 8 tokens."""
-    torch.manual_seed(1)
-    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"num_labels": 1, "max_position_embeddings": 8, "initializer_range": 0.5}
-    return LlamaForSequenceClassification(LlamaConfig(vocab_size=len(BASE.make_tokenizer()), **sizes))
+    return HELP.make_scorer(max_position_embeddings=8)
 
 
 class Tally:
@@ -54,23 +50,6 @@ class Tally:
         return float(self.total % 5)
 
 
-def read_call(text: str, ids: list[int]) -> dict[str, Any]:
-    """Makes every other turn a tool call."""
-    call = {"name": "add", "arguments": {"number": len(ids)}}
-    return {"role": "assistant", "content": text, "tool_calls": [call] if ids[0] % 2 else []}
-
-
-def module_from(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.parent.name + "_conftest", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-BASE, HELP = module_from(TESTS / "helpers" / "base_fixtures.py"), module_from(TESTS / "trainer" / "conftest.py")
-
-
 def first_model(hybrid: str | None = None) -> Any:
     """Builds the initial policy of most cases, or a hybrid model of this family."""
     if hybrid is not None:
@@ -78,7 +57,7 @@ def first_model(hybrid: str | None = None) -> Any:
 
         return make_hybrid(hybrid, vocab_size=len(BASE.make_tokenizer()))
     model = BASE.make_model(0, initializer_range=0.15)
-    model.generation_config.eos_token_id = [1, *range(4, 24)]
+    model.generation_config.eos_token_id = HELP.EOS
     return model
 
 
@@ -104,6 +83,7 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
         settings |= {"eval_strategy": "steps", "num_generations_eval": 1, "per_device_eval_batch_size": 4 // ranks}
     tokenizer, dataset = BASE.make_tokenizer(), HELP.prompts()
     if settings.pop("agents", False):
+        from repeatable_runs import read_call
         from scripted_agents import with_tools
 
         tokenizer = with_tools(tokenizer)
@@ -122,23 +102,13 @@ def build(name: str, out: Path, **changes: Any) -> GRPOTrainer:
                 for i in range(16)
             ]
         )
-        model.generation_config.eos_token_id = [1, *range(4, 24)]
+        model.generation_config.eos_token_id = HELP.EOS
     config: dict[str, Any] = {
+        **HELP.SETTINGS,
         "output_dir": str(out / "run" / name),
-        "use_cpu": True,
         "ddp_backend": "gloo" if ranks > 1 else None,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "max_steps": 3,
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": accumulation,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
         **settings,
     }
     return GRPOTrainer(
@@ -177,9 +147,17 @@ def run(name: str, out: Path) -> dict[str, Any]:
     return {
         "weights": HELP.weights(trainer.model),
         "log": HELP.without_times(trainer.state.log_history),
-        "files": sorted(path.name for path in (out / "run" / name / "completions").glob("*.parquet")),
         "costs": costs.costs,
     }
+
+
+def error_of(trainer: GRPOTrainer, began: list[float]) -> dict[str, Any]:
+    """The error of a run, and the seconds since the last moment of `began`."""
+    try:
+        trainer.train()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began[-1]}
+    return {"error": None, "seconds": 0.0}
 
 
 def fail_on_last_rank(out: Path) -> dict[str, Any]:
@@ -190,11 +168,7 @@ def fail_on_last_rank(out: Path) -> dict[str, Any]:
             raise ZeroDivisionError("the judge is out")
         return [float(len(completion)) for completion in completions]
 
-    try:
-        build("failing", out, reward=reward).train()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {"error": None}
+    return error_of(build("failing", out, reward=reward), [time.monotonic()])
 
 
 def hang_on_last_rank(out: Path) -> dict[str, Any]:
@@ -208,11 +182,7 @@ def hang_on_last_rank(out: Path) -> dict[str, Any]:
                 time.sleep(100)
         return [float(len(completion)) for completion in completions]
 
-    try:
-        build("hanging", out, reward=judge, hang_timeout_s=5.0).train()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began[0]}
-    return {"error": None, "seconds": 0.0}
+    return error_of(build("hanging", out, reward=judge, hang_timeout_s=3.0), began)
 
 
 def spoil_one_loss(out: Path) -> dict[str, Any]:
@@ -275,5 +245,4 @@ def main(out: Path, checkpoint: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    assert groupgrad.__version__
     main(Path(sys.argv[1]), *sys.argv[2:])

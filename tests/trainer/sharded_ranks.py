@@ -14,6 +14,11 @@ import torch
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parent))
+import ranks
+
+from groupgrad.integrations.sharding.sharding import gather_all
+from groupgrad.models.weights import checkpoint_weights
+from groupgrad.scoring import gradient_checkpointing
 
 RANK = int(os.environ.get("RANK", "0"))
 SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
@@ -45,7 +50,7 @@ class _Recomputes(TrainerCallback):
         self.at_step_end = self.trainer.checkpointing is not None and self.trainer.checkpointing.is_on
 
 
-def build(ranks: Any, name: str, out: Path, kind: str | None) -> Any:
+def build(name: str, out: Path, kind: str | None) -> Any:
     """The case's trainer; without `kind` the plain one, for one process."""
     settings = dict(CASES[name])
     settings.pop("short", None)
@@ -67,14 +72,10 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
     """Trains a case to its end, or to the error that ends it."""
     import oom_ranks
 
-    from groupgrad.integrations.sharding.sharding import gather_all
-    from groupgrad.models.weights import checkpoint_weights
-    from groupgrad.scoring import gradient_checkpointing
-
-    ranks, free_bytes = oom_ranks.ranks, gradient_checkpointing.free_bytes
+    free_bytes = gradient_checkpointing.free_bytes
     if name == "by_need" and RANK == 1:
         gradient_checkpointing.free_bytes = lambda device: 1000
-    trainer = build(ranks, name, out, kind)
+    trainer = build(name, out, kind)
     where, on, most = CASES[name].get("short", ("forward", (0, 1), 10**6))
     oom = oom_ranks.SimulatedOom(where, on, most=most)
     oom.put_into(trainer.model)
@@ -101,9 +102,9 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
 def main(out: Path, kind: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     if kind == "zero3":
-        from zero_ranks import start
+        from zero_ranks import start_deepspeed
 
-        start("zero")
+        start_deepspeed()
     for name in names or CASES:
         torch.save(run(name, out, kind), out / f"{name}_{RANK}.pt")
 

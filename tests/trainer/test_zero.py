@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import zero_ranks
 from transformers import AutoModelForCausalLM
 from two_ranks import run_on_two
 
@@ -26,21 +27,6 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).with_name("zero_ranks.py")
-CASES = [
-    "stage_1",
-    "stage_2",
-    "whole",
-    "loaded",
-    "small",
-    *("grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "bnpo", "entropy"),
-    "flat_groups",
-    "checkpointing",
-    "reward_model",
-    "lora",
-    "served",
-    "served_lora",
-    "resumed",
-]
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +46,15 @@ def vector(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.double().flatten() for tensor in weights.values()])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", zero_ranks.CASES)
 def test_zero_is_data_parallelism(out, tools, case):
     """Weights to 1e-5 relative and equal on both ranks, every logged number to 1e-5, evaluation included."""
     plain, zero, other = result(out, "plain", case), result(out, "zero", case), result(out, "zero", case, 1)
     assert list(zero["weights"]) == list(plain["weights"])
     assert torch.equal(vector(zero["weights"]), vector(other["weights"]))
     assert tools.relative(vector(zero["weights"]), vector(plain["weights"])) < 1e-5
-    assert len(zero["log"]) == len(plain["log"]) > 3
-    for entry, expected in zip(zero["log"][:-1], plain["log"][:-1]):
-        # What is known from sampling is computed again under ZeRO-3, and no gap to it is measured.
-        expected = {key: value for key, value in expected.items() if key != "sampling/logp_mismatch" or key in entry}
-        assert entry == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    # What is known from sampling is computed again under ZeRO-3, and no gap to it is measured.
+    tools.assert_like(zero["log"], plain["log"], 1e-5, optional=["sampling/logp_mismatch"])
 
 
 def test_a_run_is_resumed_bit_for_bit(out):

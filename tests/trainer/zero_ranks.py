@@ -7,7 +7,6 @@ KIND is `plain`, for data parallelism, or `zero`, for DeepSpeed. Every rank writ
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import ranks
 
 from groupgrad.engines.native import NativeEngine
 from groupgrad.integrations.vllm import setup as vllm_setup
@@ -59,6 +61,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+FIRST: list[Any] = []
+"""The policy of most cases as it was at first."""
+
+
 class Copy(VLLMEngine):
     """In place of a `VLLMColocateEngine`: a copy of the first weights, which only a push changes."""
 
@@ -95,11 +101,11 @@ class _WithoutEntropies:
         return [(ticket, replace(sample, entropies=None)) for ticket, sample in self._inner.advance()]
 
 
-def serve_copies(ranks: Any, fails_at: int | None = None) -> None:
+def serve_copies(fails_at: int | None = None) -> None:
     """Replaces the vLLM engine of trainers by a `Copy`."""
 
     def start(config: Any, model: Any, parts: Any, rollout_components: Any) -> VLLMPolicy:
-        own = copy.deepcopy(ranks.FIRST)
+        own = copy.deepcopy(FIRST[-1])
         own.generation_config.pad_token_id = own.config.pad_token_id
         sends_adapter = vllm_setup._sends_adapter(config, model, 0, "this engine")
         assert not sends_adapter
@@ -118,7 +124,7 @@ def deepspeed_config(stage: int, persistent: bool) -> dict[str, Any]:
     return {"zero_optimization": zero, **dict.fromkeys(names, "auto")}
 
 
-def build(ranks: Any, name: str, kind: str, out: Path) -> Any:
+def build(name: str, kind: str, out: Path) -> Any:
     settings = dict(CASES[name])
     stage, few_vary = settings.pop("stage"), settings.pop("few_vary", False)
     persistent = settings.pop("persistent", False)
@@ -144,24 +150,24 @@ def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def run(ranks: Any, name: str, kind: str, out: Path) -> dict[str, Any]:
-    trainer = build(ranks, name, kind, out)
+def run(name: str, kind: str, out: Path) -> dict[str, Any]:
+    trainer = build(name, kind, out)
     trainer.train()
     found = {"weights": whole_weights(trainer), "log": ranks.HELP.without_times(trainer.state.log_history)}
     trainer.save_model(str(out / kind / name / "final"))
     if "resume_from" in CASES[name]:
         folder = out / kind / "run" / f"zero_{name}" / f"checkpoint-{CASES[name]['resume_from']}"
-        again = build(ranks, name, kind, out)
+        again = build(name, kind, out)
         again.train(str(folder))
         found |= {"again": whole_weights(again), "again_log": ranks.HELP.without_times(again.state.log_history)}
     return found
 
 
-def failing_push(ranks: Any, kind: str, out: Path) -> dict[str, Any]:
+def failing_push(kind: str, out: Path) -> dict[str, Any]:
     """A later weight update fails on one rank, halfway."""
-    serve_copies(ranks, fails_at=2)
+    serve_copies(fails_at=2)
     try:
-        build(ranks, "served", kind, out).train()
+        build("served", kind, out).train()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": None}
@@ -177,34 +183,23 @@ def start_deepspeed() -> None:
     deepspeed.init_distributed("gloo")
 
 
-def start(kind: str = "zero") -> Any:
-    """The module `ranks`, after DeepSpeed has been started."""
-    if kind == "zero":
-        start_deepspeed()
-    path = Path(__file__).with_name("ranks.py")
-    spec = importlib.util.spec_from_file_location("ranks", path)
-    assert spec is not None and spec.loader is not None
-    ranks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ranks)
-    return ranks
-
-
 def main(out: Path, kind: str) -> None:
     torch.set_num_threads(1)
-    ranks = start(kind)
-    ranks.FIRST = ranks.first_model()
+    if kind == "zero":
+        start_deepspeed()
+    FIRST.append(ranks.first_model())
     if os.environ["RANK"] == "0" and kind == "plain":
-        ranks.FIRST.save_pretrained(out / "model")
+        FIRST[-1].save_pretrained(out / "model")
         ranks.make_scorer().save_pretrained(out / "scorer")
         ranks.BASE.make_tokenizer().save_pretrained(out / "scorer")
-    serve_copies(ranks)
+    serve_copies()
     rank = os.environ["RANK"]
     chosen = sys.argv[3:] or [*CASES, "failing"]
     for name in chosen:
         if name != "failing":
-            torch.save(run(ranks, name, kind, out), out / f"{kind}_{name}_{rank}.pt")
+            torch.save(run(name, kind, out), out / f"{kind}_{name}_{rank}.pt")
     if kind == "zero" and "failing" in chosen:
-        torch.save(failing_push(ranks, kind, out), out / f"{kind}_failing_{rank}.pt")
+        torch.save(failing_push(kind, out), out / f"{kind}_failing_{rank}.pt")
 
 
 if __name__ == "__main__":
