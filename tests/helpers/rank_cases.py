@@ -20,8 +20,6 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_type": "grpo",
         "beta": 0.1,
         "gradient_checkpointing": True,
-        "eval": "sets",
-        "eval_steps": 2,
     },
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "max_steps": 2},
     "dr_grpo": {
@@ -54,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
         **TWO_STEPS,
         "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
         "dynamic_sampling_rounds": 2,
+        "max_steps": 2,
     },
     "rows_stay": {
         **TWO_STEPS,
@@ -71,8 +70,15 @@ CASES: dict[str, dict[str, Any]] = {
     # Most prompts have no image, so that often one rank alone passes through the vision tower.
     "images": {"images": True, "gradient_checkpointing": True, "optim": "sgd", "learning_rate": 0.1},
     "hybrid": {"hybrid": "qwen3_5", "beta": 0.1, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2},
-    "resumed": {**TWO_STEPS, "save_strategy": "steps", "save_steps": 1, "logging_steps": 3, "resume_from": 1},
-    "saved_behind": {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "resume_from": 1, "behind": True},
+    # Saved behind training, and resumed within a generation batch.
+    "resumed": {
+        **TWO_STEPS,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "logging_steps": 3,
+        "resume_from": 1,
+        "behind": True,
+    },
 }
 LOSSES = {"luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy"}
 """Cases that differ from others in their loss alone; they are run apart."""

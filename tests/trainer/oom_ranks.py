@@ -23,24 +23,21 @@ import ranks
 from groupgrad import dist
 from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.scoring.layout import ForwardInputs
+from groupgrad.trainer.gradients import GradientSums, GradientSync
 
 RANK = int(os.environ.get("RANK", "0"))
-SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
-FULL_1 = {**SETTINGS, "micro_batches": 1}
-FULL_2 = {**SETTINGS, "micro_batches": 2}
-LORA_1 = {**FULL_1, "peft": True, "beta": 0.1}
-LORA_2 = {**FULL_2, "peft": True, "beta": 0.1}
+FULL: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3}
+LORA = {**FULL, "max_steps": 2, "peft": True, "beta": 0.1}
 # In every other step weights have moved since rows were sampled, and those without a signal are only measured.
-FLAT = {**FULL_2, **ranks.CASES["flat_groups"]}
-SAVED = {**FULL_2, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+FLAT = {**FULL, **ranks.CASES["flat_groups"]}
+SAVED = {**FULL, "save_strategy": "steps", "save_steps": 2}
 
 
 HOPELESS: dict[str, tuple[dict[str, Any], str]] = {
-    "forward": (FULL_2, "forward"),
-    "middle": (FULL_2, "middle"),
+    "middle": (FULL, "middle"),
     # Entropies that the sampler does not know, here since weights have moved, and the log-probs of the reference.
     "entropies": ({**FLAT, "top_entropy_quantile": 0.5}, "scoring"),
-    "evaluation": ({**LORA_2, "eval": "sets", "eval_strategy": "no"}, "scoring"),
+    "evaluation": ({**LORA, "eval": "sets", "eval_strategy": "no"}, "scoring"),
 }
 
 scoring: list[bool] = []
@@ -113,19 +110,14 @@ class SimulatedOom:
 
 
 CASES: dict[str, tuple[dict[str, Any], SimulatedOom | None]] = {
-    "full": (FULL_2, None),
-    "lora": (LORA_2, None),
+    "full": (FULL, None),
+    "lora": (LORA, None),
     "flat": (FLAT, None),
-    "saved": ({**FULL_2, "max_steps": 3}, None),
-    "full, forward on one": (FULL_1, SimulatedOom("forward", (1,), most=14)),
-    "full, middle on both once": (FULL_1, SimulatedOom("middle", (0, 1), first=1, times=1)),
-    "full, forward on both once": (FULL_2, SimulatedOom("forward", (0, 1), first=3, times=1)),
-    "saved, middle on one": (SAVED, SimulatedOom("middle", (1,), most=10)),
-    "lora, forward on both": (LORA_1, SimulatedOom("forward", (0, 1), most=14)),
-    "lora, middle on one once": (LORA_1, SimulatedOom("middle", (0,), first=1, times=1)),
-    "lora, middle on both": (LORA_2, SimulatedOom("middle", (0, 1), most=10)),
-    "lora, forward on one once": (LORA_2, SimulatedOom("forward", (1,), first=2, times=1)),
-    "lora, scoring on one": (LORA_2, SimulatedOom("scoring", (1,), most=10)),
+    "full, forward on one": ({**FULL, "micro_batches": 1}, SimulatedOom("forward", (1,), most=14)),
+    "full, forward on both once": (FULL, SimulatedOom("forward", (0, 1), first=3, times=1)),
+    "full, middle on one": (SAVED, SimulatedOom("middle", (1,), most=10)),
+    "lora, middle on both": (LORA, SimulatedOom("middle", (0, 1), most=10)),
+    "lora, scoring on one": (LORA, SimulatedOom("scoring", (1,), most=10)),
     "flat, scoring on one": (FLAT, SimulatedOom("scoring", (0,), most=8)),
 }
 
@@ -153,9 +145,9 @@ def outcome(trainer: Any) -> dict[str, Any]:
 def resume(out: Path) -> dict[str, Any]:
     """Resumes the saved run with its memory limits."""
     oom = SimulatedOom("middle", (1,), most=10)
-    trainer = ranks.build(folder("saved, middle on one"), out, **SAVED)
+    trainer = ranks.build(folder("full, middle on one"), out, **SAVED)
     oom.put_into(trainer.model)
-    trainer.train(str(out / "run" / folder("saved, middle on one") / "checkpoint-2"))
+    trainer.train(str(out / "run" / folder("full, middle on one") / "checkpoint-2"))
     return {**outcome(trainer), "failures": oom.failures}
 
 
@@ -190,7 +182,7 @@ def joined(out: Path) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * RANK
-    settings = {**FULL_2, "eval": "sets", "eval_strategy": "no"}
+    settings = {**FULL, "eval": "sets", "eval_strategy": "no"}
     settings["gradient_checkpointing_kwargs"] = {"use_reentrant": True}  # so that gradients are averaged after the pass
     trainer = ranks.build("joined", out, model=model, ddp_bucket_cap_mb=1, ddp_broadcast_buffers=False, **settings)
     trainer.evaluate()
@@ -213,8 +205,6 @@ class Normed(nn.Module):
 
 def statistics(buffers: bool) -> list[list[float]]:
     """Returns the running means and a table after each rank has taken a step on different numbers."""
-    from groupgrad.trainer.gradients import GradientSync
-
     model: Any = Normed()
     sync = GradientSync(model, buffers=buffers)
     sync.begin()
@@ -226,8 +216,6 @@ def statistics(buffers: bool) -> list[list[float]]:
 
 def half_precision_sum() -> torch.Tensor:
     """The gradient of a bfloat16 weight after each rank has made five passes."""
-    from groupgrad.trainer.gradients import GradientSums, GradientSync
-
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     sums = GradientSums(model, in_float32=True)
     sync = GradientSync(model, sums)
@@ -267,8 +255,6 @@ class Stack(nn.Module):
 
 def sent_early(dtype: torch.dtype, *, overlaps: bool) -> dict[str, Any]:
     """The averaged gradients of some steps, and how many buckets were sent before a step's last pass was over."""
-    from groupgrad.trainer.gradients import GradientSums, GradientSync
-
     model = Stack(dtype)
     sums = GradientSums(model, in_float32=True)
     sync = GradientSync(model, sums, bucket_bytes=200, overlaps=overlaps)

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rank_cases
 import tiny_vlms
 import torch
 from forked_ranks import forked_ranks, on_ranks
+from made_once import made_once
 
 from groupgrad.errors import ConfigError
 from groupgrad.integrations.sharding.context_group import context_group
@@ -24,6 +26,7 @@ SLOW = [
 ]
 OWN: dict[str, dict[str, Any]] = {
     "dapo": {"generation_batch_size": 32, "max_steps": 4, "eval": "sets", "eval_steps": 2},
+    "grpo": {**rank_cases.CASES["grpo"], "eval": "sets", "eval_steps": 2},
     # One micro-batch a step is the same rows on one process and on a group.
     "bnpo": {"loss_type": "bnpo", "micro_batches": 1, "num_iterations": 2, "max_steps": 4},
 }
@@ -53,41 +56,56 @@ def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any], tools: A
     """Weights to 1e-5 relative and equal on all ranks, every logged number to 1e-5."""
     assert all(torch.equal(rank["weights"], found[0]["weights"]) for rank in found)
     assert tools.relative(found[0]["weights"], expected["weights"]) < 1e-5
-    assert len(found[0]["log"]) == len(expected["log"]) > 1
-    for entry, wanted in zip(found[0]["log"][:-1], expected["log"][:-1]):
-        assert entry == pytest.approx(wanted, abs=1e-5, rel=1e-5)
+    tools.assert_like(found[0]["log"], expected["log"], 1e-5)
+
+
+def passes(ranks: Any, out: Path) -> list[tuple[int, int, int]]:
+    """Rows, tokens of all ranks and tokens of this rank of each pass of a step."""
+    settings = {"micro_batches": 1, "max_tokens_per_pass": 10_000, "max_steps": 1}
+    trainer = ranks.build("passes", out, context_parallel_size=2, **settings)
+    batches, computed, inner = [], [], trainer.batch_loss
+
+    def watched(model: Any, batch: Any, **options: Any) -> Any:
+        batches.append(batch)
+        embedding = model.get_input_embeddings()
+        handle = embedding.register_forward_pre_hook(lambda module, inputs: computed.append(inputs[0].numel()))
+        result = inner(model, batch, **options)
+        handle.remove()
+        return result
+
+    trainer.batch_loss = watched
+    trainer.train()
+    return [(b.num_rows, len(flat_layout(b).ids), tokens) for b, tokens in zip(batches, computed, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def two(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found."""
+
+    def make(out: Path) -> None:
+        def action(rank: int) -> dict[str, Any]:
+            found = {case: run(ranks, case, out / "two", 2) for case in FAST}
+            with pytest.raises(ConfigError) as caught:
+                ranks.build("refused", out, context_parallel_size=2, hybrid="qwen3_5")
+            return {**found, "passes": passes(ranks, out), "refused": str(caught.value)}
+
+        on_ranks(action, out, 2, connect=False)
+
+    folder = made_once(tmp_path_factory, "context", make)
+    return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.mark.parametrize("case", FAST)
-def test_two_processes_that_train_rows_together_equal_one(ranks, tools, tmp_path, case):
+def test_two_processes_that_train_rows_together_equal_one(ranks, two, tools, tmp_path, case):
     """With a KL term, checkpointed layers and evaluation, or with one ratio a sequence."""
-    found = on_ranks(lambda rank: run(ranks, case, tmp_path / "two", 2), tmp_path, 2, connect=False)
-    alone = run(ranks, case, tmp_path / "one", 1)
+    found, alone = [rank[case] for rank in two], run(ranks, case, tmp_path / "one", 1)
     assert_equal(found, alone, tools)
     assert [rank["tokens"] for rank in found] == [alone["tokens"]] * 2  # each rank has the rows of both
 
 
-def test_a_group_makes_a_pass_for_each_of_its_ranks(ranks, tmp_path):
+def test_a_group_makes_a_pass_for_each_of_its_ranks(two):
     """A pass has about as many rows as one process has in a micro-batch, and each process half of their tokens."""
-
-    def action(rank: int) -> list[tuple[int, int, int]]:
-        settings = {"micro_batches": 1, "max_tokens_per_pass": 10_000, "max_steps": 1}
-        trainer = ranks.build("passes", tmp_path, context_parallel_size=2, **settings)
-        batches, computed, inner = [], [], trainer.batch_loss
-
-        def watched(model: Any, batch: Any, **options: Any) -> Any:
-            batches.append(batch)
-            embedding = model.get_input_embeddings()
-            handle = embedding.register_forward_pre_hook(lambda module, inputs: computed.append(inputs[0].numel()))
-            result = inner(model, batch, **options)
-            handle.remove()
-            return result
-
-        trainer.batch_loss = watched
-        trainer.train()
-        return [(b.num_rows, len(flat_layout(b).ids), tokens) for b, tokens in zip(batches, computed, strict=True)]
-
-    first, second = on_ranks(action, tmp_path, 2, connect=False)
+    first, second = (rank["passes"] for rank in two)
     assert len(first) == 2 and sum(rows for rows, _, _ in first) == 16
     assert all(4 <= rows <= 12 for rows, _, _ in first)
     for (rows, tokens, here), (same_rows, same_tokens, there) in zip(first, second):
@@ -157,22 +175,10 @@ def test_four_processes_train_a_row_of_16384_tokens(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
-def refused(ranks: Any, out: Path, **settings: Any) -> str:
-    """The error of a trainer on two processes, which is raised on both."""
-
-    def action(rank: int) -> str:
-        with pytest.raises(ConfigError) as caught:
-            ranks.build("refused", out, context_parallel_size=2, **settings)
-        return str(caught.value)
-
-    first, second = on_ranks(action, out, 2, connect=False)
+def test_a_model_with_recurrent_layers_is_refused_on_every_process(two):
+    first, second = (rank["refused"] for rank in two)
     assert first == second
-    return first
-
-
-def test_a_model_with_recurrent_layers_is_refused_on_every_process(ranks, tmp_path):
-    text = refused(ranks, tmp_path, hybrid="qwen3_5")
-    assert "context_parallel_size=2 cuts the tokens of a row" in text and "recurrent layers" in text
+    assert "context_parallel_size=2 cuts the tokens of a row" in first and "recurrent layers" in first
 
 
 FLAT, DENSE = LayoutReport("shared", True, None, 0.0), LayoutReport("dense", False, "it is compiled", None)

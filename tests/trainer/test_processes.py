@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -18,6 +17,7 @@ from rank_cases import CASES, LOSSES
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.errors import CheckpointError
 
+CASES = [case for case in CASES if case != "rows_stay"]  # which is flat_groups without what is compared below
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 
@@ -31,16 +31,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_with_losses(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of the slow cases."""
     return made_once(tmp_path_factory, "losses", lambda out: script_on_ranks(2, SCRIPT, out, "losses", timeout_s=240))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Any:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("ranks", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    ranks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ranks)
-    return ranks
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +51,8 @@ def test_two_processes_equal_one(one, request, tools, case):
     (alone, out), (first, second) = one(case), results(two, case)
     assert torch.equal(first["weights"], second["weights"])
     assert tools.relative(first["weights"], alone["weights"]) < 1e-5
-    assert len(first["log"]) == len(alone["log"])
-    for entry, expected in zip(first["log"][:-1], alone["log"][:-1]):
-        # Rows with images are decoded by the modules, and one of the two processes may have none.
-        entry, expected = (
-            {k: v for k, v in numbers.items() if not k.startswith("sampling/path/")} for numbers in (entry, expected)
-        )
-        assert entry.keys() == expected.keys()
-        assert entry == pytest.approx(expected, abs=1e-4, rel=1e-4)
+    # Rows with images are decoded by the modules, and one of the two processes may have none.
+    tools.assert_like(first["log"], alone["log"], 1e-4, without=["sampling/path/"])
     for rank in (first, second):  # the mean over all steps, those after the last log event included
         assert rank["log"][-1]["train_loss"] == pytest.approx(alone["log"][-1]["train_loss"], abs=1e-5, rel=1e-4)
     if case == "reward_model":
@@ -142,7 +126,7 @@ def test_a_hang_on_one_rank_ends_both_with_its_name(two):
     first, second = results(two, "hanging")
     assert second["error"].startswith("HangError: the reward function 'judge' has run for ")
     assert "rank 1" in first["error"] and "'judge' has run for" in first["error"]
-    assert all(result["seconds"] < 5 + 10 for result in (first, second))
+    assert all(result["seconds"] < 3 + 10 for result in (first, second))
     stacks = [(two / "run" / "hanging" / f"hang_step_000002_rank_{rank}.txt").read_text() for rank in range(2)]
     assert "in all_gather_objects" in stacks[0] and "in judge" in stacks[1]
 
