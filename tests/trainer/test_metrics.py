@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import small_runs
 import torch
 import torch.nn.functional as F
 
 from groupgrad import dist
 from groupgrad.kernels import library
 from groupgrad.trainer import trainer as trainer_module
-
-EOS = {1, *range(4, 24)}
 
 
 @dataclass
@@ -43,7 +43,7 @@ def watch(monkeypatch, tokenizer, make_policy):
         seen.batches.append(
             {
                 "lengths": [len(ids) for ids in completion_ids],
-                "ended": [ids[-1] in EOS for ids in completion_ids],
+                "ended": [ids[-1] in small_runs.EOS for ids in completion_ids],
                 "prompt_tokens": sum(len(tokenizer(p)["input_ids"]) for p in prompts),
                 "length": values,
                 "longest": [max(map(len, completion_ids)), 0.0],
@@ -146,15 +146,15 @@ def expected_of(batches: list[dict[str, Any]], passes: list[dict[str, Any]]) -> 
     }
 
 
-def test_every_number_over_a_window_of_steps(make_trainer, watch):
-    """Two log events of three steps; 16 rows a generation batch feed two steps of two micro-batches, used twice."""
+def test_every_number_over_a_window_of_steps(train, watch):
+    """Two log events of three steps of two micro-batches; a generation batch feeds two steps, so that the first event
+    has two of them."""
     seen, rewards = watch()
-    trainer = make_trainer(
+    trainer = train(
         reward_funcs=rewards,
         reward_weights=[1.0, 0.5],
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
-        generation_batch_size=16,
         num_iterations=2,
         temperature=0.9,
         beta=0.05,
@@ -162,11 +162,10 @@ def test_every_number_over_a_window_of_steps(make_trainer, watch):
         max_steps=6,
         learning_rate=2e-2,
     )
-    trainer.train()
     logs = trainer.state.log_history
     assert [entry["step"] for entry in logs] == [3, 6, 6]
-    assert [len(seen.batches), len(seen.passes)] == [2, 12]
-    windows = [([seen.batches[0]], seen.passes[:6]), ([seen.batches[1]], seen.passes[6:])]
+    assert [len(seen.batches), len(seen.passes)] == [3, 12]
+    windows = [(seen.batches[:2], seen.passes[:6]), (seen.batches[2:], seen.passes[6:])]
     tokens = 0
     for entry, (batches, passes) in zip(logs, windows):
         expected = expected_of(batches, passes)
@@ -182,44 +181,22 @@ def test_every_number_over_a_window_of_steps(make_trainer, watch):
     assert own == loop_keys | set(expected_of(*windows[0]))
 
 
-def test_generation_batches_of_one_log_event_are_merged_by_rows(make_trainer, watch):
-    seen, rewards = watch()
-    trainer = make_trainer(
-        reward_funcs=rewards, reward_weights=[1.0, 0.5], beta=0.05, logging_steps=3, max_steps=3, num_generations=4
-    )
-    trainer.train()
-    expected = expected_of(seen.batches, seen.passes)
-    assert len(seen.batches) == 3
-    entry = trainer.state.log_history[0]
-    assert {key: entry[key] for key in expected} == pytest.approx(expected, abs=2e-5)
-
-
-def test_the_loss_and_the_bonus(make_trainer):
-    """`loss` = `policy_loss` - coefficient x `entropy`, each a mean over the window's steps."""
-    trainer = make_trainer(
-        entropy_coef=0.25,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
-        generation_batch_size=16,
-        logging_steps=1,
-    )
-    trainer.train()
+def test_the_loss_and_the_bonus(train):
+    """`loss` = `policy_loss` - coefficient x `entropy`, each a mean over the window's steps. Completions that nobody
+    asked for are neither gathered nor written."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "generation_batch_size": 16}
+    trainer = train(entropy_coef=0.25, **sizes)
     for entry in trainer.state.log_history[:-1]:
         assert entry["entropy_coef"] == 0.25
         assert entry["loss"] == pytest.approx(entry["policy_loss"] - 0.25 * entry["entropy"], abs=1e-5)
+    assert stored(trainer) == {}
+    assert not any(trainer.completion_log.state_dict()["records"].values())
 
 
-def test_the_adaptive_coefficient_is_logged_and_moves(make_trainer):
+def test_the_adaptive_coefficient_is_logged_and_moves(train):
     """With entropy above the target there is no bonus, and the coefficient falls by delta a step to its minimum."""
-    trainer = make_trainer(
-        entropy_coef=0.1,
-        use_adaptive_entropy=True,
-        entropy_target=0.5,
-        entropy_coef_delta=0.04,
-        entropy_coef_min=0.05,
-        max_steps=4,
-    )
-    trainer.train()
+    bounds = {"entropy_target": 0.5, "entropy_coef_delta": 0.04, "entropy_coef_min": 0.05}
+    trainer = train(entropy_coef=0.1, use_adaptive_entropy=True, **bounds, max_steps=4)
     entries = trainer.state.log_history[:-1]
     assert [entry["entropy_coef"] for entry in entries] == pytest.approx([0.1, 0.06, 0.05, 0.05])
     assert all("policy_loss" not in entry for entry in entries)
@@ -229,38 +206,27 @@ def test_the_adaptive_coefficient_is_logged_and_moves(make_trainer):
 @pytest.mark.parametrize(
     "settings, present, absent",
     [
-        ({}, "clip_ratio/region_mean", "kl entropy_coef policy_loss aux_loss cispo_clip_ratio"),
-        ({"beta": 0.1}, "kl", "entropy_coef"),
+        ({"beta": 0.1}, "kl clip_ratio/region_mean", "entropy_coef policy_loss aux_loss cispo_clip_ratio"),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, "cispo_clip_ratio", "clip_ratio/region_mean"),
         ({"loss_type": "vespo"}, "vespo/phi_seq_mean", "clip_ratio/region_mean"),
         ({"loss_type": "sapo"}, "entropy", "clip_ratio/region_mean cispo_clip_ratio"),
         ({"entropy_coef": 0.1}, "entropy_coef policy_loss", "kl"),
     ],
 )
-def test_keys_depend_on_the_settings(make_trainer, settings, present, absent):
-    trainer = make_trainer(max_steps=1, **settings)
-    trainer.train()
+def test_keys_depend_on_the_settings(train, settings, present, absent):
+    trainer = train(max_steps=1, **settings)
     entry = trainer.state.log_history[0]
     assert entry.keys() >= set(present.split())
     assert not entry.keys() & set(absent.split())
 
 
-def test_nothing_ended_leaves_the_terminated_lengths_out(make_trainer, make_model):
-    trainer = make_trainer(model=make_model(), max_steps=1, max_completion_length=2)
-    trainer.train()
-    entry = trainer.state.log_history[0]
-    assert entry["completions/clipped_ratio"] == 1.0
-    assert "completions/mean_terminated_length" not in entry
-
-
-def test_rows_without_a_reward_are_ignored(make_trainer):
+def test_rows_without_a_reward_are_ignored(train):
     """A row with reward None is left out of the means and has advantage 0."""
 
     def reward(completion_ids, **kwargs):
         return [None if i % 4 == 0 else float(i % 4) for i in range(len(completion_ids))]
 
-    trainer = make_trainer(reward_funcs=reward, max_steps=1, log_completions=True, num_completions_to_print=0)
-    trainer.train()
+    trainer = train(reward_funcs=reward, max_steps=1, log_completions=True, num_completions_to_print=0)
     entry = trainer.state.log_history[0]
     assert entry["reward"] == entry["rewards/reward/mean"] == 2.0
     assert entry["rewards/reward/std"] == pytest.approx(statistics.stdev([1, 2, 3, 1, 2, 3]))
@@ -271,40 +237,30 @@ def test_rows_without_a_reward_are_ignored(make_trainer):
 
 def test_step_time_is_a_mean_over_steps_and_includes_sampling(make_trainer, monkeypatch):
     trainer = make_trainer(logging_steps=2, max_steps=2, gradient_accumulation_steps=2)
-    sample, waited = trainer.engine.sample, []
-
-    def slow(*args, **kwargs):
-        import time
-
-        time.sleep(0.2)
-        waited.append(0.2)
-        return sample(*args, **kwargs)
-
-    monkeypatch.setattr(trainer.engine, "sample", slow)
+    sample = trainer.engine.sample
+    monkeypatch.setattr(trainer.engine, "sample", lambda *given: (time.sleep(0.2), sample(*given))[1])
     trainer.train()
     entry = trainer.state.log_history[0]
-    assert len(waited) == 2
     assert 0.2 < entry["step_time"] < 0.2 + trainer.state.log_history[-1]["train_runtime"] / 2
 
 
-def test_collectives_do_not_grow_with_micro_batches(make_trainer, monkeypatch):
+def test_collectives_do_not_grow_with_micro_batches(train, monkeypatch):
     """Collectives run per step, per generation batch and per log event, never per micro-batch."""
+    calls: list[str] = []
+    for name in ("all_gather_objects", "all_gather_rows", "all_sum", "raise_on_all_ranks"):
+        plain = getattr(dist, name)
+        monkeypatch.setattr(dist, name, lambda *args, n=name, f=plain: (calls.append(n), f(*args))[1])
     counts = []
-    for split in ((16, 1), (1, 16)):
-        calls = []
-        for name in ("all_gather_objects", "all_gather_rows", "all_sum", "raise_on_all_ranks"):
-            plain = getattr(dist, name)
-            monkeypatch.setattr(dist, name, lambda *args, n=name, f=plain, calls=calls: (calls.append(n), f(*args))[1])
-        trainer = make_trainer(
-            per_device_train_batch_size=split[0],
-            gradient_accumulation_steps=split[1],
+    for rows, accumulation in ((16, 1), (1, 16)):
+        calls.clear()
+        train(
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=accumulation,
             max_steps=2,
             top_entropy_quantile=0.5,
             entropy_coef=0.1,
             use_adaptive_entropy=True,
         )
-        trainer.train()
-        monkeypatch.undo()
         counts.append(sorted(calls))
     assert counts[0] == counts[1]
     assert 0 < len(counts[0]) < 31  # in two steps; the last one sums the losses of the run
@@ -318,10 +274,10 @@ def stored(trainer) -> dict[str, list[dict[str, Any]]]:
     return {path.name: pq.read_table(path).to_pylist() for path in sorted(folder.glob("*.parquet"))}
 
 
-def test_each_log_event_and_phase_has_a_file(make_trainer, watch, tools):
+def test_each_log_event_and_phase_has_a_file(train, watch, tools):
     """The fifth step, which fills no window, is logged at the end of training, with its completions."""
     seen, rewards = watch()
-    trainer = make_trainer(
+    trainer = train(
         reward_funcs=rewards,
         trainer={"eval_dataset": {"dev": tools.prompts(3)}},
         eval_strategy="steps",
@@ -332,7 +288,6 @@ def test_each_log_event_and_phase_has_a_file(make_trainer, watch, tools):
         log_completions=True,
         num_completions_to_print=0,
     )
-    trainer.train()
     trainer.evaluate()
     files = stored(trainer)
     trained = {"completions_00002": 16, "completions_00004": 16, "completions_00005": 8}
@@ -352,10 +307,3 @@ def test_each_log_event_and_phase_has_a_file(make_trainer, watch, tools):
     assert [row["finish_reason"] == "eos" for row in rows] == [end for batch in batches for end in batch["ended"]]
     for start in range(0, 16, 4):
         assert math.fsum(row["advantage"] for row in rows[start : start + 4]) == pytest.approx(0, abs=1e-9)
-
-
-def test_without_log_completions_nothing_is_gathered_or_written(make_trainer):
-    trainer = make_trainer()
-    trainer.train()
-    assert stored(trainer) == {}
-    assert not any(trainer.completion_log.state_dict()["records"].values())

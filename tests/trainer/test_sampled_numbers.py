@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from groupgrad.batch import Batch, StepTotals
+from groupgrad.batch import Batch
 from groupgrad.batching import micro_batches
 from groupgrad.engines.base import BatchEngine
 from groupgrad.objectives import FORWARD_AND_BACKWARD
-from groupgrad.scoring.forward import score_without_gradient
 from groupgrad.trainer import trainer as trainer_module
 
 # Where a gradient is 0 but for rounding, AdamW with its usual epsilon would take a full step in a random direction.
@@ -33,26 +32,6 @@ def all_live(batch: Batch, *args: Any, **terms: Any) -> torch.Tensor:
     return torch.full_like(batch.prompt_of_row, FORWARD_AND_BACKWARD)
 
 
-class ExactEngine(BatchEngine):
-    """Another engine's samples with the log-probs and entropies that the policy's modules give them."""
-
-    is_exact = True
-
-    def __init__(self, trainer: Any):
-        self.inner, self.trainer, self.shift = trainer.engine, trainer, 0.0
-
-    def sample(self, requests, options):
-        samples = self.inner.sample(requests, options)
-        forward_options = self.trainer.components.forward_options
-        found = []
-        for request, sample in zip(requests, samples):
-            batch = one_row(request.prompt_ids, sample.ids)
-            scores = score_without_gradient(self.trainer.model, batch, forward_options)
-            logprobs = [value + self.shift for value in scores.logprobs.tolist()]
-            found.append(replace(sample, logprobs=logprobs, entropies=scores.entropy.tolist()))
-        return found
-
-
 class OtherEngine(BatchEngine):
     """The same samples from an engine that promises nothing and gives no entropies."""
 
@@ -61,20 +40,6 @@ class OtherEngine(BatchEngine):
 
     def sample(self, requests, options):
         return [replace(sample, entropies=None) for sample in self.inner.sample(requests, options)]
-
-
-def one_row(prompt: list[int], completion: list[int]) -> Batch:
-    return Batch(
-        completion_ids=torch.tensor(completion),
-        row_of_token=torch.zeros(len(completion), dtype=torch.int64),
-        offsets=torch.tensor([0, len(completion)]),
-        prompt_ids=torch.tensor(prompt),
-        prompt_offsets=torch.tensor([0, len(prompt)]),
-        prompt_of_row=torch.tensor([0]),
-        trained=torch.ones(len(completion), dtype=torch.bool),
-        advantages=torch.zeros(1),
-        totals=StepTotals(1.0, 1.0),
-    )
 
 
 @pytest.fixture
@@ -93,14 +58,19 @@ def passes(monkeypatch) -> list[tuple[int, bool]]:
 
 @pytest.fixture
 def train(make_trainer, make_policy, tools, monkeypatch):
-    """`train(exact=..., share=..., **settings)`: trainer and final weights. Not `share`: all rows train as planned."""
+    """`train(exact=..., share=..., **settings)`: trainer and final weights. The native engine samples, or one that is
+    not exact. Not `share`: all rows train as planned."""
 
     def run(*, exact: bool, share: bool = True, prepare: Callable[[Any], None] | None = None, **settings: Any):
         policy = make_policy(attention_dropout=settings.pop("dropout", 0.0))
         trainer = make_trainer(
             model=policy, **{"reward_funcs": some_groups_flat, **SPLIT, **ADAMW, "disable_dropout": False, **settings}
         )
-        use_engine(trainer, ExactEngine if exact else OtherEngine)
+        if not exact:
+            trainer.engine = OtherEngine(trainer)
+            choice = replace(trainer.execution.engine_choice, engine=trainer.engine)
+            trainer.execution = replace(trainer.execution, engine_choice=choice)
+            trainer._start_anew()
         if prepare is not None:
             prepare(trainer)
         with monkeypatch.context() as patch:
@@ -112,26 +82,22 @@ def train(make_trainer, make_policy, tools, monkeypatch):
     return run
 
 
-def use_engine(trainer: Any, kind: type) -> None:
-    trainer.engine = kind(trainer)
-    choice = replace(trainer.execution.engine_choice, engine=trainer.engine)
-    trainer.execution = replace(trainer.execution, engine_choice=choice)
-    trainer._start_anew()
-
-
 CASES: dict[str, dict[str, Any]] = {
     "on_policy": {},
     "two_steps": TWO_STEPS,
     "num_iterations": {"num_iterations": 2, "max_steps": 4},
-    "generation_batch_ends_within_a_step": {"generation_batch_size": 24, "max_steps": 4},
+    "generation_batch_ends_within_a_step": {"generation_batch_size": 24, "max_steps": 4, "loss_type": "bnpo"},
     "step_of_several_generation_batches": {"generation_batch_size": 8, "num_iterations": 2, "max_steps": 2},
-    "top_entropy": {"top_entropy_quantile": 0.4, **TWO_STEPS},
+    "top_entropy": {"top_entropy_quantile": 0.4, "beta": 0.1, **TWO_STEPS},
     "adaptive_entropy": {"use_adaptive_entropy": True, "entropy_target": 1.0, "entropy_coef_delta": 0.05, **TWO_STEPS},
-    "mask_truncated": {"mask_truncated_completions": True, "max_completion_length": 3, **TWO_STEPS},
-    "beta": {"beta": 0.1, **TWO_STEPS},
-    "sequence": {"loss_type": "grpo", "importance_sampling_level": "sequence", **TWO_STEPS},
-    "bnpo": {"loss_type": "bnpo", **TWO_STEPS},
-    "off_policy_mask": {"off_policy_mask_threshold": 0.01, **TWO_STEPS},
+    "masked": {
+        "mask_truncated_completions": True,
+        "max_completion_length": 3,
+        "off_policy_mask_threshold": 0.01,
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        **TWO_STEPS,
+    },
 }
 
 
@@ -140,12 +106,8 @@ def test_numbers_of_sampling_change_nothing(train, tools, case):
     plain, weights = train(exact=False, share=False, **CASES[case])
     exact, exact_weights = train(exact=True, **CASES[case])
     assert tools.relative(exact_weights, weights) < 1e-5
-    expected = tools.without_times(plain.state.log_history)[:-1]
-    gaps = []
-    for entry, other in zip(tools.without_times(exact.state.log_history)[:-1], expected, strict=True):
-        gaps.append(entry.pop("sampling/logp_mismatch", None))
-        other.pop("sampling/logp_mismatch", None)  # of an engine that is not exact too
-        assert entry == pytest.approx(other, abs=1e-4, rel=1e-4)
+    tools.assert_like(exact.state.log_history, plain.state.log_history, 1e-4, without=["sampling/"])
+    gaps = [entry.get("sampling/logp_mismatch") for entry in exact.state.log_history[:-1]]
     fresh = {"two_steps": [0, 2], "on_policy": [0, 1, 2], "num_iterations": [0, 2]}.get(case, [0])
     assert all(gaps[step] is not None and gaps[step] < 1e-5 for step in fresh)
     if case in ("two_steps", "num_iterations"):
@@ -172,28 +134,18 @@ def test_later_steps_of_a_generation_batch_measure_dead_rows_without_gradient(tr
     assert sum(tokens for tokens, grad in passes if not grad) == (1 if exact else 2) * dead > 0
 
 
-def test_old_logprobs_are_those_of_sampling(train, monkeypatch):
-    asked: list[bool] = []
-    scorer = trainer_module.build.OldAndRefScorer
-    plain = scorer.policy
-    monkeypatch.setattr(
-        scorer, "policy", lambda self, batch, **options: asked.append(True) or plain(self, batch, **options)
-    )
-    trainer, _ = train(exact=True, **TWO_STEPS)
-    assert not asked
-    (batch,) = trainer.buffer.batches.values()  # only the last one is held
-    assert torch.equal(batch.old_logprobs, batch.sampling_logprobs)
-    train(exact=False, **TWO_STEPS)
-    assert asked
+def sampling(change: Callable[[int, Any], Any]) -> Callable[[Any], None]:
+    """Has the engine's samples changed, by their place."""
+
+    def prepare(trainer: Any) -> None:
+        sample = trainer.engine.sample
+        trainer.engine.sample = lambda *given: [change(place, found) for place, found in enumerate(sample(*given))]
+
+    return prepare
 
 
 def test_a_missing_logprob_brings_the_pass_back(train):
-    def lame(trainer: Any) -> None:
-        sample = trainer.engine.sample
-        trainer.engine.sample = lambda requests, options: [
-            replace(found, logprobs=None) if i == 5 else found for i, found in enumerate(sample(requests, options))
-        ]
-
+    lame = sampling(lambda place, sample: replace(sample, logprobs=None) if place == 5 else sample)
     trainer, _ = train(exact=True, prepare=lame, learning_rate=0.0, **{**TWO_STEPS, "max_steps": 1})
     batch = trainer.buffer.batches[0]
     known = batch.sampling_logprobs.isfinite()
@@ -215,9 +167,7 @@ def test_a_step_without_signal_still_decays(train, tools):
 
 
 def test_a_wrong_engine_is_warned_of_once(train, caplog):
-    def wrong(trainer: Any) -> None:
-        trainer.engine.shift = 0.25
-
+    wrong = sampling(lambda place, sample: replace(sample, logprobs=[value + 0.25 for value in sample.logprobs]))
     with caplog.at_level(logging.WARNING, logger="groupgrad"):
         trainer, _ = train(exact=True, prepare=wrong)
     gaps = [entry["sampling/logp_mismatch"] for entry in trainer.state.log_history[:-1]]
@@ -232,21 +182,8 @@ def test_with_dropout_training_is_apart_from_sampling(train, passes):
     assert any(not grad for _, grad in passes)
 
 
-@pytest.mark.parametrize("settings", [{}, {"steps_per_generation": 8, "top_entropy_quantile": 0.5}])
-def test_a_resumed_run_is_the_same(train, make_trainer, make_policy, tools, tmp_path, settings):
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, **settings}
-    _, weights = train(exact=True, output_dir=str(tmp_path / "whole"), **settings)
-    policy = make_policy()
-    trainer = make_trainer(
-        model=policy, output_dir=str(tmp_path / "rest"), reward_funcs=some_groups_flat, **SPLIT, **ADAMW, **settings
-    )
-    use_engine(trainer, ExactEngine)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert torch.equal(tools.weights(policy), weights)
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_run_short_of_memory_learns_the_same(train, tools, monkeypatch, where, caplog):
+def test_a_run_short_of_memory_learns_the_same(train, tools, monkeypatch, where):
     settings = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "max_steps": 2}
     whole, weights = train(exact=False, **settings)
     hooks: list[Any] = []
@@ -273,7 +210,4 @@ def test_a_run_short_of_memory_learns_the_same(train, tools, monkeypatch, where,
         cut, cut_weights = train(exact=False, **settings)
     assert failures
     assert tools.relative(cut_weights, weights) < 1e-5
-    for entry, other in zip(
-        tools.without_times(cut.state.log_history)[:-1], tools.without_times(whole.state.log_history)[:-1], strict=True
-    ):
-        assert entry == pytest.approx(other, abs=1e-4, rel=1e-4)
+    tools.assert_like(cut.state.log_history, whole.state.log_history, 1e-4)
