@@ -43,7 +43,7 @@ SHOWN: dict[str, dict[str, str]] = {
         "groupgrad": "per_device_train_batch_size gradient_accumulation_steps",
         "trainer": "num_train_epochs max_steps",
     },
-    f"{OPTIONS}::test_it_changes_the_weights": {"trainer": "learning_rate", "groupgrad": "seed"},
+    f"{OPTIONS}::test_it_changes_the_weights": {"trainer": "learning_rate"},
     f"{RUNS}::test_learning_rates": {
         "trainer": "lr_scheduler_type lr_scheduler_kwargs",
         "training_args": "warmup_steps",
@@ -102,7 +102,7 @@ SHOWN: dict[str, dict[str, str]] = {
     f"{HUB}::test_the_repository_is_created_as_asked": {"trainer": "hub_private_repo hub_model_id"},
     f"{HUB}::test_one_push_at_the_end": {"trainer": "hub_strategy"},
     f"{HERE}::test_the_branch_that_receives_a_push": {"trainer": "hub_revision"},
-    f"{OPTIONS}::test_data_seed_orders_the_prompts_and_seed_samples": {"groupgrad": "data_seed"},
+    f"{OPTIONS}::test_data_seed_orders_the_prompts_and_seed_samples": {"groupgrad": "seed data_seed"},
     f"{RUNS}::test_full_determinism": {"trainer": "full_determinism"},
     f"{HERE}::test_process_group_arguments": {"training_args": "use_cpu ddp_backend ddp_timeout"},
     f"{HERE}::test_accelerator_arguments": {"trainer": "accelerator_config"},

@@ -30,19 +30,12 @@ def requests(monkeypatch):
 
 
 @pytest.fixture
-def completions(make_trainer):
+def completions(train, recorder):
     """`completions(**settings)` returns the completion ids of one step, and the trainer."""
 
     def run(**settings: Any):
-        seen: list[list[int]] = []
-
-        def reward(completion_ids, **kwargs):
-            seen.extend(completion_ids)
-            return [float(len(ids)) + ids[0] % 3 for ids in completion_ids]
-
-        trainer = make_trainer(**{"reward_funcs": reward, "max_steps": 1, **settings})
-        trainer.train()
-        return seen, trainer
+        trainer = train(reward_funcs=recorder, max_steps=1, **settings)
+        return recorder.take("completion_ids"), trainer
 
     return run
 
@@ -50,38 +43,21 @@ def completions(make_trainer):
 # ------------------------------------------------------------------------------------------------ what is computed
 
 OBJECTIVE: dict[str, tuple[dict[str, Any], Any]] = {
-    # field: (the run it is tried in, the value tried against the run's own)
+    # field: (the run it is tried in, the value tried against the run's)
     "learning_rate": ({}, 1e-3),
-    "num_iterations": ({"generation_batch_size": 8}, 2),
     "sync_ref_model": ({"beta": 1.0, "max_steps": 3, "ref_model_sync_steps": 1}, True),
-    "ref_model_mixup_alpha": ({"beta": 1.0, "max_steps": 3, "ref_model_sync_steps": 1, "sync_ref_model": True}, 0.1),
-    "ref_model_sync_steps": ({"beta": 1.0, "max_steps": 3, "ref_model_sync_steps": 1, "sync_ref_model": True}, 2),
     "use_adaptive_entropy": ({"entropy_coef": 0.1}, True),
     "entropy_target": ({"entropy_coef": 0.1, "use_adaptive_entropy": True}, 9.0),
     "entropy_coef_delta": ({"use_adaptive_entropy": True, "entropy_target": 9.0}, 0.5),
     "entropy_coef_max": ({"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.2}, 0.1),
-    "num_generations": ({}, 8),
-    "temperature": ({}, 0.5),
-    "shuffle_dataset": ({}, False),
     "shuffle_rows": ({}, "groups"),
-    "seed": ({}, 7),
 }
 
 
 @pytest.fixture
-def final(make_trainer, make_policy, tools):
+def final(final_weights):
     """`final(**settings)` returns the final weights of a short run."""
-
-    def other(completions, **kwargs):
-        return [float(text.count("a")) + len(text) % 2 for text in completions]
-
-    def run(**settings: Any) -> torch.Tensor:
-        policy = make_policy()
-        rewards = [tools.letters_reward, other] if settings.pop("two", False) else tools.letters_reward
-        make_trainer(model=policy, reward_funcs=rewards, **{**ROUND_TRIP, **settings}).train()
-        return tools.weights(policy)
-
-    return run
+    return lambda **settings: final_weights(**{**ROUND_TRIP, **settings})
 
 
 @pytest.mark.filterwarnings("ignore:.*no effect.*:UserWarning")
@@ -93,66 +69,52 @@ def test_it_changes_the_weights(final, tools, field):
     assert tools.relative(changed, final(**settings)) > 1e-5
 
 
-def test_epsilon_high_is_epsilon_unless_given(final):
-    assert torch.equal(final(epsilon=0.1), final(epsilon=0.1, epsilon_high=0.1))
-
-
 def test_cispo_has_a_ceiling_of_its_own(final):
     with pytest.warns(UserWarning, match=r"5\.0"):
         default = final(loss_type="cispo")
     assert torch.equal(default, final(loss_type="cispo", epsilon_high=5.0))
 
 
-def test_data_seed_orders_the_prompts_and_seed_samples(completions, tools):
+def test_data_seed_orders_the_prompts_and_seed_samples(train, recorder):
     """Two streams: the order of prompts follows `data_seed`, the texts follow `seed`."""
-    first, _ = completions(seed=1, data_seed=5)
-    assert completions(seed=1, data_seed=5)[0] == first
-    assert completions(seed=2, data_seed=5)[0] != first
-    orders = []
-    for seed, data_seed in ((1, 5), (2, 5), (1, 6)):
-        rows: list[int] = []
-        completions(
-            seed=seed,
-            data_seed=data_seed,
-            reward_funcs=lambda row, rows=rows, **k: (rows.extend(row), [0.0] * len(row))[1],
-        )
-        orders.append(rows)
-    assert orders[0] == orders[1] != orders[2]
+
+    def run(seed: int, data_seed: int) -> tuple[list[int], list[list[int]]]:
+        recorder.calls.clear()
+        train(seed=seed, data_seed=data_seed, reward_funcs=recorder, max_steps=1)
+        return recorder.calls[0]["row"], recorder.calls[0]["completion_ids"]
+
+    first, again, sampled, ordered = run(1, 5), run(1, 5), run(2, 5), run(1, 6)
+    assert first == again
+    assert first[0] == sampled[0] != ordered[0]
+    assert first[1] != sampled[1]
 
 
-def test_shuffle_dataset_off_keeps_the_order(make_trainer):
-    rows: list[int] = []
-
-    def reward(row, **kwargs):
-        rows.extend(row[::4])
-        return [0.0] * len(row)
-
-    make_trainer(reward_funcs=reward, shuffle_dataset=False, max_steps=4).train()
-    assert rows == list(range(8))
+def test_shuffle_dataset_off_keeps_the_order(train, recorder):
+    train(reward_funcs=recorder, shuffle_dataset=False, max_steps=4)
+    assert recorder.take("row")[::4] == list(range(8))
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"max_completion_length": 100}, "the model has 16 positions for prompt and completion together"),
-        ({"generation_kwargs": {"max_new_tokens": 15}}, "generation_kwargs has max_new_tokens=15"),
-    ],
-)
-def test_a_limit_that_cannot_be_reached_is_a_remark(make_trainer, make_policy, tools, settings, reason):
+def test_a_limit_that_cannot_be_reached_is_a_remark(final_weights):
     """The constant of dr_grpo is the longest completion that there can be."""
-    finals = []
     common = {"loss_type": "dr_grpo", "optim": "sgd", "max_grad_norm": 0.0, "max_steps": 1}
-    for limits in ({"max_completion_length": 15}, {"max_completion_length": 20, **settings}):
-        policy = make_policy(max_position_embeddings=16)
+    finals = []
+    for limits, reason in (
+        ({"max_completion_length": 15}, None),
+        ({"max_completion_length": 100}, "=100 cannot be reached, since the model has 16 positions for prompt and"),
+        (
+            {"max_completion_length": 20, "generation_kwargs": {"max_new_tokens": 15}},
+            "=20 cannot be reached, since generation_kwargs has max_new_tokens=15: ",
+        ),
+    ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            make_trainer(model=policy, **common, **limits).train()
-        finals.append((tools.weights(policy), [str(w.message) for w in caught if "max_completion" in str(w.message)]))
-    (expected, silence), (actual, (text,)) = finals
-    assert torch.equal(actual, expected) and silence == []
-    limit = {"max_completion_length": 20, **settings}["max_completion_length"]
-    assert text.startswith(f"max_completion_length={limit} cannot be reached, since {reason}: ")
-    assert text.endswith("at most 15 tokens; loss_type='dr_grpo' divides by 15")
+            finals.append(final_weights(model={"max_position_embeddings": 16}, **common, **limits))
+        said = [str(warning.message) for warning in caught if "max_completion" in str(warning.message)]
+        assert len(said) == (reason is not None)
+        for text in said:
+            assert text.startswith(f"max_completion_length{reason}")
+            assert text.endswith("at most 15 tokens; loss_type='dr_grpo' divides by 15")
+    assert all(torch.equal(weights, finals[0]) for weights in finals)
 
 
 # ------------------------------------------------------------------------------------------------ sampling
@@ -160,18 +122,14 @@ def test_a_limit_that_cannot_be_reached_is_a_remark(make_trainer, make_policy, t
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.02, "repetition_penalty": 1.1}
 
 
-@pytest.mark.parametrize("field", SAMPLING)
-def test_a_sampling_option_reaches_the_engine(make_trainer, requests, field):
-    """The field sets the option; `generation_kwargs` sets it with precedence."""
-    trainer = make_trainer(max_steps=1, **{field: SAMPLING[field]})
+@pytest.mark.parametrize("in_kwargs", [False, True])
+def test_a_sampling_option_reaches_the_engine(make_trainer, requests, in_kwargs):
+    """The fields set the options; `generation_kwargs` sets them with precedence."""
+    trainer = make_trainer(max_steps=1, **({"generation_kwargs": SAMPLING} if in_kwargs else SAMPLING))
     seen = requests(trainer)
     trainer.train()
-    assert getattr(seen[0][1], field) == SAMPLING[field]
-    trainer = make_trainer(max_steps=1, generation_kwargs={field: SAMPLING[field]})
-    seen = requests(trainer)
-    trainer.train()
-    assert getattr(seen[0][1], field) == SAMPLING[field]
-    assert field not in seen[0][1].extra
+    assert {field: getattr(seen[0][1], field) for field in SAMPLING} == SAMPLING
+    assert not SAMPLING.keys() & seen[0][1].extra.keys()
 
 
 CUTS: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}]
@@ -198,14 +156,10 @@ def test_generation_kwargs_go_to_the_sampler(completions):
     assert all(token < 30 for ids in banned for token in ids)
 
 
-def test_the_temperature_divides_the_scores(make_trainer, tools):
+def test_the_temperature_divides_the_scores(train):
     """On the first step the policy is the sampler, so the logged entropy is that of the tempered distribution."""
-    entropies = []
-    for temperature in (1.0, 0.3):
-        trainer = make_trainer(temperature=temperature, max_steps=1)
-        trainer.train()
-        entropies.append(trainer.state.log_history[0]["entropy"])
-    assert entropies[1] < entropies[0] - 0.5
+    hot, cold = (train(temperature=value, max_steps=1).state.log_history[0]["entropy"] for value in (1.0, 0.3))
+    assert cold < hot - 0.5
 
 
 def test_max_completion_length(completions):
@@ -271,43 +225,31 @@ def test_rollout_engine(completions):
 # ------------------------------------------------------------------------------------------------ groups and batches
 
 
-def test_num_generations_is_the_group_size(make_trainer, tools):
+def test_num_generations_is_the_group_size(train, recorder):
     for group in (2, 8):
-        groups: list[list[int]] = []
-
-        def reward(row, groups=groups, group=group, **kwargs):
-            groups.extend(row[i : i + group] for i in range(0, len(row), group))
-            return [0.0] * len(row)
-
-        make_trainer(reward_funcs=reward, num_generations=group, max_steps=1).train()
+        train(reward_funcs=recorder, num_generations=group, max_steps=1)
+        rows = recorder.take("row")
+        groups = [rows[i : i + group] for i in range(0, len(rows), group)]
         assert len(groups) == 8 // group
         assert all(len(set(rows)) == 1 for rows in groups)
         assert len({rows[0] for rows in groups}) == len(groups)
 
 
-def test_how_often_generation_batches_are_sampled(make_trainer, tools):
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        ({"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}, [(0, 8), (1, 8), (2, 8), (3, 8)]),
+        ({"generation_batch_size": 16}, [(0, 16), (2, 16)]),
+        ({"steps_per_generation": 2}, [(0, 16), (2, 16)]),
+        ({"num_iterations": 2}, [(0, 8), (2, 8)]),
+        ({"generation_batch_size": 16, "num_iterations": 2}, [(0, 16)]),
+    ],
+    ids=str,
+)
+def test_how_often_generation_batches_are_sampled(train, recorder, settings, calls):
     """Steps of 8 rows: by default each samples; a batch of 16, or two passes over one, feeds two steps; both four."""
-    cadence = {}
-    for name, settings in {
-        "default": {},
-        "generation_batch_size": {"generation_batch_size": 16},
-        "steps_per_generation": {"steps_per_generation": 2},
-        "num_iterations": {"num_iterations": 2},
-        "both": {"generation_batch_size": 16, "num_iterations": 2},
-        "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
-    }.items():
-        steps: list[tuple[int, int]] = []
-
-        def reward(completion_ids, trainer_state, steps=steps, **kwargs):
-            steps.append((trainer_state.global_step, len(completion_ids)))
-            return tools.letters_reward(completion_ids)
-
-        make_trainer(reward_funcs=reward, max_steps=4, **settings).train()
-        cadence[name] = steps
-    assert cadence["default"] == cadence["accumulated"] == [(0, 8), (1, 8), (2, 8), (3, 8)]
-    assert cadence["generation_batch_size"] == cadence["steps_per_generation"] == [(0, 16), (2, 16)]
-    assert cadence["num_iterations"] == [(0, 8), (2, 8)]
-    assert cadence["both"] == [(0, 16)]
+    train(reward_funcs=recorder, max_steps=4, **settings)
+    assert [(call["step"], len(call["completion_ids"])) for call in recorder.calls] == calls
 
 
 def test_remove_unused_columns_hides_what_no_signature_names(make_trainer, caplog):
@@ -348,25 +290,13 @@ def test_remove_unused_columns_hides_what_no_signature_names(make_trainer, caplo
             assert "'row'" not in said[0]
 
 
-def test_epochs_show_every_prompt_once_each(make_trainer):
+def test_epochs_show_every_prompt_once_each(train, tools, recorder):
     """Ten prompts in batches of four: the last batch is filled up, or the rest is left out of the epoch."""
+    epochs = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 16}
     for drop_last, num_batches in ((False, 3), (True, 2)):
-        rows: list[int] = []
-
-        def reward(row, rows=rows, **kwargs):
-            rows.extend(row[::4])
-            return [0.0] * len(row)
-
-        data = Dataset.from_dict({"prompt": [chr(97 + i) for i in range(10)], "row": list(range(10))})
-        trainer = make_trainer(
-            reward_funcs=reward,
-            train_dataset=data,
-            per_device_train_batch_size=16,
-            max_steps=-1,
-            num_train_epochs=2,
-            dataloader_drop_last=drop_last,
-        )
-        trainer.train()
+        data = tools.prompts(10)
+        trainer = train(reward_funcs=recorder, train_dataset=data, dataloader_drop_last=drop_last, **epochs)
+        rows = recorder.take("row")[::4]
         assert trainer.state.global_step == 2 * num_batches
         first, second = rows[: 4 * num_batches], rows[4 * num_batches :]
         assert len(set(first)) == len(set(second)) == min(10, 4 * num_batches)
@@ -409,25 +339,18 @@ def test_reward_weights_and_scaling(make_trainer):
         assert trainer.state.log_history[0]["reward"] == 2.0
 
 
-def test_logging_steps(make_trainer):
-    for every, steps in ((1, [1, 2, 3, 4]), (2, [2, 4])):
-        trainer = make_trainer(logging_steps=every, max_steps=4)
-        trainer.train()
-        assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == steps
-
-
 @pytest.mark.parametrize("shown", [None, 0, 3])
-def test_completions_are_printed(make_trainer, capsys, shown):
+def test_completions_are_printed(train, capsys, shown):
     def reward(completion_ids, log_extra, **kwargs):
         log_extra("mark", ["MARK"] * len(completion_ids))
         return [float(len(ids)) for ids in completion_ids]
 
-    make_trainer(reward_funcs=reward, max_steps=1, log_completions=True, num_completions_to_print=shown).train()
+    train(reward_funcs=reward, max_steps=1, log_completions=True, num_completions_to_print=shown)
     assert capsys.readouterr().out.count("MARK") == (8 if shown is None else shown)
 
 
 @pytest.mark.parametrize("unique", [False, True])
-def test_trackers_get_each_prompt_once_if_asked(make_trainer, monkeypatch, unique):
+def test_trackers_get_each_prompt_once_if_asked(train, monkeypatch, unique):
     """A stand-in for wandb whose run the script has begun."""
     tables: list[Any] = []
     tracker = SimpleNamespace(run=object(), Table=lambda dataframe: dataframe, Image=None)
@@ -437,17 +360,15 @@ def test_trackers_get_each_prompt_once_if_asked(make_trainer, monkeypatch, uniqu
     monkeypatch.setattr("transformers.integrations.WandbCallback.setup", lambda *args, **kwargs: None)
     monkeypatch.setattr("transformers.integrations.WandbCallback.on_log", lambda *args, **kwargs: None)
     settings = {"max_steps": 1, "num_completions_to_print": 0, "log_unique_prompts": unique}
-    trainer = make_trainer(log_completions=True, report_to="wandb", **settings)
-    trainer.train()
+    train(log_completions=True, report_to="wandb", **settings)
     assert [len(table) for table in tables] == [2 if unique else 8]
-    make_trainer(log_completions=True, **settings).train()
+    train(log_completions=True, **settings)
     assert len(tables) == 1
 
 
-def test_settings_are_read_again_at_each_training(make_trainer):
+def test_settings_are_read_again_at_each_training(train):
     """For hyperparameter search: a changed setting applies to the next training, which starts from a clean state."""
-    trainer = make_trainer(max_steps=1, entropy_coef=0.1, use_adaptive_entropy=True, entropy_target=9.0)
-    trainer.train()
+    trainer = train(max_steps=1, entropy_coef=0.1, use_adaptive_entropy=True, entropy_target=9.0)
     assert trainer.entropy_controller.coef == pytest.approx(0.105)
     trainer.args.entropy_coef = 0.3
     trainer.args.reward_weights = [2.0]
