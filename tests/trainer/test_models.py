@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from groupgrad.trainer import trainer as trainer_module
 
@@ -38,33 +37,24 @@ def passes(monkeypatch):
 # ------------------------------------------------------------------------------------------------ dropout
 
 
-def test_sampling_old_and_reference_passes_run_without_dropout(make_trainer, make_policy, passes):
+def test_sampling_old_and_reference_passes_run_without_dropout(train, make_policy, passes):
     """Half of the attention is dropped in training passes alone: what was sampled, the old and the reference scores
     agree to rounding before the first update, the training pass does not."""
-    trainer = make_trainer(model=make_policy(attention_dropout=0.5), beta=0.1, **OFF_POLICY)
-    trainer.train()
+    train(model=make_policy(attention_dropout=0.5), beta=0.1, **OFF_POLICY)
     batch, logprobs = passes[0]
     assert batch.old_logprobs == pytest.approx(batch.sampling_logprobs, abs=1e-5)
     assert batch.old_logprobs == pytest.approx(batch.ref_logprobs, abs=1e-5)
     assert float((logprobs - batch.old_logprobs).abs().max()) > 0.01
 
 
-def test_without_dropout_the_first_ratio_is_one(make_trainer, make_policy, passes):
-    make_trainer(**OFF_POLICY).train()
-    batch, logprobs = passes[0]
-    assert logprobs == pytest.approx(batch.old_logprobs, abs=1e-5)
-
-
 @pytest.mark.parametrize("adapter", [False, True])
-def test_disable_dropout_turns_all_of_it_off(make_trainer, make_policy, tools, adapter):
+def test_disable_dropout_turns_all_of_it_off(final_weights, adapter):
     """The dropout of attention, which is a number and no layer, too; and that of an adapter."""
     finals = []
     for dropout, settings in ((0.5, {"disable_dropout": True}), (0.0, {}), (0.5, {})):
-        policy = make_policy(attention_dropout=dropout)
-        torch.manual_seed(0)
         extra = {"peft_config": lora(lora_dropout=dropout)} if adapter else {}
-        make_trainer(model=policy, trainer=extra, beta=0.1, **OFF_POLICY, **settings).train()
-        finals.append(tools.weights(policy))
+        model = {"attention_dropout": dropout}
+        finals.append(final_weights(model=model, trainer=extra, beta=0.1, **OFF_POLICY, **settings))
     assert torch.equal(finals[0], finals[1])
     assert not torch.equal(finals[1], finals[2])
 
@@ -72,25 +62,22 @@ def test_disable_dropout_turns_all_of_it_off(make_trainer, make_policy, tools, a
 # ------------------------------------------------------------------------------------------------ reference
 
 
-def test_the_reference_is_the_model_as_given(make_trainer, make_policy, model_dir):
+def test_the_reference_is_the_model_as_given(train, make_policy, model_dir):
     """A model that was changed in memory after loading starts with divergence 0."""
     policy = AutoModelForCausalLM.from_pretrained(model_dir)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    trainer = make_trainer(model=policy, beta=0.1, max_steps=2)
-    trainer.train()
+    trainer = train(model=policy, beta=0.1, max_steps=2)
     first, second = trainer.state.log_history[:2]
     assert first["kl"] == pytest.approx(0.0, abs=1e-9)
     assert second["kl"] > 1e-5
 
 
-def test_the_reference_follows_on_schedule(make_trainer):
+def test_the_reference_follows_on_schedule(train):
     """Mixed in whole after steps 2 and 4, it is the policy of the next step's rollouts: divergence 0 there alone."""
-    trainer = make_trainer(
-        beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0, max_steps=5
-    )
-    trainer.train()
+    sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
+    trainer = train(beta=0.1, max_steps=5, **sync)
     divergence = [entry["kl"] for entry in trainer.state.log_history[:-1]]
     assert [kl < 1e-9 for kl in divergence] == [True, False, True, False, True]
 
@@ -123,79 +110,6 @@ def test_the_reference_is_mixed(make_trainer, make_policy, adapter):
 # ------------------------------------------------------------------------------------------------ adapters
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_an_adapter_trains_alone_and_is_saved_alone(make_trainer, make_policy, tools, tmp_path, checkpointing):
-    policy, base = make_policy(), make_policy()
-    trainer = make_trainer(
-        model=policy,
-        trainer={"peft_config": lora()},
-        beta=0.1,
-        gradient_checkpointing=checkpointing,
-        save_strategy="steps",
-        save_steps=2,
-        max_steps=2,
-    )
-    trainer.train()
-    plain = dict(base.named_parameters())
-    changed = 0
-    for name, parameter in trainer.model.named_parameters():
-        original = plain.get(name.replace("base_model.model.", "").replace(".base_layer", ""))
-        if original is not None:
-            assert torch.equal(parameter, original)
-        changed += original is None and bool(parameter.abs().sum() > 0)
-    assert changed == 8
-    trainer.save_model(str(tmp_path / "saved"))
-    for folder in (tmp_path / "saved", Path(trainer.args.output_dir) / "checkpoint-2"):
-        files = {path.name for path in folder.iterdir()}
-        assert "adapter_model.safetensors" in files
-        assert not any(name.startswith(("model", "pytorch_model")) for name in files)
-        reloaded = PeftModel.from_pretrained(make_policy(), str(folder)).eval()
-        ids = torch.tensor([[5, 30, 31, 32]])
-        with torch.no_grad():
-            logits, own = reloaded(ids).logits, trainer.model.eval()(ids).logits
-        assert torch.equal(logits, own)
-    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-9)
-    assert trainer.state.log_history[1]["kl"] > 0
-
-
-def test_checkpointing_an_adapter_changes_nothing(make_trainer, make_policy, tools):
-    finals = []
-    for checkpointing in (False, True):
-        policy = make_policy()
-        torch.manual_seed(0)
-        make_trainer(model=policy, trainer={"peft_config": lora()}, gradient_checkpointing=checkpointing).train()
-        finals.append(tools.weights(policy))
-    assert torch.equal(finals[0], finals[1])
-
-
-def test_a_trained_adapter_is_its_own_reference(make_trainer, make_policy):
-    """The model's initial adapter, not the base model, is the reference."""
-    torch.manual_seed(0)
-    adapted = get_peft_model(make_policy(), lora(init_lora_weights=False))
-    trainer = make_trainer(model=adapted, beta=0.1, max_steps=2)
-    trainer.train()
-    first, second = trainer.state.log_history[:2]
-    assert first["kl"] == pytest.approx(0.0, abs=1e-9)
-    assert second["kl"] > 1e-6
-    assert list(adapted.peft_config) == ["default"]
-
-
-def test_an_adapter_equals_the_merged_model(make_trainer, make_policy, tools):
-    """The first batch: an adapter's model samples and scores as the plain model with the adapter merged into it."""
-    torch.manual_seed(0)
-    adapted = get_peft_model(make_policy(), lora(init_lora_weights=False))
-    merged = get_peft_model(make_policy(), lora(init_lora_weights=False))
-    merged.load_state_dict(adapted.state_dict())
-    plain = merged.merge_and_unload().requires_grad_(True)
-    entries = []
-    for model in (adapted, plain):
-        trainer = make_trainer(model=model, max_steps=1)
-        trainer.train()
-        entries.append(trainer.state.log_history[0])
-    for key in ("reward", "entropy", "completions/mean_length", "loss", "num_tokens"):
-        assert entries[0][key] == pytest.approx(entries[1][key], abs=1e-5)
-
-
 def test_a_frozen_model_is_refused(make_trainer, make_policy, tmp_path):
     """The usual one: an adapter that was loaded for use, not for training."""
     with pytest.raises(ValueError, match="frozen"):
@@ -209,34 +123,12 @@ def test_a_frozen_model_is_refused(make_trainer, make_policy, tmp_path):
 # ------------------------------------------------------------------------------------------------ experts, precision
 
 
-def make_experts(tools: Any, **config: Any) -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=len("x") + 94,
-            hidden_size=32,
-            intermediate_size=48,
-            moe_intermediate_size=24,
-            num_experts=4,
-            num_experts_per_tok=2,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            eos_token_id=1,
-            pad_token_id=0,
-            **config,
-        )
-    )
-
-
-def test_router_aux_loss_coef(make_trainer, tools):
+def test_router_aux_loss_coef(train, tools):
     """Unset: the model's own weight (0.001 here). The logged loss is the policy's plus weight x `aux_loss`."""
     losses, finals = {}, {}
     for coef in (None, 0.001, 0.5, 0.0):
-        model = make_experts(tools, router_aux_loss_coef=0.001)
-        trainer = make_trainer(model=model, router_aux_loss_coef=coef, max_steps=2, gradient_accumulation_steps=2)
-        trainer.train()
+        model = tools.make_experts(router_aux_loss_coef=0.001)
+        trainer = train(model=model, router_aux_loss_coef=coef, max_steps=1, gradient_accumulation_steps=2)
         finals[coef] = tools.weights(model)
         losses[coef] = trainer.state.log_history[0]
     assert torch.equal(finals[None], finals[0.001])
@@ -253,13 +145,12 @@ def test_router_aux_loss_coef_needs_experts(make_trainer):
     make_trainer(router_aux_loss_coef=0.0)
 
 
-def test_cast_lm_head_to_fp32(make_trainer, make_policy, passes):
+def test_cast_lm_head_to_fp32(train, make_policy, passes):
     """A bfloat16 model whose head alone computes in float32: its scores are not those of a bfloat16 head."""
     scores = []
     for cast in (False, True):
         policy = make_policy().to(torch.bfloat16)
-        trainer = make_trainer(model=policy, cast_lm_head_to_fp32=cast, beta=0.1, max_steps=1)
-        trainer.train()
+        trainer = train(model=policy, cast_lm_head_to_fp32=cast, beta=0.1, max_steps=1)
         scores.append(passes[-1][1])
         assert policy.lm_head.weight.dtype == (torch.float32 if cast else torch.bfloat16)
         assert trainer._policy.reference.module.lm_head.weight.dtype == policy.lm_head.weight.dtype
@@ -267,19 +158,7 @@ def test_cast_lm_head_to_fp32(make_trainer, make_policy, passes):
     assert not torch.equal(scores[0][:3], scores[1][:3])
 
 
-def test_bf16_trains_float32_weights(make_trainer, make_policy, tools):
-    """Mixed precision on a CPU: weights stay float32 and move nearly as in float32, not exactly."""
-    finals = []
-    for bf16 in (False, True):
-        policy = make_policy()
-        trainer = make_trainer(model=policy, bf16=bf16, max_steps=1, optim="sgd", learning_rate=0.1)
-        trainer.train()
-        assert all(p.dtype == torch.float32 for p in policy.parameters())
-        finals.append(tools.weights(policy))
-    assert 0 < tools.relative(finals[1], finals[0]) < 0.02
-
-
-def test_gradient_checkpointing_leaves_no_trace_in_the_configuration(make_trainer, make_policy, tokenizer, tmp_path):
+def test_gradient_checkpointing_leaves_no_trace_in_the_configuration(train, make_policy, tokenizer, tmp_path):
     """Neither for a callback after a step, nor after training, nor in what is saved; and the model generates alike."""
     policy, seen = make_policy(), []
 
@@ -288,10 +167,9 @@ def test_gradient_checkpointing_leaves_no_trace_in_the_configuration(make_traine
             seen.append(policy.config._attn_implementation)
 
     original = policy.config._attn_implementation
-    trainer = make_trainer(
+    trainer = train(
         model=policy, gradient_checkpointing=True, max_steps=1, save_strategy="steps", trainer={"callbacks": [Look()]}
     )
-    trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     assert [*seen, policy.config._attn_implementation] == [original, original]
     for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-1"):
@@ -301,7 +179,7 @@ def test_gradient_checkpointing_leaves_no_trace_in_the_configuration(make_traine
     assert torch.equal(policy.eval().generate(**prompt), loaded.generate(**prompt))
 
 
-def test_a_failed_backward_pass_leaves_no_trace_either(make_trainer, make_policy):
+def test_a_failed_backward_pass_leaves_no_trace_either(train, make_policy):
     policy = make_policy()
 
     def fail(gradient: torch.Tensor) -> torch.Tensor:
@@ -309,7 +187,7 @@ def test_a_failed_backward_pass_leaves_no_trace_either(make_trainer, make_policy
 
     policy.model.embed_tokens.weight.register_hook(fail)
     with pytest.raises(ZeroDivisionError):
-        make_trainer(model=policy, gradient_checkpointing=True).train()
+        train(model=policy, gradient_checkpointing=True)
     assert "groupgrad" not in policy.config._attn_implementation
 
 
@@ -351,7 +229,7 @@ def test_trust_remote_code(make_trainer, model_dir):
 # ------------------------------------------------------------------------------------------------ callbacks, optimizers
 
 
-def test_callbacks_are_called_in_their_places(make_trainer, tools):
+def test_callbacks_are_called_in_their_places(train, tools):
     events: list[str] = []
 
     class Notes(TrainerCallback):
@@ -359,39 +237,26 @@ def test_callbacks_are_called_in_their_places(make_trainer, tools):
 
     for name in ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "train_end", "epoch_begin"):
         setattr(Notes, f"on_{name}", lambda self, *args, name=name, **kwargs: events.append(name))
-    trainer = make_trainer(
+    train(
         max_steps=2,
         trainer={"callbacks": [Notes()], "eval_dataset": tools.prompts(2)},
         eval_strategy="steps",
         eval_steps=2,
-        per_device_eval_batch_size=8,
         save_strategy="steps",
         save_steps=2,
     )
-    trainer.train()
     assert events == [
         *["train_begin", "epoch_begin", "step_begin", "step_end", "log"],
         *["step_begin", "step_end", "log", "log", "evaluate", "save", "log", "train_end"],
     ]
 
 
-def test_a_callback_can_stop_training(make_trainer):
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = True
-
-    trainer = make_trainer(max_steps=5, trainer={"callbacks": [Stop()]})
-    trainer.train()
-    assert trainer.state.global_step == 1
-
-
-def test_optimizers_are_used_as_given(make_trainer, make_policy, tools):
+def test_optimizers_are_used_as_given(train, make_policy, tools):
     """A scheduler that halves the rate each step, and an optimizer of the head alone."""
     policy, plain = make_policy(), make_policy()
     optimizer = torch.optim.SGD(policy.lm_head.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    trainer = make_trainer(model=policy, trainer={"optimizers": (optimizer, scheduler)})
-    trainer.train()
+    trainer = train(model=policy, trainer={"optimizers": (optimizer, scheduler)})
     rates = [entry["learning_rate"] for entry in trainer.state.log_history[:-1]]
     assert rates == pytest.approx([0.1, 0.05, 0.025])
     moved = {n for n, p in policy.named_parameters() if not torch.equal(p, dict(plain.named_parameters())[n])}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from small_runs import make_scorer
 from tokenizers.processors import TemplateProcessing
 
 BEGIN_AND_END = TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
@@ -100,36 +101,21 @@ def test_without_it_another_turn_begins_and_that_is_said(make_trainer, tokenizer
     assert {tokenizer.decode(ids) for ids in prompt_ids(trainer)} == {"<user>hi\n<assistant>Well, \n<assistant>"}
 
 
-def test_a_reward_model_reads_both_parts_as_one_turn(make_trainer, tokenizer):
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    torch.manual_seed(0)
-    config: Any = LlamaConfig
-    scorer = LlamaForSequenceClassification(
-        config(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_labels=1,
-            pad_token_id=0,
-        )
-    )
+def test_a_reward_model_reads_both_parts_as_one_turn(train, tokenizer):
+    scorer = make_scorer()
     texts: list[str] = []
 
     def keep(prompts, completions, **kwargs):
         texts.extend(f"<user>hi\n<assistant>Well, {c[0]['content']}\n" for c in completions)
         return [0.0] * len(completions)
 
-    trainer = make_trainer(
+    trainer = train(
         reward_funcs=[scorer, keep],
         train_dataset=Dataset.from_list([{"prompt": [USER, OPEN]}] * 8),
         chat_template_kwargs={"continue_final_message": True},
         max_steps=1,
         trainer={"reward_processing_classes": [tokenizer, None]},
     )
-    trainer.train()
     with torch.no_grad():
         scores = [scorer(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() for text in texts]
     mean = trainer.state.log_history[0]["rewards/LlamaForSequenceClassification/mean"]

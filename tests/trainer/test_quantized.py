@@ -20,20 +20,15 @@ from groupgrad.scoring.self_check import random_batch
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
 QUANTIZED: dict[str, dict[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
-    "fp4, scales too": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "fp4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": torch.float32,
-    },
     "nf4, stored as bfloat16": {
-        "load_in_4bit": True,
+        **FOUR_BITS,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_quant_storage": torch.bfloat16,
-        "bnb_4bit_compute_dtype": torch.float32,
     },
+    "fp4, scales too": {**FOUR_BITS, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+    "nf4": {**FOUR_BITS, "bnb_4bit_quant_type": "nf4"},
     "8 bits": {"load_in_8bit": True},
 }
 
@@ -117,15 +112,16 @@ def test_training_equals_that_over_the_same_weights_in_full(kind: str, make_trai
 
 
 @pytest.mark.parametrize("kind", ["nf4", "8 bits"])
-def test_by_name_saved_alone_and_resumed(kind: str, make_trainer, quantized, base: Path, tools, tmp_path: Path):
+def test_by_name_saved_alone_and_resumed(kind: str, make_trainer, quantized, base: Path, tmp_path: Path):
     runs = []
-    for folder, checkpoint in (("straight", None), ("resumed", str(tmp_path / "straight" / "checkpoint-2"))):
+    for folder, checkpoint in (("straight", None), ("resumed", str(tmp_path / "straight" / "checkpoint-1"))):
         trainer = make_trainer(
             model=str(base),
             trainer={"peft_config": lora(), "quantization_config": BitsAndBytesConfig(**QUANTIZED[kind])},
             output_dir=str(tmp_path / folder),
             save_strategy="steps",
             save_steps=1,
+            max_steps=2,
             beta=0.1,
         )
         assert trainer.model.get_base_model().is_quantized
@@ -159,45 +155,49 @@ def test_an_adapters_directory_over_quantized_weights(make_trainer, quantized, b
     assert not torch.allclose(logprobs(trainer.model), logprobs(plain), atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_in_either_precision(dtype: torch.dtype, make_trainer, quantized):
-    model = peft.get_peft_model(quantized("nf4", dtype=torch.bfloat16), lora(), autocast_adapter_dtype=False)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-    trainer = make_trainer(model=model, max_steps=2, beta=0.1)
-    assert trainer.execution.engine_choice.name == "native"
-    before = trained(trainer.model)
-    trainer.train()
-    after = trained(trainer.model)
-    assert {p.dtype for p in after.values()} == {dtype}
-    assert any(not torch.equal(after[name], before[name]) for name in after)
-
-
 def test_gradient_checkpointing_over_quantized_weights(make_trainer, quantized):
+    """Of adapters in bfloat16 over weights stored for it."""
     finals = []
     for checkpointing in (False, True):
         torch.manual_seed(1)
-        trainer = make_trainer(
-            model=quantized("nf4"), trainer={"peft_config": lora()}, gradient_checkpointing=checkpointing, max_steps=2
-        )
+        model = peft.get_peft_model(quantized("nf4", dtype=torch.bfloat16), lora(), autocast_adapter_dtype=False)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
+        trainer = make_trainer(model=model, gradient_checkpointing=checkpointing, max_steps=1)
+        assert trainer.execution.engine_choice.name == "native"
+        before = trained(trainer.model)
         trainer.train()
         finals.append(trained(trainer.model))
+        assert {p.dtype for p in finals[-1].values()} == {torch.bfloat16}
+        assert any(not torch.equal(value, before[name]) for name, value in finals[-1].items())
     for name, value in finals[0].items():
-        torch.testing.assert_close(value, finals[1][name], rtol=0, atol=1e-6)
+        assert torch.equal(value, finals[1][name])
 
 
 # ------------------------------------------------------------------------------------------------ refusals
 
 
-def test_quantized_weights_are_not_trained_themselves(make_trainer, quantized):
-    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM are quantized and cannot be trained .* give a peft_config"):
-        make_trainer(model=quantized("nf4"))
-
-
-def test_a_quantized_module_is_not_trained_as_a_whole(make_trainer, quantized):
-    with pytest.raises(ValueError, match=r"modules_to_save names .*o_proj, whose weights are quantized"):
-        make_trainer(model=quantized("nf4"), trainer={"peft_config": lora(modules_to_save=["o_proj"])})
+@pytest.mark.parametrize(
+    ("adapter", "text"),
+    [
+        (None, r"Qwen3ForCausalLM are quantized and cannot be trained .* give a peft_config"),
+        (lora(modules_to_save=["o_proj"]), r"modules_to_save names .*o_proj, whose weights are quantized"),
+        (
+            peft.LoHaConfig(r=2, target_modules=["q_proj"]),
+            r"this adapter does not compute over weights quantized .* use LoRA",
+        ),
+        # bitsandbytes rearranges weights in the first call on some processors; no gradient passes a layer since.
+        (lora(), r"layers\.1\.mlp\.up_proj were rearranged .* load the model anew"),
+    ],
+    ids=["none", "whole module", "LoHa", "rearranged"],
+)
+def test_what_cannot_be_trained_is_refused(make_trainer, quantized, adapter, text, request):
+    model = quantized("nf4")
+    if "rearranged" in request.node.name:
+        model.model.layers[1].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ValueError, match=text):
+        make_trainer(model=model, trainer={"peft_config": adapter})
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -209,23 +209,8 @@ def test_nothing_is_merged_into_quantized_weights(kind: str, quantized):
     assert all(torch.equal(a, b) for a, b in zip(packed(model), before, strict=True))
 
 
-def test_weights_that_were_rearranged_for_inference_are_refused(make_trainer, quantized):
-    """bitsandbytes does so in the first call on some processors, and no gradient passes through a layer since."""
-    model = quantized("nf4")
-    model.model.layers[1].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj were rearranged .* load the model anew"):
-        make_trainer(model=model, trainer={"peft_config": lora()})
-
-
-def test_a_kind_of_adapter_that_fails_over_quantized_weights_is_refused(make_trainer, quantized):
-    config = peft.LoHaConfig(r=2, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match=r"this adapter does not compute over weights quantized .* use LoRA"):
-        make_trainer(model=quantized("nf4"), trainer={"peft_config": config})
-
-
-@pytest.mark.parametrize("kind", ["nf4", "8 bits"])
-@pytest.mark.parametrize("adapter", ["rsLoRA", "whole head", "IA3"])
-def test_other_adapters_over_quantized_weights(kind: str, adapter: str, make_trainer, quantized):
+@pytest.mark.parametrize(("adapter", "kind"), [("rsLoRA", "8 bits"), ("whole head", "nf4"), ("IA3", "8 bits")])
+def test_other_adapters_over_quantized_weights(adapter: str, kind: str, make_trainer, quantized):
     configs = {
         "rsLoRA": lambda: lora(target_modules="all-linear", use_rslora=True, task_type="CAUSAL_LM"),
         "whole head": lambda: lora(modules_to_save=["lm_head"]),
@@ -341,25 +326,7 @@ def test_optimizers_with_narrow_state(optim: str, make_trainer, make_policy, too
     assert torch.equal(finals["resumed"], finals["straight"])
     change = tools.relative(finals["straight"] - start, finals["plain"] - start)
     assert change > 0
-    if optim != "adamw_torch_4bit":  # which is compared by itself below
-        assert change < 0.3
-
-
-@pytest.mark.parametrize(("name", "most"), [("AdamW8bit", 0.05), ("AdamW4bit", 0.3)])
-def test_steps_of_torchaos_optimizers_are_nearly_adamws(name: str, most: float, monkeypatch):
-    optim = pytest.importorskip("torchao.optim")
-    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
-    stream = torch.Generator().manual_seed(0)
-    start = torch.randn(64, 96, generator=stream)
-    narrow, plain = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    first = getattr(optim, name)([narrow], lr=1e-3, weight_decay=0.0)
-    second = torch.optim.AdamW([plain], lr=1e-3, weight_decay=0.0)
-    for _ in range(3):
-        gradient = torch.randn(64, 96, generator=stream)
-        narrow.grad, plain.grad = gradient.clone(), gradient.clone()
-        first.step()
-        second.step()
-    assert 0 < float((narrow - plain).norm() / (plain - start).norm()) < most
+    assert change < (1.0 if optim == "adamw_torch_4bit" else 0.3)
 
 
 @pytest.mark.gpu

@@ -9,48 +9,30 @@ import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.engines.native import NativeEngine
-
-
-def token_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """Differs within groups."""
-    return [float(sum(ids) % 17) for ids in completion_ids]
 
 
 @pytest.mark.real
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
-def test_a_real_model_trains_under_autocast(adapted, smollm2, tmp_path, caplog, recwarn):
-    extra: dict[str, Any] = {}
+def test_a_real_model_trains_under_autocast(adapted, smollm2, train, caplog, recwarn):
+    extra: dict[str, Any] = {"processing_class": AutoTokenizer.from_pretrained(smollm2)}
     if adapted:
         peft = pytest.importorskip("peft")
         extra["peft_config"] = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-    # Two of its layers: processors without bfloat16 take minutes for all thirty.
-    model = AutoModelForCausalLM.from_pretrained(smollm2, num_hidden_layers=2)
     with caplog.at_level(logging.WARNING, "groupgrad"):
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=token_reward,
-            args=GRPOConfig(
-                output_dir=str(tmp_path),
-                use_cpu=True,
-                bf16=True,
-                report_to="none",
-                save_strategy="no",
-                max_steps=2,
-                logging_steps=1,
-                learning_rate=1e-4,
-                per_device_train_batch_size=4,
-                num_generations=4,
-                max_completion_length=4,
-                gradient_checkpointing=False,
-            ),
+        trainer = train(
+            # Two of its layers: processors without bfloat16 take minutes for all thirty.
+            model=AutoModelForCausalLM.from_pretrained(smollm2, num_hidden_layers=2),
+            reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 17) for ids in completion_ids],
             train_dataset=Dataset.from_dict({"prompt": ["1, 2, 3,", "Ten:", "A:", "5 +"]}),
-            processing_class=AutoTokenizer.from_pretrained(smollm2),
-            **extra,
+            trainer=extra,
+            bf16=True,
+            max_steps=2,
+            learning_rate=1e-4,
+            per_device_train_batch_size=4,
+            max_completion_length=4,
         )
-        trainer.train()
     assert isinstance(trainer.engine, NativeEngine)
     # Four tokens end no answer, which is said rightly.
     said = [record.getMessage() for record in caplog.records if record.name.startswith("groupgrad")]

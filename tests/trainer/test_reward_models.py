@@ -8,25 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from datasets import Dataset
+from small_runs import make_scorer
+from tokenizers.processors import TemplateProcessing
 
-from groupgrad import GRPOConfig
-from groupgrad.errors import ConfigError
-
-
-def make_scorer(vocabulary: int, **config: Any) -> LlamaForSequenceClassification:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForSequenceClassification(
-        LlamaConfig(vocab_size=vocabulary, **{**sizes, "num_labels": 1, "initializer_range": 0.5, **config})
-    ).eval()
+from groupgrad.errors import RewardError
 
 
 @pytest.fixture
 def saved(tokenizer: Any, tmp_path: Path) -> str:
     """Saves a reward model in bfloat16 with its tokenizer."""
     folder = tmp_path / "scorer"
-    make_scorer(len(tokenizer)).bfloat16().save_pretrained(folder)
+    make_scorer().bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -87,34 +80,25 @@ def test_unused_reward_model_options_are_reported(make_trainer: Callable[..., An
     given: dict[str, Any] = {"reward_model_init_kwargs": {"dtype": "float16"}, "reward_model_batch_tokens": 20}
     with pytest.warns(UserWarning, match="reward_model_batch_tokens have no effect: no reward function is"):
         make_trainer(**given)
-    object_given = {"reward_funcs": make_scorer(len(tokenizer)), "trainer": {"reward_processing_classes": tokenizer}}
+    object_given = {"reward_funcs": make_scorer(), "trainer": {"reward_processing_classes": tokenizer}}
     with pytest.warns(UserWarning, match="^reward_model_init_kwargs has no effect: no reward model is given by name"):
         make_trainer(**object_given, **given)
 
 
-def test_two_placements_are_rejected(saved: str) -> None:
-    given = {"device_map": "cpu"}
-    with pytest.raises(ConfigError, match=r"reward_model_init_kwargs has device_map='cpu'.*Set one of the two"):
-        GRPOConfig(use_cpu=True, reward_model_init_kwargs=given, reward_model_device="cpu")
-    with pytest.raises(ConfigError, match=r"dtype='float8'"):
-        GRPOConfig(use_cpu=True, reward_model_init_kwargs={"dtype": "float8"})
-
-
-def test_models_and_functions_score_side_by_side(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
+def test_models_and_functions_score_side_by_side(train: Callable[..., Any], tokenizer: Any) -> None:
     """Rewards of a model and of a function are columns of one table, and weights apply to both."""
-    scorer, seen = make_scorer(len(tokenizer)), []
+    scorer, seen = make_scorer(), []
 
     def length(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
         seen.append([prompt + completion for prompt, completion in zip(prompts, completions)])
         return [float(len(completion)) for completion in completions]
 
-    trainer = make_trainer(
+    trainer = train(
         reward_funcs=[scorer, length],
         reward_weights=[2.0, 1.0],
         max_steps=1,
         trainer={"reward_processing_classes": [tokenizer, None]},
     )
-    trainer.train()
     entry = trainer.state.log_history[0]
     expected = by_hand(scorer, tokenizer, seen[0])
     name = "rewards/LlamaForSequenceClassification"
@@ -123,13 +107,10 @@ def test_models_and_functions_score_side_by_side(make_trainer: Callable[..., Any
     assert entry[f"{name}/truncated"] == 0.0
 
 
-@pytest.mark.parametrize("in_a_list", [False, True])
 def test_a_given_tokenizer_is_read_with(
-    make_trainer: Callable[..., Any], make_tokenizer: Callable[[], Any], saved: str, in_a_list: bool
+    make_trainer: Callable[..., Any], train: Callable[..., Any], make_tokenizer: Callable[[], Any], saved: str
 ) -> None:
     """Another than the one beside the reward model: it begins every text with a token."""
-    from tokenizers.processors import TemplateProcessing
-
     given, texts = make_tokenizer(), []
     given.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
 
@@ -137,35 +118,31 @@ def test_a_given_tokenizer_is_read_with(
         texts.extend(prompt + completion for prompt, completion in zip(prompts, completions))
         return [0.0] * len(prompts)
 
-    functions, classes = ([saved, keep], [given, None]) if in_a_list else (saved, given)
-    trainer = make_trainer(reward_funcs=functions, max_steps=1, trainer={"reward_processing_classes": classes})
-    trainer.train()
+    (alone,) = make_trainer(reward_funcs=saved, trainer={"reward_processing_classes": given}).rewards.models
+    classes = {"reward_processing_classes": [given, None]}
+    trainer = train(reward_funcs=[saved, keep], max_steps=1, trainer=classes)
     (scorer,) = trainer.rewards.models
-    assert scorer.processing_class is given
-    if in_a_list:
-        expected = by_hand(scorer.model, given, texts)
-        assert trainer.state.log_history[0]["rewards/scorer/mean"] == pytest.approx(sum(expected) / 8, abs=1e-5)
-        assert sum(by_hand(scorer.model, make_tokenizer(), texts)) != pytest.approx(sum(expected), abs=1e-2)
+    assert alone.processing_class is scorer.processing_class is given
+    expected = by_hand(scorer.model, given, texts)
+    assert trainer.state.log_history[0]["rewards/scorer/mean"] == pytest.approx(sum(expected) / 8, abs=1e-5)
+    assert sum(by_hand(scorer.model, make_tokenizer(), texts)) != pytest.approx(sum(expected), abs=1e-2)
 
 
-def test_template_arguments_reach_a_reward_model(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
-    from datasets import Dataset
-
+def test_template_arguments_reach_a_reward_model(train: Callable[..., Any], tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    scorer, texts = make_scorer(len(tokenizer)), []
+    scorer, texts = make_scorer(), []
 
     def keep(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
         texts.extend("calm" + "".join(m["content"] for m in [*p, *c]) for p, c in zip(prompts, completions))
         return [0.0] * len(prompts)
 
-    trainer = make_trainer(
+    trainer = train(
         reward_funcs=[scorer, keep],
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in "abcd"]),
         chat_template_kwargs={"mood": "calm"},
         max_steps=1,
         trainer={"reward_processing_classes": [tokenizer, None]},
     )
-    trainer.train()
     expected = by_hand(scorer, tokenizer, texts)
     mean = trainer.state.log_history[0]["rewards/LlamaForSequenceClassification/mean"]
     assert mean == pytest.approx(sum(expected) / 8, abs=1e-5)
@@ -174,23 +151,19 @@ def test_template_arguments_reach_a_reward_model(make_trainer: Callable[..., Any
 def test_conversations_without_a_template_are_refused_before_training(
     make_trainer: Callable[..., Any], make_tokenizer: Callable[[], Any], tokenizer: Any
 ) -> None:
-    from datasets import Dataset
-
     plain = make_tokenizer()
     plain.chat_template = None
     dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 4)
     with pytest.raises(ValueError, match="no chat template to write them with"):
         make_trainer(
-            reward_funcs=make_scorer(len(tokenizer)),
+            reward_funcs=make_scorer(),
             train_dataset=dataset,
             trainer={"reward_processing_classes": plain},
         )
 
 
 def test_nan_ends_training_and_names_the_row(make_trainer: Callable[..., Any], tokenizer: Any) -> None:
-    from groupgrad.errors import RewardError
-
-    scorer = make_scorer(len(tokenizer))
+    scorer = make_scorer()
     with torch.no_grad():
         scorer.model.embed_tokens.weight[tokenizer("b")["input_ids"][0]] = float("nan")
     trainer = make_trainer(reward_funcs=scorer, trainer={"reward_processing_classes": tokenizer}, shuffle_dataset=False)
