@@ -52,7 +52,7 @@ def check(folder: Path) -> str:
     return choose(folder, True).folder.name
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 16], ids=["each", "some"])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 32], ids=["each", "some"])
 @pytest.mark.parametrize(
     ("before", "behind"),
     [

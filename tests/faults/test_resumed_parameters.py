@@ -17,13 +17,11 @@ from transformers import PreTrainedModel
 from groupgrad import GRPOTrainer
 from groupgrad.errors import CheckpointError
 
-EOS = [1, *range(4, 24)]
-
 
 def model_of(**config: Any) -> PreTrainedModel:
     """A small model; equal for equal settings."""
     model = repeatable_runs.BASE.make_model(0, initializer_range=0.15, **config)
-    model.generation_config.eos_token_id = EOS
+    model.generation_config.eos_token_id = repeatable_runs.EOS
     return model
 
 
@@ -42,18 +40,29 @@ def adapted(**settings: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`saved(kind)`: the checkpoint of the second step of a run of one of the `KINDS`."""
-    folders: dict[str, Path] = {}
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, torch.Tensor]]:
+    """`runs(kind)`: the checkpoint of the second step of a run of one of the `KINDS`, and its weights at the end."""
+    made: dict[str, tuple[Path, torch.Tensor]] = {}
 
-    def checkpoint(kind: str) -> Path:
-        if kind not in folders:
+    def run(kind: str) -> tuple[Path, torch.Tensor]:
+        if kind not in made:
             folder = tmp_path_factory.mktemp(kind)
-            make(folder, KINDS[kind](), max_steps=3).train()
-            folders[kind] = folder / "checkpoint-2"
-        return folders[kind]
+            trainer = make(folder, KINDS[kind](), max_steps=3)
+            trainer.train()
+            made[kind] = folder / "checkpoint-2", flat(trainer)
+        return made[kind]
 
-    return checkpoint
+    return run
+
+
+@pytest.fixture(scope="module")
+def saved(runs: Callable[[str], tuple[Path, torch.Tensor]]) -> Callable[[str], Path]:
+    """`saved(kind)`: that checkpoint."""
+    return lambda kind: runs(kind)[0]
+
+
+def flat(trainer: GRPOTrainer) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -135,33 +144,28 @@ FOUND_BY_SHAPE = set(CASES) - {"same number and shapes", "another layer", "anoth
 )
 @pytest.mark.parametrize("case", CASES)
 def test_another_set_of_parameters_is_refused_by_name(case, saved, tmp_path, caplog):
+    """A checkpoint without names is checked by shapes."""
     kind, model, text = CASES[case]
-    trainer = make(tmp_path, model(), max_steps=3)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer = make(tmp_path / "run", model(), max_steps=3)
+    before = flat(trainer)
     with pytest.raises(CheckpointError, match=f"(?s){text}"):
         trainer.train(str(saved(kind)))
-    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert torch.equal(flat(trainer), before)
+    if case in FOUND_BY_SHAPE:
+        with pytest.raises(CheckpointError, match=r"To go on|allow_partial_resume=True"):
+            trainer.train(str(from_elsewhere(saved(kind), tmp_path)))
     assert "missing keys" not in caplog.text
 
 
-@pytest.mark.parametrize("case", sorted(FOUND_BY_SHAPE))
-def test_a_checkpoint_without_names_is_checked_by_shapes(case, saved, tmp_path):
-    kind, model, _ = CASES[case]
-    with pytest.raises(CheckpointError, match=r"To go on|allow_partial_resume=True"):
-        make(tmp_path, model(), max_steps=3).train(str(from_elsewhere(saved(kind), tmp_path)))
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_set_resumes_bit_for_bit_without_a_remark(kind, saved, tmp_path, caplog):
-    straight = make(tmp_path / "straight", KINDS[kind](), max_steps=3)
-    straight.train()
-    expected = {name: p.detach() for name, p in straight.model.named_parameters()}
-    for checkpoint in (saved(kind), from_elsewhere(saved(kind), tmp_path)):
+def test_the_same_set_resumes_bit_for_bit_without_a_remark(kind, runs, tmp_path, caplog):
+    saved, expected = runs(kind)
+    for checkpoint in (saved, from_elsewhere(saved, tmp_path)):
         caplog.clear()
         resumed = make(tmp_path / "resumed", KINDS[kind](), max_steps=3)
         with caplog.at_level("WARNING"):
             resumed.train(str(checkpoint))
-        assert all(torch.equal(p, expected[name]) for name, p in resumed.model.named_parameters())
+        assert torch.equal(flat(resumed), expected)
         assert "missing keys" not in caplog.text and "options differ" not in caplog.text
 
 
@@ -223,15 +227,10 @@ def test_partly_the_same_parameters_without_names_begin_anew(saved, tmp_path, ca
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {1}
 
 
-@pytest.mark.parametrize("optim", ["adafactor", "sgd", "rmsprop", "lion_32bit"])
+@pytest.mark.parametrize("optim", ["adafactor", "sgd"])
 def test_other_optimizers_are_matched_by_name_too(optim, tmp_path):
-    if optim == "lion_32bit":
-        pytest.importorskip("bitsandbytes")
     settings = {"optim": optim, "max_steps": 3}
-    try:
-        make(tmp_path / "straight", training_only("gate_proj", "norm"), **settings).train()
-    except (ImportError, RuntimeError, NotImplementedError) as error:
-        pytest.skip(f"{optim} does not run here: {error}")
+    make(tmp_path / "straight", training_only("gate_proj", "norm"), **{**settings, "max_steps": 2}).train()
     with pytest.raises(CheckpointError, match="not trained then"):
         make(tmp_path, training_only("up_proj", "norm"), **settings).train(str(tmp_path / "straight" / "checkpoint-2"))
     checkpoint = from_elsewhere(tmp_path / "straight" / "checkpoint-2", tmp_path)
