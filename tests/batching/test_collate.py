@@ -47,15 +47,6 @@ def test_flat_tensors_by_hand():
     assert (batch.num_rows, batch.num_tokens, batch.totals.rows) == (4, 9, 4.0)
 
 
-def test_the_batch_holds_every_rollouts_tokens():
-    rollouts = ragged()
-    batch = collate(rollouts, [0.0] * 4, mask_truncated=False)
-    for i, each in enumerate(rollouts):
-        assert batch.completion_ids[batch.offsets[i] : batch.offsets[i + 1]].tolist() == each.completion_ids
-        q = batch.prompt_of_row[i]
-        assert batch.prompt_ids[batch.prompt_offsets[q] : batch.prompt_offsets[q + 1]].tolist() == each.prompt.ids
-
-
 def test_truncated_rows_leave_the_loss_but_stay_rows():
     rollouts = [*ragged(), rollout(2, 6, [3, 1], "tool_limit"), rollout(2, 7, [3], "context")]
     batch = collate(rollouts, [0.0] * 6, mask_truncated=True)

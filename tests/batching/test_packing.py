@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,6 +101,8 @@ def test_groups_are_cut_where_that_makes_the_largest_part_smaller():
     costs = rows([1, 1, 1], [1, 1, 1], [1, 1, 1], prompt=0)
     assert sorted(bin_costs(costs, split(costs, 2))) == [4, 5]
     assert sorted(bin_costs(costs, split(costs, 2, keeps_groups=True))) == [3, 6]
+    alike = rows([4] * 12, prompt=6)
+    assert bin_costs(alike, split(alike, 3)) == [6 + 48 // 3] * 3
 
 
 @settings(deadline=None)
@@ -132,9 +133,3 @@ def test_groups_within_a_fair_share_stay_whole(groups: list[list[int]], prompt: 
         members = [row for row, cost in enumerate(costs) if cost.group == g]
         if total_cost(costs[row] for row in members) <= fair and all(len(part) > 1 for part in packed):
             assert len({place[row] for row in members}) == 1
-
-
-@pytest.mark.parametrize("parts", [2, 3])
-def test_like_rows_are_cut_evenly(parts: int):
-    costs = rows([4] * 12, prompt=6)
-    assert bin_costs(costs, split(costs, parts)) == [6 + 48 // parts] * parts

@@ -61,6 +61,7 @@ def test_rows_of_another_rank_are_put_in_their_order(monkeypatch):
 def test_rows_that_need_no_pass_stay():
     costs = [RowCost(0, 0, 0), RowCost(0, 0, 0), RowCost(0, 0, 1), RowCost(0, 0, 1)]
     assert assign_to_ranks(costs, [0, 0, 1, 1], 2) == [0, 0, 1, 1]
+    assert assign_to_ranks([], [], 3) == []
 
 
 @settings(max_examples=200, deadline=None)
@@ -76,10 +77,6 @@ def test_the_largest_load_never_grows_and_no_rank_is_left_without_rows(data):
     chosen = assign_to_ranks(costs, holders, num_ranks)
     assert set(chosen) == set(range(num_ranks))
     assert max(bin_costs(costs, chosen, num_ranks)) <= max(bin_costs(costs, holders, num_ranks))
-
-
-def test_no_rows_at_all():
-    assert assign_to_ranks([], [], 3) == []
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,14 @@ def rows_of(query: str) -> list[dict[str, Any]]:
     return [{"name": query, "n": 1}, {"name": "x", "n": None}]
 
 
-def play(tokenizer: Any, script: dict[int, list[str]], tools: Any, data: Any = None, **options: Any) -> Any:
+def play(
+    tokenizer: Any, script: dict[int, list[str]], tools: Any, data: Any = None, *, size: int = 1, **options: Any
+) -> Any:
     with_tools(tokenizer)
     engine = PlayingEngine(tokenizer, script)
     agents = make_agents(engine, tokenizer, tools, **options)
     try:
-        return agents(ask(data or {row: user("go") for row in script})), engine
+        return agents(ask(data or {row: user("go") for row in script}, size=size)), engine
     finally:
         agents.close()
 
@@ -108,30 +110,20 @@ def test_a_reply_has_the_version_of_the_token_before_it(tokenizer, monkeypatch):
 
 
 def test_calls_of_one_message_are_answered_in_their_order(tokenizer):
-    """An async call between two plain ones stays between them."""
-    calls = call("multiply", a=2, b=3) + call("async_add", a=2, b=3) + call("multiply", a=9, b=9)
-    (rollout,), _ = play(tokenizer, {0: [calls, "done"]}, [multiply, async_add])
-    assert [(m["name"], m["content"]) for m in rollout.completion if m["role"] == "tool"] == [
-        ("multiply", "6"),
-        ("async_add", "5"),
-        ("multiply", "81"),
-    ]
-    assert [use.name for use in rollout.trace.tool_uses] == ["multiply", "async_add", "multiply"]
-
-
-def test_a_list_reaches_the_model_as_text(tokenizer):
-    (rollout,), engine = play(tokenizer, {0: [call("rows_of", query="q"), "ok"]}, [rows_of])
-    expected = '[{"name": "q", "n": 1}, {"name": "x", "n": null}]'
-    assert json.loads(rollout.completion[1]["content"]) == json.loads(expected)
-    assert expected in text_of(tokenizer, engine.asked[1].prompt_ids)
+    """An async call between two plain ones stays between them; a list reaches the model as text."""
+    calls = call("multiply", a=2, b=3) + call("async_add", a=2, b=3) + call("rows_of", query="q")
+    (rollout,), engine = play(tokenizer, {0: [calls, "done"]}, [multiply, async_add, rows_of])
+    rows = '[{"name": "q", "n": 1}, {"name": "x", "n": null}]'
+    replies = [(m["name"], m["content"]) for m in rollout.completion if m["role"] == "tool"]
+    assert replies[:2] == [("multiply", "6"), ("async_add", "5")]
+    assert replies[2][0] == "rows_of" and json.loads(replies[2][1]) == json.loads(rows)
+    assert rows in text_of(tokenizer, engine.asked[1].prompt_ids)
+    assert [use.name for use in rollout.trace.tool_uses] == ["multiply", "async_add", "rows_of"]
 
 
 def test_a_group_shares_its_prompt(tokenizer):
-    with_tools(tokenizer)
-    engine = PlayingEngine(tokenizer, {row: ["ok"] for row in range(4)})
-    agents = make_agents(engine, tokenizer, [multiply])
-    rollouts = agents(ask({0: user("a"), 1: user("b")}, size=2))
-    agents.close()
+    data = {0: user("a"), 1: user("b")}
+    rollouts, _ = play(tokenizer, {row: ["ok"] for row in range(4)}, [multiply], data, size=2)
     assert [r.index for r in rollouts] == [0, 1, 2, 3]
     assert rollouts[0].prompt is rollouts[1].prompt
     assert rollouts[2].prompt is rollouts[3].prompt
@@ -162,15 +154,6 @@ def test_the_context_ends_a_rollout(tokenizer):
     assert (truncated.finish_reason, len(truncated.completion_ids)) == ("context", budget)
     (truncated,), _ = play(tokenizer, {0: [first, "it is 42"]}, [multiply], max_context=prompt + len(first) + 5)
     assert (truncated.finish_reason, len(truncated.completion_ids)) == ("context", len(first) + 1)
-
-
-@pytest.mark.parametrize(("limit", "reason", "roles"), [(0, "tool_limit", 1), (1, "tool_limit", 3), (2, "eos", 5)])
-def test_tool_calling_iterations_have_a_limit(limit: int, reason: str, roles: int, tokenizer):
-    script = {0: [call("multiply", a=1, b=1), call("multiply", a=2, b=2), "done"]}
-    (rollout,), _ = play(tokenizer, script, [multiply], max_tool_calling_iterations=limit)
-    assert rollout.finish_reason == reason
-    assert rollout.is_truncated is (reason != "eos")
-    assert len(rollout.completion) == roles
 
 
 def test_a_truncated_call_is_not_made(tokenizer):
@@ -211,33 +194,23 @@ def raising(n: int) -> int:
     raise KeyError(f"no {n}")
 
 
-def large(n: int) -> str:
-    """Returns much.
-
-    Args:
-        n: How much.
-    """
-    return "x" * n
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (call("nothing", a=1), "there is no tool 'nothing'; the tools are: multiply, raising, large"),
-        (call("multiply", a=1), "b"),
-        (call("multiply", a=1, b=2, c=3), "c"),
-        (call("multiply", a="one", b=2), "integer"),
-        (call("raising", n=5), "no 5"),
-        ("<tool_call>{oops</tool_call>", "JSON"),
-    ],
-)
-def test_the_problem_of_a_call_is_its_reply(text: str, expected: str, tokenizer):
-    (rollout,), _ = play(tokenizer, {0: [text, "ok"]}, [multiply, raising, large])
-    assert rollout.finish_reason == "eos"
-    (use,) = rollout.trace.tool_uses
-    assert use.failed
-    assert expected in rollout.completion[1]["content"]
-    assert rollout.completion[1]["content"].replace(";", "<unk>") in text_of(tokenizer, rollout.completion_ids)
+def test_the_problem_of_a_call_is_its_reply(tokenizer):
+    problems = {
+        call("nothing", a=1): "there is no tool 'nothing'; the tools are: multiply, raising",
+        call("multiply", a=1): "b",
+        call("multiply", a=1, b=2, c=3): "c",
+        call("multiply", a="one", b=2): "integer",
+        call("raising", n=5): "no 5",
+        "<tool_call>{oops</tool_call>": "JSON",
+    }
+    script = {row: [text, "ok"] for row, text in enumerate(problems)}
+    rollouts, _ = play(tokenizer, script, [multiply, raising])
+    for rollout, expected in zip(rollouts, problems.values(), strict=True):
+        assert rollout.finish_reason == "eos"
+        (use,) = rollout.trace.tool_uses
+        assert use.failed
+        assert expected in rollout.completion[1]["content"]
+        assert rollout.completion[1]["content"].replace(";", "<unk>") in text_of(tokenizer, rollout.completion_ids)
 
 
 def test_a_hanging_tool_is_answered_and_delays_no_other_rollout(tokenizer):
@@ -252,13 +225,6 @@ def test_a_hanging_tool_is_answered_and_delays_no_other_rollout(tokenizer):
     assert [r.finish_reason for r in rollouts] == ["eos", "eos"]
     assert [use.timed_out for r in rollouts for use in r.trace.tool_uses] == [True, False]
     assert "0.3" in rollouts[0].completion[1]["content"]
-
-
-def test_a_large_result_is_truncated(tokenizer):
-    (rollout,), _ = play(tokenizer, {0: [call("large", n=5000), "ok"]}, [large], max_result_chars=50)
-    assert rollout.completion[1]["content"].startswith("x" * 50)
-    assert len(rollout.completion[1]["content"]) < 150
-    assert "5000" in rollout.completion[1]["content"]
 
 
 # --- environments ---
@@ -369,11 +335,8 @@ def test_each_rollout_of_a_group_may_begin_in_its_own_way(tokenizer):
             """Looks."""
             return "wall"
 
-    with_tools(tokenizer)
-    engine = PlayingEngine(tokenizer, {row: ["ok"] for row in range(4)})
-    agents = make_agents(engine, tokenizer, [], Maze)
-    rollouts = agents(ask({0: user("go")}, size=4))
-    agents.close()
+    script = {row: ["ok"] for row in range(4)}
+    rollouts, engine = play(tokenizer, script, [], {0: user("go")}, size=4, environment=Maze)
     asked = {request.seed: request.prompt_ids for request in engine.asked}
     assert len({tuple(r.prompt.ids) for r in rollouts}) == 4
     assert sorted(map(tuple, asked.values())) == sorted(tuple(r.prompt.ids) for r in rollouts)
@@ -498,11 +461,9 @@ def test_metrics_by_hand(tokenizer):
         2: [call("async_add", a=1, b=1), "cut..."],
         3: ["ok"],
     }
-    with_tools(tokenizer)
-    agents = make_agents(PlayingEngine(tokenizer, script), tokenizer, [multiply, async_add])
-    rollouts = agents(ask({row: user("go") for row in script}))
-    agents.close()
-    values: dict[str, Any] = {key: metric.read() for key, metric in agents.metrics(rollouts).items()}
+    rollouts, _ = play(tokenizer, script, [multiply, async_add])
+    metrics = agent_metrics(rollouts, ["multiply", "async_add"], ["eos", "length", "error"])
+    values: dict[str, Any] = {key: metric.read() for key, metric in metrics.items()}
     assert values["tools/call_frequency"] == 4 / 4
     assert values["tools/failure_frequency"] == 1 / 4
     assert values["tools/timeouts"] == 0

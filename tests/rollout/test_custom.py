@@ -108,20 +108,16 @@ def test_logprobs_may_name_their_tokens(tokenizer):
 
 
 def test_a_row_may_lack_the_names_of_its_logprobs(tokenizer):
-    names = [None, [[20], [1]]]
-    batch = request(rows=[0, 1])
-    logprobs = [[-0.5], [[-1.0], [-2.0]]]
-    first, second = run(
-        lambda prompts, trainer: answer(prompts, logprobs=logprobs, logprob_token_ids=names), tokenizer, batch
-    )
+    given = {"logprobs": [[-0.5], [[-1.0], [-2.0]]], "logprob_token_ids": [None, [[20], [1]]]}
+    first, second = run(lambda prompts, trainer: answer(prompts, **given), tokenizer, request(rows=[0, 1]))
     assert first.sampling_logprobs == [-0.5]
     assert second.sampling_logprobs[1] == -2.0
 
 
-@pytest.mark.parametrize("value", [0.5, float("nan"), -float("inf")])
-def test_logprobs_that_are_none_are_refused(tokenizer, value):
-    with pytest.raises(RolloutError, match=r"log-prob (0\.5|nan|-inf) in row 0; log-probs are finite"):
-        run(lambda prompts, trainer: answer(prompts, logprobs=[[value]]), tokenizer, request(rows=[0]))
+def test_logprobs_that_are_none_are_refused(tokenizer):
+    for value in (0.5, float("nan"), -float("inf")):
+        with pytest.raises(RolloutError, match=r"log-prob (0\.5|nan|-inf) in row 0; log-probs are finite"):
+            run(lambda prompts, trainer: answer(prompts, logprobs=[[value]]), tokenizer, request(rows=[0]))  # noqa: B023
 
 
 def test_arrays_and_tensors_are_taken_too(tokenizer):

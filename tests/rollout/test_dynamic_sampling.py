@@ -148,17 +148,13 @@ def test_groups_stay_whole_where_advantages_flag_single_rows(tokenizer):
     assert prompts[:2] == [0, 0] and prompts[4:] == [2, 2] and prompts[2:4] == rewards.seen[1]
 
 
-def test_the_same_prompts_come_again(tokenizer):
-    first, second = Rewards(), Rewards()
-    collect(tokenizer, first, 3)
-    collect(tokenizer, second, 3)
-    assert first.seen == second.seen
-
-
 def test_each_generation_batch_draws_prompts_of_its_own(tokenizer):
-    first, second = Rewards(), Rewards()
+    """The same ones come again."""
+    first, again, second = Rewards(), Rewards(), Rewards()
     collect(tokenizer, first, 3)
+    collect(tokenizer, again, 3)
     collect(tokenizer, second, 3, number=5)
+    assert first.seen == again.seen
     assert first.seen[0] == second.seen[0], "those that the loader has brought"
     assert first.seen[1:] != second.seen[1:]
 

@@ -58,11 +58,6 @@ def test_the_loss_is_that_of_the_present_policy(model, tokenizer):
     assert float(by_rows["loss"].weight) == 6.0
 
 
-def test_the_kl_of_a_policy_with_itself_is_none(model, tokenizer):
-    _, metrics = run(evaluator(model, tokenizer, beta=0.5))
-    assert metrics["kl"].read() == pytest.approx(0.0, abs=1e-7)
-
-
 def test_the_same_rows_give_the_same_numbers_and_training_is_not_touched(model, tokenizer):
     model.train()
     evaluate = evaluator(model, tokenizer)
