@@ -44,28 +44,19 @@ def test_the_groups_that_train_have_a_signal(make_trainer):
         assert entry["dynamic_sampling/reward"] < entry["reward"]
 
 
-def test_a_run_without_flat_groups_is_the_same_run(make_trainer, tools):
+def test_a_run_without_flat_groups_is_the_same_run(final_weights):
     """Rounds that are not needed change no bit."""
-    weights = []
-    for rounds in (0, 3):
-        trainer = make_trainer(
-            reward_funcs=lambda completion_ids, **_: [float(place % 4) for place, _ in enumerate(completion_ids)],
-            dynamic_sampling_rounds=rounds,
-        )
-        trainer.train()
-        weights.append(tools.weights(trainer.model))
+    rises = lambda completion_ids, **_: [float(place % 4) for place, _ in enumerate(completion_ids)]  # noqa: E731
+    weights = [final_weights(reward_funcs=rises, dynamic_sampling_rounds=rounds) for rounds in (0, 3)]
     assert torch.equal(*weights)
 
 
-def test_a_stream_is_refused(make_trainer, tools):
+def test_a_stream_and_a_number_that_is_none_are_refused(make_trainer, tools):
     with pytest.raises(ValueError, match=r"dynamic_sampling_rounds=2 .* stream"):
         make_trainer(train_dataset=tools.prompts().to_iterable_dataset(), dynamic_sampling_rounds=2)
-
-
-@pytest.mark.parametrize("rounds", [-1, 1.5])
-def test_a_number_that_is_none_is_refused(make_trainer, rounds):
-    with pytest.raises(ValueError, match="dynamic_sampling_rounds"):
-        make_trainer(dynamic_sampling_rounds=rounds)
+    for rounds in (-1, 1.5):
+        with pytest.raises(ValueError, match="dynamic_sampling_rounds"):
+            make_trainer(dynamic_sampling_rounds=rounds)
 
 
 class Counting:
@@ -129,7 +120,7 @@ def test_a_rollout_function_is_asked_for_the_prompts_that_are_drawn(make_trainer
     assert len(asked) == len(reward.seen) > 2
 
 
-def test_rounds_beside_batches_that_are_sampled_ahead(make_trainer, monkeypatch):
+def test_rounds_beside_batches_that_are_sampled_ahead(train, monkeypatch):
     """Each generation batch of a server is still begun once, and its further rounds have weights of its own step."""
     served, asked = simulate_vllm(monkeypatch), []
     sample = SingleTurnRollouts.__call__
@@ -140,10 +131,7 @@ def test_rounds_beside_batches_that_are_sampled_ahead(make_trainer, monkeypatch)
 
     monkeypatch.setattr(SingleTurnRollouts, "__call__", recorded)
     reward = RowReward(2, 5, 11, 14)
-    trainer = make_trainer(
-        reward_funcs=reward, use_vllm=True, vllm_mode="server", rollout_ahead=1, dynamic_sampling_rounds=40
-    )
-    trainer.train()
+    trainer = train(reward_funcs=reward, use_vllm=True, vllm_mode="server", rollout_ahead=1, dynamic_sampling_rounds=40)
     assert served
     assert sorted(number for number, attempt in asked if attempt == 0) == [0, 1, 2]
     assert any(attempt for _, attempt in asked)

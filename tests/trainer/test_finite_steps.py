@@ -26,28 +26,23 @@ class Poisoned(GRPOTrainer):
 
     def batch_loss(self, model: Any, batch: Any, **kwargs: Any) -> Any:
         result = super().batch_loss(model, batch, **kwargs)
-        factor = self.bad_steps.get(self.state.global_step, 1.0)
-        loss = result.loss + (factor - 1.0 if factor != 1.0 else 0.0) if self.detached else result.loss * factor
-        return type(result)(loss, result.metrics)
+        factor = self.bad_steps.get(self.state.global_step)
+        if factor is None:
+            return result
+        return type(result)(result.loss + factor if self.detached else result.loss * factor, result.metrics)
 
 
 @pytest.fixture
 def make_poisoned(make_trainer):
     def make(bad_steps: dict[int, float], *, detached: bool = False, **settings: Any) -> Any:
-        trainer = make_trainer(**settings)
-        trainer.__class__ = Poisoned
+        trainer = make_trainer(cls=Poisoned, **settings)
         trainer.bad_steps, trainer.detached = bad_steps, detached
         return trainer
 
     return make
 
 
-def state(trainer: Any) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
-
-
-@pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("factor", "detached"), [(float("nan"), True), (float("inf"), False)])
 @pytest.mark.fault(
     "the loss or the gradient of a step is NaN or infinite",
     "the step is skipped and counted as `nonfinite_steps`; its rows are written to `nonfinite_steps/`",
@@ -154,9 +149,9 @@ class FarReference(GRPOTrainer):
 
 @pytest.mark.parametrize("places", [[8], [0, 8]])
 def test_rows_of_the_same_number_in_two_generation_batches_are_told_apart(make_trainer, caplog, places):
-    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "cls": FarReference}
     trainer = make_trainer(max_steps=1, beta=0.1, **settings)
-    trainer.__class__, trainer.far_rows = FarReference, places
+    trainer.far_rows = places
     trainer.train()
     batch, tokenizer = trainer.step_rows, trainer.processing_class
     assert batch.row_index.tolist() == [*range(8)] * 2
@@ -198,7 +193,7 @@ def test_a_skipped_step_leaves_the_optimizers_state_as_it_was(make_poisoned):
     for first, second in zip(plain.optimizer.state.values(), skipped.optimizer.state.values()):
         assert torch.equal(first["exp_avg"], second["exp_avg"])
         assert first["step"] == second["step"] == 1
-    assert all(torch.equal(a, b) for a, b in zip(state(plain), state(skipped)))
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), skipped.model.parameters()))
 
 
 @pytest.mark.fault(

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 from accelerate import Accelerator
-from datasets import Dataset
 from peft import LoraConfig
 from simulated_cuda import to_cuda, trainers_on_simulated_cuda, waits
 from torch import nn
 from transformers import TrainerCallback
 from triton_twins import triton_twins
 
-from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.engines.native import decode_kernels, runner
 from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
 from groupgrad.models.unwrapping import is_prepared
@@ -27,26 +25,18 @@ def lengths(completions: list[str], **_: Any) -> list[float]:
     return [float(len(completion) % 5) for completion in completions]
 
 
-def make_trainer(model: nn.Module, tokenizer: Any, folder: Any, **fields: Any) -> GRPOTrainer:
-    adapter = fields.pop("peft_config", None)
-    settings: dict[str, Any] = {
-        "max_steps": 1,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 12,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-    }
-    return GRPOTrainer(
-        model=to_cuda(model),
-        reward_funcs=lengths,
-        args=GRPOConfig(output_dir=str(folder), **{**settings, **fields}),
-        train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(30)]),
-        processing_class=tokenizer,
-        peft_config=adapter,
-    )
+@pytest.fixture
+def make_gpu_trainer(make_trainer, make_model):
+    """`make_gpu_trainer(**fields)`: a trainer on the simulated device."""
+
+    def make(**fields: Any) -> Any:
+        adapter = {"peft_config": fields.pop("peft_config", None)}
+        chosen = {"bf16": None, "gradient_checkpointing": None}  # the defaults of a device
+        settings = {**chosen, "max_steps": 1, "max_completion_length": 12, "learning_rate": 1e-3, **fields}
+        model = to_cuda(make_model())
+        return make_trainer(model=model, reward_funcs=lengths, trainer=adapter, use_cpu=False, **settings)
+
+    return make
 
 
 def said_by_engines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -75,11 +65,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     [{}, {"gradient_checkpointing": True, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])}],
     ids=["default", "adapter, checkpointing"],
 )
-def test_training_samples_by_the_direct_form(fields, steps, make_model, make_tokenizer, tmp_path, caplog, capsys):
+def test_training_samples_by_the_direct_form(fields, steps, make_gpu_trainer, tmp_path, caplog, capsys):
     """Also under accelerate's mixed precision, which sets a forward method and returns float32 logits."""
     with trainers_on_simulated_cuda(), triton_twins():
-        trainer = make_trainer(make_model(), make_tokenizer(), tmp_path, **fields)
-        assert trainer.args.bf16
+        trainer = make_gpu_trainer(**fields)
+        assert trainer.args.bf16  # the default
         # The start-up's trial came before accelerate's forward method; let the run compare the forms anew.
         trainer.engine._fingerprint = ()
         steps.update(direct=0, modules=0)
@@ -88,15 +78,13 @@ def test_training_samples_by_the_direct_form(fields, steps, make_model, make_tok
     assert not said_by_engines(caplog)
     assert logged["sampling/path/direct"] == 1.0 and logged["sampling/recordings"] > 0
     assert logged["sampling/fallbacks"] == 0 and logged["sampling/memory_left"] < 64
-    record = json.loads((tmp_path / "run_config.json").read_text())["sampling"]
+    record = json.loads((tmp_path / "run" / "run_config.json").read_text())["sampling"]
     assert (record["engine"], record["path"], record["old_logprobs"]) == ("native", "direct", None)
     assert "native engine, steps run direct\n" in capsys.readouterr().out
     assert steps["direct"] >= 3 and steps["modules"] == 1
 
 
-def test_a_known_family_without_its_direct_form_says_so_once(
-    steps, make_model, make_tokenizer, tmp_path, caplog, capsys
-):
+def test_a_known_family_without_its_direct_form_says_so_once(steps, make_gpu_trainer, tmp_path, caplog, capsys):
     """The form is lost after the first step, which is an event; old log-probs of bfloat16 are a training pass's."""
 
     class Hooks(TrainerCallback):
@@ -105,7 +93,7 @@ def test_a_known_family_without_its_direct_form_says_so_once(
                 trainer.model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
 
     with trainers_on_simulated_cuda(), triton_twins():
-        trainer = make_trainer(make_model(), make_tokenizer(), tmp_path, max_steps=4, num_iterations=2)
+        trainer = make_gpu_trainer(max_steps=4, num_iterations=2)
         trainer.add_callback(Hooks())
         trainer.train()
     assert said_by_engines(caplog) == [
@@ -113,10 +101,10 @@ def test_a_known_family_without_its_direct_form_says_so_once(
     ]
     logged = trainer.state.log_history[2]
     assert logged["sampling/path/modules"] == 1.0 and logged["sampling/fallbacks"] == 1
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     ((step, found),) = [(event["step"], event["text"]) for event in events if event["event"] == "path"]
     assert step == 3
-    record, shown = json.loads((tmp_path / "run_config.json").read_text())["sampling"], capsys.readouterr().out
+    record, shown = json.loads((tmp_path / "run" / "run_config.json").read_text())["sampling"], capsys.readouterr().out
     assert (record["path"], record["old_logprobs"]) == ("direct", "training") and record["logp_gap"] < 0.5
     assert "\nold log-probs  those of a forward pass of training, from which those of sampling differ by up" in shown
     assert shown.count("decoding ") == shown.count("decoding       native engine, steps run direct\n") == 1
@@ -148,10 +136,10 @@ def test_a_forward_method_of_the_user_is_called(make_model):
 
 
 @pytest.mark.parametrize("shift", [0.02, 0.2])
-def test_logits_are_compared_by_the_type_that_computes_them(shift: float, steps, make_model, make_tokenizer, tmp_path):
+def test_logits_are_compared_by_the_type_that_computes_them(shift: float, steps, make_gpu_trainer):
     """Largest logits are below 1: bfloat16 explains 0.02 of it, float32 would not, and nothing explains 0.2."""
     with trainers_on_simulated_cuda(), triton_twins(), pytest.MonkeyPatch.context() as patch:
-        trainer = make_trainer(make_model(), make_tokenizer(), tmp_path)
+        trainer = make_gpu_trainer()
         compute = DirectModel.__call__
         patch.setattr(DirectModel, "__call__", lambda *arguments: compute(*arguments) + shift)
         trainer.engine._fingerprint = ()
@@ -160,11 +148,11 @@ def test_logits_are_compared_by_the_type_that_computes_them(shift: float, steps,
     assert (steps["modules"] == 1) == (shift == 0.02)
 
 
-def test_a_micro_batch_makes_the_host_wait_for_nothing(make_model, make_tokenizer, tmp_path):
+def test_a_micro_batch_makes_the_host_wait_for_nothing(make_gpu_trainer):
     """Forward and backward passes of a part; uploads are pinned and asynchronous."""
     found: list[Counter[str]] = []
     with trainers_on_simulated_cuda():
-        trainer = make_trainer(make_model(), make_tokenizer(), tmp_path, mask_truncated_completions=True)
+        trainer = make_gpu_trainer(mask_truncated_completions=True)
         loss, backward = trainer._loss, trainer._backward
 
         def waits_of(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,11 +169,11 @@ def test_a_micro_batch_makes_the_host_wait_for_nothing(make_model, make_tokenize
     assert len(found) >= 2 and not sum(found, Counter())
 
 
-def test_activations_are_recomputed_by_need(make_model, make_tokenizer, tmp_path, caplog):
+def test_activations_are_recomputed_by_need(make_gpu_trainer, caplog):
     gradients, recomputed = [], []
     for free_bytes in (1 << 30, 1 << 17):
         with trainers_on_simulated_cuda(free_bytes):
-            trainer = make_trainer(make_model(), make_tokenizer(), tmp_path, bf16=False)
+            trainer = make_gpu_trainer(bf16=False)
             trainer.train()
             recomputed.append("gradient checkpointing is on" in caplog.text)
             gradients.append(trainer.state.log_history[0]["grad_norm"])

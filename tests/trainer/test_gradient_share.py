@@ -30,11 +30,10 @@ def token_gradients(model: Any, prompt: list[int], row: dict[str, Any], count: i
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}])
-def test_shares_equal_a_pass_for_each_row(make_trainer, make_policy, tokenizer, tmp_path, settings):
+def test_shares_equal_a_pass_for_each_row(train, make_policy, tokenizer, tmp_path, settings):
     model = make_policy().double()
     before = copy.deepcopy(model)
-    trainer = make_trainer(model=model, max_steps=1, record_gradient_share=True, **settings)
-    trainer.train()
+    train(model=model, max_steps=1, record_gradient_share=True, **settings)
     rows = rows_of(tmp_path / "run")
     count = sum(len(row["completion_ids"]) for row in rows)
     gradients = []
@@ -70,11 +69,10 @@ def test_the_estimates_are_unbiased():
         signal_and_noise(1.0, 1.0, 1)
 
 
-def test_training_is_the_same_with_shares(make_trainer, tools, tmp_path):
+def test_training_is_the_same_with_shares(train, tools, tmp_path):
     weights = []
     for record in (False, True):
-        trainer = make_trainer(output_dir=str(tmp_path / str(record)), record_gradient_share=record)
-        trainer.train()
+        trainer = train(output_dir=str(tmp_path / str(record)), record_gradient_share=record)
         weights.append(tools.weights(trainer.model))
         rows = rows_of(tmp_path / str(record))
         assert all((row["gradient_share"] is not None) == record for row in rows)
@@ -83,10 +81,10 @@ def test_training_is_the_same_with_shares(make_trainer, tools, tmp_path):
     assert all(row["gradient_share"] == 0 for row in idle)
 
 
-def test_rows_of_several_generation_batches_are_told_apart(make_trainer, tmp_path):
+def test_rows_of_several_generation_batches_are_told_apart(train, tmp_path):
     """Completions of one token: equal ones stand at the same place of both generation batches of the step."""
     settings = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "generation_batch_size": 8}
-    make_trainer(max_steps=1, max_completion_length=1, record_gradient_share=True, **settings).train()
+    train(max_steps=1, max_completion_length=1, record_gradient_share=True, **settings)
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 16
     assert sum(row["gradient_share"] for row in rows) == pytest.approx(1, abs=1e-4)

@@ -145,7 +145,7 @@ def clipped_share(args: Any, log_ratio: torch.Tensor, mask: torch.Tensor, a: tor
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradient_of_two_steps(make_trainer, make_policy, tokenizer, case):
+def test_loss_and_gradient_of_two_steps(train, make_policy, tokenizer, case):
     seen: list[tuple[list[str], list[list[int]], torch.Tensor]] = []
 
     def length(prompts, completion_ids, **kwargs):
@@ -158,14 +158,13 @@ def test_loss_and_gradient_of_two_steps(make_trainer, make_policy, tokenizer, ca
         return seen[-1][2].tolist()
 
     weights = Weights()
-    trainer = make_trainer(
+    trainer = train(
         reward_funcs=[length, last],
         learning_rate=3e-2,
         temperature=0.8,
         trainer={"callbacks": [weights]},
         **{**RUN, **CASES[case]},
     )
-    trainer.train()
     (texts, completions, first), (_, _, second) = seen
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     args, advantages = trainer.args, dense_advantages(torch.stack([first, second], dim=1), trainer.args)

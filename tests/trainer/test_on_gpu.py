@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from simulated_cuda import Graph, to_cuda, trainers_on_simulated_cuda
 
-from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.scoring.forward import score_tokens
 from groupgrad.scoring.self_check import random_batch
 
@@ -20,6 +18,10 @@ NUMBERS = ("loss", "grad_norm", "reward", "entropy", "kl", "sampling/logp_mismat
 
 def lengths(completions: list[str], **_: Any) -> list[float]:
     return [float(len(completion) % 5) for completion in completions]
+
+
+GPU = {"per_device_train_batch_size": 8, "learning_rate": 1e-3}
+"""Settings of the runs on the simulated device."""
 
 
 @pytest.mark.parametrize(
@@ -34,34 +36,14 @@ def lengths(completions: list[str], **_: Any) -> list[float]:
     ],
     ids=["reference, checkpointing", "old policy", "bfloat16, adapter"],
 )
-def test_a_run_gives_the_numbers_of_the_cpu(fields: dict[str, Any], make_model, make_tokenizer, tmp_path):
+def test_a_run_gives_the_numbers_of_the_cpu(fields: dict[str, Any], make_trainer, make_model, tmp_path):
     def run(*, gpu: bool, resumed: bool = False) -> list[dict[str, float]]:
-        model, given = make_model(), {"bf16": False, **fields}
-        adapter = given.pop("peft_config", None)
-        config = GRPOConfig(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=16,
-            learning_rate=1e-3,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="steps",
-            save_steps=2,
-            use_cpu=not gpu,
-            **given,
-        )
-        trainer = GRPOTrainer(
-            model=to_cuda(model) if gpu else model,
-            reward_funcs=lengths,
-            args=config,
-            train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(30)]),
-            processing_class=make_tokenizer(),
-            peft_config=adapter,
-        )
+        settings = {**GPU, "save_strategy": "steps", "save_steps": 2, "max_completion_length": 12, **fields}
+        given = {"peft_config": settings.pop("peft_config", None)}
+        model = to_cuda(make_model()) if gpu else make_model()
+        trainer = make_trainer(model=model, reward_funcs=lengths, trainer=given, use_cpu=not gpu, **settings)
         assert trainer.accelerator.device.type == ("cuda" if gpu else "cpu")
-        trainer.train(resume_from_checkpoint=resumed and str(tmp_path / "checkpoint-2"))
+        trainer.train(resume_from_checkpoint=resumed and str(tmp_path / "run" / "checkpoint-2"))
         return [{name: entry[name] for name in NUMBERS if name in entry} for entry in trainer.state.log_history]
 
     with trainers_on_simulated_cuda():
@@ -78,20 +60,14 @@ def test_a_run_gives_the_numbers_of_the_cpu(fields: dict[str, Any], make_model, 
         assert ours == pytest.approx(theirs, rel=0.05 if "bf16" in fields else 1e-4, abs=1e-6)
 
 
-def test_tf32_set_as_transformers_sets_it(tf32, make_model, make_tokenizer, tmp_path):
+def test_tf32_set_as_transformers_sets_it(tf32, make_trainer, make_model):
     with trainers_on_simulated_cuda():
-        trainer = GRPOTrainer(
-            model=to_cuda(make_model()),
-            reward_funcs=lengths,
-            args=GRPOConfig(output_dir=str(tmp_path), bf16=False, report_to="none"),
-            train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(30)]),
-            processing_class=make_tokenizer(),
-        )
+        trainer = make_trainer(model=to_cuda(make_model()), use_cpu=False)
         assert trainer.execution.engine_choice.name == "native"
     assert torch.get_float32_matmul_precision() == "high"  # torch's compiler reads it
 
 
-def test_training_passes_are_not_computed_by_cudnn(make_model, make_tokenizer, tmp_path, monkeypatch):
+def test_training_passes_are_not_computed_by_cudnn(make_trainer, make_model, monkeypatch):
     """It would build a plan for each shape of a padded micro-batch, forward and backward."""
     allowed: dict[str, set[bool]] = {"forward": set(), "backward": set()}
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -108,21 +84,7 @@ def test_training_passes_are_not_computed_by_cudnn(make_model, make_tokenizer, t
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend_and_note)
     with trainers_on_simulated_cuda():
-        trainer = GRPOTrainer(
-            model=to_cuda(make_model()),
-            reward_funcs=lengths,
-            args=GRPOConfig(
-                output_dir=str(tmp_path),
-                bf16=False,
-                max_steps=1,
-                num_generations=4,
-                max_completion_length=8,
-                report_to="none",
-                save_strategy="no",
-            ),
-            train_dataset=Dataset.from_list([{"prompt": f"{i}+1="} for i in range(30)]),
-            processing_class=make_tokenizer(),
-        )
+        trainer = make_trainer(model=to_cuda(make_model()), use_cpu=False, max_steps=1)
         for noted in allowed.values():
             noted.clear()
         options = replace(trainer.components.forward_options, layout="dense")

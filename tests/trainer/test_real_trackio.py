@@ -15,12 +15,12 @@ from groupgrad.run_folder.run_files import read_lines
 
 
 def test_each_rollout_and_event_is_a_trace_in_its_database(
-    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # is read at the import
     pytest.importorskip("trackio")
     names = {"report_to": "trackio", "project": "squares", "run_name": "first", "trackio_static_space_id": False}
-    make_trainer(max_steps=4, record_traces=True, **names).train()
+    train(max_steps=4, record_traces=True, **names)
     with sqlite3.connect(tmp_path / "trackio" / "squares.db") as database:
         found = Counter(name for (name,) in database.execute("SELECT key FROM traces"))
     rows = pq.read_table(tmp_path / "run" / "rollouts").num_rows

@@ -50,14 +50,13 @@ def test_a_file_is_a_configuration_as_it_is(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_trains(name: str, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_trains(name: str, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {key: value for key, value in read(name).items() if key not in NOT_OF_THE_CONFIGURATION}
     if settings.get("use_vllm"):
         settings |= {"vllm_max_model_length": 64}
         started = simulate_vllm(monkeypatch)
     steps = 3 if settings.get("steps_per_generation") else 2
-    trainer = make_trainer(**settings | SMALL | {"max_steps": steps, "output_dir": str(tmp_path)})
-    trainer.train()
+    trainer = train(**settings | SMALL | {"max_steps": steps, "output_dir": str(tmp_path)})
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     assert len(logged) == steps
     assert all(math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"]) for entry in logged)

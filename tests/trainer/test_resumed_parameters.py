@@ -58,8 +58,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["default", "policy"])
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize(("kind", "name"), [*((kind, "default") for kind in ADAPTERS), ("whole modules", "policy")])
 def test_every_adapter_fits(model, tmp_path, kind, name):
     assert_fits(peft.get_peft_model(model, ADAPTERS[kind], adapter_name=name), tmp_path)
 

@@ -52,13 +52,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], None], int, str, str]] =
     "late": (failing, sleep, 0, LATE, "timeouts"),
     "late on the loop": (late_on_the_loop, sleep, 0, LATE, "timeouts"),
     "late in a worker": (failing, sleep, 1, LATE, "timeouts"),
-    "crashed worker": (
-        failing,
-        crash,
-        1,
-        "worker process of reward function 'judge' was killed by SIGSEGV",
-        "failures",
-    ),
+    "crashed worker": (failing, crash, 1, CRASHED, "failures"),
 }
 DEFAULT = {("late", "error"), ("late on the loop", "none")}
 

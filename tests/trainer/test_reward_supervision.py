@@ -125,20 +125,20 @@ def slow_judge(place: str, begun: str) -> Any:
     "the reward function goes on and the run too: time in which it is suspended does not count",
     "nothing",
 )
-def test_a_suspended_run_goes_on(make_trainer, tmp_path, place):
+def test_a_suspended_run_goes_on(train, tmp_path, place):
     begun = tmp_path / "begun"
     options = {"reward_timeout_s": 2.0, "reward_workers": int(place == "worker"), "max_steps": 1}
     pid = os.fork()
     if pid == 0:
         try:
             os.setsid()
-            make_trainer(reward_funcs=slow_judge(place, str(begun)), **options).train()
+            train(reward_funcs=slow_judge(place, str(begun)), **options)
             os._exit(0)
         finally:
             os._exit(1)
     wait_for(begun)
     os.killpg(pid, signal.SIGSTOP)
-    time.sleep(4.0)
+    time.sleep(2.5)
     os.killpg(pid, signal.SIGCONT)
     assert os.waitpid(pid, 0)[1] == 0
 

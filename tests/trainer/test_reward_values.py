@@ -70,11 +70,10 @@ def test_check_reports_a_round_that_only_a_reward_of_weight_0_scored():
     assert first.status == "error" and "judge gave no number for any completion" in first.text
 
 
-def test_numbers_and_callables_of_many_kinds_are_rewards(make_trainer):
+def test_numbers_and_callables_of_many_kinds_are_rewards(train):
     """Decimals are numbers, and what can be called is a function although it has `__fspath__`, as mock objects do."""
     mock = MagicMock(side_effect=lambda completions, **_: [Decimal("0.5"), Decimal("nan")] * (len(completions) // 2))
-    trainer = make_trainer(reward_funcs=[mock], max_steps=1)
-    trainer.train()
+    trainer = train(reward_funcs=[mock], max_steps=1)
     assert trainer.state.log_history[0]["reward"] == 0.5
     assert mock.call_count == 1 and len(mock.call_args.kwargs["completions"]) == 8
 
@@ -89,15 +88,14 @@ class Shop:
         return Decimal("0.25")
 
 
-def test_the_reward_of_an_environment_may_be_a_decimal(make_trainer):
+def test_the_reward_of_an_environment_may_be_a_decimal(train):
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 2)
     given = {"environment_factory": Shop}
-    trainer = make_trainer(reward_funcs=None, train_dataset=rows, max_steps=1, trainer=given)
-    trainer.train()
+    trainer = train(reward_funcs=None, train_dataset=rows, max_steps=1, trainer=given)
     assert trainer.state.log_history[0]["reward"] == 0.25
 
 
-def test_names_of_a_rollout_function_that_are_dropped_are_said_once(make_trainer, caplog):
+def test_names_of_a_rollout_function_that_are_dropped_are_said_once(train, caplog):
     seen: list[Any] = []
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -109,23 +107,22 @@ def test_names_of_a_rollout_function_that_are_dropped_are_said_once(make_trainer
         seen.append(SimpleNamespace(completions=completions, mine=mine))
         return [1.0] * len(completions)
 
-    make_trainer(reward_funcs=reward, max_steps=2, trainer={"rollout_func": rollout}).train()
+    train(reward_funcs=reward, max_steps=2, trainer={"rollout_func": rollout})
     dropped = [record.getMessage() for record in caplog.records if "rollout_func returned" in record.getMessage()]
     assert len(dropped) == 1 and dropped[0].startswith("rollout_func returned 'completions', 'prompts', 'log_metric',")
     assert seen[0].mine == [3] * 8 and "x" not in seen[0].completions
 
 
-def test_a_logged_column_whose_name_is_taken_is_named(make_trainer, caplog):
+def test_a_logged_column_whose_name_is_taken_is_named(train, caplog):
     def reward(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
         log_extra("advantage", [1] * len(completions))
         log_extra("note", [2] * len(completions))
         return [float(len(text)) for text in completions]
 
     with caplog.at_level(logging.WARNING):
-        trainer = make_trainer(
+        trainer = train(
             reward_funcs=reward, log_completions=True, num_completions_to_print=0, max_steps=2, logging_steps=2
         )
-        trainer.train()
     said = [record.getMessage() for record in caplog.records if "log_extra(" in record.getMessage()]
     assert len(said) == 1 and "is the column 'reward/advantage'" in said[0]
     (file,) = Path(trainer.args.output_dir, "completions").glob("*.parquet")
@@ -147,7 +144,7 @@ class Client:
         return float(len(self.loops) % 3)
 
 
-def test_rewards_tools_and_environments_of_all_trainers_share_an_event_loop(make_trainer):
+def test_rewards_tools_and_environments_of_all_trainers_share_an_event_loop(train):
     client, asked = Client(), set()
 
     class Office:
@@ -166,25 +163,23 @@ def test_rewards_tools_and_environments_of_all_trainers_share_an_event_loop(make
 
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}] * 2)
     for _ in range(2):
-        trainer = make_trainer(
+        train(
             reward_funcs=[polite, lambda completions, **_: polite(completions)],
             train_dataset=rows,
             max_steps=1,
             trainer={"environment_factory": Office},
         )
-        trainer.train()
     assert asked == {"reset", "get_reward", "reward"}
     assert len(client.loops) == 2 * 8 * 4 and len(set(client.loops)) == 1
 
 
-def test_a_partial_with_the_name_of_its_function_needs_no_column_for_what_it_sets(make_trainer):
+def test_a_partial_with_the_name_of_its_function_needs_no_column_for_what_it_sets(train):
     """`update_wrapper` gives it the function's signature too, in which `scale` is required."""
 
     def lengths(completions, scale, **kwargs):
         return [float(scale * len(text)) for text in completions]
 
     named = functools.update_wrapper(functools.partial(lengths, scale=2), lengths)
-    trainer = make_trainer(reward_funcs=[named, functools.partial(lengths, scale=1)], max_steps=1)
-    trainer.train()
+    trainer = train(reward_funcs=[named, functools.partial(lengths, scale=1)], max_steps=1)
     logged = trainer.state.log_history[0]
     assert logged["rewards/lengths/mean"] == 2 * logged["rewards/lengths_2/mean"] > 0

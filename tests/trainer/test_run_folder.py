@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ def rollouts(folder: Path) -> list[dict[str, Any]]:
     return [row for path in paths for row in pq.read_table(path).to_pylist()]
 
 
-def test_a_run_leaves_metrics_rollouts_events_and_settings(make_trainer, tokenizer, tmp_path):
-    trainer = make_trainer(max_steps=2, save_strategy="steps", save_steps=2, hub_token="hf_private")
-    trainer.train()
+def test_a_run_leaves_metrics_rollouts_events_and_settings(train, tokenizer, tmp_path):
+    trainer = train(max_steps=2, save_strategy="steps", save_steps=2, hub_token="hf_private")
     folder = tmp_path / "run"
 
     metrics = list(read_lines(folder / "metrics.jsonl"))
@@ -65,14 +65,15 @@ def test_a_run_leaves_metrics_rollouts_events_and_settings(make_trainer, tokeniz
     assert json.loads(text)["settings"]["num_generations"] == 4
 
 
-def test_the_last_steps_have_a_loss_where_they_fill_no_window(make_trainer, tmp_path):
+def test_the_last_steps_have_a_loss_where_they_fill_no_window(train, tmp_path):
     """The log history leaves it out, as TRL's does; the run folder has it in the line of the training's end."""
     lines, history = {}, {}
     for every in (1, 3):
-        trainer = make_trainer(max_steps=5, logging_steps=every, output_dir=str(tmp_path / str(every)))
-        trainer.train()
-        lines[every], history[every] = read_lines(tmp_path / str(every) / "metrics.jsonl"), trainer.state.log_history
-    steps, windows = ([line for line in lines[every] if "loss" in line] for every in (1, 3))
+        history[every] = train(
+            max_steps=5, logging_steps=every, output_dir=str(tmp_path / str(every))
+        ).state.log_history
+        lines[every] = [line for line in read_lines(tmp_path / str(every) / "metrics.jsonl") if "loss" in line]
+    steps, windows = lines[1], lines[3]
     assert [line["step"] for line in windows] == [3, 5] and len(steps) == 5
     assert windows[1]["loss"] == pytest.approx(np.mean([line["loss"] for line in steps[3:]]), abs=1e-7)
     for name in ("grad_norm", "learning_rate"):
@@ -82,12 +83,11 @@ def test_the_last_steps_have_a_loss_where_they_fill_no_window(make_trainer, tmp_
     assert not {"grad_norm", "learning_rate"} & history[3][-1].keys()
 
 
-def test_an_engine_without_entropies_gets_those_of_the_training_pass(make_trainer, tmp_path):
+def test_an_engine_without_entropies_gets_those_of_the_training_pass(train, make_trainer, tmp_path):
     exact, other = tmp_path / "exact", tmp_path / "other"
-    make_trainer(max_steps=1, output_dir=str(exact), rollout_engine="native").train()
+    train(max_steps=1, output_dir=str(exact), rollout_engine="native")
     trainer = make_trainer(max_steps=1, output_dir=str(other), rollout_engine="native")
-    collate = trainer.components.collector.rollouts
-    original = type(collate).__call__
+    source = trainer.components.collector.rollouts
 
     class Silent:
         """The same rollouts without the engine's numbers."""
@@ -95,18 +95,12 @@ def test_an_engine_without_entropies_gets_those_of_the_training_pass(make_traine
         is_exact = False
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(collate, name)
+            return getattr(source, name)
 
         def __call__(self, request: Any) -> Any:
-            import dataclasses
+            return [replace(rollout, sampling_logprobs=None, sampling_entropy=None) for rollout in source(request)]
 
-            return [
-                dataclasses.replace(rollout, sampling_logprobs=None, sampling_entropy=None)
-                for rollout in original(collate, request)
-            ]
-
-    trainer.components.collector.rollouts = Silent()
-    trainer.sampler_logprobs._source = Silent()
+    trainer.components.collector.rollouts = trainer.sampler_logprobs._source = Silent()
     trainer.train()
     for one, two in zip(rollouts(exact), rollouts(other)):
         assert one["completion_ids"] == two["completion_ids"]
@@ -114,9 +108,10 @@ def test_an_engine_without_entropies_gets_those_of_the_training_pass(make_traine
         assert one["entropy"] == pytest.approx(two["entropy"], abs=1e-5)
 
 
-def test_a_resumed_run_has_each_step_once(make_trainer, tmp_path):
+def test_a_resumed_run_has_each_step_once(make_trainer, train, tmp_path):
+    """Neither another run in the same folder nor one that is resumed from another folder is mixed with it."""
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    make_trainer(**settings).train()
+    train(**settings)
     folder = tmp_path / "run"
     before = [(row["step"], row["row"], row["completion"]) for row in rollouts(folder)]
     (folder / "rollouts" / "step_000009.0.parquet").write_bytes(b"of a longer run")
@@ -129,9 +124,12 @@ def test_a_resumed_run_has_each_step_once(make_trainer, tmp_path):
     events = [(event["event"], event["step"]) for event in read_lines(folder / "events.jsonl")]
     assert events[4:] == [("resumed", 2), ("checkpoint", 4), ("ended", 4)]
 
-    make_trainer(**{**settings, "max_steps": 1}).train()  # another run in the same folder
-    assert {row["step"] for row in rollouts(folder)} == {1}
-    assert {row["step"] for row in rollouts(folder / "previous_run")} == {1, 2, 3, 4}
+    second = {"max_steps": 3, "output_dir": str(tmp_path / "second")}
+    train(**{**second, "max_steps": 2})
+    make_trainer(**second).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert {row["step"] for row in rollouts(tmp_path / "second")} == {3}
+    assert {line["step"] for line in read_lines(tmp_path / "second" / "metrics.jsonl")} == {3}
+    assert {row["step"] for row in rollouts(tmp_path / "second" / "previous_run")} == {1, 2}
 
 
 def test_a_folder_that_cannot_be_written_ends_no_run(make_trainer, tmp_path, monkeypatch, caplog):
@@ -148,9 +146,9 @@ def test_a_folder_that_cannot_be_written_ends_no_run(make_trainer, tmp_path, mon
     assert len(said) == 1 and "No space left on device" in said[0]
 
 
-def test_rollouts_keep_bounds_the_folder_and_is_said_once(make_trainer, tmp_path, caplog):
+def test_rollouts_keep_bounds_the_folder_and_is_said_once(train, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="groupgrad"):
-        make_trainer(max_steps=8, rollouts_keep="60kB").train()
+        train(max_steps=8, rollouts_keep="60kB")
     folder = tmp_path / "run"
     sizes = [path.stat().st_size for path in (folder / "rollouts").iterdir()]
     assert 20_000 < sum(sizes) <= 60_000
@@ -160,11 +158,11 @@ def test_rollouts_keep_bounds_the_folder_and_is_said_once(make_trainer, tmp_path
     assert len([r for r in caplog.records if "rollouts_keep" in r.message]) == 1
     assert [event for event in read_lines(folder / "events.jsonl") if "rollouts_keep" in event.get("text", "")]
 
-    make_trainer(max_steps=1, rollouts_keep="0", output_dir=str(tmp_path / "none")).train()
+    train(max_steps=1, rollouts_keep="0", output_dir=str(tmp_path / "none"))
     assert not (tmp_path / "none" / "rollouts").exists()
 
 
-def test_warnings_and_the_end_are_events(make_trainer, tmp_path, capsys):
+def test_warnings_and_the_end_are_events(train, tmp_path, capsys):
     def failing(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
         if trainer_state.global_step == 1:
             raise ValueError("no more")
@@ -174,7 +172,7 @@ def test_warnings_and_the_end_are_events(make_trainer, tmp_path, capsys):
     logging.getLogger("groupgrad").propagate, before = False, logging.getLogger("groupgrad").propagate
     try:
         with pytest.raises(Exception, match="no more"):
-            make_trainer(reward_funcs=failing, max_steps=3).train()
+            train(reward_funcs=failing, max_steps=3)
     finally:
         logging.getLogger("groupgrad").propagate = before
     events = list(read_lines(tmp_path / "run" / "events.jsonl"))
@@ -197,10 +195,9 @@ def test_secrets_are_hidden():
     }
 
 
-def test_held_out_rollouts_are_stored_apart(make_trainer, tools, tmp_path):
+def test_held_out_rollouts_are_stored_apart(train, tools, tmp_path):
     settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
-    trainer = make_trainer(**settings, trainer={"eval_dataset": {"a": tools.prompts(5), "b": tools.prompts(2)}})
-    trainer.train()
+    trainer = train(**settings, trainer={"eval_dataset": {"a": tools.prompts(5), "b": tools.prompts(2)}})
     folder = tmp_path / "run"
     for name, count in (("a", 5), ("b", 2)):
         rows = pq.read_table(folder / "eval_rollouts" / f"eval_{name}" / "step_000002.0.parquet").to_pylist()
@@ -212,18 +209,8 @@ def test_held_out_rollouts_are_stored_apart(make_trainer, tools, tmp_path):
     assert {row["phase"] for row in rollouts(folder)} == {"train"}
 
 
-def test_a_resume_from_another_folder_does_not_mix_runs(make_trainer, tmp_path):
-    first, second = (str(tmp_path / name) for name in ("first", "second"))
-    make_trainer(max_steps=2, save_strategy="steps", save_steps=2, output_dir=first).train()
-    make_trainer(max_steps=4, output_dir=second).train()
-    make_trainer(max_steps=3, output_dir=second).train(resume_from_checkpoint=f"{first}/checkpoint-2")
-    assert {row["step"] for row in rollouts(tmp_path / "second")} == {3}
-    assert {line["step"] for line in read_lines(tmp_path / "second" / "metrics.jsonl")} == {3}
-    assert {row["step"] for row in rollouts(tmp_path / "second" / "previous_run")} == {1, 2, 3, 4}
-
-
-def test_nothing_is_recorded_where_an_earlier_run_cannot_be_moved(make_trainer, tmp_path, monkeypatch, caplog):
-    make_trainer(max_steps=1).train()
+def test_nothing_is_recorded_where_an_earlier_run_cannot_be_moved(train, tmp_path, monkeypatch, caplog):
+    train(max_steps=1)
     folder = tmp_path / "run"
     before = (folder / "metrics.jsonl").read_text()
 
@@ -232,7 +219,7 @@ def test_nothing_is_recorded_where_an_earlier_run_cannot_be_moved(make_trainer, 
 
     monkeypatch.setattr("groupgrad.run_folder.run_files.set_aside", refuse)
     with caplog.at_level(logging.WARNING, logger="groupgrad"):
-        make_trainer(max_steps=2).train()
+        train(max_steps=2)
     assert (folder / "metrics.jsonl").read_text() == before
     assert [path.name for path in (folder / "rollouts").iterdir()] == ["step_000001.0.parquet"]
     assert "Permission denied" in caplog.text
@@ -254,13 +241,12 @@ def test_metrics_before_a_checkpoint_are_there_though_rollouts_wait_for_the_disk
     assert found == [[1, 2], [0, 1, 2]]
 
 
-def test_a_tokenizer_that_fails_costs_the_texts_alone(make_trainer, tmp_path, monkeypatch):
+def test_a_tokenizer_that_fails_costs_the_texts_alone(train, tmp_path, monkeypatch):
     def broken(self: Any, ids: Any) -> list[str]:
         raise RuntimeError("no texts")
 
     monkeypatch.setattr("groupgrad.run_folder.token_texts.TokenTexts._find", broken)
-    trainer = make_trainer(max_steps=1)
-    trainer.train()
+    trainer = train(max_steps=1)
     rows = rollouts(tmp_path / "run")
     assert trainer.state.global_step == 1 and len(rows) == 8
     assert all(row["tokens"] == [f"<{number}>" for number in row["completion_ids"]] for row in rows)

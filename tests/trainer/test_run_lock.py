@@ -60,14 +60,14 @@ def test_a_second_trainer_is_refused_by_name_until_the_first_has_ended(make_trai
     assert not (Path(trainer.args.output_dir) / LOCK_OWNER).exists()
 
 
-def test_the_lock_names_this_process_while_it_trains(make_trainer):
+def test_the_lock_names_this_process_while_it_trains(train):
     seen: list[dict[str, Any]] = []
 
     class Read(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(json.loads((Path(args.output_dir) / LOCK_OWNER).read_text()))
 
-    make_trainer(max_steps=1, trainer={"callbacks": [Read()]}).train()
+    train(max_steps=1, trainer={"callbacks": [Read()]})
     assert (seen[0]["pid"], seen[0]["host"]) == (os.getpid(), socket.gethostname())
 
 

@@ -27,9 +27,9 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("keep", ["1GB", "0"])
-def test_steps_rollouts_and_events_are_spans(make_trainer, tmp_path, exported, keep):
+def test_steps_rollouts_and_events_are_spans(train, tmp_path, exported, keep):
     settings = {"save_strategy": "steps", "save_steps": 2, "record_gradient_share": True, "rollouts_keep": keep}
-    make_trainer(max_steps=2, record_spans=True, **settings).train()
+    train(max_steps=2, record_spans=True, **settings)
     spans = exported.get_finished_spans()
     steps = [span for span in spans if span.name == "groupgrad.step"]
     assert [span.attributes["groupgrad.step"] for span in steps] == [1, 2]
@@ -49,12 +49,12 @@ def test_steps_rollouts_and_events_are_spans(make_trainer, tmp_path, exported, k
         assert {name: span.attributes[f"groupgrad.{name}"] for name in names} == {name: row[name] for name in names}
 
 
-def test_a_failure_has_the_status_of_an_error(make_trainer, exported):
+def test_a_failure_has_the_status_of_an_error(train, exported):
     def failing(completions: Any, **_: Any) -> list[float]:
         raise ValueError("no more")
 
     with pytest.raises(Exception, match="no more"):
-        make_trainer(reward_funcs=failing, max_steps=1, record_spans=True).train()
+        train(reward_funcs=failing, max_steps=1, record_spans=True)
     (failed,) = [span for span in exported.get_finished_spans() if span.name == "groupgrad.failed"]
     assert not failed.status.is_ok and "no more" in failed.status.description
 

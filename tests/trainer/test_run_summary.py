@@ -41,7 +41,6 @@ def words(functions: list[Any], columns: str, environments: Any = None) -> str:
 @pytest.mark.parametrize(
     ("functions", "columns", "text"),
     [
-        ([names_answer], "prompt answer", "prompts are made of prompt; reward functions name answer"),
         (
             [names_answer],
             "prompt answer id",
@@ -128,14 +127,13 @@ def test_the_first_batch_of_a_process_tells_how_decode_steps_run(make_trainer: A
     ],
 )
 def test_the_cost_of_half_precision_on_a_cpu_is_told(
-    make_trainer: Any, monkeypatch: Any, capfd: Any, dtype: str, settings: Any, times: float, line: str | None
+    train: Any, monkeypatch: Any, capfd: Any, dtype: str, settings: Any, times: float, line: str | None
 ) -> None:
     """At the start of a run, as a line; by `groupgrad check`, as a warning where products are slow."""
     measured: list[torch.dtype] = []
     monkeypatch.setattr(run_summary, "time_of_products", lambda kind: measured.append(kind) or times)
     model = make_model().to(getattr(torch, dtype))
-    trainer = make_trainer(model=model, max_steps=1, learning_rate=0.0, **settings)
-    trainer.train()
+    trainer = train(model=model, max_steps=1, learning_rate=0.0, **settings)
     shown = capfd.readouterr()
     printed = re.search("precision +(.*)", shown.out + shown.err)
     found = [finding for finding in data_findings(trainer) if finding.topic == "precision"]

@@ -65,9 +65,9 @@ def trackio(monkeypatch: pytest.MonkeyPatch) -> Trackio:
     return fake
 
 
-def test_rollouts_and_events_are_traces(make_trainer, tmp_path, trackio):
+def test_rollouts_and_events_are_traces(train, tmp_path, trackio):
     """Those of the last step too, which are made behind training, before the callback of the tracker ends its run."""
-    make_trainer(max_steps=2, record_gradient_share=True, **SETTINGS).train()
+    train(max_steps=2, record_gradient_share=True, **SETTINGS)
     rollouts = [(step, trace) for name, step, trace in trackio.logged if name == "rollouts"]
     assert [step for step, _ in rollouts] == [1] * 8 + [2] * 8
     rows = pq.read_table(tmp_path / "run" / "rollouts").to_pylist()
@@ -89,22 +89,22 @@ def test_rollouts_and_events_are_traces(make_trainer, tmp_path, trackio):
     ]
 
 
-def test_conversations_stay_messages_and_long_ones_are_cut(make_trainer, trackio, monkeypatch):
+def test_conversations_stay_messages_and_long_ones_are_cut(train, trackio, monkeypatch):
     monkeypatch.setattr(senders, "MAX_CHARS", 10)
     prompt = [{"role": "system", "content": "be short"}, {"role": "user", "content": "0123456789abc"}]
     rows = Dataset.from_list([{"prompt": prompt}] * 4)
-    make_trainer(max_steps=1, train_dataset=rows, rollouts_keep="0", **SETTINGS).train()
+    train(max_steps=1, train_dataset=rows, rollouts_keep="0", **SETTINGS)
     trace = next(trace for name, _, trace in trackio.logged if name == "rollouts")
     assert [message["role"] for message in trace.messages] == ["system", "user", "assistant"]
     assert [message["content"] for message in trace.messages[:2]] == ["be short", "0123456789"]
 
 
-def test_a_failure_has_the_status_of_an_error(make_trainer, trackio):
+def test_a_failure_has_the_status_of_an_error(train, trackio):
     def failing(completions: Any, **_: Any) -> list[float]:
         raise ValueError("no more")
 
     with pytest.raises(Exception, match="no more"):
-        make_trainer(reward_funcs=failing, max_steps=1, **SETTINGS).train()
+        train(reward_funcs=failing, max_steps=1, **SETTINGS)
     failed = [trace for _, _, trace in trackio.logged if trace.metadata.get("event") == "failed"]
     assert [trace.metadata["status"] for trace in failed] == ["error"]
     assert "no more" in failed[0].messages[0]["content"]

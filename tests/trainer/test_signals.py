@@ -26,6 +26,7 @@ LOGGED = {
     "log_completions": True,
     "num_completions_to_print": 0,
 }
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
 
 
 class At(TrainerCallback):
@@ -59,44 +60,42 @@ def checkpoints(trainer: Any) -> list[str]:
     return sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("place", ["reward", "on_step_begin", "on_pre_optimizer_step"])
 @pytest.mark.fault(
     "SIGTERM comes while a step samples, scores or trains",
     "the last whole step is saved, the exit code is 75, and a resume is bit for bit what the run would have been",
     "the step in progress, which is made again",
 )
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(make_trainer, make_policy, tools, tmp_path, place):
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(make_trainer, make_policy, tools, tmp_path):
     """A signal in a reward leaves the step, which is made again; one in training lets the step end."""
     step = 3
 
-    def make(action: Callable[[], None], folder: str) -> Any:
-        acts = place == "reward"
+    def make(folder: str, place: str = "", action: Callable[[], None] = lambda: None) -> Any:
         return make_trainer(
             model=make_policy(attention_dropout=0.3),
-            reward_funcs=rewards(tools, step if acts else -1, action),
-            trainer={"callbacks": [] if acts else [At(place, step, action)]},
+            reward_funcs=rewards(tools, step if place == "reward" else -1, action),
+            trainer={"callbacks": [At(place, step, action)] if place.startswith("on_") else []},
             output_dir=str(tmp_path / folder),
-            **tools.stateful,
+            **tools.STATEFUL,
             **LOGGED,
         )
 
-    straight = make(lambda: None, "straight")
+    straight = make("straight")
     straight.train()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    stopped = make(lambda: send("SIGTERM"), "stopped")
-    with pytest.raises(Stopped, match="SIGTERM stopped the run after step") as exit_:
-        stopped.train()
-    assert exit_.value.code == 75
-    whole = step if place != "on_pre_optimizer_step" else step + 1
-    assert checkpoints(stopped) == [f"checkpoint-{whole}"]
-    assert {number: signal.getsignal(number) for number in before} == before
-    resumed = make(lambda: None, "stopped")
-    resumed.train(str(tmp_path / "stopped" / f"checkpoint-{whole}"))
-    assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
-    # The window of the last log event has step 3, which was made before the stop.
-    logs = [tools.without_times(trainer.state.log_history)[-2] for trainer in (resumed, straight)]
-    assert logs[0] == logs[1]
-    assert resumed.state.num_input_tokens_seen == straight.state.num_input_tokens_seen
+    for place, whole in (("reward", step), ("on_step_begin", step), ("on_pre_optimizer_step", step + 1)):
+        stopped = make(place, place, lambda: send("SIGTERM"))
+        with pytest.raises(Stopped, match="SIGTERM stopped the run after step") as exit_:
+            stopped.train()
+        assert exit_.value.code == 75
+        assert checkpoints(stopped) == [f"checkpoint-{whole}"]
+        assert {number: signal.getsignal(number) for number in before} == before
+        resumed = make(place)
+        resumed.train(str(tmp_path / place / f"checkpoint-{whole}"))
+        assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
+        # The window of the last log event has step 3, which was made before the stop.
+        logs = [tools.without_times(trainer.state.log_history)[-2] for trainer in (resumed, straight)]
+        assert logs[0] == logs[1]
+        assert resumed.state.num_input_tokens_seen == straight.state.num_input_tokens_seen
 
 
 @pytest.fixture
@@ -128,26 +127,21 @@ def test_each_signal_has_its_code(make_trainer, tools, hang_up, name, code):
     assert checkpoints(trainer) == ["checkpoint-1"]
 
 
+@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.fault(
     "Ctrl-C twice",
     "the run ends at once",
     "the steps since the last checkpoint",
 )
-def test_a_second_interrupt_ends_at_once(make_trainer):
+def test_a_second_interrupt_ends_at_once(make_trainer, monkeypatch, launched):
+    """Where torchrun passes the first one on, the second is the same one."""
+    if launched:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     twice = At("on_pre_optimizer_step", 1, lambda: (send("SIGINT"), send("SIGINT")))
     trainer = make_trainer(trainer={"callbacks": [twice]})
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped if launched else KeyboardInterrupt):
         trainer.train()
-    assert checkpoints(trainer) == []
-
-
-def test_the_interrupt_that_torchrun_passes_on_is_the_same_one(make_trainer, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    twice = At("on_pre_optimizer_step", 1, lambda: (send("SIGINT"), send("SIGINT")))
-    trainer = make_trainer(trainer={"callbacks": [twice]})
-    with pytest.raises(Stopped):
-        trainer.train()
-    assert checkpoints(trainer) == ["checkpoint-2"]
+    assert checkpoints(trainer) == ["checkpoint-2"] * launched
 
 
 @pytest.mark.fault(
@@ -167,47 +161,44 @@ def test_a_signal_in_the_first_step_has_nothing_to_save(make_trainer, tools):
     "training ends as it would have",
     "nothing",
 )
-def test_a_signal_in_the_last_step_is_no_reason_to_begin_again(make_trainer):
-    trainer = make_trainer(trainer={"callbacks": [At("on_pre_optimizer_step", 2, lambda: send("SIGTERM"))]})
-    trainer.train()
+def test_a_signal_in_the_last_step_is_no_reason_to_begin_again(train):
+    trainer = train(trainer={"callbacks": [At("on_pre_optimizer_step", 2, lambda: send("SIGTERM"))]})
     assert trainer.state.global_step == 3
 
 
-@pytest.mark.parametrize("place", ["step", "evaluation"])
 @pytest.mark.fault(
     "a signal comes in a step after which an evaluation is due, or in the evaluation",
     "the run stops without it, and a resumed run makes up for it before the next step",
     "nothing",
 )
-def test_an_evaluation_that_a_stop_has_left_out_is_made_up(make_trainer, tools, tmp_path, place):
-    def make(action: Callable[[], None], folder: str) -> Any:
-        acts = place == "evaluation"
+def test_an_evaluation_that_a_stop_has_left_out_is_made_up(make_trainer, tools, tmp_path):
+    def make(folder: str, place: str = "") -> Any:
+        stop = lambda: send("SIGTERM")  # noqa: E731
         return make_trainer(
-            reward_funcs=rewards(tools, 2 if acts else -1, action),
+            reward_funcs=rewards(tools, 2 if place == "evaluation" else -1, stop),
             trainer={
-                "callbacks": [] if acts else [At("on_pre_optimizer_step", 1, action)],
+                "callbacks": [At("on_pre_optimizer_step", 1, stop)] if place == "step" else [],
                 "eval_dataset": tools.prompts(2),
             },
             output_dir=str(tmp_path / folder),
-            eval_strategy="steps",
-            eval_steps=2,
-            per_device_eval_batch_size=4,
+            **{**EVALUATED, "eval_steps": 2},
         )
 
     def evaluations(trainer: Any) -> list[tuple[int, float]]:
         return [(e["step"], e["eval_reward"]) for e in trainer.state.log_history if "eval_reward" in e]
 
-    straight = make(lambda: None, "straight")
+    straight = make("straight")
     straight.train()
-    stopped = make(lambda: send("SIGTERM"), "stopped")
-    with pytest.raises(Stopped):
-        stopped.train()
-    assert checkpoints(stopped) == ["checkpoint-2"]
-    assert evaluations(stopped) == []
-    resumed = make(lambda: None, "stopped")
-    resumed.train(resume_from_checkpoint=True)
-    assert evaluations(resumed) == evaluations(straight) != []
-    assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
+    for place in ("step", "evaluation"):
+        stopped = make(place, place)
+        with pytest.raises(Stopped):
+            stopped.train()
+        assert checkpoints(stopped) == ["checkpoint-2"]
+        assert evaluations(stopped) == []
+        resumed = make(place)
+        resumed.train(resume_from_checkpoint=True)
+        assert evaluations(resumed) == evaluations(straight) != []
+        assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
 
 
 def test_a_stopped_trial_of_a_search_is_saved_in_its_own_folder(make_trainer, tools, tmp_path):
@@ -256,9 +247,7 @@ def test_the_checkpoint_of_a_stop_stays(make_trainer, tools):
         trainer={"eval_dataset": tools.prompts(2)},
         save_strategy="steps",
         save_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=4,
+        **EVALUATED,
         save_total_limit=1,
         load_best_model_at_end=True,
         metric_for_best_model="completions/mean_length",
@@ -288,20 +277,18 @@ def test_a_folder_of_an_earlier_run_is_not_taken_for_that_of_the_stop(make_train
 def test_a_stop_in_the_first_step_of_an_epoch_goes_on_as_if_it_had_not_been(make_trainer, make_policy, tools, tmp_path):
     """The start of an epoch draws nothing from the global random stream, which a resume restores before it."""
 
-    def make(action: Callable[[], None], folder: str) -> Any:
+    def make(folder: str, stop_at: int = -1) -> Any:
         return make_trainer(
             model=make_policy(attention_dropout=0.3),
-            reward_funcs=rewards(tools, 2, action),
+            reward_funcs=rewards(tools, stop_at, lambda: send("SIGTERM")),
             train_dataset=tools.prompts(4),
             output_dir=str(tmp_path / folder),
         )
 
-    straight = make(lambda: None, "straight")
+    straight, resumed = make("straight"), make("stopped")
     straight.train()
-    stopped = make(lambda: send("SIGTERM"), "stopped")
     with pytest.raises(Stopped):
-        stopped.train()
-    resumed = make(lambda: None, "stopped")
+        make("stopped", 2).train()
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(tools.weights(resumed.model), tools.weights(straight.model))
 
@@ -311,16 +298,14 @@ def test_a_signal_in_the_evaluation_after_the_last_step_stops_the_run(make_train
         max_steps=1,
         reward_funcs=rewards(tools, 1, lambda: send("SIGTERM")),
         trainer={"eval_dataset": tools.prompts(2)},
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=4,
+        **EVALUATED,
     )
     with pytest.raises(Stopped, match="after step 1 of 1"):
         trainer.train()
     assert checkpoints(trainer) == ["checkpoint-1"]
 
 
-def test_a_forked_process_ends_as_it_would(make_trainer):
+def test_a_forked_process_ends_as_it_would(train):
     codes: list[int] = []
 
     def fork() -> None:
@@ -334,7 +319,7 @@ def test_a_forked_process_ends_as_it_would(make_trainer):
         os.kill(child, signal.SIGTERM)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    make_trainer(trainer={"callbacks": [At("on_step_end", 1, fork)]}).train()
+    train(trainer={"callbacks": [At("on_step_end", 1, fork)]})
     assert codes == [-signal.SIGTERM]
 
 

@@ -36,27 +36,27 @@ def endless(make_policy):
     return model
 
 
-def test_a_run_that_truncates_all_completions_is_warned_once(make_trainer, endless, caplog):
+def test_a_run_that_truncates_all_completions_is_warned_once(train, endless, caplog):
     with caplog.at_level(logging.WARNING):
-        make_trainer(model=endless, max_steps=3, max_completion_length=2, logging_steps=100).train()
+        train(model=endless, max_steps=3, max_completion_length=2, logging_steps=100)
     (message,) = warnings_of(caplog)
     assert message.startswith("step 1: all completions were truncated, so unfinished answers are rewarded")
     assert "max_completion_length is 2. Raise max_completion_length, reward short answers" in message
 
 
-def test_truncated_completions_that_are_masked_teach_nothing(make_trainer, endless, caplog):
+def test_truncated_completions_that_are_masked_teach_nothing(train, endless, caplog):
     with caplog.at_level(logging.WARNING):
-        make_trainer(model=endless, max_steps=1, max_completion_length=2, mask_truncated_completions=True).train()
+        train(model=endless, max_steps=1, max_completion_length=2, mask_truncated_completions=True)
     (message,) = warnings_of(caplog)
     assert "they teach nothing (mask_truncated_completions=True)" in message
     assert message.endswith("Raise it, or reward short answers.")
 
 
-def test_groups_without_variance_are_warned_of_once_and_not_by_a_resumed_run(make_trainer, caplog):
+def test_groups_without_variance_are_warned_of_once_and_not_by_a_resumed_run(make_trainer, train, caplog):
     settings = {"reward_funcs": constant, "max_completion_length": 40, "save_strategy": "steps", "save_steps": 1}
     settings |= {"per_device_train_batch_size": 16}
     with caplog.at_level(logging.WARNING):
-        make_trainer(max_steps=2, **settings).train()
+        train(max_steps=2, **settings)
     (message,) = warnings_of(caplog)
     assert message.startswith("step 1: 100 % of groups have no variance")
     assert "raise num_generations" in message
@@ -66,9 +66,9 @@ def test_groups_without_variance_are_warned_of_once_and_not_by_a_resumed_run(mak
     assert not warnings_of(caplog)
 
 
-def test_a_run_without_findings_is_silent(make_trainer, caplog):
+def test_a_run_without_findings_is_silent(train, caplog):
     with caplog.at_level(logging.WARNING):
-        make_trainer(max_steps=2, max_completion_length=40).train()
+        train(max_steps=2, max_completion_length=40)
     assert not warnings_of(caplog)
 
 
@@ -137,9 +137,9 @@ def signal_warnings(caplog):
         (unscored, "in 10 of them no completion was scored", "return numbers"),
     ],
 )
-def test_a_run_without_a_gradient_is_warned_once(make_trainer, caplog, reward, reason, remedy):
+def test_a_run_without_a_gradient_is_warned_once(train, caplog, reward, reason, remedy):
     with caplog.at_level(logging.WARNING):
-        make_trainer(reward_funcs=reward, max_steps=12).train()
+        train(reward_funcs=reward, max_steps=12)
     (message,) = signal_warnings(caplog)
     assert message.startswith("the last 10 generation batches")
     assert reason in message
@@ -147,9 +147,9 @@ def test_a_run_without_a_gradient_is_warned_once(make_trainer, caplog, reward, r
 
 
 @pytest.mark.parametrize(("reward", "settings"), [(lengths, {}), (constant, {"beta": 0.1})])
-def test_no_warning_where_there_is_a_gradient(make_trainer, caplog, reward, settings):
+def test_no_warning_where_there_is_a_gradient(train, caplog, reward, settings):
     with caplog.at_level(logging.WARNING):
-        make_trainer(reward_funcs=reward, max_steps=11, **settings).train()
+        train(reward_funcs=reward, max_steps=11, **settings)
     assert not signal_warnings(caplog)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
@@ -32,14 +31,8 @@ def twice(completions, **kwargs):
 
 
 def test_attributes_have_the_values_of_the_run(make_trainer, tokenizer):
-    trainer = make_trainer(
-        reward_funcs=[twice, len_reward],
-        beta=0.1,
-        temperature=0.7,
-        epsilon=0.1,
-        epsilon_high=0.3,
-        reward_weights=[1, 2],
-    )
+    settings = {"beta": 0.1, "temperature": 0.7, "epsilon": 0.1, "epsilon_high": 0.3, "reward_weights": [1, 2]}
+    trainer = make_trainer(reward_funcs=[twice, len_reward], **settings)
     assert (trainer.beta, trainer.temperature, trainer.epsilon_low, trainer.epsilon_high) == (0.1, 0.7, 0.1, 0.3)
     assert (trainer.num_generations, trainer.num_generations_eval, trainer.max_completion_length) == (4, 4, 6)
     assert trainer.reward_funcs == [twice, len_reward]
@@ -73,18 +66,13 @@ def test_each_attribute_of_the_peer_is_there_or_names_its_replacement(make_train
         trainer.no_such_thing  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [
-        *((name, name) for name in ("beta", "temperature", "entropy_coef", "num_generations", "reward_weights")),
-        ("epsilon_low", "epsilon"),
-        ("ref_model", "sync_ref_model"),
-    ],
-)
-def test_attributes_cannot_be_assigned(make_trainer, name, field):
-    with pytest.raises(AttributeError, match=rf"trainer\.{name} cannot be assigned, .*GRPOConfig\({field}=") as error:
-        setattr(make_trainer(), name, 1)
-    assert field in {each.name for each in fields(GRPOConfig)}, error.value
+def test_attributes_cannot_be_assigned(make_trainer):
+    trainer = make_trainer()
+    named = {name: name for name in ("beta", "temperature", "entropy_coef", "num_generations", "reward_weights")}
+    for name, field in {**named, "epsilon_low": "epsilon", "ref_model": "sync_ref_model"}.items():
+        with pytest.raises(AttributeError, match=rf"trainer\.{name} cannot be assigned, .*GRPOConfig\({field}="):
+            setattr(trainer, name, 1)
+        assert field in {each.name for each in fields(GRPOConfig)}
 
 
 def test_appended_metrics_are_logged(make_trainer):
@@ -157,35 +145,20 @@ def test_calling_or_replacing_a_method_that_is_never_called_says_the_same(make_t
                 call()
 
 
-def test_the_methods_are_never_called(make_trainer, monkeypatch):
-    trainer = make_trainer(max_steps=2, eval_strategy="steps", eval_steps=1, trainer={"eval_dataset": prompts(4)})
+def test_the_methods_are_never_called(make_trainer, tools, monkeypatch):
+    given = {"eval_dataset": tools.prompts(4)}
+    trainer = make_trainer(max_steps=2, eval_strategy="steps", eval_steps=1, trainer=given)
     for name in NEVER_CALLED:
         monkeypatch.setattr(type(trainer), name, lambda *args, name=name, **kwargs: pytest.fail(name), raising=False)
     trainer.train()
     trainer.predict(trainer.train_dataset)
 
 
-def prompts(number):
-    return Dataset.from_list([{"prompt": "abc"}] * number)
-
-
-def test_methods_that_are_called_may_be_defined(make_trainer, make_policy, tokenizer, tmp_path):
-    class Mine(GRPOTrainer):
-        def batch_loss(self, model, batch, **known):
-            calls.append(batch.num_rows)
-            return super().batch_loss(model, batch, **known)
-
-    calls = []
-    config = GRPOConfig(
-        str(tmp_path), use_cpu=True, bf16=False, max_steps=1, per_device_train_batch_size=4, num_generations=4
-    )
-    data = make_trainer().train_dataset
-    Mine(make_policy(), len_reward, config, data, processing_class=tokenizer).train()
-    assert sum(calls) == 4
+ONE_GROUP = {"max_steps": 1, "per_device_train_batch_size": 4}
 
 
 @pytest.mark.parametrize("hook", ["batch_loss", "compute_loss"])
-def test_a_defined_loss_gets_every_row_also_without_advantage(hook, make_policy, tokenizer, tmp_path):
+def test_a_defined_loss_gets_every_row_also_without_advantage(hook, train, make_policy):
     """A subclass as the documents write it, and a term of its own that does not depend on rewards."""
 
     class Mine(GRPOTrainer):
@@ -204,46 +177,28 @@ def test_a_defined_loss_gets_every_row_also_without_advantage(hook, make_policy,
     setattr(Mine, hook, {"batch_loss": batch_loss, "compute_loss": compute_loss}[hook])
     calls, model = [], make_policy()
     before = model.lm_head.weight.detach().norm()
-    config = GRPOConfig(
-        str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        max_steps=1,
-        per_device_train_batch_size=4,
-        num_generations=4,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-    )
-    equal = lambda completions, **kwargs: [1.0] * len(completions)  # noqa: E731
-    Mine(model, equal, config, prompts(4), processing_class=tokenizer).train()
+    train(model=model, reward_funcs=twice, cls=Mine, **ONE_GROUP)
     assert calls == [4]
     assert model.lm_head.weight.detach().norm() < before
 
 
-@pytest.mark.parametrize(
-    ("key", "remedy"),
-    [
-        ("advantages", r"batch\.advantages, \(B,\)"),
-        ("completion_mask", r"batch\.trained, \(L,\)"),
-        ("old_per_token_logps", r"batch\.old_logprobs, \(L,\)"),
-        ("input_ids", "its attributes"),
-    ],
-)
-def test_a_loss_that_reads_the_peers_dict_is_told_of_the_batch(
-    make_trainer, tokenizer, make_policy, tmp_path, key, remedy
-):
+def test_a_loss_that_reads_the_peers_dict_is_told_of_the_batch(make_trainer):
     class Weighted(GRPOTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return super().compute_loss(model, inputs) * inputs[key].float().mean()
 
-    trainer = make_trainer(max_steps=1)
-    args = GRPOConfig(output_dir=str(tmp_path), num_generations=4, max_completion_length=4, use_cpu=True, bf16=False)
-    trainer = Weighted(make_policy(), twice, args, prompts(4), processing_class=tokenizer)
-    with pytest.raises(TypeError, match=rf"{key}.*{remedy}.*docs/from-trl\.md"):
-        trainer.train()
+    trainer = make_trainer(cls=Weighted, **ONE_GROUP)
+    for key, remedy in {
+        "advantages": r"batch\.advantages, \(B,\)",
+        "completion_mask": r"batch\.trained, \(L,\)",
+        "old_per_token_logps": r"batch\.old_logprobs, \(L,\)",
+        "input_ids": "its attributes",
+    }.items():
+        with pytest.raises(TypeError, match=rf"{key}.*{remedy}.*docs/from-trl\.md"):
+            trainer.train()
 
 
-def test_the_curriculum_of_the_page_follows_rewards(make_trainer):
+def test_the_curriculum_of_the_page_follows_rewards(train):
     """The block of docs/from-trl.md: each generation batch has rows of the level that the last step has set."""
     names = {"make_problem": lambda level: f"{level}+{level}="}
     exec(re.search(r"```python\n(from datasets import IterableDataset.*?)```", PAGE.read_text(), re.DOTALL)[1], names)  # pyright: ignore
@@ -255,7 +210,7 @@ def test_the_curriculum_of_the_page_follows_rewards(make_trainer):
 
     curriculum = names["curriculum"]
     settings = {"max_steps": 4, "shuffle_dataset": False, "trainer": {"callbacks": [curriculum]}}
-    make_trainer(reward_funcs=reward, train_dataset=names["train_dataset"], **settings).train()
+    train(reward_funcs=reward, train_dataset=names["train_dataset"], **settings)
     assert levels == [[level] * 8 for level in (1, 2, 2, 3)]
 
 
@@ -266,7 +221,7 @@ def test_the_page_lists_the_same_names():
             assert f"| `{name}` | {remedy} |" in text
 
 
-def test_rewards_and_advantages_of_a_subclass(make_trainer, make_policy, tokenizer, tmp_path):
+def test_rewards_and_advantages_of_a_subclass(train):
     class Mine(GRPOTrainer):
         def score_rollouts(self, rollouts, *, trainer_state, step):
             table = super().score_rollouts(rollouts, trainer_state=trainer_state, step=step)
@@ -281,11 +236,7 @@ def test_rewards_and_advantages_of_a_subclass(make_trainer, make_policy, tokeniz
             return super().batch_loss(model, batch, **known)
 
     advantages = []
-    config = GRPOConfig(
-        str(tmp_path), use_cpu=True, bf16=False, max_steps=1, per_device_train_batch_size=4, num_generations=4
-    )
-    trainer = Mine(make_policy(), len_reward, config, make_trainer().train_dataset, processing_class=tokenizer)
-    trainer.train()
+    trainer = train(reward_funcs=len_reward, cls=Mine, **ONE_GROUP)
     assert advantages == [[-3.0, -3.0, 3.0, 3.0]]
     assert trainer.state.log_history[0]["reward"] == 1.5
     assert trainer.evaluate(trainer.train_dataset)["eval_reward"] == 3.5, "eight rows at once"

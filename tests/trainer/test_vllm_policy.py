@@ -5,7 +5,6 @@ The engine simulates colocated vLLM: another copy of the model, which only a pus
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -20,8 +19,9 @@ from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.rollout.sources import RolloutComponents
 
-STEPS = {"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2}
+STEPS = {"max_steps": 3}
 VLLM = {"use_vllm": True, "vllm_max_model_length": 64}
+SERVER = {"use_vllm": True, "vllm_mode": "server"}
 
 
 @pytest.fixture
@@ -34,30 +34,23 @@ def logged(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
-def test_each_generation_batch_is_sampled_from_the_weights_of_its_step(make_trainer, served):
-    trainer = make_trainer(**VLLM, **STEPS)
-    trainer.train()
+def test_each_generation_batch_is_sampled_from_the_weights_of_its_step(train, served):
+    """The copy samples the same as the native engine, so the runs only differ by the correction's rounding."""
+    ours, theirs = train(**STEPS), train(**VLLM, **STEPS)
     (engine,) = served
     assert engine.pushes == [("weights", 0), ("weights", 1), ("weights", 2)]
     # Stale weights would be off by far more after steps of this size.
-    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-5
-    assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx([1] * 3, abs=1e-4)
+    assert max(logged(theirs, "sampling/sampling_logp_difference/max")) < 1e-5
+    assert logged(theirs, "sampling/importance_sampling_ratio/mean") == pytest.approx([1] * 3, abs=1e-4)
     assert engine.sleeps == 3
-    assert len(logged(trainer, "time/weights")) == 3
-
-
-def test_training_is_that_of_the_native_engine(make_trainer, served):
-    """The copy samples the same as the native engine, so the runs only differ by the correction's rounding."""
-    ours, theirs = make_trainer(**STEPS), make_trainer(**VLLM, **STEPS)
-    ours.train()
-    theirs.train()
+    assert len(logged(theirs, "time/weights")) == 3
     assert logged(theirs, "reward") == logged(ours, "reward")
     assert logged(theirs, "loss") == pytest.approx(logged(ours, "loss"), abs=1e-5)
     assert logged(theirs, "entropy") == pytest.approx(logged(ours, "entropy"), rel=1e-5)
 
 
-def test_a_generation_batch_of_several_steps_is_sampled_once(make_trainer, served):
-    make_trainer(**VLLM, **{**STEPS, "max_steps": 4, "num_iterations": 2}).train()
+def test_a_generation_batch_of_several_steps_is_sampled_once(train, served):
+    train(**VLLM, **{**STEPS, "max_steps": 4, "num_iterations": 2})
     assert [version for _, version in served[0].pushes] == [0, 2]
 
 
@@ -71,10 +64,10 @@ def test_what_may_have_changed_outside_of_training_is_sent_again(make_trainer, t
     assert [version for _, version in served[0].pushes[2:]] == [0, 1, 2, 3]
 
 
-def test_an_adapter_is_sent_alone_unless_told_to_merge(make_trainer, served):
+def test_an_adapter_is_sent_alone_unless_told_to_merge(make_trainer, train, served):
     peft = LoraConfig(r=4, target_modules=["q_proj"])
-    make_trainer(**VLLM, **STEPS, trainer={"peft_config": peft}).train()
-    make_trainer(**VLLM, **STEPS, trainer={"peft_config": peft}, vllm_lora_updates="merge").train()
+    train(**VLLM, **STEPS, trainer={"peft_config": peft})
+    train(**VLLM, **STEPS, trainer={"peft_config": peft}, vllm_lora_updates="merge")
     assert {kind for kind, _ in served[0].pushes} == {"adapter"}
     assert {kind for kind, _ in served[1].pushes} == {"weights"}
     with pytest.raises(ValueError, match="vllm_lora_updates='adapter', but the model has no adapter"):
@@ -122,7 +115,7 @@ def test_much_dropped_is_a_warning_that_names_the_remedy(make_trainer, served, c
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_generation_batches_ahead_are_at_most_as_old_as_agreed_and_none_is_sampled_in_vain(
-    make_trainer, served, ahead, monkeypatch
+    train, served, ahead, monkeypatch
 ):
     seen: list[int] = []
     sample = SingleTurnRollouts.__call__
@@ -132,9 +125,8 @@ def test_generation_batches_ahead_are_at_most_as_old_as_agreed_and_none_is_sampl
         return sample(self, request)
 
     monkeypatch.setattr(SingleTurnRollouts, "__call__", recorded)
-    settings = {**VLLM, **STEPS, "max_steps": 5, "vllm_mode": "server", "vllm_max_model_length": None}
-    trainer = make_trainer(**settings, rollout_ahead=ahead)
-    trainer.train()
+    settings = {**SERVER, **STEPS, "max_steps": 5}
+    trainer = train(**settings, rollout_ahead=ahead)
     assert sorted(seen) == [0, 1, 2, 3, 4]
     lags = logged(trainer, "sampling/policy_lag")
     assert lags[:1] == [0] and max(lags) == ahead
@@ -143,7 +135,7 @@ def test_generation_batches_ahead_are_at_most_as_old_as_agreed_and_none_is_sampl
     assert logged(trainer, "sampling/sampling_logp_difference/max")[-1] > 1e-4
 
 
-def test_rows_go_on_with_weights_that_are_sent_in_flight(make_trainer, served, monkeypatch):
+def test_rows_go_on_with_weights_that_are_sent_in_flight(train, served, monkeypatch):
     pushed: list[tuple[int, bool]] = []
     refresh, sample = VLLMPolicy.refresh, SingleTurnRollouts.__call__
 
@@ -157,32 +149,28 @@ def test_rows_go_on_with_weights_that_are_sent_in_flight(make_trainer, served, m
 
     monkeypatch.setattr(VLLMPolicy, "refresh", recorded)
     monkeypatch.setattr(SingleTurnRollouts, "__call__", slow)
-    settings = {**VLLM, **STEPS, "max_steps": 5, "vllm_mode": "server", "vllm_max_model_length": None}
-    trainer = make_trainer(**settings, rollout_ahead=2, vllm_in_flight_updates=True)
-    trainer.train()
+    settings = {**SERVER, **STEPS, "max_steps": 5}
+    trainer = train(**settings, rollout_ahead=2, vllm_in_flight_updates=True)
     assert [step for step, _ in pushed] == [0, 1, 2, 3, 4], "each step's weights are sent"
     assert (1, True) in pushed, "although the third batch is being sampled"
     assert max(logged(trainer, "sampling/policy_lag")) <= 2
 
 
-def test_with_updates_in_flight_an_adapter_is_merged(make_trainer, served):
-    settings = {**VLLM, **STEPS, "vllm_mode": "server", "vllm_max_model_length": None, "rollout_ahead": 2}
-    peft = LoraConfig(r=4, target_modules=["q_proj"])
-    make_trainer(**settings, vllm_in_flight_updates=True, trainer={"peft_config": peft}).train()
+def test_with_updates_in_flight_an_adapter_is_merged(train, served):
+    settings = {**SERVER, **STEPS, "rollout_ahead": 2, "vllm_in_flight_updates": True}
+    train(**settings, trainer={"peft_config": LoraConfig(r=4, target_modules=["q_proj"])})
     assert {kind for kind, _ in served[0].pushes} == {"weights"}
 
 
 def test_models_that_take_images_are_not_updated_in_flight():
-    config = GRPOConfig(
-        "run", use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server", rollout_ahead=2, vllm_in_flight_updates=True
-    )
+    config = GRPOConfig("run", use_cpu=True, bf16=False, **SERVER, rollout_ahead=2, vllm_in_flight_updates=True)
     bundle: Any = None
     with pytest.raises(ValueError, match=r"vllm_in_flight_updates=True with Llava\w+, which takes images"):
         vllm_setup.serve_policy(config, build("llava_next").model, bundle, RolloutComponents())
 
 
 def test_a_rollout_function_cannot_run_ahead(make_trainer):
-    settings = {**VLLM, **STEPS, "vllm_mode": "server", "vllm_max_model_length": None}
+    settings = {**SERVER, **STEPS}
     with pytest.raises(ValueError, match="rollout_ahead=1 with a rollout_func"):
         make_trainer(**settings, rollout_ahead=1, trainer={"rollout_func": lambda prompts, trainer: {}})
 
@@ -209,11 +197,10 @@ def test_the_correction_is_what_the_configuration_says(make_trainer, served):
     assert norms["mask", -0.5] == norms["mask", 0.5] == 0.0
 
 
-def test_a_resumed_run_sends_its_weights(make_trainer, served, tmp_path):
+def test_a_resumed_run_sends_its_weights(make_trainer, train, served, tmp_path):
     settings = {**VLLM, **STEPS, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
-    make_trainer(**settings).train()
+    train(**settings)
     trainer = make_trainer(**settings)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert served[1].pushes == [("weights", 2)]
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")[-1:]) < 1e-5
-    json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
