@@ -136,7 +136,10 @@ class SimulatedTensor(torch.Tensor):
         output = run(*plain_args, **plain_kwargs)
         if Graph.recording is not None:
             Graph.recording.calls.append((run, plain_args, plain_kwargs, output))
-        return return_and_correct_aliasing(func, args, kwargs, _mapped(torch.Tensor, SimulatedTensor, output))
+        if _returns_its_first_argument(func):
+            return args[0]
+        output = _mapped(torch.Tensor, SimulatedTensor, output)
+        return return_and_correct_aliasing(func, args, kwargs, output) if _shares_memory(func) else output
 
 
 # Torch's own functions of trees take most of the time of a test.
@@ -166,6 +169,18 @@ def _leaves(tree: Any) -> list[Any]:
 
 def _inner(tensor: SimulatedTensor) -> torch.Tensor:
     return tensor.inner
+
+
+@functools.cache
+def _shares_memory(func: Any) -> bool:
+    """True of operations whose results are views of arguments, or arguments themselves."""
+    return any(result.alias_info is not None for result in func._schema.returns)
+
+
+@functools.cache
+def _returns_its_first_argument(func: Any) -> bool:
+    """True of operations in place, but for those that change a shape."""
+    return func._schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags and _shares_memory(func)
 
 
 @functools.cache
@@ -356,11 +371,12 @@ class Graph:
 
     def replay(self) -> None:
         Graph.num_replayed += 1
-        for func, args, kwargs, result in self.calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(_leaves(result), _leaves(again)):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+        with torch._C.DisableTorchFunction():
+            for func, args, kwargs, result in self.calls:
+                again = func(*args, **kwargs)
+                for old, new in zip(_leaves(result), _leaves(again)):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
 
 
 class Generator:
