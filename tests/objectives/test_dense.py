@@ -248,52 +248,20 @@ def assert_same_metrics(parts, whole):
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=cases(EXACT), rng=seeds)
-def test_any_micro_batches_give_the_same_step(case, rng):
-    step, options = case
-    whole, gradient, metrics = share(step, range(len(step.adv)), options, step.totals())
-    parts = cut(rng, rng.permutation(len(step.adv)))
-    shares = [share(step, rows, options, step.totals(micro_batches=len(parts))) for rows in parts]
-    assert sum(loss for loss, _, _ in shares) == pytest.approx(whole, abs=1e-10)
-    np.testing.assert_allclose(sum(part for _, part, _ in shares), gradient, atol=1e-10)
-    assert_same_metrics([part for _, _, part in shares], metrics)
-
-
-@settings(max_examples=150, deadline=None)
-@given(case=cases(EXACT), rng=seeds, world_size=st.integers(2, 3))
-def test_any_ranks_give_the_same_step(case, rng, world_size):
-    """Mean over ranks of the sum over their micro-batches, ranks with nothing to do included."""
+@given(case=cases(EXACT), rng=seeds, world_size=st.integers(1, 3))
+def test_any_ranks_and_micro_batches_give_the_same_step(case, rng, world_size):
+    """Mean over ranks of the sum over their micro-batches, ranks with nothing to do included, in any order of rows."""
     step, options = case
     whole, gradient, metrics = share(step, range(len(step.adv)), options, step.totals())
     rank_of_row = rng.integers(0, world_size, size=len(step.adv))
     shares = []
     for rank in range(world_size):
-        parts = cut(rng, np.nonzero(rank_of_row == rank)[0])
+        parts = cut(rng, rng.permutation(np.nonzero(rank_of_row == rank)[0]))
         totals = step.totals(world_size=world_size, micro_batches=len(parts))
         shares += [share(step, rows, options, totals) for rows in parts]
     assert sum(loss for loss, _, _ in shares) / world_size == pytest.approx(whole, abs=1e-10)
     np.testing.assert_allclose(sum(part for _, part, _ in shares) / world_size, gradient, atol=1e-10)
     assert_same_metrics([part for _, _, part in shares], metrics)
-
-
-@settings(max_examples=60, deadline=None)
-@given(case=cases(), rng=seeds)
-def test_row_order_does_not_matter(case, rng):
-    step, options = case
-    loss, gradient, _ = share(step, range(len(step.adv)), options, step.totals())
-    other, turned, _ = share(step, rng.permutation(len(step.adv)), options, step.totals())
-    assert other == pytest.approx(loss, abs=1e-12)
-    np.testing.assert_allclose(turned, gradient, atol=1e-12)
-
-
-def test_bnpo_is_local_by_definition():
-    """Two micro-batches of one token each weigh the same whatever the step's totals say."""
-    mask = np.array([[True, True, True], [True, False, False]])
-    ones = np.zeros((2, 3))
-    step = Step(mask, mask, np.array([1.0, -0.5]), ones - 1, None, ones, None, ones, None)
-    totals = StepTotals(rows=99, tokens=99, micro_batches=2, world_size=7)
-    shares = [share(step, [row], PolicyOptions(loss_type="bnpo"), totals)[0] for row in (0, 1)]
-    assert shares == pytest.approx([-0.5, 0.25])
 
 
 # --- log-ratios of 200 nats, in float32: what is clipped, masked or weighs nothing is finite ---

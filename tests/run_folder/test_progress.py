@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import atexit
+import fcntl
 import io
 import os
 import pty
 import re
-import subprocess
+import struct
 import sys
-import textwrap
+import termios
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,49 +190,50 @@ def test_without_a_bar_there_is_one_plain_line_a_log(monkeypatch, reason):
     assert lines == ([] if reason == "another rank" else ["step 4", "step 8"])
 
 
-SCRIPT = """
-import fcntl, struct, sys, termios
-from types import SimpleNamespace
-fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
-from groupgrad.imports import quick_imports
-with quick_imports():
-    from groupgrad.run_folder.progress import ProgressCallback
-args = SimpleNamespace(disable_tqdm=False)
-state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=4)
-progress = ProgressCallback()
-progress.on_train_begin(args, state, None)
-progress.set_phase("sampling")
-state.global_step = 2
-progress.on_step_end(args, state, None)
-progress.on_log(args, state, None, logs={"loss": 0.0, "reward": 0.5})
-progress.set_phase("training")
-"""
+def draw_a_run_that_is_left() -> None:
+    args, state = SimpleNamespace(disable_tqdm=False), run_state()
+    progress = ProgressCallback()
+    progress.on_train_begin(args, state, None)
+    progress.set_phase("sampling")
+    state.global_step = 2
+    progress.on_step_end(args, state, None)
+    progress.on_log(args, state, None, logs={"loss": 0.0, "reward": 0.5})
+    progress.set_phase("training")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_on_a_real_terminal_lines_go_above_the_bar_and_an_abandoned_bar_ends_its_line():
-    main, side = pty.openpty()
-    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT)], stdout=side, stderr=side, stdin=side, env=environment
-    )
-    os.close(side)
+def shown_on_a_terminal(draw: Callable[[], None]) -> str:
+    """What a process shows on a real terminal of 90 columns while it draws, and when it ends."""
+    process, terminal = pty.fork()
+    if process == 0:
+        code = 1
+        try:
+            fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
+            sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+            os.environ.pop("COLUMNS", None), os.environ.pop("LINES", None)
+            atexit._clear()  # what the tests have registered
+            draw()
+            atexit._run_exitfuncs()
+            code = 0
+        finally:
+            os._exit(code)
     chunks = []
     while True:
         try:
-            chunk = os.read(main, 65536)
+            chunk = os.read(terminal, 65536)
         except OSError:  # on Linux, the other end has closed
             break
         if not chunk:
             break
         chunks.append(chunk)
-    os.close(main)
-    assert process.wait(timeout=60) == 0
-    drawn = b"".join(chunks).decode()
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, b"".join(chunks)
+    return b"".join(chunks).decode()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_on_a_real_terminal_lines_go_above_the_bar_and_an_abandoned_bar_ends_its_line():
+    drawn = shown_on_a_terminal(draw_a_run_that_is_left)
     assert re.search(r"\r *\rstep 2  reward  0\.500  loss  0\.0000 .*\r\n", drawn)  # the bar is wiped, then the line
     assert drawn.endswith("\r\n")
-    last = drawn.rstrip().split("\r")[-1].strip()
-    assert "2/4 [" in last
-    # Libraries may print before the bar is drawn.
-    frames = re.split(r"[\r\n]", drawn[drawn.index("0/4 [") :])
-    assert all(len(frame) <= 90 for frame in frames)
+    assert "2/8 [" in drawn.rstrip().split("\r")[-1]
+    assert all(len(frame) <= 90 for frame in re.split(r"[\r\n]", drawn))
