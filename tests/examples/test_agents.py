@@ -107,32 +107,13 @@ def test_a_missed_claim_is_a_failure(shared_part, tmp_path, before, after, calls
     assert shared_part.report(first, shared_part.Measured(after, calls, {}, []), tmp_path, 1.0) == status
 
 
-def test_transcript_is_one_line(shared_part) -> None:
-    messages = [
-        {"role": "user", "content": "37*58=", "tool_calls": None},
-        {**shared_part.call("multiply", a=37, b=58, c=None), "content": None},
-        {"role": "tool", "content": "2146"},
-    ]
-    assert shared_part.transcript(messages) == "37*58= | multiply(a=37, b=58) | 2146"
-
-
 # ------------------------------------------------------------------------------------------------- the calculator
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text", "results"),
-    [
-        ((37, 58, "*"), "37*58=", [2146]),
-        ((37, 58, "+"), "37+58=", [95]),
-        ((37, 58, "*", 16), "37*58+16=", [2146, 2162]),
-    ],
-)
-def test_questions_by_hand(calculator, arguments, text, results) -> None:
-    question = calculator.Question(*arguments)
-    assert (question.text, question.results) == (text, results)
-
-
-def test_held_out_questions_are_nowhere_else(calculator) -> None:
+def test_questions_by_hand_and_held_out_ones_are_nowhere_else(calculator) -> None:
+    question = calculator.Question(37, 58, "*", 16)
+    assert (question.text, question.results) == ("37*58+16=", [2146, 2162])
+    assert calculator.Question(37, 58, "+").results == [95]
     grpo, held_out = calculator.make_splits(1)
     assert (len(set(grpo)), len(set(held_out))) == (1024, 256)
     assert set(grpo).isdisjoint(held_out)
@@ -147,9 +128,6 @@ def test_only_careful_users_are_right(calculator, habit) -> None:
     answers = [calculator.demonstrate(question, habit, rng)[1:] for question in questions]
     rewards = calculator.answer_reward(answers, [q.results for q in questions], log_metric=lambda *_: None)
     assert rewards == [float(habit == "careful")] * 200
-
-
-def test_a_perfect_imitator_can_still_double(calculator) -> None:
     assert sum(calculator.HABITS.values()) == pytest.approx(1.0)
     assert calculator.HABITS["careful"] < 0.4
 
@@ -180,8 +158,13 @@ def test_a_hunt_by_hand(hunting) -> None:
     assert hunt.get_reward() == 0.0
     assert hunt.dig() == "gold"
     assert hunt.get_reward() == 1.0
-    hunt.reset(start=[0, 1], treasure=[1, 2])
+    hunt.reset(start=[4, 4], treasure=[4, 3])
     assert hunt.get_reward() == 0.0
+    with pytest.raises(ValueError, match="the field ends here"):
+        hunt.move("east")
+    hunt.move("south")
+    hunt.dig()
+    assert hunt.get_reward() == 0.9, "a slip costs a tenth"
 
 
 def test_mistakes_are_told_and_cost_calls(hunting) -> None:
@@ -200,16 +183,6 @@ def test_mistakes_are_told_and_cost_calls(hunting) -> None:
     assert hunt.get_reward() == 0.0
 
 
-def test_a_slip_costs_a_tenth(hunting) -> None:
-    hunt = hunting.TreasureHunt()
-    hunt.reset(start=[4, 4], treasure=[4, 3])
-    with pytest.raises(ValueError, match="the field ends here"):
-        hunt.move("east")
-    hunt.move("south")
-    hunt.dig()
-    assert hunt.get_reward() == 0.9
-
-
 def test_held_out_distances_are_nowhere_else(hunting) -> None:
     grpo, held_out = hunting.make_splits(1)
     assert len(grpo) + len(held_out) == 25 * 24
@@ -220,12 +193,7 @@ def test_held_out_distances_are_nowhere_else(hunting) -> None:
     assert not distances[0] & distances[1]
     assert hunting.make_splits(1) == (grpo, held_out)
     assert hunting.make_splits(2)[1] != held_out
-
-
-def test_ways_by_hand(hunting) -> None:
-    assert hunting.ways_to([0, 1], [3, 0]) == {"east": 3, "south": 1}
-    assert hunting.ways_to([2, 1], [0, 4]) == {"west": 2, "north": 3}
-    assert hunting.ways_to([2, 2], [2, 2]) == {}
+    assert hunting.ways_to([2, 1], [0, 4]) == {"west": 2, "north": 3} and hunting.ways_to([2, 2], [2, 2]) == {}
 
 
 def test_wanderers_seldom_find_anything(hunting) -> None:

@@ -208,7 +208,7 @@ def shown_on_a_terminal(draw: Callable[[], None]) -> str:
         code = 1
         try:
             fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
-            sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+            sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
             os.environ.pop("COLUMNS", None), os.environ.pop("LINES", None)
             atexit._clear()  # what the tests have registered
             draw()
