@@ -20,26 +20,20 @@ def tokenizer():
     return task.make_tokenizer()
 
 
-def test_problem_prompt_and_solution():
+def test_a_problem_and_its_careful_demonstration():
     problem = task.Problem((3, 5, 7, 2))
     assert problem.row() == {"prompt": "3+5+7+2=", "solution": 17}
+    text = task.demonstrate(problem, "careful", random.Random(0))
+    assert text == "<think>3+5=8 8+7=15 15+2=17</think><answer>17</answer>"
 
 
-def test_splits_share_no_prompt_and_cover_all_problems():
+def test_splits_share_no_prompt_cover_all_problems_and_follow_the_seed():
     splits = task.make_splits(1)
     parts = [{p.prompt for p in part} for part in (splits.warm_up, splits.grpo, splits.held_out)]
     assert [len(part) for part in parts] == [9**4 - 1024 - 512, 1024, 512]
     assert len(set.union(*parts)) == 9**4
-
-
-def test_splits_follow_the_seed():
-    assert task.make_splits(2) == task.make_splits(2)
-    assert task.make_splits(2).held_out != task.make_splits(3).held_out
-
-
-def test_careful_demonstration_is_the_worked_sum():
-    text = task.demonstrate(task.Problem((3, 5, 7, 2)), "careful", random.Random(0))
-    assert text == "<think>3+5=8 8+7=15 15+2=17</think><answer>17</answer>"
+    assert task.make_splits(1) == splits
+    assert task.make_splits(2).held_out != splits.held_out
 
 
 @pytest.mark.parametrize(
@@ -117,8 +111,8 @@ def test_demonstration_batches_label_only_the_completion(tokenizer):
 
 def test_warm_up_learns_the_format_first(tokenizer):
     model = task.make_model(tokenizer, seed=0)
-    losses = task.warm_up(model, tokenizer, task.make_splits(0).warm_up, num_steps=40, batch_size=32)
-    assert len(losses) == 40
+    losses = task.warm_up(model, tokenizer, task.make_splits(0).warm_up, num_steps=30, batch_size=16)
+    assert len(losses) == 30
     assert losses[0] == pytest.approx(torch.log(torch.tensor(21.0)).item(), abs=0.3)  # an untrained model knows nothing
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
 
@@ -136,7 +130,7 @@ def test_evaluate_grades_what_the_model_says(tokenizer):
 
 def test_demo_runs_and_writes_what_it_promises(tmp_path, capsys):
     """A run that is far too short to reach the target: it says so, fails, and leaves every file behind."""
-    arguments = ["--output_dir", str(tmp_path), "--warm_up_steps", "10", "--grpo_steps", "5"]
+    arguments = ["--output_dir", str(tmp_path), "--warm_up_steps", "1", "--grpo_steps", "1"]
     assert main(["demo", *arguments]) == 1
     assert "Missed:" in capsys.readouterr().out
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -145,29 +139,26 @@ def test_demo_runs_and_writes_what_it_promises(tmp_path, capsys):
     assert not demo.DRAWS or (tmp_path / "rewards.png").stat().st_size > 10_000
     (table,) = (tmp_path / "completions").glob("*.parquet")
     rows = pd.read_parquet(table)
-    assert len(rows) == 5 * 256
+    assert len(rows) == 256
     held_out = {problem.prompt for problem in task.make_splits(0).held_out}
     assert held_out.isdisjoint(rows["prompt"])
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == 132_672
 
 
-def test_demo_runs_without_matplotlib(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(demo, "DRAWS", False)
-    arguments = ["--output-dir", str(tmp_path), "--warm-up-steps", "1", "--grpo-steps", "1", "--seed", "1"]
-    assert main(["demo", *arguments]) == 1
-    shown = capsys.readouterr().out
-    assert "pip install 'groupgrad[plot]'" in shown and "rewards.png" not in shown
-    assert not (tmp_path / "rewards.png").exists()
-
-
 @pytest.mark.parametrize(("before", "after", "status"), [(0.40, 0.85, 0), (0.41, 0.95, 1), (0.20, 0.84, 1)])
-def test_demo_fails_if_a_target_is_missed(tmp_path, before, after, status):
+@pytest.mark.parametrize("draws", [True, False])
+def test_the_report_fails_if_a_target_is_missed(tmp_path, capsys, monkeypatch, draws, before, after, status):
+    """Where matplotlib is missing, it names no picture and says how to get one."""
+
     def measured(accuracy):
         score = task.Score(accuracy=accuracy, format_rate=0.5, completions=[""])
         return demo.Measured(sampled=score, greedy=score)
 
+    monkeypatch.setattr(demo, "DRAWS", draws)
     problems = [task.Problem((1, 2, 3, 4))]
     assert demo.report(measured(before), measured(after), problems, demo.Timings(), tmp_path) == status
+    shown = capsys.readouterr().out
+    assert ("pip install 'groupgrad[plot]'" in shown) is ("rewards.png" not in shown) is not draws
 
 
 def test_seconds_of_a_step() -> None:
