@@ -18,30 +18,34 @@ from datasets import Dataset
 from groupgrad import GRPOConfig, GRPOTrainer
 
 
-def slow_reward(completions: list[str], **kwargs: Any) -> list[float]:
-    time.sleep(0.6)  # the line shows each phase that lasts for half a second
+def length_reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(len(text) % 3) for text in completions]
 
 
+def slow_reward(completions: list[str], **kwargs: Any) -> list[float]:
+    time.sleep(0.6)  # the line shows each phase that lasts for half a second
+    return length_reward(completions)
+
+
 @pytest.fixture
-def make_trainer(model_dir: Path, tmp_path: Path) -> Callable[[], GRPOTrainer]:
-    def make(reward: Callable[..., Any] = slow_reward, **settings: Any) -> GRPOTrainer:
-        config = GRPOConfig(
-            str(tmp_path / "run"),
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            max_steps=4,
-            logging_steps=2,
-            save_steps=2,
-            eval_steps=2,
-            per_device_train_batch_size=4,
-            per_device_eval_batch_size=2,
-            num_generations=2,
-            max_completion_length=4,
-            gradient_checkpointing=False,
-            **{"eval_strategy": "steps", **settings},
-        )
+def make_trainer(model_dir: Path, tmp_path: Path) -> Callable[..., GRPOTrainer]:
+    def make(reward: Callable[..., Any] = length_reward, **settings: Any) -> GRPOTrainer:
+        defaults: dict[str, Any] = {
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": "none",
+            "max_steps": 4,
+            "logging_steps": 2,
+            "save_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 2,
+            "num_generations": 2,
+            "max_completion_length": 4,
+            "gradient_checkpointing": False,
+        }
+        config = GRPOConfig(str(tmp_path / "run"), **{**defaults, **settings})
         data = Dataset.from_list([{"prompt": f"{a}+1="} for a in range(4)])
         return GRPOTrainer(
             model=str(model_dir),
@@ -56,7 +60,7 @@ def make_trainer(model_dir: Path, tmp_path: Path) -> Callable[[], GRPOTrainer]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_the_line_of_a_run_changes_at_most_twice_a_second(
-    make_trainer: Callable[[], GRPOTrainer], monkeypatch: pytest.MonkeyPatch
+    make_trainer: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And it is never that of training before anything was sampled."""
     import fcntl
@@ -81,7 +85,7 @@ def test_the_line_of_a_run_changes_at_most_twice_a_second(
     reader = threading.Thread(target=read)
     reader.start()
     monkeypatch.setenv("COLUMNS", "110")
-    trainer = make_trainer()
+    trainer = make_trainer(slow_reward)
     with monkeypatch.context() as patch, os.fdopen(side, "w", buffering=1) as terminal:
         patch.setattr(sys, "stdout", terminal)
         patch.setattr(sys, "stderr", terminal)
@@ -107,7 +111,7 @@ def test_the_line_of_a_run_changes_at_most_twice_a_second(
 
 
 def test_a_run_into_a_file_writes_plain_lines_and_no_bar(
-    make_trainer: Callable[[], GRPOTrainer], capfd: pytest.CaptureFixture[str]
+    make_trainer: Callable[..., GRPOTrainer], capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
     make_trainer().train()
@@ -153,11 +157,7 @@ def test_a_run_goes_on_without_standard_output(
     output: str,
 ) -> None:
     monkeypatch.setattr("groupgrad.run_folder.terminal._failures", [])
-    trainer = make_trainer(
-        log_completions=True,
-        eval_strategy="no",
-        reward=lambda completions, **_: [float(len(text)) for text in completions],
-    )
+    trainer = make_trainer(log_completions=True, eval_strategy="no", save_strategy="no", max_steps=2, logging_steps=1)
     monkeypatch.setattr(sys, "stdout", OUTPUTS[output]())
     trainer.train()
     monkeypatch.undo()
