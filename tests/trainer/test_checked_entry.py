@@ -15,26 +15,14 @@ from groupgrad.trainer import checked_entry
 
 
 @pytest.fixture
-def trained(make_trainer):
-    """`trained(**settings)`: a trainer after a training of one step, and the list of how many completions it scored."""
-
-    def make(**settings):
-        scored: list[int] = []
-
-        def reward(completion_ids, **kwargs):
-            scored.append(len(completion_ids))
-            return [float(len(ids)) for ids in completion_ids]
-
-        trainer = make_trainer(reward_funcs=reward, max_steps=1, **settings)
-        trainer.train()
-        return trainer, scored
-
-    return make
+def trained(train, recorder):
+    """`trained(**settings)`: a trainer after a training of one step, and the calls of its reward function."""
+    return lambda **settings: (train(reward_funcs=recorder, max_steps=1, **settings), recorder.calls)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
+def test_a_change_that_cannot_work_is_refused_before_anything_is_sampled(trained, tools):
+    trainer, scored = trained()
+    for name, value, message in (
         ("temperature", 0, "temperature=0 cannot work: logits are divided by it"),
         ("num_generations", 3, "num_generations=3 does not divide the 8 completions"),
         ("per_device_train_batch_size", 128, "train_dataset has 16 rows, but one generation batch takes 32"),
@@ -42,30 +30,38 @@ def trained(make_trainer):
         ("rollout_engine", "transformers", "rollout_engine was changed from 'auto' to 'transformers' after"),
         ("generation_kwargs", {"min_new_tokens": 2}, "generation_kwargs was changed from None to"),
         ("reward_timeout_s", 2.0, "Make another one with GRPOConfig(reward_timeout_s=...)"),
-    ],
-)
-def test_a_change_that_cannot_work_is_refused_before_anything_is_sampled(trained, tools, name, value, message):
-    trainer, scored = trained()
-    setattr(trainer.args, name, value)
-    for call in (trainer.train, lambda: trainer.evaluate(tools.prompts(4))):
-        with pytest.raises(ValueError) as error:
-            call()
-        assert message in str(error.value)
+    ):
+        before = getattr(trainer.args, name)
+        setattr(trainer.args, name, value)
+        for call in (trainer.train, lambda: trainer.evaluate(tools.prompts(4))):
+            with pytest.raises(ValueError) as error:
+                call()
+            assert message in str(error.value)
+        setattr(trainer.args, name, before)
     assert len(scored) == 1
 
 
-def test_a_beta_of_a_trainer_with_a_reference_may_change(trained):
-    trainer, _ = trained(beta=0.1)
+def test_a_beta_of_a_trainer_with_a_reference_may_change(trained, make_policy):
+    """Another model may not take the place of the first."""
+    trainer, scored = trained(beta=0.1)
     trainer.args.beta = 0.2
     trainer.train()
     assert trainer.components.policy_options.beta == 0.2
+    trainer.model = make_policy(seed=1)
+    with pytest.raises(ValueError, match="model was replaced by another Qwen3ForCausalLM"):
+        trainer.train()
+    assert len(scored) == 2
 
 
 def test_an_evaluation_reads_changed_options(make_trainer, tools):
-    trainer = make_trainer()
+    """Before the first training the learning rate may change too."""
+    trainer = make_trainer(max_steps=1)
     trainer.args.max_completion_length = 2
     metrics = trainer.evaluate(tools.prompts(4))
     assert metrics["eval_completions/max_length"] == 2
+    trainer.args.learning_rate = 3e-3
+    trainer.train()
+    assert trainer.state.log_history[-2]["learning_rate"] == 3e-3
 
 
 def test_a_learning_rate_that_the_optimizer_would_not_take_is_refused(trained):
@@ -79,13 +75,6 @@ def test_a_learning_rate_that_the_optimizer_would_not_take_is_refused(trained):
     assert trainer.state.log_history[0]["learning_rate"] == 3e-3
 
 
-def test_a_learning_rate_may_change_before_the_first_training(make_trainer):
-    trainer = make_trainer(max_steps=1)
-    trainer.args.learning_rate = 3e-3
-    trainer.train()
-    assert trainer.state.log_history[0]["learning_rate"] == 3e-3
-
-
 class Anneal(TrainerCallback):
     """Changes options after each step."""
 
@@ -94,9 +83,8 @@ class Anneal(TrainerCallback):
         args.ref_model_sync_steps, args.logging_steps = 7, 1
 
 
-def test_an_option_that_a_callback_changes_to_no_effect_is_named_once(make_trainer, caplog):
-    trainer = make_trainer(max_steps=3, trainer={"callbacks": [Anneal()]})
-    trainer.train()
+def test_an_option_that_a_callback_changes_to_no_effect_is_named_once(train, caplog):
+    trainer = train(max_steps=3, trainer={"callbacks": [Anneal()]})
     told = [record.message for record in caplog.records if "was changed" in record.message]
     assert len(told) == 2
     assert told[0].startswith("trainer.args.learning_rate was changed from 0.01 to 1e-09 during training, which")
@@ -105,16 +93,9 @@ def test_an_option_that_a_callback_changes_to_no_effect_is_named_once(make_train
     assert trainer.state.log_history[0]["learning_rate"] == 0.01
 
 
-def test_another_model_is_refused(trained, make_policy):
-    trainer, scored = trained()
-    trainer.model = make_policy(seed=1)
-    with pytest.raises(ValueError, match="model was replaced by another Qwen3ForCausalLM"):
-        trainer.train()
-    assert len(scored) == 1
-
-
-def test_two_threads_do_not_train_at_once(make_trainer, make_policy, tokenizer, tools, tmp_path):
-    """They gave NaN gradients and other weights than each alone, since attention is switched for the process."""
+def test_two_threads_do_not_train_at_once(make_trainer, make_policy, tokenizer, tools, train, tmp_path):
+    """They gave NaN gradients and other weights than each alone, since attention is switched for the process. In the
+    same thread a training within a training works."""
     errors: list[str] = []
 
     def in_another_thread(call):
@@ -128,60 +109,35 @@ def test_two_threads_do_not_train_at_once(make_trainer, make_policy, tokenizer, 
         thread.join()
 
     again = {"model": make_policy(), "args": GRPOConfig(output_dir=str(tmp_path / "again"), use_cpu=True)}
+    again |= {"train_dataset": tools.prompts(), "processing_class": tokenizer}
     other = make_trainer(max_steps=1, output_dir=str(tmp_path / "other"))
 
     def reward(completion_ids, **kwargs):
         if not errors:
             in_another_thread(other.train)
-            in_another_thread(
-                lambda: GRPOTrainer(
-                    **again,
-                    reward_funcs=tools.letters_reward,
-                    processing_class=tokenizer,
-                    train_dataset=tools.prompts(),
-                )
-            )
+            in_another_thread(lambda: GRPOTrainer(**again, reward_funcs=tools.letters_reward))
+            other.train()
         return [float(len(ids)) for ids in completion_ids]
 
-    trainer = make_trainer(reward_funcs=reward, max_steps=1)
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trainer = train(reward_funcs=reward, max_steps=2)
+    assert (other.state.global_step, trainer.state.global_step) == (1, 2)
     assert errors[0].startswith("train() was called in second while train() runs in MainThread: two threads")
     assert errors[1].startswith("GRPOTrainer() was called in second while train() runs in MainThread")
-    other.train()
-    assert other.state.global_step == 1
-
-
-def test_a_training_within_a_training_works_in_the_same_thread(make_trainer, tmp_path):
-    inner = make_trainer(max_steps=1, output_dir=str(tmp_path / "inner"))
-
-    def reward(completion_ids, **kwargs):
-        if not inner.state.global_step:
-            inner.train()
-        return [float(len(ids)) for ids in completion_ids]
-
-    outer = make_trainer(reward_funcs=reward, max_steps=2)
-    outer.train()
-    assert (inner.state.global_step, outer.state.global_step) == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["get_train_dataloader", "get_eval_dataloader"])
-def test_a_loader_of_a_scripts_own_is_refused_before_anything_is_sampled(make_trainer, tools, monkeypatch, name):
+def test_a_loader_of_a_scripts_own_is_refused_before_anything_is_sampled(
+    make_trainer, recorder, tools, monkeypatch, name
+):
     """It is named, with the way to do the same: a step is trained from the keys of the trainer's own loader."""
-    scored: list[int] = []
-
-    def reward(completion_ids, **kwargs):
-        scored.append(len(completion_ids))
-        return [0.0] * len(completion_ids)
-
-    trainer = make_trainer(reward_funcs=reward)
+    trainer = make_trainer(reward_funcs=recorder)
     own = DataLoader(tools.prompts(), batch_size=8, collate_fn=list)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(trainer, name, lambda *args: own)
     call = trainer.train if name == "get_train_dataloader" else lambda: trainer.evaluate(tools.prompts())
     with pytest.raises(TypeError, match=rf"{name} returned a loader that yields a list") as error:
         call()
     assert f"super().{name}(" in str(error.value)
-    assert not scored
+    assert not recorder.calls
 
 
 def test_options_assigned_before_the_trainer_get_what_the_constructor_does(model_dir, tools, tmp_path, monkeypatch):

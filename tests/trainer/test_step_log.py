@@ -36,20 +36,18 @@ def endless(make_policy):
     return model
 
 
-def test_a_run_that_truncates_all_completions_is_warned_once(train, endless, caplog):
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_run_that_truncates_all_completions_is_warned_once(train, endless, caplog, masked):
+    settings = {"max_completion_length": 2, "logging_steps": 100, "mask_truncated_completions": masked}
     with caplog.at_level(logging.WARNING):
-        train(model=endless, max_steps=3, max_completion_length=2, logging_steps=100)
+        train(model=endless, max_steps=2, **settings)
     (message,) = warnings_of(caplog)
-    assert message.startswith("step 1: all completions were truncated, so unfinished answers are rewarded")
-    assert "max_completion_length is 2. Raise max_completion_length, reward short answers" in message
-
-
-def test_truncated_completions_that_are_masked_teach_nothing(train, endless, caplog):
-    with caplog.at_level(logging.WARNING):
-        train(model=endless, max_steps=1, max_completion_length=2, mask_truncated_completions=True)
-    (message,) = warnings_of(caplog)
-    assert "they teach nothing (mask_truncated_completions=True)" in message
-    assert message.endswith("Raise it, or reward short answers.")
+    if masked:
+        assert "they teach nothing (mask_truncated_completions=True)" in message
+        assert message.endswith("Raise it, or reward short answers.")
+    else:
+        assert message.startswith("step 1: all completions were truncated, so unfinished answers are rewarded")
+        assert "max_completion_length is 2. Raise max_completion_length, reward short answers" in message
 
 
 def test_groups_without_variance_are_warned_of_once_and_not_by_a_resumed_run(make_trainer, train, caplog):
@@ -129,11 +127,7 @@ def signal_warnings(caplog):
 @pytest.mark.parametrize(
     ("reward", "reason", "remedy"),
     [
-        (
-            constant,
-            "in 10 of them the rewards of each group were equal",
-            "End the run if the task is learned",
-        ),
+        (constant, "in 10 of them the rewards of each group were equal", "End the run if the task is learned"),
         (unscored, "in 10 of them no completion was scored", "return numbers"),
     ],
 )

@@ -77,67 +77,56 @@ def test_log_probs_are_told_as_training_scores_them(drawn: dict[str, float], mod
     assert start(**drawn).logprobs_mode == mode
 
 
+@pytest.fixture
+def counted(make_model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The bytes of training that are counted by configuration fields, over those of a model's weights; under this
+    stage of DeepSpeed ZeRO."""
+
+    def count(model: Any = None, *, stage: int | None = None, **fields: Any) -> tuple[float, float, float]:
+        model = model or make_model()
+        config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, **fields)
+        if stage is not None:
+            monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+            monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
+        found, held = vllm_setup.training_bytes(config, model), sum(p.nbytes for p in model.parameters())
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        return (found.weights - buffers) / held, found.gradients / held, found.optimizer / held
+
+    return count
+
+
 @pytest.mark.parametrize(
-    ("changes", "numbers"),
+    ("fields", "expected"),
     [
-        ({"optim": "adamw_torch"}, 2),
-        ({"optim": "adamw_torch_fused"}, 2),
+        ({"optim": "adamw_torch"}, (1, 1, 2)),
+        ({"optim": "adamw_torch_fused"}, (1, 1, 2)),
         # These keep less state, or keep it elsewhere; unknown ones are not counted.
-        ({"optim": "sgd"}, 0),
-        ({"optim": "adafactor"}, 0),
-        ({"optim": "adamw_torch_8bit"}, 0),
-        ({"optim": "paged_adamw_32bit"}, 0),
+        ({"optim": "sgd"}, (1, 1, 0)),
+        ({"optim": "adafactor"}, (1, 1, 0)),
+        ({"optim": "adamw_torch_8bit"}, (1, 1, 0)),
+        ({"optim": "paged_adamw_32bit"}, (1, 1, 0)),
+        ({"beta": 0.1}, (2, 1, 2)),  # a reference model
     ],
 )
-def test_training_is_counted_with_what_its_optimizer_keeps(
-    changes: dict[str, Any], numbers: int, make_model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_model()
-    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, **changes)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert vllm_setup.training_bytes(config, model).optimizer == numbers * weights
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    assert vllm_setup.training_bytes(config, model).optimizer == 0, "ZeRO spreads it over ranks"
+def test_training_is_counted_with_what_its_optimizer_keeps(fields: Any, expected: Any, counted: Any) -> None:
+    assert counted(**fields) == expected
 
 
-@pytest.mark.parametrize(("stage", "is_whole"), [(0, True), (1, True), (2, False), (3, False)])
-def test_gradients_that_zero_spreads_over_ranks_are_not_counted(
-    stage: int, is_whole: bool, make_model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_model()
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True)
-    assert vllm_setup.training_bytes(config, model).gradients == weights
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
-    assert vllm_setup.training_bytes(config, model).gradients == (weights if is_whole else 0)
+def test_training_is_counted_by_the_parameters_of_the_policy(counted: Any, make_model: Any) -> None:
+    assert counted(make_model().requires_grad_(False), beta=0.1) == (2, 0, 0)
+    half = make_model().to(torch.bfloat16)
+    sums = {kind: counted(half, gradient_dtype=kind)[1] for kind in ("auto", "float32", "weights")}
+    assert sums == {"auto": 2, "float32": 2, "weights": 1}
 
 
-def test_training_is_counted_by_the_parameters_of_the_policy(make_model: Any, tmp_path: Any) -> None:
-    model = make_model()
-    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True)
-    assert vllm_setup.training_bytes(config, model).weights == held
-    config.beta = 0.1
-    assert vllm_setup.training_bytes(config, model).weights == held + weights, "a reference model"
-    model.requires_grad_(False)
-    frozen = vllm_setup.training_bytes(config, model)
-    assert (frozen.weights, frozen.gradients, frozen.optimizer) == (held + weights, 0, 0)
+@pytest.mark.parametrize(("stage", "gradients"), [(1, 1), (2, 0), (3, 0)])
+def test_what_zero_spreads_over_ranks_is_not_counted(stage: int, gradients: int, counted: Any) -> None:
+    assert counted(stage=stage)[1:] == (gradients, 0)
 
 
 def test_vllm_computes_in_the_types_of_training(start: Any) -> None:
     assert start().dtype == "float32"
     assert start(bf16=True).dtype == "bfloat16"
-
-
-@pytest.mark.parametrize(("kind", "size"), [("auto", 4), ("float32", 4), ("weights", 2)])
-def test_gradients_of_half_precision_weights_count_as_they_are_summed(
-    kind: str, size: int, make_model: Any, tmp_path: Any
-) -> None:
-    model = make_model().to(torch.bfloat16)
-    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, gradient_dtype=kind)
-    assert vllm_setup.training_bytes(config, model).gradients == size * model.num_parameters()
 
 
 def test_no_rank_starts_vllm_when_memory_does_not_suffice_on_another(start: Any, monkeypatch: Any) -> None:
