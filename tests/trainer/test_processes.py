@@ -17,7 +17,7 @@ from rank_cases import CASES, LOSSES
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.errors import CheckpointError
 
-CASES = [case for case in CASES if case != "rows_stay"]  # which is flat_groups without what is compared below
+CASES = [case for case in CASES if case != "rows_stay"]  # of which the costs alone are compared, below
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 
