@@ -43,11 +43,6 @@ def test_servers_are_one_flag_or_a_list_in_a_file(urls, tmp_path):
     assert parse([*CPU, *vllm, "--config", path]).config.vllm_server_base_url == urls
 
 
-def test_no_field_name_is_in_two_records():
-    names = [f.name for r in (TaskArguments, ModelArguments, GRPOConfig) for f in dataclasses.fields(r)]
-    assert len(names) == len(set(names))
-
-
 def test_flags_become_values():
     parsed = parse(
         [
@@ -253,7 +248,10 @@ def test_set_reaches_into_mappings_and_wins_over_the_file(tmp_path):
         (["--set", "beta=1", "--beta=2"], "--set beta=1: --beta is given too; set it in one place"),
         (["--set", "beta=[1"], "--set beta=[1: the value is not YAML"),
         (["--set", "beta=much"], "--set beta='much' is not a number"),
-        (["--set", "generation_kwargs.a=1", "--set", "generation_kwargs.a.b=1"], "has a value, not keys, at 'a'"),
+        (
+            ["--set", "generation_kwargs.a=1", "--set", "generation_kwargs.a.b=1"],
+            "{'a': 1} is not a mapping with keys",
+        ),
     ],
 )
 def test_bad_settings(argv, text, capsys):

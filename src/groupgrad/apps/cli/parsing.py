@@ -7,7 +7,6 @@ that names the most similar one.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import os
 import types
@@ -23,7 +22,8 @@ from transformers.hf_argparser import string_to_bool
 from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
 from groupgrad.apps.cli.command_parser import CommandHelp, HelpfulParser, epilog
 from groupgrad.apps.cli.launch import add_flags
-from groupgrad.apps.cli.yaml_files import read_settings, read_value
+from groupgrad.apps.cli.yaml_files import read_setting, read_settings
+from groupgrad.apps.sweep.sweep_plan import merged
 from groupgrad.config import GRPOConfig, legacy
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.config.unknown_names import advice
@@ -172,35 +172,25 @@ class FieldParser(HelpfulParser, HfArgumentParser):
         fields = self.fields()
         given = {word.partition("=")[0] for word in argv}
         for setting in settings:
-            path, equals, text = setting.partition("=")
-            name, *keys = path.split(".")
-            name = name.replace("-", "_")
-            if not equals or name not in fields:
-                hint = _did_you_mean(name, fields) if equals else "; write it as KEY=VALUE"
-                self.error(f"--set {setting}: {'unknown field ' + repr(name) if equals else 'it has no value'}{hint}")
+            try:
+                path, value = read_setting(setting)
+            except ValueError as error:
+                self.error(str(error))
+            name = path.partition(".")[0]
+            if name not in fields:
+                self.error(f"--set {setting}: unknown field {name!r}{_did_you_mean(name, fields)}")
             if not given.isdisjoint(fields[name].option_strings):
                 self.error(f"--set {setting}: --{name} is given too; set it in one place")
-            try:
-                value = read_value(text, in_dict=bool(keys))
-            except ValueError as error:
-                self.error(f"--set {setting}: {error}")
-            if keys:
-                value = self._with_key(fields[name], keys, value, setting)
+            if path != name and name not in self._mappings:
+                self.error(f"--set {setting}: {name} has no keys; write --set {name}=VALUE")
+            default = fields[name].default
+            if path != name:
+                content = yaml.safe_load(default) if isinstance(default, str) else default
+                try:
+                    value = merged({name: content}, {path: value})[name]
+                except ValueError as error:
+                    self.error(f"--set {error}")
             self.take_defaults({name: value}, "--set ")
-
-    def _with_key(self, flag: argparse.Action, keys: Sequence[str], value: Any, setting: str) -> dict[str, Any]:
-        """Returns a copy of a flag's dict in which `value` stands under the nested `keys`."""
-        if flag.dest not in self._mappings:
-            self.error(f"--set {setting}: {flag.dest} has no keys; write --set {flag.dest}=VALUE")
-        content = yaml.safe_load(flag.default) if isinstance(flag.default, str) else copy.deepcopy(flag.default)
-        content = content or {}
-        inner = content
-        for key in keys[:-1]:
-            inner = inner.setdefault(key, {}) if isinstance(inner, dict) else None
-        if not isinstance(inner, dict):
-            self.error(f"--set {setting}: {flag.dest}={content!r} has a value, not keys, at {'.'.join(keys[:-1])!r}")
-        inner[keys[-1]] = value
-        return content
 
     def load_yaml(self, path: str) -> dict[Any, Any]:
         """The keys of a YAML file. Exits with status 2 for a bad file."""

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from groupgrad.apps.cli.command_parser import CommandParser, refuse
-from groupgrad.apps.cli.yaml_files import read_settings, read_value
+from groupgrad.apps.cli.yaml_files import read_setting, read_settings
 from groupgrad.apps.sweep.commands import apply_commands, check_queued
 from groupgrad.apps.sweep.report import arms_in_turn, cost, is_trained, steps_so_far, table
 from groupgrad.apps.sweep.store import FILE, Store
@@ -199,16 +199,10 @@ def _act(arguments: argparse.Namespace) -> int:
 def _changes(settings: Sequence[str]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for setting in settings:
-        key, equals, text = setting.partition("=")
-        key = key.replace("-", "_")
-        if not equals or not key:
-            raise ValueError(f"--set {setting}: it has no value; write it as KEY=VALUE")
+        key, value = read_setting(setting, numbers=True)
         if key.split(".")[0] in _FORBIDDEN:
             raise ValueError(f"--set {setting}: the sweep resumes and places its arms itself")
-        try:
-            changes[key] = read_value(text, in_dict=True)
-        except ValueError as error:
-            raise ValueError(f"--set {setting}: {error}; put a text with such characters in quotes") from None
+        changes[key.replace("-", "_")] = value
     return changes
 
 

@@ -62,12 +62,23 @@ def _settings(content: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def read_value(text: str, *, in_dict: bool) -> Any:
-    """One value, which stands in a dict or not. ValueError if it is not YAML."""
+def read_setting(setting: str, *, numbers: bool = False) -> tuple[str, Any]:
+    """Key and value of `--set KEY=VALUE`; `a.b` is the key b of the dict a. ValueError for what is no such setting.
+
+    A number with an exponent is one in a dict, and with `numbers` everywhere.
+    """
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise ValueError(f"--set {setting}: it has no value; write it as KEY=VALUE")
     try:
-        return _converted({"": yaml.load(text, _Loader)}, float if in_dict else str)[""]
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"the value is not YAML: {_one_line(error)}") from None
+        raise ValueError(
+            f"--set {setting}: the value is not YAML: {_one_line(error)}; put a text with such characters in quotes"
+        ) from None
+    name, point, inner = key.partition(".")
+    in_dict = float if point or numbers else str
+    return name.replace("-", "_") + point + inner, _converted({"": value}, in_dict)[""]
 
 
 def _converted(value: Any, in_dict: Callable[[Any], Any], kind: Callable[[Any], Any] = str) -> Any:
