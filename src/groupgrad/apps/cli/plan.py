@@ -17,13 +17,12 @@ _PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "scra
 
 def main(argv: Sequence[str]) -> int:
     """Prints the memory of each way to run. Returns 1 if none fits, 2 for a model that cannot be planned for."""
-    options = parsed(argv)
+    options, sizes = parsed(argv)
     with quick_imports():
         from groupgrad.apps.plan.fitting import choices, recommended
         from groupgrad.apps.plan.shapes import has_tower, model_shape, read_config, whole_rows
         from groupgrad.integrations.vllm.memory_check import check_tensor_parallel
 
-    sizes = _run_sizes(options)
     try:
         if options.devices % options.context_parallel_size:
             raise ValueError(
@@ -31,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
                 f"--devices {options.devices} is no multiple of it; give a multiple"
             )
         config = read_config(options.model)
-        shape = model_shape(options.model, config, half=options.half)
-        obstacle = whole_rows(config, options.settings)
+        shape = model_shape(options.model, config, half=sizes.half)
+        obstacle = whole_rows(config, sizes.settings)
         if options.context_parallel_size > 1 and obstacle is not None:
             raise ValueError(
                 f"--context-parallel-size {options.context_parallel_size} cuts the tokens of a row over devices, and "
@@ -62,39 +61,6 @@ def main(argv: Sequence[str]) -> int:
     if server is not None:
         print(server)
     return 0 if best else 1
-
-
-def _run_sizes(options: Any) -> Any:
-    """The sizes and choices of a run that the options stand for."""
-    from groupgrad.apps.plan.memory import Colocate, RunSizes, ZeroBuffers
-
-    return RunSizes(
-        prompt=options.prompt,
-        completion=options.completion,
-        group=options.num_generations,
-        rows=options.rows,
-        micro_batch=options.micro_batch,
-        most_rows=0 if options.is_asked else options.step_rows,
-        step_rows=options.step_rows,
-        generation_rows=options.generation_rows,
-        lora_rank=options.lora_r,
-        optimizer=options.optim,
-        weight_bytes=2 if options.dtype == "bfloat16" else 4,
-        half=options.half,
-        checkpointing=options.gradient_checkpointing,
-        reference=options.beta > 0,
-        accumulates=options.accumulation > 1,
-        float32_gradients=options.gradient_dtype == "float32",
-        samples=not (options.vllm_server or options.vllm_colocate),
-        colocate=Colocate(*options.colocate) if options.vllm_colocate else None,
-        devices=options.devices,
-        context_parallel_size=options.context_parallel_size,
-        on_gpu=not options.cpu,
-        way=options.way,
-        only_sharding=options.sharding,
-        zero=ZeroBuffers(**options.zero),
-        settings=options.settings,
-    )
 
 
 def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:
@@ -138,16 +104,16 @@ def _context_remark(shape: Any, sizes: Any) -> str | None:
 
 def _advice(shape: Any, sizes: Any, device: int, best: Any, obstacle: str | None) -> str:
     """Says what to set, or that nothing fits. `obstacle` is the reason why devices cannot train each row together."""
-    from groupgrad.apps.plan.fitting import smallest_device
+    from groupgrad.apps.plan.fitting import remedies, smallest_device
 
-    remedies = _remedies(shape, sizes, device, best, obstacle)
+    further = remedies(shape, sizes, device, may_cut=obstacle is None and sizes.only_sharding is None)
     if best is None:
         least = smallest_device(shape, sizes)
         texts = [
             f"Nothing fits. With micro-batches of one row and checkpointing the least demanding way needs devices of "
             f"{_gib(least)}; otherwise lower --completion ({sizes.completion}) or --rows ({sizes.rows})."
         ]
-        return " ".join([*texts, *remedies])
+        return " ".join([*texts, *further])
     rows = best.sizes.micro_batch
     settings = {"lora": ["use_peft=True"], "4bit": ["use_peft=True", "load_in_4bit=True"]}.get(best.sizes.adapter, [])
     settings += [f"per_device_train_batch_size={rows}", f"gradient_accumulation_steps={sizes.step_rows // rows}"]
@@ -163,7 +129,7 @@ def _advice(shape: Any, sizes: Any, device: int, best: Any, obstacle: str | None
         texts.append(_vllm_beside(shape, best, device))
     if sizes.devices > 1:
         texts.append(_start(best.sizes))
-    return "\n".join([" ".join(texts), *remedies])
+    return "\n".join([" ".join(texts), *further])
 
 
 def _start(sizes: Any) -> str:
@@ -214,33 +180,6 @@ def _vllm_settings(sizes: Any, share: Any) -> str:
     if share.max_model_length is not None:
         text += f" with vllm_max_model_length={share.max_model_length}"
     return text
-
-
-def _remedies(shape: Any, sizes: Any, device: int, best: Any, obstacle: str | None) -> list[str]:
-    """Sentences about the ways that come to fit: if a vLLM server samples and, where nothing fits as it is, if devices
-    train each row together, or if there are more of them."""
-    from groupgrad.apps.plan.fitting import with_context_parallel, with_more_devices, with_server
-
-    samples_here = sizes.samples or sizes.colocate
-    texts, with_a_server = [], "If a vLLM server on other devices samples (--vllm-server),"
-    if samples_here and (served := with_server(shape, sizes, device)) is not None:
-        texts.append(f"{with_a_server} {served.name} fits.")
-    if best is not None:
-        return texts
-    for cut in with_context_parallel(shape, sizes, device) if obstacle is None else ():
-        number = cut.sizes.context_parallel_size
-        texts.append(
-            f"If {number} devices train each row together (--context-parallel-size {number}), {cut.name} fits."
-        )
-    if (wider := with_more_devices(shape, sizes, device)) is not None:
-        number = wider.sizes.devices
-        texts.append(f"On {number} such devices (--devices {number}), {wider.name} fits.")
-    if not texts and samples_here:
-        wider = with_more_devices(shape, replace(sizes, samples=False, colocate=None), device)
-        if wider is not None:
-            number = wider.sizes.devices
-            texts.append(f"{with_a_server} {wider.name} fits on {number} such devices (--devices {number}).")
-    return texts
 
 
 def _gib(size: int) -> str:

@@ -7,13 +7,16 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from groupgrad.apps.cli.command_parser import CommandParser
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.imports import quick_imports
+
+if TYPE_CHECKING:
+    from groupgrad.apps.plan.memory import RunSizes
 
 _FIELDS = {
     "model_name_or_path": "model",
@@ -154,8 +157,8 @@ def _add_count(group: Any, name: str, default: int, help: str) -> None:
     group.add_argument(f"--{name}", type=_count, default=default, help=help)
 
 
-def parsed(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line, before which those stand that a YAML file and `--set` ask for.
+def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, RunSizes]:
+    """The options of a command line, before which those stand that a YAML file and `--set` ask for, and the run.
 
     Exits with status 2 for a file or a setting that cannot be read or planned for.
     """
@@ -178,7 +181,8 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         ignored = sorted(name for name, value in settings.items() if name not in _used(settings) and value is not None)
         if ignored:
             print(f"Not considered of {path}: {', '.join(ignored)}", file=sys.stderr)
-        return _checked_together(flags, _completed(options, settings))
+        _check_together(flags, options, _sharding(settings))
+        return options, _run_sizes(options, settings)
     except ValueError as error:
         flags.error(f"{path}: {error}")
 
@@ -237,7 +241,7 @@ def _sharding(settings: dict[str, Any]) -> str | None:
     return ways.get(zero_stage(run))
 
 
-def _zero_buffers(settings: dict[str, Any]) -> dict[str, int | None]:
+def _zero_buffers(settings: dict[str, Any]) -> dict[str, Any]:
     """The fields of `ZeroBuffers` that a DeepSpeed configuration sets. ValueError for a value that is no number."""
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
@@ -256,8 +260,8 @@ def _zero_buffers(settings: dict[str, Any]) -> dict[str, int | None]:
     return {**buffers, "bucket": found["reduce_bucket_size"]} if "reduce_bucket_size" in found else buffers
 
 
-def _checked_together(flags: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
-    """The options. Exits with status 2 for those that exclude each other."""
+def _check_together(flags: argparse.ArgumentParser, options: argparse.Namespace, sharding: str | None) -> None:
+    """Exits with status 2 for options that exclude each other. Sets the device to this machine with `--cpu`."""
     if options.vllm_server and options.vllm_colocate:
         flags.error("--vllm-server and --vllm-colocate exclude each other; give one of them")
     if options.vllm_tensor_parallel_size is not None and not (options.vllm_server or options.vllm_colocate):
@@ -265,7 +269,7 @@ def _checked_together(flags: argparse.ArgumentParser, options: argparse.Namespac
             f"--vllm-tensor-parallel-size {options.vllm_tensor_parallel_size} is of a vLLM, and none samples; add "
             "--vllm-colocate or --vllm-server, or leave it out"
         )
-    if options.sharding is not None and options.context_parallel_size > 1:
+    if sharding is not None and options.context_parallel_size > 1:
         flags.error(
             f"fsdp and deepspeed exclude --context-parallel-size (now {options.context_parallel_size}); set it to 1"
         )
@@ -273,7 +277,6 @@ def _checked_together(flags: argparse.ArgumentParser, options: argparse.Namespac
         if not options.cpu:
             flags.error("the memory of a GPU is not known; give --device, such as --device 80GB")
         options.device = psutil.virtual_memory().total
-    return options
 
 
 def _words(settings: dict[str, Any], given: set[str]) -> list[str]:
@@ -297,45 +300,70 @@ def _words(settings: dict[str, Any], given: set[str]) -> list[str]:
     return [word for name, word in words.items() if f"--{name}" not in given]
 
 
-def _completed(options: argparse.Namespace, settings: dict[str, Any]) -> argparse.Namespace:
-    """The options with those that follow from others and from the settings of a run, such as `rows` and `half`."""
-    options.is_asked, options.micro_batch = options.micro_batch is not None, options.micro_batch or 8
-    _complete_batches(options, settings)
+def _run_sizes(options: argparse.Namespace, settings: dict[str, Any]) -> RunSizes:
+    """The sizes and choices of a run that the options, and the settings of a run, stand for."""
+    with quick_imports():
+        from groupgrad.apps.plan.memory import Colocate, RunSizes, ZeroBuffers
+
+    sharding: Any = _sharding(settings)
+    asked, micro_batch = options.micro_batch, options.micro_batch or 8
+    step_rows, generation_rows = _batches(options, settings, micro_batch)
     bf16 = settings.get("bf16")
     by_autocast = settings.get("fp16") or (not options.cpu if bf16 is None else bf16)
-    options.half = options.dtype == "bfloat16" or bool(by_autocast)
     colocate = {name: settings.get(f"vllm_{name}") or default for name, default in _COLOCATE.items()}
-    options.colocate = tuple((colocate | {"tensor_parallel_size": options.vllm_tensor_parallel_size or 1}).values())
+    colocate["tensor_parallel_size"] = options.vllm_tensor_parallel_size or 1
     is_kept = _OPTIMIZERS.get(str(settings.get("optim")), settings.get("optim")) == options.optim
-    options.settings = {name: value for name, value in settings.items() if is_kept or name != "optim"}
+    further = {name: value for name, value in settings.items() if is_kept or name != "optim"}
     if options.gradient_dtype == "weights":
-        options.settings["gradient_dtype"] = "weights"
-    options.sharding = _sharding(settings)
-    options.zero = _zero_buffers(settings) if options.sharding == "zero3" else {}
-    options.way = "4-bit" if settings.get("load_in_4bit") else "LoRA" if settings.get("use_peft") else ""
-    return options
+        further["gradient_dtype"] = "weights"
+    return RunSizes(
+        prompt=options.prompt,
+        completion=options.completion,
+        group=options.num_generations,
+        rows=options.rows or generation_rows,
+        micro_batch=micro_batch,
+        most_rows=step_rows if asked is None else 0,
+        step_rows=step_rows,
+        generation_rows=generation_rows,
+        lora_rank=options.lora_r,
+        optimizer=options.optim,
+        weight_bytes=2 if options.dtype == "bfloat16" else 4,
+        half=options.dtype == "bfloat16" or bool(by_autocast),
+        checkpointing=options.gradient_checkpointing,
+        reference=options.beta > 0,
+        accumulates=options.accumulation > 1,
+        float32_gradients=options.gradient_dtype == "float32",
+        samples=not (options.vllm_server or options.vllm_colocate),
+        colocate=Colocate(*colocate.values()) if options.vllm_colocate else None,
+        devices=options.devices,
+        context_parallel_size=options.context_parallel_size,
+        on_gpu=not options.cpu,
+        way="4-bit" if settings.get("load_in_4bit") else "LoRA" if settings.get("use_peft") else "",
+        only_sharding=sharding,
+        zero=ZeroBuffers(**_zero_buffers(settings)) if sharding == "zero3" else ZeroBuffers(),
+        settings=further,
+    )
 
 
-def _complete_batches(options: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """Sets `step_rows`, `generation_rows`, `rows`, and `cut`: completions that groups do not divide.
+def _batches(options: argparse.Namespace, settings: dict[str, Any], micro_batch: int) -> tuple[int, int]:
+    """Completions of a step and of a generation batch on a device; sets `cut` to those that groups do not divide.
 
     A generation batch over all devices holds whole groups, so one that would cut a group is made longer, together with
     the step if both are the same.
     """
-    step = generation = options.micro_batch * options.accumulation
+    step = generation = micro_batch * options.accumulation
     if settings.get("generation_batch_size"):
         generation = -(-settings["generation_batch_size"] // options.devices)
     elif settings.get("steps_per_generation"):
-        generation = options.micro_batch * settings["steps_per_generation"]
+        generation = micro_batch * settings["steps_per_generation"]
     elif options.rows is not None and options.rows % step == 0:
         generation = options.rows
     is_step, options.cut = generation == step, None
     part = options.num_generations // math.gcd(options.num_generations, options.devices)
     if generation % part:
-        options.cut, unit = generation * options.devices, math.lcm(part, options.micro_batch)
+        options.cut, unit = generation * options.devices, math.lcm(part, micro_batch)
         generation = -(-generation // unit) * unit
-    options.step_rows, options.generation_rows = generation if is_step else step, generation
-    options.rows = options.rows or generation
+    return generation if is_step else step, generation
 
 
 def _bytes(text: str) -> int:

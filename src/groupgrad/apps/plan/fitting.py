@@ -163,37 +163,42 @@ def smallest_device(shape: ModelShape, sizes: RunSizes) -> int:
     return int(least / (USABLE if sizes.colocate is None else USABLE - 0.001))
 
 
-def with_server(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> Choice | None:
-    """Returns the first way that fits only if a vLLM server on other devices samples; None if there is none.
+def remedies(shape: ModelShape, sizes: RunSizes, device_bytes: int, *, may_cut: bool) -> list[str]:
+    """Sentences about ways that come to fit: if a vLLM server on other devices samples, and, where nothing fits as it
+    is, if 2, 4, ... devices train each row together (which `may_cut` allows), or on up to `MOST_TIMES` as many devices.
 
     A model in shards is sampled from by the native engine as a whole copy, which a server does without.
     """
-    here = recommended(choices(shape, sizes, device_bytes))
-    there = recommended(choices(shape, replace(sizes, samples=False, colocate=None), device_bytes))
-    return None if there is None or (here is not None and here.name == there.name) else there
 
+    def fitting(**changes: Any) -> Choice | None:
+        return recommended(choices(shape, replace(sizes, **changes), device_bytes))
 
-def with_more_devices(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> Choice | None:
-    """Returns the first way that fits on 2, 4, ... `MOST_TIMES` times as many devices; None if none does."""
-    times = 2
-    while times <= MOST_TIMES:
-        wider = replace(sizes, devices=times * sizes.devices)
-        if (found := recommended(choices(shape, wider, device_bytes))) is not None:
-            return found
-        times *= 2
-    return None
+    def more_devices(**changes: Any) -> Choice | None:
+        """The first way that fits on the fewest times as many devices."""
+        times = [2**power for power in range(1, MOST_TIMES.bit_length())]
+        return next(filter(None, (fitting(devices=number * sizes.devices, **changes) for number in times)), None)
 
-
-def with_context_parallel(shape: ModelShape, sizes: RunSizes, device_bytes: int) -> list[Choice]:
-    """Returns the ways that come to fit where 2, 4, 8, ... of the devices train each row together."""
-    found: dict[str, Choice] = {}
-    size = 2 * sizes.context_parallel_size
-    while size <= sizes.devices and sizes.only_sharding is None:
-        cut = replace(sizes, context_parallel_size=size)
-        if sizes.devices % size == 0 and (best := recommended(choices(shape, cut, device_bytes))) is not None:
-            found.setdefault(best.name, best)
-        size *= 2
-    return list(found.values())
+    best, elsewhere = fitting(), {"samples": False, "colocate": None}
+    texts, with_a_server = [], "If a vLLM server on other devices samples (--vllm-server),"
+    samples_here = sizes.samples or sizes.colocate
+    if samples_here and (served := fitting(**elsewhere)) is not None and (best is None or best.name != served.name):
+        texts.append(f"{with_a_server} {served.name} fits.")
+    if best is not None:
+        return texts
+    cut: dict[str, int] = {}
+    number = 2 * sizes.context_parallel_size
+    while may_cut and number <= sizes.devices:
+        if sizes.devices % number == 0 and (found := fitting(context_parallel_size=number)) is not None:
+            cut.setdefault(found.name, number)
+        number *= 2
+    for name, number in cut.items():
+        texts.append(f"If {number} devices train each row together (--context-parallel-size {number}), {name} fits.")
+    if (wider := more_devices()) is not None:
+        texts.append(f"On {wider.sizes.devices} such devices (--devices {wider.sizes.devices}), {wider.name} fits.")
+    if not texts and samples_here and (wider := more_devices(**elsewhere)) is not None:
+        number = wider.sizes.devices
+        texts.append(f"{with_a_server} {wider.name} fits on {number} such devices (--devices {number}).")
+    return texts
 
 
 _WAYS: tuple[tuple[str, Adapter, tuple[Sharding, ...]], ...] = (
