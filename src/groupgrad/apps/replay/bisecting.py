@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -13,8 +12,6 @@ from typing import Any
 from groupgrad.apps.replay.differences import Compared, compare_settings, compare_step, compare_weights
 from groupgrad.apps.replay.replaying import ReplayStart, check_processes, find_start, repeat
 from groupgrad.apps.replay.run_records import RunRecords
-from groupgrad.checkpoints.manifest import Manifest
-from groupgrad.errors import CheckpointError
 from groupgrad.trainer.changed_options import deciding
 
 MakeTrainer = Callable[[], Any]
@@ -142,37 +139,11 @@ def _compare_checkpoints(result: Bisection) -> None:
     one, two = result.first.checkpoints, result.second.checkpoints
     last = result.last_compared
     for step in sorted(step for step in one if step in two and step <= last):
-        found = (0, None) if _same_files(one[step], two[step]) else compare_weights(one[step], two[step])
-        if found[0] == 0:
-            found = (_count(one[step]), None)
-        result.weights[step] = found
+        found = result.weights[step] = compare_weights(one[step], two[step])
         if found[1] is not None:
             result.first_step = step if result.first_step is None else min(step, result.first_step)
             return
         result.known_same = max(result.known_same, step)
-
-
-def _same_files(one: Path, two: Path) -> bool:
-    """True if the manifests give all files of weights the same digests; False too where there are no manifests."""
-    try:
-        manifests = [Manifest.read(path) for path in (one, two)]
-    except CheckpointError:
-        return False
-    if None in manifests:
-        return False
-    files = [{n: f for n, f in m.files.items() if n.endswith(".safetensors")} for m in manifests if m is not None]
-    return bool(files[0]) and files[0] == files[1]
-
-
-def _count(folder: Path) -> int:
-    from safetensors import safe_open
-
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118 - the file is no dict
-                total += math.prod(file.get_slice(name).get_shape())
-    return total
 
 
 def _replay_both(result: Bisection, make_first: MakeTrainer | None, make_second: MakeTrainer | None) -> None:
