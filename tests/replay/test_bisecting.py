@@ -23,9 +23,20 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def flipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, in which a machine has flipped a bit of a weight after step 6."""
+    folder = tmp_path_factory.mktemp("faults") / "bit"
+    faulty(folder, 6, "bit")().train()
+    return folder
+
+
 def test_equal_runs_have_no_difference(clean, tmp_path):
-    make_trainer(tmp_path / "again", max_steps=STEPS).train()
-    result = bisect(clean, tmp_path / "again")
+    """Nor is there one in what only one run records: other logging steps mean other windows of logged means, and
+    gradient shares are recorded on request."""
+    again = tmp_path / "again"
+    make_trainer(again, max_steps=STEPS, logging_steps=3, record_gradient_share=True).train()
+    result = bisect(clean, again)
     assert result.first_step is None and not result.settings
     assert result.known_same == STEPS and result.compared.rows == 8 * STEPS
     assert [step for step, (count, found) in result.weights.items() if count > 1000 and found is None] == [4, 8, 12]
@@ -43,39 +54,29 @@ def test_settings_are_named_first(clean, tmp_path):
     assert f"compared: step 1; {clean} has 12 and {tmp_path / 'other'} 2" in report
 
 
-def test_reward_functions_of_one_name_are_told_apart(clean, tmp_path):
+def test_what_decides_results_is_a_setting_and_earlier_releases_recorded_less(clean, tmp_path):
+    """Reward functions of one name, adapters and dtypes differ as any other setting does."""
     config = json.loads((clean / "run_config.json").read_text())
-    assert config["rewards"] == ["letters_reward"]
-    assert config["reward_functions"] == ["repeatable_runs.letters_reward"]
-    other, earlier = (shutil.copytree(clean, tmp_path / name) for name in ("other", "earlier"))
-    (other / "run_config.json").write_text(json.dumps({**config, "reward_functions": ["digits.letters_reward"]}))
-    del config["reward_functions"]
-    (earlier / "run_config.json").write_text(json.dumps(config))
-    result = bisect(clean, other)
+    assert (config["rewards"], config["reward_functions"]) == (["letters_reward"], ["repeatable_runs.letters_reward"])
+    assert config["dtype"] == "float32" and config["adapter"] is None and config["quantization"] is None
+
+    def run(name: str, without: tuple[str, ...] = (), **changes: object) -> Path:
+        folder = shutil.copytree(clean, tmp_path / name)
+        kept = {key: value for key, value in {**config, **changes}.items() if key not in without}
+        (folder / "run_config.json").write_text(json.dumps(kept))
+        return folder
+
+    four = run("four", adapter={"r": 4, "lora_alpha": 16})
+    eight = run("eight", adapter={"r": 8, "lora_alpha": 16}, dtype="bfloat16")
+    assert bisect(four, eight).settings == {"dtype": ("float32", "bfloat16"), "adapter.r": (4, 8)}
+    result = bisect(clean, run("other", reward_functions=["digits.letters_reward"]))
     assert result.settings == {"reward_functions": (["repeatable_runs.letters_reward"], ["digits.letters_reward"])}
     assert "configuration: the same" not in bisection_report(result)
-    assert not bisect(clean, earlier).settings
+    assert not bisect(clean, run("earlier", ("adapter", "dtype", "reward_functions"))).settings
 
 
-def test_adapters_and_dtypes_are_settings(clean, tmp_path):
-    """Runs of `groupgrad train` differ in them as in any other setting; earlier releases have not recorded them."""
-    folders = []
-    for name, rank in (("four", 4), ("eight", 8), ("earlier", None)):
-        folders.append(shutil.copytree(clean, tmp_path / name))
-        path = folders[-1] / "run_config.json"
-        config = json.loads(path.read_text())
-        assert config["dtype"] == "float32" and config["adapter"] is None and config["quantization"] is None
-        config |= {"adapter": {"r": rank, "lora_alpha": 16}, "dtype": "bfloat16" if rank == 8 else "float32"}
-        if rank is None:
-            del config["adapter"], config["dtype"]
-        path.write_text(json.dumps(config))
-    assert bisect(folders[0], folders[1]).settings == {"dtype": ("float32", "bfloat16"), "adapter.r": (4, 8)}
-    assert "dtype" not in bisect(folders[0], folders[2]).settings
-
-
-def test_a_flipped_bit_is_found_without_a_replay(clean, tmp_path):
-    faulty(tmp_path / "bit", 6, "bit")().train()
-    result = bisect(clean, tmp_path / "bit")
+def test_a_flipped_bit_is_found_without_a_replay(clean, flipped):
+    result = bisect(clean, flipped)
     assert (result.first_step, result.replays, result.open_steps) == (6, 0, [])
     assert result.compared.differences[0].what == "digest of the weights after the step"
     assert "The runs part in step 6." in bisection_report(result)
@@ -90,10 +91,8 @@ def test_a_changed_reward_is_found_without_a_replay(clean, tmp_path):
     assert (result.first_step, result.replays) == (5, 0)
 
 
-def test_checkpoints_alone_leave_steps_open_which_replays_close(clean, tmp_path):
-    make = faulty(tmp_path / "bit", 6, "bit")
-    make().train()
-    one, two = without_records(clean, tmp_path / "one"), without_records(tmp_path / "bit", tmp_path / "two")
+def test_checkpoints_alone_leave_steps_open_which_replays_close(clean, flipped, tmp_path):
+    one, two = without_records(clean, tmp_path / "one"), without_records(flipped, tmp_path / "two")
     result = bisect(one, two)
     assert (result.known_same, result.first_step, result.open_steps) == (4, 8, [5, 6, 7])
     assert "weights that it left are not recorded" in bisection_report(result)
@@ -105,15 +104,14 @@ def test_checkpoints_alone_leave_steps_open_which_replays_close(clean, tmp_path)
     assert "the replays part at step 6" in bisection_report(result)
 
 
-def test_a_run_that_does_not_repeat_itself_is_named(clean, tmp_path):
+def test_a_run_that_does_not_repeat_itself_is_named(clean, flipped, tmp_path):
     """A bit that a machine has flipped is not flipped in a replay."""
-    faulty(tmp_path / "bit", 6, "bit")().train()
     make = lambda: make_trainer(tmp_path / "again", max_steps=STEPS)  # noqa: E731
-    result = bisect(clean, tmp_path / "bit", make_first=make, make_second=make)
+    result = bisect(clean, flipped, make_first=make, make_second=make)
     assert result.first_step == 6 and result.replays == 2
     report = bisection_report(result)
     assert f"{clean} repeated from checkpoint-4 to step 6 is what it recorded, 0 bits differ" in report
-    assert f"{tmp_path / 'bit'} repeated from checkpoint-4 to step 6 is NOT what it recorded" in report
+    assert f"{flipped} repeated from checkpoint-4 to step 6 is NOT what it recorded" in report
     assert "the difference does not repeat" in report
 
 
@@ -129,11 +127,3 @@ def test_random_faults_are_found_in_at_most_log2_of_the_steps(clean, tmp_path, c
     with capsys.disabled():
         print(f"\n10 faults, records: {records}: each found at its step, at most {most} replays (log2 of {STEPS} "
               f"steps: {math.log2(STEPS):.1f})")  # fmt: skip
-
-
-def test_what_only_one_run_records_is_no_difference(clean, tmp_path):
-    """Other logging steps mean other windows of logged means, and gradient shares are recorded on request."""
-    other = tmp_path / "other"
-    make_trainer(other, max_steps=STEPS, logging_steps=3, record_gradient_share=True).train()
-    found = bisect(clean, other)
-    assert found.first_step is None and found.last_compared == STEPS
