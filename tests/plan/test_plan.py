@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from dataclasses import replace
@@ -21,7 +20,7 @@ from groupgrad.apps.cli.main import main
 from groupgrad.apps.plan import shapes
 from groupgrad.apps.plan.fitting import choices, recommended, smallest_device
 from groupgrad.apps.plan.memory import RunSizes, ZeroBuffers, pass_sizes, predict
-from groupgrad.apps.plan.shapes import model_shape, read_config
+from groupgrad.apps.plan.shapes import model_shape
 from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.scoring.forward import ForwardOptions, build_batch
@@ -168,30 +167,35 @@ def test_shards_by_hand(make_model: Any) -> None:
     assert by_layers.sampled == memory.sampled + count
 
 
-def test_deepspeed_by_hand(make_model: Any) -> None:
-    """DeepSpeed keeps float32 copies and moments of bfloat16 weights, and ZeRO 1 and 2 whole gradients at first."""
+BYTES: list[tuple[dict[str, Any], dict[str, int]]] = [
+    ({}, {"weights": 2, "gradients": 4, "optimizer": 4}),
+    ({"float32_gradients": False}, {"gradients": 2}),
+    ({"optimizer": "adamw_8bit"}, {"optimizer": 2}),  # both moments as uint8
+    ({"optimizer": "adamw_8bit", "weight_bytes": 4}, {"optimizer": 2}),
+    ({"sharding": "zero1", "devices": 2}, {"weights": 2 + 2, "gradients": 2, "update": 1, "optimizer": 4}),
+    ({"sharding": "zero2", "devices": 2}, {"weights": 2 + 2, "gradients": 1, "update": 2, "optimizer": 4}),
+    ({"sharding": "zero3", "devices": 2}, {"weights": 1 + 2 + 2, "gradients": 1, "update": 0, "optimizer": 4}),
+    ({"sharding": "fsdp2", "devices": 2}, {"gradients": 2, "optimizer": 2}),  # halves of 4 bytes
+]
+"""What differs from a run in bfloat16 on one device, and the bytes of a parameter: DeepSpeed keeps float32 copies of
+its own, and ZeRO 1 and 2 have whole gradients at first."""
+
+
+def test_bytes_of_a_parameter_by_hand(make_model: Any) -> None:
     shape = model_shape("small", make_model().config, half=False)
-    count, sizes = shape.parameters, replace(SIZES, weight_bytes=2, devices=2, half=True)
-    plain, bucket = predict(shape, sizes), 5 * 10**8
-    for sharding, weights, gradients, update, scratch in (
-        ("zero1", 2 * count + 2 * count, 2 * count, count, 0),
-        ("zero2", 2 * count + 2 * count, count, 2 * count, 0),
-        ("zero3", count + 2 * count + 2 * count, count, 0, 2 * (count + count)),
-    ):
-        memory = predict(shape, replace(sizes, sharding=sharding))
-        assert (memory.weights, memory.gradients, memory.update) == (weights, gradients, update), sharding
-        assert memory.optimizer == 8 * count // 2
-        assert memory.scratch - plain.scratch == scratch
-        on_gpu = predict(shape, replace(sizes, sharding=sharding, on_gpu=True))
-        assert on_gpu.scratch - predict(shape, replace(sizes, on_gpu=True)).scratch == (
-            2 * (bucket + count) if sharding == "zero3" else 0
-        )
+    for changes, expected in BYTES:
+        memory = predict(shape, replace(SIZES, **{"weight_bytes": 2, **changes}))
+        found = {name: getattr(memory, name) / shape.parameters for name in expected}
+        assert found == expected, changes
 
 
 def test_buffers_of_zero3_are_those_of_its_settings(make_model: Any) -> None:
     shape = model_shape("small", make_model().config, half=False)
     sizes = replace(SIZES, devices=2, on_gpu=True, sharding="zero3")
-    count, default = shape.parameters, predict(shape, sizes)
+    count, default, plain = shape.parameters, predict(shape, sizes), predict(shape, replace(SIZES, on_gpu=True))
+    assert default.scratch - plain.scratch == 4 * (5 * 10**8 + count)
+    on_cpu = [predict(shape, replace(sizes, on_gpu=False, sharding=sharding)) for sharding in ("zero3", "ddp")]
+    assert on_cpu[0].scratch - on_cpu[1].scratch == 4 * (count + count), "of the bucket what is used is resident"
     least = 2 * shape.layer_parameters
     for zero, bucket, live in (
         (ZeroBuffers(bucket=1000), 2 * 1000, count),
@@ -202,28 +206,6 @@ def test_buffers_of_zero3_are_those_of_its_settings(make_model: Any) -> None:
         memory = predict(shape, replace(sizes, zero=zero))
         assert default.scratch - memory.scratch == 4 * (5 * 10**8 + count - bucket), zero
         assert default.weights - memory.weights == 4 * (count - live), zero
-
-
-def test_gradients_of_weights_in_two_bytes_are_summed_in_four(make_model: Any) -> None:
-    shape = model_shape("small", make_model().config, half=False)
-    count, sizes = shape.parameters, replace(SIZES, weight_bytes=2)
-    for changes, size in (
-        ({}, 4),
-        ({"float32_gradients": False}, 2),
-        ({"sharding": "zero1", "devices": 2}, 2),
-        ({"sharding": "fsdp2", "devices": 2}, 2),  # half of 4 bytes
-    ):
-        memory = predict(shape, replace(sizes, **changes))
-        assert memory.gradients == size * count, changes
-    assert predict(shape, sizes).optimizer == 4 * count
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_adamw_in_8_bits_keeps_two_bytes_whatever_the_weights(size: int, make_model: Any) -> None:
-    """bitsandbytes keeps both moments of a parameter as uint8."""
-    shape = model_shape("small", make_model().config, half=False)
-    memory = predict(shape, replace(SIZES, optimizer="adamw_8bit", weight_bytes=size))
-    assert memory.optimizer == 2 * shape.parameters
 
 
 def test_a_pass_on_a_cpu_is_cut_between_groups() -> None:
@@ -341,20 +323,8 @@ def test_the_file_of_a_run_gives_the_model_and_its_sizes(tmp_path: Path, make_mo
         assert main(["plan", "--device", "4GB", *flags]) == 0
         return capsys.readouterr().out
 
-    flags = [
-        "--accumulation",
-        "1",
-        "--completion",
-        "64",
-        "--micro-batch",
-        "4",
-        "--rows",
-        "4096",
-        "--num-generations",
-        "4",
-        "--beta",
-        "0.04",
-    ]
+    flags = ["--accumulation=1", "--completion=64", "--micro-batch=4", "--rows=4096", "--num-generations=4"]
+    flags.append("--beta=0.04")
     same = shown("--model", model, *flags, "--cpu")
     assert shown("--config", str(file)) == same
     assert shown("--config", str(file), "--beta", "0") != same
@@ -399,20 +369,13 @@ def test_a_file_that_cannot_be_planned_for_is_told_why(tmp_path: Path, capsys: A
         assert text in capsys.readouterr().err
 
 
-def test_a_server_that_samples_and_more_devices_are_named_where_they_make_a_way_fit(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_samples_and_more_devices_are_named_where_they_make_a_way_fit(plan_of: Any, capsys: Any) -> None:
     """A model in shards has to fit whole where the native engine samples."""
-    # Each call measures the same model, which is most of its time.
-    measured = functools.cache(lambda name, half: model_shape(name, read_config(name), half=half))
-    monkeypatch.setattr(shapes, "model_shape", lambda name, config, half: measured(name, half))
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
-    plan = ["plan", "--model", str(tmp_path), "--completion", "64", "--device", "1.55GB"]
+    sizes = {"model_type": "qwen2", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 
     def told(*flags: str) -> tuple[int, str]:
-        return main([*plan, *flags]), capsys.readouterr().out
+        return plan_of(sizes, " ".join(["--completion 64 --device 1.55GB", *flags])), capsys.readouterr().out
 
     code, alone = told("--devices", "16")
     assert (code, "Nothing fits." in alone) == (1, True)

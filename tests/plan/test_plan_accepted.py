@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,7 @@ from transformers import Qwen2VLConfig, Qwen3Config, Qwen3MoeConfig
 
 from groupgrad import compat
 from groupgrad.apps.cli.launch import launch_command
-from groupgrad.apps.cli.main import main
-from groupgrad.apps.plan import shapes
-from groupgrad.apps.plan.shapes import model_shape, read_config, whole_rows
+from groupgrad.apps.plan.shapes import whole_rows
 from groupgrad.config import GRPOConfig
 from groupgrad.config.rules import problems
 
@@ -37,24 +33,10 @@ SEVEN_BILLION = {
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
 
 
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory: Any) -> Any:
+@pytest.fixture
+def planned(plan_of: Any) -> Any:
     """Runs `groupgrad plan` on Qwen2.5-7B's sizes, or on further ones, in bfloat16, and returns its exit code."""
-    folder, measured = tmp_path_factory.mktemp("models"), functools.cache(_measured)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "model_shape", lambda name, config, half: measured(name, half))
-
-        def plan(words: str, **sizes: Any) -> int:
-            name = "_".join(f"{key}{value}" for key, value in sizes.items()) or "whole"
-            (folder / name).mkdir(exist_ok=True)
-            (folder / name / "config.json").write_text(json.dumps(SEVEN_BILLION | sizes))
-            return main(["plan", "--model", str(folder / name), "--dtype", "bfloat16", *words.split()])
-
-        yield plan
-
-
-def _measured(name: str, half: bool) -> Any:
-    return model_shape(name, read_config(name), half=half)
+    return lambda words, **sizes: plan_of(SEVEN_BILLION | sizes, f"--dtype bfloat16 {words}")
 
 
 def accepted(shown: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, GRPOConfig]:

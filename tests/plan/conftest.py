@@ -1,0 +1,32 @@
+"""Runs `groupgrad plan` on configurations that are measured once."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from groupgrad.apps.cli.main import main
+from groupgrad.apps.plan import shapes
+from groupgrad.apps.plan.shapes import model_shape, read_config
+
+
+@pytest.fixture(scope="module")
+def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Mapping[str, Any], str], int]]:
+    """`plan_of(config, words)`: the exit code of a plan. Measuring a model is most of its time."""
+    folder = tmp_path_factory.mktemp("models")
+    measured = functools.cache(lambda name, half: model_shape(name, read_config(name), half=half))
+
+    @functools.cache
+    def written(content: str) -> str:
+        path = folder / str(len(list(folder.iterdir())))
+        path.mkdir()
+        (path / "config.json").write_text(content)
+        return str(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "model_shape", lambda name, config, half: measured(name, half))
+        yield lambda config, words: main(["plan", "--model", written(json.dumps(config)), *words.split()])
