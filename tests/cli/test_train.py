@@ -14,7 +14,6 @@ import torch
 from groupgrad.apps.cli import main as cli
 from groupgrad.apps.cli import train
 from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
-from groupgrad.apps.cli.parsing import parse
 from groupgrad.config import GRPOConfig
 from groupgrad.errors import CheckpointError, CheckpointNotSaved
 
@@ -60,25 +59,14 @@ BASE = [
 ]
 
 
-def test_a_run():
-    argv = [*BASE, "--reward_funcs", "accuracy_reward", "--output_dir", "out", "--beta", "0.1"]
-    assert cli.main(["train", *argv]) == 0
-    (trainer,) = FakeTrainer.instances
-    assert trainer.calls == [("train", None), ("save_model", "out")]
-    assert trainer.arguments["model"] == "some/model"
-    assert trainer.arguments["reward_funcs"] == [len]
-    assert trainer.arguments["args"].beta == 0.1
-    assert trainer.arguments["train_dataset"][0]["prompt"] == [{"role": "user", "content": "1+1?"}]
-    assert trainer.arguments["eval_dataset"] is None
-    assert "peft_config" not in trainer.arguments
-
-
 def test_resuming_and_pushing():
     argv = [*BASE, "--reward_funcs", "accuracy_reward", "--resume_from_checkpoint", "true", "--push_to_hub"]
-    assert cli.main(["train", *argv, "--hub_model_id", "me/x"]) == 0
-    calls = FakeTrainer.instances[0].calls
-    assert calls[0] == ("train", "true")
-    assert calls[-1] == ("push_to_hub", "rows.jsonl")
+    assert cli.main(["train", *argv, "--hub_model_id", "me/x", "--output_dir", "out"]) == 0
+    (trainer,) = FakeTrainer.instances
+    assert trainer.calls == [("train", "true"), ("save_model", "out"), ("push_to_hub", "rows.jsonl")]
+    given = trainer.arguments
+    assert (given["model"], given["reward_funcs"], given["eval_dataset"]) == ("some/model", [len], None)
+    assert given["train_dataset"][0]["prompt"] == [{"role": "user", "content": "1+1?"}] and "peft_config" not in given
 
 
 @pytest.mark.parametrize(
@@ -138,36 +126,28 @@ def test_loading_options_that_contradict(flags, kwargs, text):
         )
 
 
-def test_lora():
-    pytest.importorskip("peft")
-    assert train.peft_config(ModelArguments()) is None
-    config = train.peft_config(ModelArguments(use_peft=True))
-    assert (config.r, config.lora_alpha, config.lora_dropout, config.task_type) == (16, 32, 0.05, "CAUSAL_LM")
-    assert config.target_modules is None
-    # The documents write --lora_target_modules "q_proj", "v_proj", of which the shell keeps the comma.
-    config = train.peft_config(
-        ModelArguments(use_peft=True, lora_target_modules=["q_proj,", "v_proj"], use_rslora=True, lora_r=4)
-    )
-    assert config.target_modules == {"q_proj", "v_proj"}
-    assert (config.use_rslora, config.r) == (True, 4)
-    assert train.peft_config(ModelArguments(use_peft=True, lora_target_modules=["all-linear"])).target_modules == (
-        "all-linear"
-    )
+def adapter(**flags):
+    return train.peft_config(ModelArguments(use_peft=True, **flags))
 
 
 def test_every_flag_of_the_adapter():
     pytest.importorskip("peft")
-    config = train.peft_config(
-        ModelArguments(
-            use_peft=True,
-            lora_r=8,
-            lora_alpha=4,
-            lora_dropout=0.0,
-            lora_target_parameters=["mlp.experts.down_proj,", "mlp.experts.gate_up_proj"],
-            lora_modules_to_save=["lm_head"],
-            lora_task_type="SEQ_CLS",
-            use_dora=True,
-        )
+    assert train.peft_config(ModelArguments()) is None
+    config = adapter()
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.task_type) == (16, 32, 0.05, "CAUSAL_LM")
+    assert config.target_modules is None
+    assert adapter(lora_target_modules=["all-linear"]).target_modules == "all-linear"
+    # The documents write --lora_target_modules "q_proj", "v_proj", of which the shell keeps the comma.
+    config = adapter(lora_target_modules=["q_proj,", "v_proj"], use_rslora=True, lora_r=4)
+    assert (config.target_modules, config.use_rslora, config.r) == ({"q_proj", "v_proj"}, True, 4)
+    config = adapter(
+        lora_r=8,
+        lora_alpha=4,
+        lora_dropout=0.0,
+        lora_target_parameters=["mlp.experts.down_proj,", "mlp.experts.gate_up_proj"],
+        lora_modules_to_save=["lm_head"],
+        lora_task_type="SEQ_CLS",
+        use_dora=True,
     )
     assert (config.r, config.lora_alpha, config.lora_dropout, config.task_type) == (8, 4, 0.0, "SEQ_CLS")
     assert config.target_parameters == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
@@ -183,22 +163,14 @@ def test_adapter_flags_without_use_peft():
 
 def test_ia3():
     peft = pytest.importorskip("peft")
-    config = train.peft_config(ModelArguments(use_peft=True, peft_method="ia3"))
+    config = adapter(peft_method="ia3")
     assert isinstance(config, peft.IA3Config)
     assert (config.task_type, config.target_modules, config.feedforward_modules) == ("CAUSAL_LM", None, None)
-    config = train.peft_config(
-        ModelArguments(
-            use_peft=True,
-            peft_method="ia3",
-            ia3_target_modules=["k_proj,", "down_proj"],
-            ia3_feedforward_modules=["down_proj"],
-            ia3_modules_to_save=["norm"],
-        )
-    )
+    targets = {"ia3_target_modules": ["k_proj,", "down_proj"], "ia3_feedforward_modules": ["down_proj"]}
+    config = adapter(peft_method="ia3", **targets, ia3_modules_to_save=["norm"])
     assert (config.target_modules, config.feedforward_modules) == ({"k_proj", "down_proj"}, {"down_proj"})
     assert config.modules_to_save == ["norm"]
-    every = ModelArguments(use_peft=True, peft_method="ia3", ia3_target_modules=["all-linear"])
-    assert train.peft_config(every).target_modules == "all-linear"
+    assert adapter(peft_method="ia3", ia3_target_modules=["all-linear"]).target_modules == "all-linear"
 
 
 @pytest.mark.parametrize(
@@ -214,40 +186,26 @@ def test_ia3():
             {"peft_method": "ia3", "ia3_feedforward_modules": ["down_proj"]},
             "ia3_feedforward_modules names down_proj, which ia3_target_modules does not; name them in both",
         ),
-        (
-            {
-                "peft_method": "ia3",
-                "ia3_target_modules": ["k_proj", "up_proj"],
-                "ia3_feedforward_modules": ["up_proj", "down_proj,"],
-            },
-            "ia3_feedforward_modules names down_proj, which ia3_target_modules does not",
-        ),
     ],
 )
 def test_flags_of_another_adapter(settings, text):
     pytest.importorskip("peft")
     with pytest.raises(ValueError, match=text):
-        train.peft_config(ModelArguments(use_peft=True, **settings))
+        adapter(**settings)
 
 
 def test_quantized_weights():
     pytest.importorskip("bitsandbytes")
-    assert train.quantization_config(ModelArguments()) is None
-    config = train.quantization_config(ModelArguments(load_in_4bit=True))
+    quantized = lambda **flags: train.quantization_config(ModelArguments(**flags))  # noqa: E731
+    assert quantized() is None
+    config = quantized(load_in_4bit=True)
     assert (config.load_in_4bit, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (True, "nf4", False)
     assert (config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_storage) == (torch.float32, torch.uint8)
-    config = train.quantization_config(
-        ModelArguments(
-            load_in_4bit=True,
-            dtype="bfloat16",
-            bnb_4bit_quant_type="fp4",
-            use_bnb_nested_quant=True,
-            bnb_4bit_quant_storage="bfloat16",
-        )
-    )
+    packed = {"bnb_4bit_quant_type": "fp4", "use_bnb_nested_quant": True, "bnb_4bit_quant_storage": "bfloat16"}
+    config = quantized(load_in_4bit=True, dtype="bfloat16", **packed)
     assert (config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == ("fp4", True)
     assert (config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_storage) == (torch.bfloat16, torch.bfloat16)
-    config = train.quantization_config(ModelArguments(load_in_8bit=True))
+    config = quantized(load_in_8bit=True)
     assert (config.load_in_8bit, config.load_in_4bit) == (True, False)
 
 
@@ -267,32 +225,6 @@ def test_bad_quantization_settings(settings, text):
 def test_four_bit_flags_without_load_in_4bit():
     with pytest.warns(UserWarning, match="no effect: use_bnb_nested_quant=True without load_in_4bit"):
         assert train.quantization_config(ModelArguments(use_bnb_nested_quant=True)) is None
-
-
-def test_adapter_and_quantization_in_a_file(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "use_cpu: true\nuse_peft: true\nlora_r: 8\nlora_dropout: 0.0\nlora_target_modules: [q_proj, v_proj]\n"
-        "lora_target_parameters: mlp.experts.down_proj\nlora_task_type: CAUSAL_LM\nload_in_4bit: true\n"
-        "bnb_4bit_quant_type: fp4\nuse_bnb_nested_quant: true\n"
-    )
-    model = parse(["--config", str(path), "--lora_r", "2", "--lora_modules_to_save", "lm_head", "norm"]).model
-    assert (model.use_peft, model.lora_r, model.lora_dropout) == (True, 2, 0.0)
-    assert (model.lora_target_modules, model.lora_target_parameters) == (
-        ["q_proj", "v_proj"],
-        ["mlp.experts.down_proj"],
-    )
-    assert model.lora_modules_to_save == ["lm_head", "norm"]
-    assert (model.load_in_4bit, model.bnb_4bit_quant_type, model.use_bnb_nested_quant) == (True, "fp4", True)
-
-
-def test_ia3_on_the_command_line(tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        "use_cpu: true\nuse_peft: true\npeft_method: ia3\nia3_target_modules: [k_proj]\n"
-    )
-    model = parse(["--config", str(tmp_path / "run.yaml"), "--ia3_modules_to_save", "norm", "lm_head"]).model
-    assert (model.use_peft, model.peft_method, model.ia3_target_modules) == (True, "ia3", ["k_proj"])
-    assert (model.ia3_feedforward_modules, model.ia3_modules_to_save) == (None, ["norm", "lm_head"])
 
 
 def test_the_gsm8k_example_builds_a_run(tmp_path):
@@ -316,13 +248,6 @@ def test_commands(capsys):
     assert capsys.readouterr().out.endswith("groupgrad 0.1.0\n")
     assert cli.main(["trian"]) == 2
     assert "there is no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
-
-
-def test_env_lists_versions_and_devices(capsys):
-    assert cli.main(["env"]) == 0
-    out = capsys.readouterr().out
-    for name in ("groupgrad", "python", "torch", "transformers", "accelerate", "peft", "platform", "devices"):
-        assert f"\n{name} " in f"\n{out}"
 
 
 def test_help_does_not_import_torch():
