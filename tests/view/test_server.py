@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from synthetic_run import HOSTILE, write_run
 
+from groupgrad import compat
 from groupgrad.apps.cli import view
 from groupgrad.apps.cli.main import main
 from groupgrad.apps.view import STATIC, server, views
@@ -125,9 +126,11 @@ def test_what_cannot_be_shown_is_said(folder, tmp_path, capsys, monkeypatch):
         assert main(["view", str(folder), "--export", str(tmp_path / "x.html"), *flags]) == 2
         assert f"{flags[0]} belongs to a served page, and --export writes a file" in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
-    monkeypatch.setattr(view.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compat, "is_available", lambda name: name != "uvicorn")
     assert main(["view", str(folder)]) == 1
-    assert "pip install 'starlette>=0.40' 'uvicorn>=0.30'" in capsys.readouterr().err
+    assert (
+        "the page needs 'uvicorn', which is not installed; run `pip install 'uvicorn>=0.30'`" in capsys.readouterr().err
+    )
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_any_work(folder, tmp_path, capsys, monkeypatch):

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import textwrap
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from groupgrad.spelling import did_you_mean, nearest
@@ -141,6 +142,12 @@ class CommandParser(HelpfulParser):
                 similar = nearest(name, known)
                 self.error(f"unknown option {name!r}" + (f"; did you mean {similar}?" if similar else ""))
         return super().parse_args(words, namespace)
+
+
+def in_columns(rows: Mapping[str, Any]) -> list[str]:
+    """Lines of names and what they have, in two columns."""
+    width = max(map(len, rows))
+    return [f"{name:<{width}}  {text}" for name, text in rows.items()]
 
 
 def refuse(command: str, error: Exception, status: int = 2) -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupgrad import compat
-from groupgrad.apps.cli.command_parser import CommandParser
+from groupgrad.apps.cli.command_parser import CommandParser, in_columns, refuse
 from groupgrad.kernels.compile import cache_folder
 
 
@@ -20,10 +19,7 @@ def main(argv: Sequence[str]) -> int:
     cannot be loaded.
     """
     arguments = parser().parse_args(argv)
-    report = compat.environment() | {"kernel cache": str(cache_folder())}
-    width = max(len(name) for name in report)
-    for name, value in report.items():
-        print(f"{name:<{width}}  {value}")
+    print(*in_columns(compat.environment() | {"kernel cache": str(cache_folder())}), sep="\n")
     for text in compat.unsupported_versions():
         print(f"warning: {text}")
     name = arguments.model_name_or_path
@@ -32,11 +28,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         lines = model_lines(name, arguments.dtype, arguments.trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        print(f"groupgrad env: error: {name!r} cannot be loaded: {error}", file=sys.stderr)
-        return 1
-    print()
-    for name, value in lines.items():
-        print(f"{name:<{width}}  {value}")
+        return refuse("env", ValueError(f"{name!r} cannot be loaded: {error}"), 1)
+    print("", *in_columns(lines), sep="\n")
     return 0
 
 

@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig
 
 from groupgrad import compat, dist
 from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
-from groupgrad.apps.cli.command_parser import refuse
+from groupgrad.apps.cli.command_parser import in_columns, refuse
 from groupgrad.apps.cli.dataset import load_splits
 from groupgrad.apps.cli.parsing import Parsed, parse, train_parser
 from groupgrad.checkpoints.saving import is_storage_error
@@ -308,9 +308,7 @@ def describe(trainer: Any, parsed: Parsed) -> str:
         "scored in": f"{execution.layout_report.layout} layout",
         **run_summary.old_logprobs_row(trainer),
     }
-    width = max(map(len, rows))
-    lines += ["", *(f"{name:<{width}}  {text}" for name, text in rows.items()), "", "No step was taken.\n"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *in_columns(rows), "", "No step was taken.\n"])
 
 
 def _settings(parsed: Parsed) -> tuple[list[str], list[str]]:

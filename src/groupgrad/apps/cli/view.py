@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import secrets
 import socket
 import sqlite3
@@ -12,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from groupgrad import compat
 from groupgrad.apps.cli.command_parser import CommandParser, refuse
 from groupgrad.apps.cli.sweep import CommandLinePanel
 from groupgrad.apps.sweep.store import FILE as SWEEP_FILE
 from groupgrad.apps.view import LOCAL_HOSTS
 from groupgrad.run_folder.run_folder import NoRun, RunFolder
-
-INSTALL = "the page needs Starlette and uvicorn; install them with `pip install 'starlette>=0.40' 'uvicorn>=0.30'`"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,10 +38,12 @@ def main(argv: Sequence[str]) -> int:
             return 0
     except (ValueError, OSError) as error:
         return refuse("view", error)
-    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
-        print(f"groupgrad view: error: {INSTALL}", file=sys.stderr)
-        return 1
-    return _serve(paths, sweeps, arguments.host or "127.0.0.1", arguments.port or 0, arguments.token)
+    try:
+        for package in ("starlette", "uvicorn"):
+            compat.require(package, "the page")
+        return _serve(paths, sweeps, arguments.host or "127.0.0.1", arguments.port or 0, arguments.token)
+    except (ImportError, OSError) as error:
+        return refuse("view", error, 1)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,16 +112,7 @@ def _serve(paths: RunPaths, sweeps: Sequence[CommandLinePanel], host: str, port:
         token = secrets.token_urlsafe(24)
     is_any = host in ("0.0.0.0", "::", "")
     hosts = () if is_any else (*LOCAL_HOSTS, host)
-    try:
-        listener = _listen(host, port)
-    except OSError as error:
-        place = f"{host}, port {port}" if port else host
-        print(
-            f"groupgrad view: error: a page cannot be served at {place} ({error.strerror or error}); set --host to an "
-            "address of this machine, or --port to a free port",
-            file=sys.stderr,
-        )
-        return 1
+    listener = _listen(host, port)
     shown = socket.gethostname() if is_any else f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listener.getsockname()[1]}/" + ("" if token is None else f"?token={token}")
     app = make_app(paths.runs, sweeps, hosts=hosts, token=token)
@@ -145,14 +136,19 @@ def _names(paths: RunPaths) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at a port, or at the first free one of some if it is 0. OSError if there is none."""
-    family, refused = socket.AF_INET6 if ":" in host else socket.AF_INET, OSError()
+    """A socket that listens at a port, or at the first free one of some if it is 0. OSError, with what to set, if there
+    is none."""
+    family, reason = socket.AF_INET6 if ":" in host else socket.AF_INET, ""
     for number in [port] if port else [*range(8765, 8785), 0]:
         try:
             return socket.create_server((host, number), family=family, backlog=64)
         except OSError as error:
-            refused = error
-    raise refused
+            reason = error.strerror or str(error)
+    place = f"{host}, port {port}" if port else host
+    raise OSError(
+        f"a page cannot be served at {place} ({reason}); set --host to an address of this machine, or --port to a free "
+        "port"
+    )
 
 
 class RunPaths:
