@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
+import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,9 +68,13 @@ def terminals() -> Iterator[list[Terminal]]:
         os.close(terminal.keys)
 
 
-def test_a_page_is_ended_without_a_word(tmp_path: Path, terminals: list[Terminal]) -> None:
+def test_a_page_is_served_here_alone_and_ended_without_a_word(tmp_path: Path, terminals: list[Terminal]) -> None:
     terminals.append(terminal := Terminal("view", str(write_run(tmp_path / "run", steps=2, rows=4)), "--port", "0"))
-    terminal.read(b"(Ctrl-C ends it)\r\n")
+    shown = terminal.read(b"(Ctrl-C ends it)\r\n")
+    address = re.search(r"^run at (http://127\.0\.0\.1:\d+/) ", shown, re.MULTILINE)
+    assert address is not None
+    with urllib.request.urlopen(address[1] + "api/runs") as answer:
+        assert json.load(answer)[0]["name"] == "run"
     assert terminal.interrupted() == (0, "\n")
 
 

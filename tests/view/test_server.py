@@ -7,10 +7,7 @@ import hashlib
 import json
 import math
 import re
-import subprocess
-import sys
 import threading
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -101,22 +98,6 @@ def test_a_token_is_needed_where_there_is_one(folder):
     assert {"HttpOnly", "SameSite=strict"} <= set(first.headers["set-cookie"].split("; "))
     assert client.get("/").status_code == 200  # by the cookie, which pages at other ports do not overwrite
     assert "groupgrad_token_8765=right" in first.headers["set-cookie"]
-
-
-def test_the_command_serves_here_alone_unless_told(folder, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "groupgrad.apps.cli.main", "view", str(folder.parent)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        address = re.search(r"http://127\.0\.0\.1:\d+/", line)
-        assert address is not None and line.startswith("first at ")
-        with urllib.request.urlopen(address[0] + "api/runs") as answer:
-            assert json.load(answer)[0]["name"] == "first"
-    finally:
-        process.terminate()
-        process.wait(10)
 
 
 def test_what_cannot_be_shown_is_said(folder, tmp_path, capsys, monkeypatch):
