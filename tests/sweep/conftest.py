@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ BASE: dict[str, Any] = {
     "max_completion_length": 6,
     "learning_rate": 1e-2,
 }
+HALVING = {"first": 0.34}
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +52,6 @@ def _one_thread() -> None:
 def letters_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """Reward that depends on the tokens alone and differs within most groups."""
     return [sum(token % 7 for token in ids) / 10 + (len(ids) % 3) for ids in completion_ids]
-
-
-def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """Reward of short completions."""
-    return [-float(len(ids)) for ids in completion_ids]
 
 
 def equal_files(first: Path, second: Path, name: str = "model.safetensors") -> bool:
@@ -69,8 +66,7 @@ def logs(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "time" and not any(t in k for t in TIMES)} for row in rows]
 
 
-@pytest.fixture
-def arguments(make_model: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
+def trainer_arguments(make_model: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
     """Arguments of a trainer, whose model ends a fifth of its completions at each token."""
     model = make_model(0, initializer_range=0.15)
     model.generation_config.eos_token_id = [1, *range(4, 24)]
@@ -80,6 +76,31 @@ def arguments(make_model: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
         "train_dataset": Dataset.from_dict({"prompt": WORDS}),
         "processing_class": tokenizer,
     }
+
+
+@pytest.fixture
+def arguments(make_model: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
+    return trainer_arguments(make_model, tokenizer)
+
+
+RATES = {"learning_rate": [1e-4, 1e-2, 2e-2, 3e-2]}
+
+
+@pytest.fixture(scope="session")
+def halved(make_model: Any, make_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A sweep of `RATES` that halving has decided, for all who look at it: its folder, results and log lines."""
+    torch.set_num_threads(1)
+    folder, lines = tmp_path_factory.mktemp("sweeps") / "halved", list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger, level = logging.getLogger("groupgrad"), logging.getLogger("groupgrad").level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    arguments = trainer_arguments(make_model, make_tokenizer())
+    results = Sweep(folder, RATES, args=BASE, halving=HALVING, **arguments).run()
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    return SimpleNamespace(folder=folder, results=results, lines=lines)
 
 
 @pytest.fixture
@@ -110,7 +131,7 @@ def train_alone(arguments: dict[str, Any], tmp_path: Path) -> Callable[..., GRPO
 def tools() -> SimpleNamespace:
     """Returns the helper functions of this module."""
     return SimpleNamespace(
-        logs=logs, equal_files=equal_files, letters_reward=letters_reward, length_reward=length_reward, base=BASE
+        logs=logs, equal_files=equal_files, letters_reward=letters_reward, base=BASE, rates=RATES, halving=HALVING
     )
 
 

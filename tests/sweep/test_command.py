@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -51,38 +49,8 @@ def test_a_killed_sweep_goes_on_exactly(content, tools, capsys):
         assert tools.logs(folder) == tools.logs(alone)
 
 
-def test_the_table_has_the_numbers_of_the_rung_lines(content, capsys, caplog):
-    content |= {
-        "vary": {"learning_rate": ["1e-4", "1e-2", "2e-2", "3e-2"]},
-        "halving": {"first": 0.34, "undecided": "drop"},
-    }
-    assert cli.main(["sweep", write(content)]) == 0
-    shown, lines = capsys.readouterr().out, [record.getMessage() for record in caplog.records]
-    drops = [line for line in lines if line.startswith("rung ") and line.endswith("dropped")]
-    assert len(drops) == 3
-    pattern = r"rung (\d) \(steps (\d-\d)\), arm (\S+): mean (\S+), behind the best by (.*), [a-z ]+ worse, dropped"
-    for line in drops:
-        found = re.fullmatch(pattern, line)
-        assert found is not None, line
-        rung, steps, name, mean, behind = found.groups()
-        (row,) = [row for row in shown.splitlines() if f" {name} " in row]
-        assert f"  dropped at rung {rung}  " in row and f"  {steps}  " in row and row.endswith(f"{mean}  {behind}")
-    assert "is the mean of the steps in `compared`" in shown
-
-
-def test_an_arm_that_has_made_no_turn_shows_the_length_of_its_run(content, capsys):
-    assert cli.main(["sweep", write(content)]) == 0
-    first = Store("out").arms()[0]
-    with sqlite3.connect("out/sweep.sqlite") as database:  # as before the end of its first turn
-        database.execute("UPDATE arms SET max_steps = NULL")
-    capsys.readouterr()
-    assert cli.main(["sweep", "status", "out"]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if f" {first.name} " in line]
-    assert f"/{content['base']['max_steps']} " in row and "?" not in row
-
-
 def test_actions_on_a_sweep_that_is_not_running(content, capsys, caplog):
-    content["base"]["max_steps"] = 2
+    content["base"]["max_steps"] = 1
     assert cli.main(["sweep", write(content)]) == 0
     assert cli.main(["sweep", "clone", "out", "2", "--set", "learning_rate=1e-3", "--set", "beta=0.1"]) == 0
     assert "done, the new arm is 03-learning_rate=0.001-beta=0.1" in capsys.readouterr().out
@@ -124,24 +92,22 @@ def test_a_clone_is_checked_where_the_sweep_was_started(content, capsys, tmp_pat
     assert Path.cwd() == tmp_path / "elsewhere"
 
 
-@pytest.mark.parametrize("words", [["status"], ["stop", "1"], ["resume", "2"], ["delete", "3"]])
-def test_actions_but_clone_import_neither_torch_nor_transformers(tmp_path, words):
+def test_actions_but_clone_import_neither_torch_nor_transformers(tmp_path):
     store = Store(tmp_path / "out", create=True)
     store.set_fact("plan", {"kind": "command line", "base": {}, "vary": {"beta": [0.1, 0.2, 0.3]}})
     store.add_arms([(f"0{number}-beta=0.{number}", 0, {"beta": number / 10}) for number in (1, 2, 3)])
     store.set_state(2, "stopped")
-    action, *arm = words
     code = (
-        f"import sys; from groupgrad.apps.cli.main import main; status = main(['sweep', {action!r}, 'out', *{arm!r}]); "
-        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules); sys.exit(status)"
+        "import sys; from groupgrad.apps.cli.main import main\n"
+        "for action in (['status', 'out'], ['stop', 'out', '1'], ['resume', 'out', '2'], ['delete', 'out', '3']):\n"
+        "    assert main(['sweep', *action]) == 0, action\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=False, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    states = {arm.id: arm.state for arm in store.arms()}
-    wanted = {"stop": {1: "stopped"}, "resume": {2: "waiting"}, "delete": {3: None}}.get(action, {})
-    assert {number: states.get(number) for number in wanted} == wanted
+    assert {arm.id: arm.state for arm in store.arms()} == {1: "stopped", 2: "waiting"}
 
 
 def test_actions_wait_while_a_process_trains(content, capsys):

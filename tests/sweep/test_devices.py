@@ -162,20 +162,19 @@ def test_an_arm_stays_with_its_worker_and_idle_workers_take_others(processes, mo
     assert processes.started[0].calls[-1] == ("drop", 1)
 
 
-def test_a_sweep_on_two_workers_decides_as_on_none(make_sweep, tools, processes, tmp_path):
-    alone = make_sweep(RATES, halving={"first": 0.34}, folder="alone").run()
-    spread = make_sweep(RATES, halving={"first": 0.34}, devices=2).run()
+def test_a_sweep_on_two_workers_decides_as_on_none(make_sweep, tools, processes, halved, tmp_path):
+    spread = make_sweep(tools.rates, halving=tools.halving, devices=2).run()
     assert [(result.name, result.state, result.reason) for result in spread] == [
-        (result.name, result.state, result.reason) for result in alone
+        (result.name, result.state, result.reason) for result in halved.results
     ]
     trained = [{number for action, number in process.calls if action == "take"} for process in processes.started]
     assert len(trained) == 2
     assert trained[0] | trained[1] == {1, 2, 3, 4}
     assert all(len(numbers) >= 2 for numbers in trained)
     assert all(process.is_closed for process in processes.started)
-    best = alone[0].name
-    assert tools.equal_files(tmp_path / "alone/arms" / best, tmp_path / "sweep/arms" / best)
-    assert tools.logs(tmp_path / "alone/arms" / best) == tools.logs(tmp_path / "sweep/arms" / best)
+    best = [folder / "arms" / halved.results[0].name for folder in (halved.folder, tmp_path / "sweep")]
+    assert tools.equal_files(*best)
+    assert tools.logs(best[0]) == tools.logs(best[1])
 
 
 def test_a_lost_worker_costs_its_turn_and_three_of_them_the_arm(make_sweep, processes, tmp_path, caplog):

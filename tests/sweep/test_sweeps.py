@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 from typing import Any
 
 import pytest
 import torch
 
+from groupgrad.apps.cli import main as cli
+from groupgrad.apps.cli.sweep import CommandLinePanel
 from groupgrad.apps.sweep.arm_turns import FIRST_TURN
 from groupgrad.apps.sweep.report import arms_in_turn, steps_so_far
 from groupgrad.apps.sweep.sharing import RewardCache, SharedWeights
@@ -19,11 +23,10 @@ from groupgrad.stopping import Stopped
 RATES = {"learning_rate": [1e-2, 3e-2]}
 
 
-def test_halving_drops_arms_and_says_why(make_sweep, tmp_path):
-    results = make_sweep({"learning_rate": [1e-4, 1e-2, 2e-2, 3e-2]}, halving={"first": 0.34}).run()
+def test_halving_drops_arms_and_says_why(halved):
+    results, store = halved.results, Store(halved.folder)
     assert [result.state for result in results] == ["done", "dropped", "dropped", "dropped"]
     assert sorted(result.step for result in results) == [3, 3, 5, 6]
-    store = Store(tmp_path / "sweep")
     assert len(store.decisions()) == 6
     dropped = [result for result in results if result.state == "dropped"]
     for result, rung in zip(dropped, (2, 1, 1)):  # the table has the numbers of the verdict
@@ -33,6 +36,34 @@ def test_halving_drops_arms_and_says_why(make_sweep, tmp_path):
         assert result.compared == {1: (2, 3), 2: (5, 5)}[rung]
     assert (results[0].compared, results[0].behind, results[0].rung) == ((6, 6), None, None)
     assert sum(turn.last_step - turn.first_step for turn in store.turns()) == 3 + 3 + 5 + 6
+
+
+def test_log_command_line_page_and_report_have_the_same_numbers(halved, tmp_path, capsys):
+    capsys.readouterr()
+    assert cli.main(["sweep", "status", str(halved.folder)]) == 0
+    shown = capsys.readouterr().out
+    rows = {row.split()[1]: row for row in shown.splitlines() if "-learning_rate=" in row}
+    drops = [line for line in halved.lines if line.startswith("rung ") and line.endswith("dropped")]
+    assert len(drops) == 3
+    pattern = r"rung (\d) \(steps (\d-\d)\), arm (\S+): mean (\S+), behind the best by (.*), [a-z ]+ worse, dropped"
+    for line in drops:
+        found = re.fullmatch(pattern, line)
+        assert found is not None, line
+        rung, steps, name, mean, behind = found.groups()
+        row = rows[name]
+        assert f"  dropped at rung {rung}  " in row and f"  {steps}  " in row and row.endswith(f"{mean}  {behind}")
+    assert "is the mean of the steps in `compared`" in shown
+    table = CommandLinePanel(halved.folder).table()
+    assert [arm["name"] for arm in table["arms"]] == list(rows)
+    for arm in table["arms"]:
+        line = rows[arm["name"]]
+        assert f"{arm['shown_state']}  " in line and f" {arm['step']}/{arm['max_steps']} " in line
+        assert f"{arm['reward']:.3f}" in line and arm["behind"] in line
+    assert table["steps"] == sum(turn.last_step - turn.first_step for turn in Store(halved.folder).turns())
+    report = tmp_path / "report.html"
+    assert cli.main(["view", str(halved.folder), "--export", str(report)]) == 0
+    data = json.loads(re.findall(r'id="report">(.*?)</script>', report.read_text(), re.DOTALL)[0])
+    assert data["sweeps"] == [json.loads(json.dumps(table))]
 
 
 def test_turns_are_few_and_of_about_equal_length(make_sweep, tmp_path):
@@ -56,10 +87,10 @@ def test_an_arm_between_its_turns_is_paused_for_who_looks_at_it(make_sweep, tool
         states.append({path.name: RunFolder(path).state() for path in (tmp_path / "sweep/arms").iterdir()})
         return tools.letters_reward(completion_ids)
 
-    results = make_sweep({"learning_rate": [1e-2, 3e-2]}, turn_steps=1, reward_funcs=[reward]).run()
+    results = make_sweep(RATES, args={"max_steps": 2}, turn_steps=1, reward_funcs=[reward]).run()
     arms = [result.name for result in results]
     lines = [line for line in capsys.readouterr().out.splitlines() if "  reward  " in line]
-    steps = [f"{arm}  step {step}" for arm in arms for step in range(1, 7)]
+    steps = [f"{arm}  step {step}" for arm in arms for step in (1, 2)]
     assert sorted(line.split("  reward")[0] for line in lines) == sorted(steps)
     assert {"paused", "running"} in [set(now.values()) for now in states]
     assert all(set(now.values()) <= {"paused", "running", "ended"} for now in states)
