@@ -110,18 +110,6 @@ def test_actions_but_clone_import_neither_torch_nor_transformers(tmp_path):
     assert {arm.id: arm.state for arm in store.arms()} == {1: "stopped", 2: "waiting"}
 
 
-def test_actions_wait_while_a_process_trains(content, capsys):
-    store = Store("out", create=True)
-    store.set_fact("plan", {"kind": "command line", "base": content["base"], "vary": content["vary"]})
-    store.set_fact("base", content["base"])
-    store.add_arms([("01-a", 0, {"beta": 0.1})])
-    with locked("out"):
-        assert cli.main(["sweep", "stop", "out", "1"]) == 0
-    assert "queued; the sweep takes it after the present step" in capsys.readouterr().out
-    assert [command.kind for command in store.queued()] == ["stop"]
-    assert store.arms()[0].state == "waiting"
-
-
 def test_a_command_that_cannot_be_taken_is_not_queued(content, capsys):
     """The state is the one that an arm will have once the commands before are taken."""
     queued = "after the commands that are queued"
@@ -147,6 +135,9 @@ def test_a_command_that_cannot_be_taken_is_not_queued(content, capsys):
             shown = capsys.readouterr()
             assert (refusal or "") in shown.err and ("queued; the sweep takes it" in shown.out) == (refusal is None)
     assert [(command.kind, command.arm) for command in store.queued()] == [("resume", 2), ("stop", 2), ("delete", 1)]
+    assert [arm.state for arm in store.arms()] == ["waiting", "dropped", "done"], (
+        "they are taken after the present step"
+    )
 
 
 def test_a_dry_run_lists_the_arms_and_trains_nothing(content, capsys):
