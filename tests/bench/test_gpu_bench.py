@@ -9,8 +9,16 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import gpu_bench
+import gpu_check
+import gpu_decode
+import gpu_kernels
+import gpu_worker
 import pytest
 import torch
+from floor import Machine
+from gpu_bench import CARDS, gpu_tests
+from materials import make_model, make_words
 from simulated_cuda import to_cuda, trainers_on_simulated_cuda
 from triton_twins import triton_twins
 
@@ -29,8 +37,6 @@ def trained() -> dict[str, object]:
 
 
 def test_decode_steps_of_a_tiny_model_are_timed(tmp_path, capsys):
-    import gpu_decode
-
     file = tmp_path / "answer.json"
     sizes = ["--rows", "3", "20", "--tokens", "12", "--prompt", "8", "--steps", "3"]
     gpu_decode.main(["--tiny", *sizes, "--answer", str(file)])
@@ -42,8 +48,6 @@ def test_decode_steps_of_a_tiny_model_are_timed(tmp_path, capsys):
 
 
 def test_kernels_are_checked_in_a_rehearsal(tmp_path, capsys):
-    import gpu_kernels
-
     file = tmp_path / "answer.json"
     assert gpu_kernels.main(["--tiny", "--answer", str(file)]) == 0
     assert [check["name"] for check in json.loads(file.read_text())["checks"]] == [
@@ -53,8 +57,6 @@ def test_kernels_are_checked_in_a_rehearsal(tmp_path, capsys):
 
 
 def test_a_check_that_fails_is_counted(tmp_path, capsys):
-    import gpu_kernels
-
     report = gpu_kernels.Report(tmp_path / "answer.json", torch.device("cpu"))
     report.add("one", False, "differs")
     report.run("two", lambda: 1 / 0)
@@ -66,8 +68,6 @@ def test_a_check_that_fails_is_counted(tmp_path, capsys):
 
 
 def test_a_tiny_model_is_measured(tmp_path):
-    import gpu_worker
-
     file = tmp_path / "answer.json"
     threads = torch.get_num_threads()
     assert gpu_worker.main([*TINY, "--seconds", "1e6", "--answer", str(file)]) == 0
@@ -88,13 +88,11 @@ def test_a_tiny_model_is_measured(tmp_path):
 
 def test_the_fast_path_is_checked_on_a_simulated_card(tmp_path, monkeypatch):
     """In half precision on the simulated device, with and without the kernels that the fast path needs."""
-    import gpu_worker
-    from floor import Machine
-    from materials import make_model
 
     def build(workload, words):
         return make_model(workload.model, words, dtype=torch.bfloat16).eval()
 
+    monkeypatch.setattr(gpu_worker, "STEPS", 2)
     monkeypatch.setitem(gpu_worker.CARDS, "smoke", gpu_worker.CARDS["tiny"])
     monkeypatch.setattr(gpu_worker, "describe_device", lambda on_gpu: "simulated")
     monkeypatch.setattr(gpu_worker, "measure_device", lambda on_gpu: Machine(100.0, None, 10.0, 2))
@@ -113,17 +111,12 @@ def test_the_fast_path_is_checked_on_a_simulated_card(tmp_path, monkeypatch):
 
 
 def test_no_step_is_begun_that_would_not_fit(tmp_path):
-    import gpu_worker
-
     file = tmp_path / "answer.json"
     assert gpu_worker.main([*TINY, "--seconds", "0", "--answer", str(file)]) == 0
     assert json.loads(file.read_text())["steps"] == []  # the one that warms up, and no other
 
 
 def test_a_model_in_half_precision_keeps_its_rotary_frequencies():
-    from gpu_bench import CARDS
-    from materials import make_model, make_words
-
     shape = CARDS["tiny"].workload.model
     half, full = (make_model(shape, make_words(shape.vocab_size), dtype=x) for x in (torch.bfloat16, torch.float32))
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
@@ -134,8 +127,6 @@ def test_a_model_in_half_precision_keeps_its_rotary_frequencies():
 
 
 def test_what_was_measured_before_memory_ran_out_is_kept(tmp_path, monkeypatch):
-    import gpu_worker
-
     def train(card, trainer_name, measuring, *, on_gpu):
         measuring.save([{"seconds": 1.0}])
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nand what else torch says")
@@ -150,7 +141,6 @@ def test_what_was_measured_before_memory_ran_out_is_kept(tmp_path, monkeypatch):
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
     """Makes the body of a script a stage, which finds the path of its answer in `answer`."""
-    import gpu_bench
 
     def make(name: str, body: str, limit: int = 60) -> None:
         script = tmp_path / f"{name}.py"
@@ -161,8 +151,6 @@ def stage(tmp_path, monkeypatch):
 
 
 def test_stages_that_fail_stop_nothing_and_are_counted(stage, tmp_path, capsys):
-    import gpu_bench
-
     stage("smoke", "print('on the way', flush=True); sys.exit(3)")
     stage("decode", "answer.write_text('{\"steps\": []}'); print('waits', flush=True); time.sleep(60)", limit=3)
     stage("steps", f"answer.write_text({json.dumps(trained())!r})")
@@ -176,8 +164,6 @@ def test_stages_that_fail_stop_nothing_and_are_counted(stage, tmp_path, capsys):
 
 def test_nothing_runs_where_groupgrad_cannot(stage, tmp_path):
     """Unless the check was merely too slow."""
-    import gpu_bench
-
     stage("check", "sys.exit(1)")
     stage("smoke", "pathlib.Path(answer.parent, 'ran').touch()")
     assert gpu_bench.main(["check", "smoke", "--output", str(tmp_path / "out")]) == 1
@@ -188,8 +174,6 @@ def test_nothing_runs_where_groupgrad_cannot(stage, tmp_path):
 
 
 def test_a_failed_check_is_a_failure_of_its_stage(stage, tmp_path):
-    import gpu_bench
-
     checks = {"checks": [{"name": "path", "ok": False, "text": "eager"}, {"name": "memory", "ok": True, "text": "0"}]}
     stage("smoke", f"answer.write_text({json.dumps(checks)!r}); sys.exit(1)")
     assert gpu_bench.main(["smoke", "--output", str(tmp_path / "out")]) == 1
@@ -197,17 +181,9 @@ def test_a_failed_check_is_a_failure_of_its_stage(stage, tmp_path):
 
 
 def test_the_second_call_runs_every_file_with_tests_for_a_card():
-    from gpu_bench import gpu_tests
-
     tests = BENCH.parent / "tests"
     marked = [path for path in tests.rglob("test_*.py") if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
     assert gpu_tests() == sorted(str(path) for path in marked if path != Path(__file__))
-
-
-def test_the_first_call_takes_nine_minutes_and_the_second_three():
-    from gpu_bench import CALLS, STAGES
-
-    assert [sum(STAGES[name].limit for name in CALLS[call]) for call in ("first", "second")] == [510, 190]
 
 
 def test_the_process_that_starts_the_others_leaves_the_card_alone():
@@ -216,8 +192,6 @@ def test_the_process_that_starts_the_others_leaves_the_card_alone():
 
 
 def test_what_is_missing_or_too_old_is_said(monkeypatch, capsys):
-    import gpu_check
-
     versions = {"torch": "2.11.0", "transformers": "5.12.0"}
     monkeypatch.setattr(gpu_check, "installed_version", versions.get)
     monkeypatch.setattr("groupgrad.compat.installed_version", versions.get)
@@ -231,16 +205,12 @@ def test_what_is_missing_or_too_old_is_said(monkeypatch, capsys):
 
 
 def test_what_does_not_load_is_said(monkeypatch):
-    import gpu_check
-
     monkeypatch.setitem(sys.modules, "datasets", None)
     (found,) = gpu_check.problems(("torch", "datasets"))
     assert found.startswith("datasets does not load: ")
 
 
 def test_what_a_library_needs_itself_is_said(monkeypatch):
-    import gpu_check
-
     needs = ["pyarrow>=24.0.0", "dill<0.4.2,>=0.3.0", "fsspec<=2026.9.0", "torch>=99; extra == 'torch'", "tqdm>=4.66"]
     versions = {"pyarrow": "22.0.0", "fsspec": "2026.11.0", "tqdm": "4.70.1"}
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
@@ -261,6 +231,4 @@ def test_a_word_that_the_script_does_not_know(tmp_path):
 
 @pytest.mark.parametrize(("name", "millions"), [("0.6b", 596), ("8b", 8190)])
 def test_shapes_are_those_of_the_released_models(name, millions):
-    from gpu_bench import CARDS
-
     assert CARDS[name].workload.model.num_parameters / 1e6 == pytest.approx(millions, rel=0.001)

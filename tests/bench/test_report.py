@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import run
+from floor import Machine
+from plumbing import PeakMemory, Series
+from report import Result, Results, render
+from worker import Recorder, random_reward
+from workloads import WORKLOADS
 
 
 def step(seconds: float, peak_mib: float, lengths: list[int], **phases: float) -> dict:
@@ -17,11 +25,6 @@ def step(seconds: float, peak_mib: float, lengths: list[int], **phases: float) -
 
 @pytest.fixture
 def result():
-    from floor import Machine
-    from plumbing import Series
-    from report import Result
-    from workloads import WORKLOADS
-
     ours = [step(1.0, 100, [10, 30], sampling=0.5, training=0.4), step(3.0, 300, [10, 30], sampling=1.0, training=1.6)]
     ours.append(step(2.0, 200, [20, 20], sampling=0.8, training=1.0))
     for one, sampling, training in zip(ours, (0.25, 0.8, 0.4), (0.1, 0.4, 0.5)):
@@ -36,8 +39,6 @@ def result():
 
 
 def results_of(*found, **fields):
-    from report import Results
-
     return Results(machine="a machine", repetitions=3, date="today", results=list(found), **fields)
 
 
@@ -57,8 +58,6 @@ def test_share_of_the_floor_is_a_median_over_steps(result):
 
 
 def test_missed_targets_are_marked(result):
-    from report import render
-
     text = render(results_of(result), notes="## Where the time goes\nHere.")
     assert "| uniform | 2.00 (1.00-3.00) | 6.00 (2.00-8.00) | 3.00× |" in text
     assert "33% (missed) | 104 | 1,024 / 1,024 |" in text  # memory, target 25 %
@@ -68,33 +67,20 @@ def test_missed_targets_are_marked(result):
 
 
 def test_a_slow_ratio_is_marked(result):
-    from dataclasses import replace
-
-    from plumbing import Series
-    from report import render
-
     slow = replace(result, series={"groupgrad": result.ours, "trl": Series((step(2.0, 1, [5, 5]),))})
     assert "1.00× (missed)" in render(results_of(slow))
 
 
 def test_without_trl_there_are_dashes(result):
-    from dataclasses import replace
-
-    from report import render
-
     alone = replace(result, series={"groupgrad": result.ours}, versions={"groupgrad": {"groupgrad": "0.1"}})
     assert "| uniform | 2.00 (1.00-3.00) | - | - | - | 1.7× |" in render(results_of(alone))
 
 
 def test_failures_are_reported():
-    from report import render
-
     assert "- gsm8k: no data" in render(results_of(failures={"gsm8k": "no data"}))
 
 
 def test_only_whole_runs_write_the_results_file():
-    import run
-
     assert run.parse([]).output == run.BENCH / "RESULTS.md"
     assert run.parse(["--repetitions", "3"]).repetitions == 3
     for partial in (["--only", "uniform"], ["--quick"], ["--without_trl"]):
@@ -105,8 +91,6 @@ def test_only_whole_runs_write_the_results_file():
 
 
 def test_a_recorder_notes_what_reward_functions_see():
-    from worker import Recorder, random_reward
-
     recorder = Recorder()
     first, second = recorder.wrap(random_reward), recorder.wrap(lambda completion_ids, **_: [1.0, 2.0])
     inputs = {"completion_ids": [[1, 2], [3]], "prompt_tokens": [7, 7], "flat": [True, False], "prompts": ["", ""]}
@@ -119,8 +103,6 @@ def test_a_recorder_notes_what_reward_functions_see():
 
 
 def test_peak_memory_sees_what_was_freed():
-    from plumbing import PeakMemory
-
     memory = PeakMemory()
     before = memory.settle()
     memory.reset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
+import support_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,19 +18,8 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-@pytest.fixture(scope="module")
-def bench():
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
-        import support_table
-
-        yield support_table
-    finally:
-        sys.path.remove(str(ROOT / "bench"))
-
-
-def test_a_report_becomes_a_table(bench) -> None:
-    lines = bench.table(bench.read_report(REPORT)).splitlines()
+def test_a_report_becomes_a_table() -> None:
+    lines = support_table.table(support_table.read_report(REPORT)).splitlines()
     assert lines[2:] == [
         "| a (odd-one) | all weights | yes |  | no (1) | FAILED |  |",
         "| b | LoRA, all layers |  |  | yes |  |  |",
@@ -39,7 +28,7 @@ def test_a_report_becomes_a_table(bench) -> None:
     ]
 
 
-def test_the_page_has_every_architecture_of_the_tests(bench) -> None:
+def test_the_page_has_every_architecture_of_the_tests() -> None:
     sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "helpers")]
     try:
         from test_paths import NAMES

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import vllm_engines
 
 
 def event(step: int, seconds: float, **more: float) -> dict[str, float]:
@@ -25,22 +26,16 @@ def result(accuracy: float, **more: float) -> dict[str, Any]:
 
 
 def test_medians_leave_out_the_start():
-    import vllm_engines
-
     expected = {"step": 2.0, "sampling": 0.5, "weights": 0.0, "scoring": 0.0, "training": 1.0}
     assert vllm_engines.medians(result(0.9)["log_history"]) == expected
 
 
 def test_accuracy_gap_is_between_the_farthest_two():
-    import vllm_engines
-
     assert vllm_engines.accuracy_gap({"a": result(0.9), "b": result(0.96), "c": result(0.93)}) == pytest.approx(0.06)
 
 
 @pytest.mark.parametrize(("accuracy", "verdict"), [(0.95, "5.0 points apart: within 5"), (0.96, "NOT within 5")])
 def test_a_report_says_whether_engines_agree(accuracy: float, verdict: str):
-    import vllm_engines
-
     measured = {
         "seed": 0,
         "steps": 25,

@@ -6,15 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import run
+from materials import prepare
+from workloads import WORKLOADS, groups_of
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_steps_are_taken_on_demand(tmp_path, monkeypatch):
-    import run
-    from materials import prepare
-    from workloads import WORKLOADS, groups_of
-
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     workload = WORKLOADS["demo"]
     folder = prepare(workload, tmp_path, warm_up_steps=2)
@@ -38,10 +37,6 @@ def test_steps_are_taken_on_demand(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_workers_of_two_checkouts_train_side_by_side(tmp_path, monkeypatch):
-    import run
-    from materials import prepare
-    from workloads import WORKLOADS
-
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     workload = WORKLOADS["demo"]
     folder = prepare(workload, tmp_path, warm_up_steps=2)
@@ -60,9 +55,6 @@ def test_workers_of_two_checkouts_train_side_by_side(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_reported_with_its_last_words(tmp_path):
-    import run
-    from workloads import WORKLOADS
-
     worker = run.start_worker("groupgrad", Path(sys.executable), WORKLOADS["demo"], tmp_path / "nothing")
     with pytest.raises(RuntimeError, match=r"groupgrad ended before its `ready` answer(.|\n)*nothing"):
         worker.read("ready")

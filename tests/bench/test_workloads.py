@@ -1,4 +1,4 @@
-"""The workloads are those that the issue names; their rewards, prompts and lengths are what they say."""
+"""The workloads have the sizes and targets of the report; rewards, prompts and lengths are what they say."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from materials import NEVER, make_model, make_words, prepare, random_rows, read_rows, set_ending
+from workloads import WORKLOADS, GroupWork, ModelShape, Workload, groups_of, scattered_reward
+
+from groupgrad.engines.base import SamplingOptions
+from groupgrad.engines.native.engine import NativeEngine
 
 
 @pytest.fixture(scope="module")
 def small():
-    from workloads import ModelShape
-
     return ModelShape(
         vocab_size=512, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64
     )
 
 
 def test_targets():
-    from workloads import WORKLOADS
-
     assert {name: workload.target for name, workload in WORKLOADS.items()} == {
         "uniform": 1.7,
         "ragged": 5,
@@ -36,30 +37,17 @@ def test_targets():
 
 
 def test_micro_batches_hold_whole_groups():
-    from workloads import WORKLOADS
-
     for workload in WORKLOADS.values():
         assert workload.batch_rows % (workload.micro_batches * workload.num_generations) == 0
         assert workload.num_groups * workload.num_generations == workload.batch_rows
 
 
-def test_large_vocabulary_is_said():
-    from workloads import WORKLOADS
-
-    assert "151,936" in WORKLOADS["large_vocab"].model.describe()
-    assert WORKLOADS["reasoning"].describe().endswith("half of the groups without reward variance")
-
-
 def test_groups_of_a_measured_step():
-    from workloads import GroupWork, groups_of
-
     step = {"prompt_tokens": [3, 3, 5, 5], "lengths": [1, 2, 3, 4], "rewards": [0.5, 0.5, 0.0, 1.0]}
     assert groups_of(step, 2) == [GroupWork(3, (1, 2), live=False), GroupWork(5, (3, 4), live=True)]
 
 
 def test_scattered_rewards_follow_the_ids_and_differ():
-    from workloads import scattered_reward
-
     assert scattered_reward([]) == 2166136261 / 2**32
     assert scattered_reward([97]) == 0xE40C292C / 2**32  # FNV-1a of "a"
     rewards = {scattered_reward([i, j]) for i in range(20) for j in range(20)}
@@ -68,9 +56,6 @@ def test_scattered_rewards_follow_the_ids_and_differ():
 
 
 def test_half_of_the_prompts_are_flat_and_all_have_the_length_they_say():
-    from materials import make_words, random_rows
-    from workloads import WORKLOADS
-
     workload = WORKLOADS["reasoning"]
     rows, tokenizer = random_rows(workload), make_words(workload.model.vocab_size)
     assert [row["flat"] for row in rows[:4]] == [False, True, False, True]
@@ -82,8 +67,6 @@ def test_half_of_the_prompts_are_flat_and_all_have_the_length_they_say():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_completions_end_with_the_probability_asked_for(small, tied):
-    from materials import make_model, make_words, set_ending
-
     tokenizer = make_words(small.vocab_size)
     model = make_model(replace(small, tied=tied), tokenizer).eval()
     set_ending(model, tokenizer.eos_token_id, 1 / 20)
@@ -96,8 +79,6 @@ def test_completions_end_with_the_probability_asked_for(small, tied):
 
 
 def test_completions_that_never_end(small):
-    from materials import NEVER, make_model, make_words, set_ending
-
     tokenizer = make_words(small.vocab_size)
     model = make_model(small, tokenizer).eval()
     set_ending(model, tokenizer.eos_token_id, NEVER)
@@ -108,9 +89,6 @@ def test_completions_that_never_end(small):
 
 
 def test_prepared_folders_are_kept_until_the_recipe_changes(tmp_path, small):
-    from materials import prepare, read_rows
-    from workloads import Workload
-
     workload = Workload("little", small, prompt_tokens=5, limit=4, num_generations=2, batch_rows=4)
     folder = prepare(workload, tmp_path)
     written = (folder / "rows.jsonl").stat().st_mtime_ns
@@ -123,12 +101,6 @@ def test_prepared_folders_are_kept_until_the_recipe_changes(tmp_path, small):
 @pytest.mark.parametrize("name", ["hybrid_uniform", "hybrid_mamba"])
 def test_hybrids_are_counted_as_they_are_made(name: str) -> None:
     """Weights of matrices, and numbers in the states that a row of the native engine keeps."""
-    from materials import make_model, make_words, set_ending
-    from workloads import WORKLOADS
-
-    from groupgrad.engines.base import SamplingOptions
-    from groupgrad.engines.native.engine import NativeEngine
-
     full = WORKLOADS[name].model
     assert full.recurrent is not None
     shape = replace(
