@@ -10,7 +10,8 @@ import torch
 from bigram_step import as_step
 
 from groupgrad import GRPOConfig
-from groupgrad.batching.micro_batches import MicroBatchRules, assign_micro_batches
+from groupgrad.batch import Batch
+from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
 from groupgrad.memory import heap, memory_guards, oom_retry
 from groupgrad.memory.memory_guards import memory_guard
 from groupgrad.memory.oom_retry import MemoryGuard
@@ -81,18 +82,29 @@ def test_free_blocks_of_the_heap_are_given_back_where_they_are_many() -> None:
     assert after > 24
 
 
+def step_of(policy, sample) -> tuple[Batch, list[MicroBatch]]:
+    """A step's batch and its micro-batches."""
+    batch, planned = as_step(sample(policy))
+    rules = MicroBatchRules(PolicyOptions(), aux_loss=True)
+    return batch, assign_micro_batches(batch, planned, rules, OnPolicyInfo(5, True))
+
+
+def train(guard: MemoryGuard, parts: list[MicroBatch]) -> None:
+    """Passes that compute nothing."""
+    for part in parts:
+        guard.train(part, lambda _: PolicyLoss(torch.zeros((), requires_grad=True), {}), lambda loss, _: None)
+
+
 def test_only_guards_of_large_models_return_free_memory(policy, sample, monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[int] = []
     monkeypatch.setattr(oom_retry, "return_free_memory", lambda: returned.append(1))
-    batch, planned = as_step(sample(policy))
-    parts = assign_micro_batches(batch, planned, MicroBatchRules(PolicyOptions(), aux_loss=True), OnPolicyInfo(5, True))
+    _, parts = step_of(policy, sample)
     size = sum(parameter.numel() for parameter in policy.parameters())
     for large_model, expected in ((size, True), (size + 1, False)):
         monkeypatch.setattr(memory_guards, "LARGE_MODEL", large_model)
         guard = memory_guard(policy, GRPOConfig(use_cpu=True, report_to="none"), policy.zero_grad, aux_loss=True)
         returned.clear()
-        for part in parts:
-            guard.train(part, lambda _: PolicyLoss(torch.zeros((), requires_grad=True), {}), lambda loss, _: None)
+        train(guard, parts)
         assert bool(returned) == expected
 
 
@@ -100,14 +112,11 @@ def test_only_passes_over_long_rows_map_their_tensors(policy, sample, monkeypatc
     entered: list[int] = []
     inner = oom_retry.large_tensors_mapped
     monkeypatch.setattr(oom_retry, "large_tensors_mapped", lambda: entered.append(1) or inner())
-    batch, planned = as_step(sample(policy))
-    parts = assign_micro_batches(batch, planned, MicroBatchRules(PolicyOptions(), aux_loss=True), OnPolicyInfo(5, True))
+    batch, parts = step_of(policy, sample)
     longest = max(part.max_row_tokens for part in parts)
     lengths = batch.offsets.diff() + batch.prompt_offsets.diff()[batch.prompt_of_row]
     assert longest == int(lengths.max())
     for limit, expected in ((longest, True), (longest + 1, False), (None, False)):
         entered.clear()
-        guard = MemoryGuard(policy.zero_grad, long_row=limit)
-        for part in parts:
-            guard.train(part, lambda _: PolicyLoss(torch.zeros((), requires_grad=True), {}), lambda loss, _: None)
+        train(MemoryGuard(policy.zero_grad, long_row=limit), parts)
         assert bool(entered) == expected

@@ -16,12 +16,6 @@ from groupgrad.memory.oom_retry import MemoryGuard, tokens_per_pass
 from groupgrad.metrics import merge_all
 from groupgrad.objectives import LOSSES, NO_PASS, OnPolicyInfo, PolicyLoss, PolicyOptions, policy_loss
 
-ERRORS = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError("could not create a primitive"),
-    MemoryError(),
-]
-
 
 class Machine:
     """Trains batches and runs out of memory above so many tokens with a gradient, forward or backward."""
@@ -29,7 +23,7 @@ class Machine:
     def __init__(self, policy, options: PolicyOptions, **terms):
         self.policy, self.options, self.terms = policy, options, terms
         self.max_forward = self.max_backward = 10**9
-        self.error: Exception = ERRORS[0]
+        self.error: Exception = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         self.attempts: list[tuple[int, str]] = []
         self.guard = MemoryGuard(policy.zero_grad)
 
@@ -99,14 +93,6 @@ def test_the_entropy_bonus_is_cut_too(make_machine):
     machine.max_backward = 9
     assert_same(machine.step(batches), expected)
     assert "policy_loss" in expected[1]
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=["device", "cpu", "python"])
-def test_every_way_of_running_out_is_known(make_machine, error):
-    machine, batches = make_machine(PolicyOptions())
-    expected = machine.step(batches)
-    machine.error, machine.max_backward = error, 12
-    assert_same(machine.step(batches), expected)
 
 
 def test_a_failed_backward_pass_repeats_the_steps_earlier_batches_and_a_failed_forward_pass_does_not(make_machine):

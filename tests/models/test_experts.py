@@ -153,16 +153,3 @@ def test_sampling_and_training_choose_the_same_experts(family: str, build: Any) 
             np.testing.assert_array_equal(first, second)
     known = torch.tensor([value for sample in sampled for value in sample.logprobs or ()])
     torch.testing.assert_close(scores.logprobs.detach(), known, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_experts_of_a_row_do_not_depend_on_its_neighbours(family: str, build: Any) -> None:
-    """Experts have no capacity limit, so text and log-probs of a row do not depend on others."""
-    model, options = build(family), SamplingOptions(max_new_tokens=6)
-    stream = torch.Generator().manual_seed(4)
-    requests = [Request(torch.randint(3, 48, (3 + i,), generator=stream).tolist(), i, 6) for i in range(5)]
-    together = NativeEngine(model).sample(requests, options)
-    for request, sample in zip(requests, together):
-        (alone,) = NativeEngine(model).sample([request], options)
-        assert alone.ids == sample.ids
-        assert alone.logprobs == pytest.approx(sample.logprobs, abs=1e-5)

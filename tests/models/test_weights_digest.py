@@ -10,7 +10,7 @@ from groupgrad.models.weights_digest import WeightsDigest, weights_digest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-@pytest.mark.parametrize("shape", [(3, 7), (1,), (), (0,), (8, 8)])
+@pytest.mark.parametrize("shape", [(3, 3), (), (0,)])
 def test_every_bit_of_every_number_counts(dtype, shape):
     generator = torch.Generator().manual_seed(0)
     size = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
@@ -25,7 +25,7 @@ def test_every_bit_of_every_number_counts(dtype, shape):
     assert digest(data) == before and len(before) == 16
     width = torch.empty(0, dtype=dtype).element_size()
     for number in range(size // width):
-        for _ in range(20):
+        for _ in range(5):
             changed = data.clone()
             changed[number * width : (number + 1) * width] = torch.randint(0, 256, (width,), generator=generator)
             assert (digest(changed) == before) == torch.equal(changed, data)
