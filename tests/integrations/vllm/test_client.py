@@ -135,7 +135,8 @@ def test_rows_that_hang_while_the_server_answers_are_named(engine: VLLMServerPoo
         while not ended.wait(0.05):
             yield {"num_tokens": 0}
 
-    engine.timeout_s, script.answers = 1.0, [heartbeats()]
+    engine.timeout_s = 1.0
+    script.answers = [heartbeats()]
     try:
         with pytest.raises(TimeoutError, match=r"sampled no token for 1 s; rows .*: 0 .*workers hang"):
             engine.sample(ROWS, OPTIONS)

@@ -167,8 +167,8 @@ def test_vllms_factory_gives_the_sender(llm: LLM, model: Any, monkeypatch: pytes
         )
     finally:
         sys.modules.pop("groupgrad.integrations.vllm.transfer_engine", None)
-    assert isinstance(made, base.TrainerWeightTransferEngine)
     made.send_weights("3-a")
+    assert isinstance(made, base.TrainerWeightTransferEngine)
     assert has(llm.worker.receiver.model, Source(model.state_dict())) and llm.versions == ["3-a"]
 
 
