@@ -21,7 +21,7 @@ from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, attention_layouts, decode_kernels
 from groupgrad.engines.native.attention_layouts import DecodeBatch, DecodeLayout, StepShape
 from groupgrad.engines.native.decode_tables import DecodeTables
-from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
+from groupgrad.engines.native.kv_cache import CacheRoom, KVCache, LayerShape
 from groupgrad.scoring.attention_layout import AttentionCall
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -39,7 +39,7 @@ def make_cache(kv_heads: int, key_dim: int, value_dim: int, batch: DecodeBatch, 
     cache = KVCache({0: LayerShape(kv_heads, key_dim, value_dim, dtype, CPU)}, 2**40)
     rows, groups = len(batch.groups) + 2, max(batch.groups) + 3
     longest, prompt = max(batch.lengths) + 6, max(batch.prompt_lengths) + 3
-    cache.reserve(Need(rows, longest, groups, prompt, max_suffix_length=longest), Need(0, 0, 0, 0))
+    cache.reserve(CacheRoom(rows, longest, groups, prompt, max_suffix_length=longest), CacheRoom(0, 0, 0, 0))
     for buffer in (cache.suffixes, cache.prompts):
         for tensor in buffer.tensors[0]:
             tensor.normal_()

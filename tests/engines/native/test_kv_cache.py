@@ -13,7 +13,7 @@ from sample_checks import assert_same_samples
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native.kv_cache import KVCache, LayerShape, Need
+from groupgrad.engines.native.kv_cache import CacheRoom, KVCache, LayerShape
 from groupgrad.engines.native.scheduler import Scheduler, compact
 from groupgrad.engines.native.sequence import EngineSequence
 
@@ -135,13 +135,13 @@ def test_a_schedule_finishes_every_row_within_the_bound(rows: Any, extra: int, m
 
 def test_stored_tokens_survive_a_change_of_size():
     cache = make_cache(1000)
-    cache.reserve(Need(2, 3, 1, 4, max_suffix_length=100), Need(0, 0, 0, 0))
+    cache.reserve(CacheRoom(2, 3, 1, 4, max_suffix_length=100), CacheRoom(0, 0, 0, 0))
     cache.suffixes.tensors[0][0][:2, 0, :3, 0] = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     cache.prompts.tensors[0][1][0, 0, :4, 0] = torch.arange(4.0)
-    assert cache.reserve(Need(5, 80, 2, 9, max_suffix_length=100), Need(2, 3, 1, 4))
+    assert cache.reserve(CacheRoom(5, 80, 2, 9, max_suffix_length=100), CacheRoom(2, 3, 1, 4))
     assert cache.suffixes.tensors[0][0][:2, 0, :3, 0].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
     assert cache.suffixes.tensors[0][0][2:].abs().sum() == 0.0
     assert cache.prompts.tensors[0][1][0, 0, :4, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert not cache.reserve(Need(20, 50, 2, 9, max_suffix_length=100), Need(5, 80, 2, 9))
+    assert not cache.reserve(CacheRoom(20, 50, 2, 9, max_suffix_length=100), CacheRoom(5, 80, 2, 9))
     cache.suffixes.move([(1, 0)], 3)
     assert cache.suffixes.tensors[0][0][0, 0, :3, 0].tolist() == [4.0, 5.0, 6.0]
