@@ -39,7 +39,7 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-
 DEEPSPEED ?= deepspeed==0.19.8 hjson ninja py-cpuinfo msgpack einops
 DEEPSPEED_FOLDER = $(abspath $(VENV))/deepspeed
 DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py tests/faults/test_zero_saves.py \
-	tests/cli/test_zero_profiles.py
+	tests/cli/test_profiles.py
 
 # Torchao in a folder of its own too: transformers would import it in every process, which takes time and prints warnings.
 TORCHAO ?= torchao==0.18.0
