@@ -11,7 +11,7 @@ GONE = "ERR_CONNECTION_REFUSED"
 """In the message of a page that asks once more after its server has ended."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     from pages import CHROMIUM, HOW, playwright  # which skips tests where there is no Playwright
 

@@ -100,10 +100,10 @@ def test_page_report_and_terminal_find_the_same_texts(tmp_path, open_page, capsy
         for where in (address, report.as_uri()):
             page = open_page(where + "#/rollouts?run=chat")
             for text, number in SEARCHES.items():
-                for query, count in (({}, 8), ({"text": text}, number)):
-                    place = "#/rollouts?" + urlencode({"run": "chat", **query})
-                    page.evaluate(f"location.hash = {json.dumps(place)}")
-                    wait_until(page, f"document.querySelector('.count').innerText.startsWith('{count} rollout')")
+                place = "#/rollouts?" + urlencode({"run": "chat", "text": text})
+                page.evaluate("document.querySelector('.count').innerText = ''")  # until the answer has come
+                page.evaluate(f"location.hash = {json.dumps(place)}")
+                wait_until(page, f"document.querySelector('.count')?.innerText.startsWith('{number} rollout')")
 
 
 @pytest.mark.slow
@@ -156,26 +156,29 @@ def test_tool_calls_of_a_rollout_show_their_arguments(tmp_path, open_page):
     assert items == [f"search 200 ms{text}" for text in given]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "0 ms"), (2e-5, "<0.1 ms"), (2.1e-4, "0.2 ms"), (0.00996, "10 ms"), (0.25, "250 ms"), (0.9996, "1 s")],
-)
-def test_a_short_time_is_not_shown_as_none(tmp_path, open_page, seconds, text):
+SHORT_TIMES = {0.0: "0 ms", 2e-5: "<0.1 ms", 2.1e-4: "0.2 ms", 0.00996: "10 ms", 0.25: "250 ms", 0.9996: "1 s"}
+"""Seconds, and how they are shown."""
+
+
+def test_a_short_time_is_not_shown_as_none(tmp_path, open_page):
+    """Each row of a group has a time of its own."""
     folder = write_run(tmp_path / "run", steps=1, rows=8, tokens=8, turns=2)
     path = folder / "rollouts" / "step_000001.0.parquet"
-    table = pq.read_table(path)
-    calls = [[{**call, "seconds": seconds} for call in of_row or ()] for of_row in table["tool_calls"].to_pylist()]
-    for name, values in {"tool_calls": calls, "seconds/correct": [seconds] * 8, "wait_s": [seconds] * 8}.items():
+    table, seconds = pq.read_table(path), [*SHORT_TIMES, 1.0, 1.0]
+    (call,) = table["tool_calls"].to_pylist()[5]
+    calls = [[{**call, "seconds": number}] for number in seconds]
+    for name, values in {"tool_calls": calls, "seconds/correct": seconds, "wait_s": seconds}.items():
         table = table.set_column(table.column_names.index(name), table.field(name), [values])
     pq.write_table(table, path)
     with served(folder) as address:
-        page = open_page(address + "#/rollouts?run=run&step=1&group=0&row=5&sort=seconds/correct")
-        page.click("#row-5 summary:has-text('tool call')")
-        page.click("#row-5 summary:has-text('data and rewards')")
-        card = page.inner_text("#row-5")
-        assert f"calculator {text}, failed" in card
-        assert f"1 tool call, {text} of waiting" in card and f"correct took {text} for" in card
-        assert page.inner_text("#item-0 .text").startswith(f"{text} · ")
+        page = open_page(address + "#/rollouts?run=run&step=1&group=0&row=5&sort=seconds/correct&order=ascending")
+        for row, text in enumerate(SHORT_TIMES.values()):
+            page.click(f"#row-{row} summary:has-text('tool call')")
+            page.click(f"#row-{row} summary:has-text('data and rewards')")
+            card = page.inner_text(f"#row-{row}")
+            assert f"calculator {text}, failed" in card
+            assert f"1 tool call, {text} of waiting" in card and f"correct took {text} for" in card
+            assert page.inner_text(f"#item-{row} .text").startswith(f"{text} · ")
 
 
 def test_a_row_that_is_chosen_before_it_has_come_is_opened_then(tmp_path, open_page):
@@ -229,8 +232,7 @@ def test_a_row_keeps_its_element_while_the_list_is_scrolled(tmp_path, open_page)
         assert len(ids) == len(set(ids)) == page.locator(".item:not([hidden])").count()
 
 
-@pytest.mark.parametrize("num_answers", [3, 4])
-def test_a_list_that_was_left_asks_for_nothing_more(tmp_path, open_page, num_answers):
+def test_a_list_that_was_left_asks_for_nothing_more(tmp_path, open_page):
     """Neither for the rest of its rows, after an odd number of answers, nor for rows that could not be read."""
     folder, asked = write_run(tmp_path / "run", steps=1, rows=8, tokens=4), []
 
@@ -243,13 +245,18 @@ def test_a_list_that_was_left_asks_for_nothing_more(tmp_path, open_page, num_ans
 
     with served(folder) as address:
         page = open_page(address)
+        page.clock.install()
         page.route("**/api/runs/0/rollouts*", never_complete)
-        page.goto(address + "#/rollouts")
-        deadline = time.monotonic() + 60
-        while len(asked) < num_answers:
-            page.wait_for_timeout(50)
-            assert time.monotonic() < deadline, "the rows are not asked for again"
-        page.click("nav >> text=Overview")
-        page.wait_for_selector(".chart")
-        page.wait_for_timeout(6000)
-        assert len(asked) == num_answers
+        for num_answers in (3, 4):
+            asked.clear()
+            page.goto(address + "#/rollouts")
+            deadline = time.monotonic() + 20
+            while len(asked) < num_answers:
+                page.clock.run_for(500)
+                page.wait_for_timeout(50)
+                assert time.monotonic() < deadline, "the rows are not asked for again"
+            page.click("nav >> text=Overview")
+            page.wait_for_selector(".chart")
+            page.clock.run_for(6000)
+            page.wait_for_timeout(200)
+            assert len(asked) == num_answers
