@@ -219,12 +219,13 @@ def test_charts_are_walked_by_keyboard(tmp_path, open_page):
         assert page.evaluate(f"{focused}.id") == "main"  # so that Tab goes on in the new page
 
 
-def test_a_chart_of_several_runs_opens_the_run_that_has_the_step(tmp_path, open_page):
+def test_several_runs_are_named_by_text_and_a_chart_opens_the_run_that_has_the_step(tmp_path, open_page):
     low, high = (write_run(tmp_path / name, steps=n, rows=8, tokens=8) for name, n in (("low", 2), ("high", 4)))
     for folder, steps, reward in ((low, 2, 0.0), (high, 4, 1.0)):
         (folder / "metrics.jsonl").unlink()
         for step in range(1, steps + 1):
-            LineFile(folder / "metrics.jsonl").append({"step": step, "loss": 0.0, "reward": reward})
+            numbers = {"loss": 0.0, "reward": reward, "frac_reward_zero_std": 0.75}
+            LineFile(folder / "metrics.jsonl").append({"step": step, **numbers})
 
     def opened() -> str:
         """The query of the address that a chart has opened, after its rows have been listed."""
@@ -236,6 +237,13 @@ def test_a_chart_of_several_runs_opens_the_run_that_has_the_step(tmp_path, open_
 
     with served(low, high) as address:
         page = open_page(address)
+        note = page.inner_text(".note:has-text('of groups have no variance')")
+        assert re.search(r"^low: \d+ %.*^high: \d+ %", note, re.MULTILINE | re.DOTALL), note
+        values = [value.inner_text() for value in page.locator("[data-chart='Effective groups'] .value").all()]
+        assert [value.partition(":")[0] for value in values] == [
+            f"{run} · frac_reward_zero_std" for run in ("low", "high")
+        ]
+        assert page.locator(".unseen").first.bounding_box()["width"] <= 1
         for key, run, step in (("End", "high", 4), ("Home", "low", 1)):
             page.focus(".chart .plot")
             page.keyboard.press(key)
@@ -245,23 +253,6 @@ def test_a_chart_of_several_runs_opens_the_run_that_has_the_step(tmp_path, open_
             plot = page.locator(".chart .u-over").first.bounding_box()
             page.mouse.click(plot["x"] + 2, plot["y"] + height * plot["height"])  # step 1, which both have
             assert opened() == f"run={run}&first_step=1&last_step=1"
-
-
-def test_several_runs_are_named_by_text_too(tmp_path, open_page):
-    first, second = (write_run(tmp_path / name, steps=8, rows=8, tokens=8) for name in ("first", "second"))
-    for folder in (first, second):
-        (folder / "metrics.jsonl").unlink()
-        for step in range(1, 9):
-            LineFile(folder / "metrics.jsonl").append({"step": step, "loss": 0.0, "frac_reward_zero_std": 0.75})
-    with served(first, second) as address:
-        page = open_page(address)
-        note = page.inner_text(".note:has-text('of groups have no variance')")
-        assert re.search(r"^first: \d+ %.*^second: \d+ %", note, re.MULTILINE | re.DOTALL), note
-        values = [value.inner_text() for value in page.locator("[data-chart='Effective groups'] .value").all()]
-        assert [value.partition(":")[0] for value in values] == [
-            "first · frac_reward_zero_std", "second · frac_reward_zero_std"
-        ]  # fmt: skip
-        assert page.locator(".unseen").first.bounding_box()["width"] <= 1
 
 
 def test_a_run_without_metrics_has_dashes_for_numbers(tmp_path, open_page):
