@@ -39,7 +39,8 @@ def _with_fsdp(find: Any) -> Any:
 def _unknown_keys(c: GRPOSettings) -> str:
     texts = []
     for key, value in fsdp_settings(c).items():
-        if key not in (*_KEYS, *_INERT):
+        is_off = value in (False, None)  # accelerate's launcher exports options that are off too
+        if key not in (*_KEYS, *_INERT) and not is_off:
             texts.append(f"{key!r} ({did_you_mean(key, _KEYS, otherwise=repr(value))})")
     return ", ".join(texts)
 
