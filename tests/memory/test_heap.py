@@ -33,6 +33,7 @@ def left():
     return resident() - before, kept
 
 torch.empty(2**23 - 2**11)  # freed: from here on glibc takes blocks of nearly 32 MB from the heap
+filled = [torch.empty(2**10) for _ in range(2**13)]  # gaps that imports left, where the small ones would go
 with large_tensors_mapped():
     inside, kept = left()
 outside, others = left()
@@ -58,6 +59,7 @@ def resident():
         return int(file.read().split()[1]) * 4096 // 2**20
 
 torch.empty(2**23 - 2**11)  # freed: from here on glibc takes blocks of nearly 32 MB from the heap
+filled = [torch.empty(2**10) for _ in range(2**13)]  # gaps that imports left, where the small ones would go
 before = resident()
 blocks = [(torch.ones(2**20), torch.ones(2**10)) for _ in range(int(sys.argv[1]))]  # 4 MB and 4 KB in turn
 kept = [small for _, small in blocks]
