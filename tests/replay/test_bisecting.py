@@ -57,7 +57,7 @@ def test_settings_are_named_first(clean, tmp_path):
 def test_what_decides_results_is_a_setting_and_earlier_releases_recorded_less(clean, tmp_path):
     """Reward functions of one name, adapters and dtypes differ as any other setting does."""
     config = json.loads((clean / "run_config.json").read_text())
-    assert (config["rewards"], config["reward_functions"]) == (["letters_reward"], ["repeatable_runs.letters_reward"])
+    assert (config["rewards"], config["reward_functions"]) == (["letters_reward"], ["small_runs.letters_reward"])
     assert config["dtype"] == "float32" and config["adapter"] is None and config["quantization"] is None
 
     def run(name: str, without: tuple[str, ...] = (), **changes: object) -> Path:
@@ -70,7 +70,7 @@ def test_what_decides_results_is_a_setting_and_earlier_releases_recorded_less(cl
     eight = run("eight", adapter={"r": 8, "lora_alpha": 16}, dtype="bfloat16")
     assert bisect(four, eight).settings == {"dtype": ("float32", "bfloat16"), "adapter.r": (4, 8)}
     result = bisect(clean, run("other", reward_functions=["digits.letters_reward"]))
-    assert result.settings == {"reward_functions": (["repeatable_runs.letters_reward"], ["digits.letters_reward"])}
+    assert result.settings == {"reward_functions": (["small_runs.letters_reward"], ["digits.letters_reward"])}
     assert "configuration: the same" not in bisection_report(result)
     assert not bisect(clean, run("earlier", ("adapter", "dtype", "reward_functions"))).settings
 
