@@ -17,7 +17,7 @@ from groupgrad.metrics import Metric, mean_of
 from groupgrad.objectives import LOSSES, OnPolicyInfo, PolicyOptions, known_rows, known_scores, policy_loss
 from groupgrad.rollout.collector import Experience, ExperienceCollector
 from groupgrad.rollout.requests import GenerationRequest
-from groupgrad.scoring.forward import ForwardOptions, score_without_gradient
+from groupgrad.scoring.forward import ForwardOptions, errors_of_passes, score_without_gradient
 from groupgrad.scoring.old_and_ref import OldAndRefScorer
 
 
@@ -57,10 +57,10 @@ class Evaluator:
         sampled_scores = self._known_scores(experience.batch, step)
         totals, keep = step_totals(experience.batch, 1), self.policy_options.top_entropy_quantile
         if keep < 1.0:
-            with dist.errors_on_all_ranks():
+            with errors_of_passes(self.model, self.forward_options):
                 entropy = (self.scorer.policy(experience.batch) if sampled_scores is None else sampled_scores).entropy
             totals = with_entropy_threshold(totals, experience.batch, entropy, keep)
-        with dist.errors_on_all_ranks():
+        with errors_of_passes(self.model, self.forward_options):
             loss = self._loss(replace(experience.batch, totals=totals), sampled_scores)
         return experience, {**experience.metrics, **loss}
 

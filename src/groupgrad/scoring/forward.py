@@ -9,7 +9,7 @@ load-balancing loss of a mixture of experts counts tokens and gets the mask. Lay
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from groupgrad import dist
 from groupgrad.batch import Batch, StepTotals, TokenScores, on_host, to_device
 from groupgrad.dist import RankGroup
 from groupgrad.integrations.sharding.context_split import score_over_ranks
@@ -75,6 +76,16 @@ def layout_for(model: nn.Module, options: ForwardOptions) -> InputLayout:
     if flat_obstacle(model) is not None or (model.training and attention_dropout(model)):
         return "dense"
     return "packed" if options.aux_loss and not options.weighs_balance else "shared"
+
+
+def errors_of_passes(model: nn.Module, options: ForwardOptions) -> AbstractContextManager[None]:
+    """Context of passes: an error in one is raised on all ranks, unless they make it together.
+
+    Ranks that share a model or a row's tokens wait inside the pass, where no agreement on an error reaches them. There
+    the failed rank raises its error at once, and the watch over the run ends the others with it.
+    """
+    makes_together = is_sharded(model) or options.rank_group is not None
+    return nullcontext() if makes_together else dist.errors_on_all_ranks()
 
 
 def score_tokens(

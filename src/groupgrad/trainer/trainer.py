@@ -53,7 +53,7 @@ from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback
 from groupgrad.run_folder.timings import Timings
 from groupgrad.scoring.attention_cost import attention_cost
-from groupgrad.scoring.forward import score_tokens
+from groupgrad.scoring.forward import errors_of_passes, score_tokens
 from groupgrad.trainer import build, component_options, dataset_checks
 from groupgrad.trainer.best_metric import check_best_metric, may_add_metrics
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
@@ -280,7 +280,7 @@ class GRPOTrainer(Hooks):
     def _with_logprobs(self, batch: Batch) -> Batch:
         """Collective. A generation batch with log-probs of the policy that sampled it and of the reference model."""
         scorer, size, old = self.components.scorer, self.plan.micro_batch_rows, None
-        with self.timings.phase("scoring"), dist.errors_on_all_ranks():
+        with self.timings.phase("scoring"), errors_of_passes(self.model, self.components.forward_options):
             if not self.plan.is_on_policy:
                 old = self.sampler_logprobs.old_logprobs(batch)
                 if old is None:
@@ -299,7 +299,7 @@ class GRPOTrainer(Hooks):
 
     def _entropy(self, batch: Batch) -> torch.Tensor:
         """Collective. (L,) entropies (nats) of the policy of this step in evaluation mode."""
-        with self.timings.phase("scoring"), dist.errors_on_all_ranks():
+        with self.timings.phase("scoring"), errors_of_passes(self.model, self.components.forward_options):
             entropy = self.sampler_logprobs.entropy(batch, self.state.global_step)
             if entropy is not None:
                 return entropy

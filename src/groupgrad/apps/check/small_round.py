@@ -10,13 +10,13 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
-from groupgrad import dist
 from groupgrad.apps.check.round_memory import MemoryWatch, Usage
 from groupgrad.objectives.measure import maximum_where, mean_where
 from groupgrad.objectives.mismatch import mismatch_gap
 from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback
 from groupgrad.run_folder.run_folder import RunFolder
+from groupgrad.scoring.forward import errors_of_passes
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.sampler_logprobs import MISMATCH
 from groupgrad.trainer.step_log import FirstBatch
@@ -121,7 +121,7 @@ class _Comparison(TrainerCallback):
         store, scorer = MetricStore(), self._trainer.components.scorer
         for experience in self._trainer._step_log.experiences:
             batch = experience.batch
-            with dist.errors_on_all_ranks():
+            with errors_of_passes(self._trainer.model, self._trainer.components.forward_options):
                 scores = scorer.policy(batch, rows_per_pass=self._trainer.plan.micro_batch_rows)
             if batch.sampling_logprobs is not None:
                 gap = mismatch_gap(scores.logprobs, batch.sampling_logprobs, batch)
