@@ -52,7 +52,7 @@ def test_every_feature_has_its_row() -> None:
 
 
 def problem_of(row: Row) -> str:
-    """What is wrong with a row; empty if nothing is."""
+    """Returns the fault of a row, or an empty text."""
     if not row.feature or not row.state.startswith(STATES) or not row.tests:
         return "it names no feature, no state or no test"
     if row.state.startswith("not yet") and not re.search("raise|there is no such command|a warning that", row.state):

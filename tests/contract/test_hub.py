@@ -227,7 +227,7 @@ def test_pushes_while_training(pushed: tuple[Hub, Any]) -> None:
 
 
 def test_one_push_at_the_end(pushed: tuple[Hub, Any]) -> None:
-    """Of the adapter alone."""
+    """The push holds the adapter alone."""
     hub, _ = pushed
     (commit,) = hub.of("ada/at-end")
     assert commit.summary == "End of training"

@@ -38,7 +38,7 @@ MakeTrainer = Callable[..., GRPOTrainer]
 Arguments = dict[str, Any] | Callable[[Any, Any], dict[str, Any]]
 """Arguments of the trainer, or a function that makes them beside a tokenizer and a model."""
 Table = dict[type[Exception], list[tuple[Arguments, str]]]
-"""By the error: what is given, and a pattern of the value seen and what to set."""
+"""For each type of error: arguments, and a pattern of its text with the value seen and what to set."""
 SMALL = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False}
 MESSAGES = [{"role": "user", "content": "hello"}]
 BERT = BertConfig(

@@ -148,7 +148,7 @@ def test_demo_runs_and_writes_what_it_promises(tmp_path, capsys):
 @pytest.mark.parametrize(("before", "after", "status"), [(0.40, 0.85, 0), (0.41, 0.95, 1), (0.20, 0.84, 1)])
 @pytest.mark.parametrize("draws", [True, False])
 def test_the_report_fails_if_a_target_is_missed(tmp_path, capsys, monkeypatch, draws, before, after, status):
-    """Where matplotlib is missing, it names no picture and says how to get one."""
+    """Without matplotlib the report names no picture and says how to get one."""
 
     def measured(accuracy):
         score = task.Score(accuracy=accuracy, format_rate=0.5, completions=[""])

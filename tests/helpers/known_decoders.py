@@ -39,7 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def direct_form(model: Any) -> CompiledModel | DirectModel | NoDirectForm:
-    """What the native engine finds for the decode steps of a model."""
+    """Returns the form of decode steps that the native engine finds for a model."""
     attention, token = ProbeLayout(), torch.zeros(1, dtype=torch.int64)
     with torch.no_grad(), evaluation_mode(model):
         last_logits(model, token, token, attention, token)

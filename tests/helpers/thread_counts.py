@@ -1,4 +1,4 @@
-"""How many threads torch and the kernels use."""
+"""Sets the number of threads that torch and the kernels use."""
 
 from __future__ import annotations
 

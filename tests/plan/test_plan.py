@@ -177,8 +177,8 @@ BYTES: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({"sharding": "zero3", "devices": 2}, {"weights": 1 + 2 + 2, "gradients": 1, "update": 0, "optimizer": 4}),
     ({"sharding": "fsdp2", "devices": 2}, {"gradients": 2, "optimizer": 2}),  # halves of 4 bytes
 ]
-"""What differs from a run in bfloat16 on one device, and the bytes of a parameter: DeepSpeed keeps float32 copies of
-its own, and ZeRO 1 and 2 have whole gradients at first."""
+"""Settings that differ from a run in bfloat16 on one device, and the bytes of a parameter. DeepSpeed keeps float32
+copies, and ZeRO 1 and 2 have whole gradients at first."""
 
 
 def test_bytes_of_a_parameter_by_hand(make_model: Any) -> None:

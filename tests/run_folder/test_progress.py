@@ -202,7 +202,7 @@ def draw_a_run_that_is_left() -> None:
 
 
 def shown_on_a_terminal(draw: Callable[[], None]) -> str:
-    """What a process shows on a real terminal of 90 columns while it draws, and when it ends."""
+    """Returns the text that a process shows on a real terminal of 90 columns while it draws and when it ends."""
     process, terminal = pty.fork()
     if process == 0:
         code = 1

@@ -83,7 +83,7 @@ class Plain:
     logprobs: torch.Tensor
     """(L,) log-probs of the completions, computed a row at a time, in float64 where the model runs in it."""
     gradient: torch.Tensor
-    """Of their sum with `WEIGHTS`, end to end."""
+    """The gradient of the log-probs' sum with `WEIGHTS`, all parameters end to end."""
     texts: list[list[int]]
     """Greedy completion of each row, without a cache."""
 

@@ -80,7 +80,7 @@ def passes(ranks: Any, out: Path) -> list[tuple[int, int, int]]:
 
 @pytest.fixture(scope="module")
 def two(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes found."""
+    """The findings of two processes that train rows together."""
 
     def make(out: Path) -> None:
         def action(rank: int) -> dict[str, Any]:

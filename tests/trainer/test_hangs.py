@@ -1,4 +1,4 @@
-"""What hangs, fails, is killed or has lost its launcher ends on every rank, with its name and the cause."""
+"""A run that hangs, fails, is killed or has lost its launcher ends on every rank, with its name and the cause."""
 
 from __future__ import annotations
 

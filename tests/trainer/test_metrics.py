@@ -182,8 +182,10 @@ def test_every_number_over_a_window_of_steps(train, watch):
 
 
 def test_the_loss_and_the_bonus(train):
-    """`loss` = `policy_loss` - coefficient x `entropy`, each a mean over the window's steps. Completions that nobody
-    asked for are neither gathered nor written."""
+    """`loss` = `policy_loss` - coefficient x `entropy`, each a mean over the window's steps.
+
+    Without `log_completions` the trainer neither gathers nor writes completions.
+    """
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "generation_batch_size": 16}
     trainer = train(entropy_coef=0.25, **sizes)
     for entry in trainer.state.log_history[:-1]:

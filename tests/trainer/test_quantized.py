@@ -156,7 +156,7 @@ def test_an_adapters_directory_over_quantized_weights(make_trainer, quantized, b
 
 
 def test_gradient_checkpointing_over_quantized_weights(make_trainer, quantized):
-    """Of adapters in bfloat16 over weights stored for it."""
+    """The adapters are in bfloat16, and weights are stored for it."""
     finals = []
     for checkpointing in (False, True):
         torch.manual_seed(1)

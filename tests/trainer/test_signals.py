@@ -134,7 +134,7 @@ def test_each_signal_has_its_code(make_trainer, tools, hang_up, name, code):
     "the steps since the last checkpoint",
 )
 def test_a_second_interrupt_ends_at_once(make_trainer, monkeypatch, launched):
-    """Where torchrun passes the first one on, the second is the same one."""
+    """torchrun passes an interrupt on to its processes, so there the second one is the first one again."""
     if launched:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     twice = At("on_pre_optimizer_step", 1, lambda: (send("SIGINT"), send("SIGINT")))

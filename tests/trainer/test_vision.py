@@ -138,7 +138,7 @@ def test_images_are_decoded_and_processed_once_for_a_group_and_generation_batch(
 
 
 def test_reward_functions_see_the_images(make_seeing):
-    """Of the other columns those that no function names may be removed."""
+    """The trainer may remove the other columns that no function names."""
     seen: list[dict[str, Any]] = []
 
     def reward(prompts: Any, completions: Any, images: Any, answer: Any, **kwargs: Any) -> list[float]:

@@ -91,7 +91,7 @@ class Watch:
         """The end that another rank is the cause of."""
         self._cause_is_known = threading.Event()
         self._error: BaseException | None = None
-        """What the training thread is to raise next."""
+        """The error that the training thread raises next."""
         self._interrupt = Interrupt(self._due)
         self._is_leaving = False
         self._closed = threading.Event()

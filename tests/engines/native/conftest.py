@@ -1,4 +1,4 @@
-"""How many threads the kernels use."""
+"""The fixture that sets the number of threads of torch and the kernels."""
 
 from thread_counts import threads
 

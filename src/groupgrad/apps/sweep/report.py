@@ -115,7 +115,7 @@ def order_note(rows: Sequence[Result]) -> str:
 
 
 def table(store: Store) -> dict[str, Any]:
-    """What page and terminal show of a sweep, as plain types: the arms, the best one first, and what it has cost."""
+    """Returns the arms of a sweep, the best one first, and its cost, as plain types for page and terminal."""
     arms, found, total = {arm.name: arm for arm in store.arms()}, results(store), cost(store)
     steps, in_turn = steps_so_far(store), arms_in_turn(store)
     rows = [

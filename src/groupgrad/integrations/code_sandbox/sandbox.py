@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 MECHANISMS = ("bubblewrap", "namespaces")
-"""What makes the namespaces: the program `bwrap`, or `sandbox_confine` itself."""
+"""Either the program `bwrap` makes the namespaces, or `sandbox_confine` itself does."""
 START_TIMEOUT_S = 60.0
 START_ATTEMPTS = 3
 _FOLDER = "/box"
@@ -191,7 +191,7 @@ class Sandbox:
         return b"%012d" % len(text) + text
 
     def _paths(self) -> list[str]:
-        """What exists in the sandbox beside the folder of the code. Folders stand before what lies in them."""
+        """Returns the paths that the sandbox shows beside the folder of the code, folders before their contents."""
         return sorted(filter(os.path.exists, {*_SYSTEM, *_SYSTEM_FILES, *_DEVICES, *self._readable}))
 
     def _command(self) -> list[str]:

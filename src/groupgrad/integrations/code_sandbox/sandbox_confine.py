@@ -28,8 +28,8 @@ DENIED = """
 unshare 272 97, memfd_create 319 279, shmget 29 194, semget 64 190, msgget 68 186, socket 41 198,
 io_uring_setup 425 425, add_key 248 217, request_key 249 218, keyctl 250 219
 """
-"""What neither namespaces nor limits bound: memory outside of the address space (mounts in further namespaces, files
-and System V IPC in memory), sockets that reach the host of a virtual machine, and the keys of the trainer's session."""
+"""Calls that neither namespaces nor limits bound: memory outside of the address space (mounts in further namespaces,
+files and System V IPC in memory), sockets to the host of a virtual machine, and keys of the trainer's session."""
 CLONE, CLONE3, EPERM, ENOSYS = (56, 220), (435, 435), 1, 38
 
 
@@ -129,7 +129,7 @@ def _end_with(child: int) -> NoReturn:
 
 def _change_root(readable: list[str]) -> None:
     """Makes a root in memory that holds these paths, all of it read-only, and leaves the root of the machine."""
-    private, bind, move, root = 0x4000 | 0x40000, 0x1000 | 0x4000, 0x2000, "/proc"  # where no interpreter lies
+    private, bind, move, root = 0x4000 | 0x40000, 0x1000 | 0x4000, 0x2000, "/proc"  # /proc holds no interpreter
     _call("mount", None, b"/", None, private, None)  # no mount below reaches the machine
     _call("mount", b"tmpfs", root.encode(), b"tmpfs", 2 | 4, b"size=1m,mode=755")
     os.umask(0o022)  # whatever the trainer's: another user passes through these folders
