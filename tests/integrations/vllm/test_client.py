@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import simulated_server
 import torch
-from simulated_server import SimulatedServer, pretend_vllm, servers_of
+from simulated_server import SimulatedServer
 from stranger_cases import announce
 
 from groupgrad.engines.base import Request, SamplingOptions
@@ -30,13 +30,6 @@ from groupgrad.types import Media
 
 OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))
 ROWS = [Request([5, 6], seed=3, max_new_tokens=4), Request([5, 6], seed=4, max_new_tokens=4)]
-
-
-@pytest.fixture
-def server(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedServer]:
-    pretend_vllm(monkeypatch)
-    for (server,) in servers_of(model, 1):
-        yield server
 
 
 @pytest.fixture

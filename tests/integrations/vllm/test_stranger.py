@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from raw_http import raw_exchange, request
-from simulated_server import KEY, SimulatedServer, pretend_vllm, servers_of
+from simulated_server import KEY, SimulatedServer
 from stranger_cases import (
     BUCKETS,
     announce,
@@ -37,13 +37,6 @@ from groupgrad.integrations.vllm.server_pool import VLLMServerPool
 
 OPTIONS = SamplingOptions(max_new_tokens=4, eos_ids=(1,))
 ROWS = [Request([5, 6], seed=number, max_new_tokens=4) for number in range(3)]
-
-
-@pytest.fixture
-def server(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedServer]:
-    pretend_vllm(monkeypatch)
-    for (server,) in servers_of(model, 1):
-        yield server
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_server import Model, Receiver, SimulatedServer, Worker, pretend_vllm, pretend_weight_transfer, servers_of
+from simulated_server import Model, Receiver, SimulatedServer, Worker, pretend_weight_transfer
 
 from groupgrad.integrations.vllm import weight_sender
 from groupgrad.integrations.vllm.client import ServerClient
@@ -56,13 +56,6 @@ class LLM:
 def llm(model: Any, monkeypatch: pytest.MonkeyPatch) -> LLM:
     pretend_weight_transfer(monkeypatch)
     return LLM(Worker(Receiver(Model(model))))
-
-
-@pytest.fixture
-def server(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedServer]:
-    pretend_vllm(monkeypatch)
-    for servers in servers_of(model, 1):
-        yield servers[0]
 
 
 def sender(client: Any, source: Any, *, rank: int = 0) -> WeightSender:
