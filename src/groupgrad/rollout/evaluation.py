@@ -57,10 +57,10 @@ class Evaluator:
         sampled_scores = self._known_scores(experience.batch, step)
         totals, keep = step_totals(experience.batch, 1), self.policy_options.top_entropy_quantile
         if keep < 1.0:
-            with errors_of_passes(self.model, self.forward_options):
+            with errors_of_passes(self.model):
                 entropy = (self.scorer.policy(experience.batch) if sampled_scores is None else sampled_scores).entropy
             totals = with_entropy_threshold(totals, experience.batch, entropy, keep)
-        with errors_of_passes(self.model, self.forward_options):
+        with errors_of_passes(self.model):
             loss = self._loss(replace(experience.batch, totals=totals), sampled_scores)
         return experience, {**experience.metrics, **loss}
 

@@ -78,14 +78,13 @@ def layout_for(model: nn.Module, options: ForwardOptions) -> InputLayout:
     return "packed" if options.aux_loss and not options.weighs_balance else "shared"
 
 
-def errors_of_passes(model: nn.Module, options: ForwardOptions) -> AbstractContextManager[None]:
-    """Context of passes: an error in one is raised on all ranks, unless they make it together.
+def errors_of_passes(model: nn.Module) -> AbstractContextManager[None]:
+    """Context of passes that score whole rows: an error in one is raised on all ranks, unless they share the model.
 
-    Ranks that share a model or a row's tokens wait inside the pass, where no agreement on an error reaches them. There
-    the failed rank raises its error at once, and the watch over the run ends the others with it.
+    Ranks that share it wait inside the pass, where no agreement on an error reaches them. There the failed rank raises
+    its error at once, and in training the watch over the run ends the others with it.
     """
-    makes_together = is_sharded(model) or options.rank_group is not None
-    return nullcontext() if makes_together else dist.errors_on_all_ranks()
+    return nullcontext() if is_sharded(model) else dist.errors_on_all_ranks()
 
 
 def score_tokens(

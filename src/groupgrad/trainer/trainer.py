@@ -280,7 +280,7 @@ class GRPOTrainer(Hooks):
     def _with_logprobs(self, batch: Batch) -> Batch:
         """Collective. A generation batch with log-probs of the policy that sampled it and of the reference model."""
         scorer, size, old = self.components.scorer, self.plan.micro_batch_rows, None
-        with self.timings.phase("scoring"), errors_of_passes(self.model, self.components.forward_options):
+        with self.timings.phase("scoring"), errors_of_passes(self.model):
             if not self.plan.is_on_policy:
                 old = self.sampler_logprobs.old_logprobs(batch)
                 if old is None:
@@ -299,7 +299,7 @@ class GRPOTrainer(Hooks):
 
     def _entropy(self, batch: Batch) -> torch.Tensor:
         """Collective. (L,) entropies (nats) of the policy of this step in evaluation mode."""
-        with self.timings.phase("scoring"), errors_of_passes(self.model, self.components.forward_options):
+        with self.timings.phase("scoring"), errors_of_passes(self.model):
             entropy = self.sampler_logprobs.entropy(batch, self.state.global_step)
             if entropy is not None:
                 return entropy

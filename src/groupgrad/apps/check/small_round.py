@@ -121,7 +121,7 @@ class _Comparison(TrainerCallback):
         store, scorer = MetricStore(), self._trainer.components.scorer
         for experience in self._trainer._step_log.experiences:
             batch = experience.batch
-            with errors_of_passes(self._trainer.model, self._trainer.components.forward_options):
+            with errors_of_passes(self._trainer.model):
                 scores = scorer.policy(batch, rows_per_pass=self._trainer.plan.micro_batch_rows)
             if batch.sampling_logprobs is not None:
                 gap = mismatch_gap(scores.logprobs, batch.sampling_logprobs, batch)
