@@ -60,7 +60,7 @@ def memory_guard(
     num_ranks = args.context_parallel_size
     return MemoryGuard(
         clear,
-        obstacle=obstacle,
+        obstacle=reason if is_joint else obstacle,
         max_tokens=max_tokens,
         prepare=prepare,
         num_ranks=num_ranks,

@@ -164,8 +164,8 @@ class MemoryGuard:
         return {"limit": self._limit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the learned size, except where several ranks make each pass together (`num_ranks`)."""
-        self._limit = state["limit"] if self._num_ranks == 1 else None
+        """Restores the learned size, except where ranks make each pass together: they cut by `max_tokens` alone."""
+        self._limit = state["limit"] if self._num_ranks == 1 and not self._is_joint else None
 
     def join_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Returns None: with another number of ranks the size is learned anew."""
@@ -180,12 +180,12 @@ class MemoryGuard:
                 "per_device_train_batch_size and raise gradient_accumulation_steps by as much, or set "
                 "gradient_checkpointing=True"
             )
-        if self._num_ranks > 1 or (self._is_joint and batch.num_rows > 1):
+        if self._num_ranks > 1 or (self._is_joint and batch.num_rows != 1):
             count = dist.world_size() if self._is_joint else self._num_ranks
-            half = max(1, part.cost // (6 * self._num_ranks))
+            half = f" or max_tokens_per_pass={max(1, part.cost // (6 * self._num_ranks))}, half of what it has"
             return (
                 f"a pass ({size}) does not fit into memory on one of the {count} processes that make it together; set "
-                f"gradient_checkpointing=True or max_tokens_per_pass={half}, half of what it has, or lower "
+                f"gradient_checkpointing=True{half if batch.num_rows > 1 else ''}, or lower "
                 f"per_device_train_batch_size{'' if self._is_joint else ', or raise context_parallel_size'}"
             )
         if batch.num_rows < 2:
