@@ -110,7 +110,8 @@ def interruptible() -> Iterator[None]:
     """
     _request.num_interruptible += 1
     try:
-        if _request.name is not None and _request.leaves_work:
+        is_overdue = time.monotonic() >= _request.patience_ends_at
+        if _request.name is not None and (_request.leaves_work or is_overdue):
             raise StopRequested(_request.name)
         yield
     finally:
