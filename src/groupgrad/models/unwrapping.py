@@ -1,6 +1,6 @@
 """The model under its wrappers (data parallelism, compilation, adapters), its output head, the inputs that it takes.
 
-Also other parameters in its modules for a time.
+`parameters_replaced` puts other parameters into its modules for a time.
 """
 
 from __future__ import annotations

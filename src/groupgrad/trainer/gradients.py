@@ -107,7 +107,7 @@ class GradientSync:
     `sums` holds the gradients, in the type in which they are sent; by default each parameter's `.grad` does. With
     `buffers` the model's buffers are copied from rank 0 too. With `joint_passes` ranks make passes together. When one
     of them fails, the others wait for it inside a pass and cannot agree on an error, so the error ends its own rank,
-    and the lost process ends the others.
+    and the watch over the run (`hangs.py`) ends the others.
     """
 
     def __init__(
