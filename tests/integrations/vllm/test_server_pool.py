@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -307,6 +308,22 @@ def test_sharded_weights_are_gathered_once_for_each_server(
 
 
 # --- Lists that cannot work ---
+
+
+def test_a_rank_that_finds_no_server_makes_the_passes_that_the_others_make(
+    servers: list[SimulatedServer], pool: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that share the model gather it in these passes, and would wait for this one."""
+    passes: list[Any] = []
+    monkeypatch.setattr(server_pool, "is_sharded", lambda model: True)
+    monkeypatch.setattr(server_pool, "whole_pass", lambda weights: passes.append(weights) or nullcontext())
+    for server, member in zip(servers, pool.members):
+        server.kill()
+        pool.lose(member, "it was killed")
+    pool.timeout_s = 1.0
+    with pytest.raises(ConnectionError):
+        pool.push(model, 1)
+    assert len(passes) == len(servers)
 
 
 def test_a_server_that_is_not_there_at_the_start_is_an_error(servers: list[SimulatedServer], model: Any) -> None:

@@ -155,8 +155,13 @@ class VLLMServerPool(VLLMEngine):
         for member in self.members:
             member.failures = 0
         deadline = time.monotonic() + self.timeout_s
-        while not self._answering():
-            self._wait(deadline)
+        try:
+            while not self._answering():
+                self._wait(deadline)
+        except BaseException:
+            if is_sharded(push.model):
+                self._push_sharded(push, [])  # the passes that the other ranks make, which send nothing
+            raise
         if is_sharded(push.model):
             self._push_sharded(push, self._answering())
         else:
