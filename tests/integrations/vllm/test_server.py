@@ -112,6 +112,22 @@ def test_each_route_says_what_is_wrong() -> None:
     assert unknown == {"status": 404, "error": "there is no route /groupgrad/nothing"}
     failed = answer_to(routes, engine, "/groupgrad/finish", {"weight_version": "3-a", "checksum": 0})
     assert failed == {"status": 409, "error": "the push '3-a' is not under way on this server"}
+    patient = answer_to(routes, engine, "/groupgrad/init", {"port": 1, "backend": "gloo", "timeout_s": 1e12})
+    assert patient["status"] == 400 and "timeout_s is 1e+12" in patient["error"]
+
+
+def test_half_a_push_is_finished_by_its_checksum_alone() -> None:
+    """Neither a push without a checksum nor an adapter over the base before it makes half-loaded weights complete."""
+    routes, engine = Routes(None), Weights(Empty())
+    start = {"weight_version": "3-a", "push": routes._weights.next_push, "timeout_s": 1.0, "tensors": []}
+    assert answer_to(routes, engine, "/groupgrad/start", start) == {"status": 200}
+    unchecked = answer_to(routes, engine, "/groupgrad/finish", {"weight_version": "3-a", "checksum": None})
+    assert unchecked["status"] == 400 and not routes._weights.is_complete
+    query = {"weight_version": "4-a", "base_version": "as loaded", "push": routes._weights.next_push}
+    query |= {"timeout_s": "1.0", "config_bytes": "2", "checksum": str(zlib.crc32(b"{}tensors"))}
+    with pytest.raises(Refusal, match="belongs to other weights"):
+        asyncio.run(routes.route_adapter(engine, call_of(b"{}tensors", **query)))
+    assert not routes._weights.is_complete
 
 
 class App:

@@ -244,7 +244,6 @@ class Routes:
             "start_id": self._start_id,
             "protocol": PROTOCOL,
             "release": __version__,
-            "process": os.getpid(),
             "num_processes": getattr(parallel, "_api_process_count", 1),
             "vllm": _vllm_version(),
             "records_versions": compat.vllm_records_versions(),
@@ -264,7 +263,6 @@ class Routes:
             "pending_version": weights.pending_version,
             "next_push": weights.next_push,
             "num_sampling": self._load.num_sampling,
-            "push_is_waiting": weights.push_is_waiting,
         }
 
     async def route_check(self, engine: Any, request: Request) -> None:
@@ -295,6 +293,8 @@ class Routes:
 
         body, weights = await _json(request), self._weights
         group = body.pop("group", "")
+        if "port" in body:
+            _timeout(body)
         rendezvous = Rendezvous(**body, host=_server_host(request) if "port" in body else "")
         async with weights.lock:
             if rendezvous.port:
@@ -313,7 +313,7 @@ class Routes:
             await (self._pause(engine, timeout_s) if keeps_rows else self._drain(timeout_s))
             await self._end_update(engine)
             weights.begin(version, specs, keeps_rows=keeps_rows)
-            weights.adapter = None
+            weights.base_version, weights.adapter = "", None  # no adapter fits weights that are half loaded
             await engine.start_weight_update()
 
     async def route_update(self, engine: Any, request: Request) -> None:
@@ -337,7 +337,7 @@ class Routes:
 
     async def route_finish(self, engine: Any, request: Request) -> None:
         body, weights = await _json(request), self._weights
-        version, checksum = body["weight_version"], body["checksum"]
+        version, checksum = body["weight_version"], int(body["checksum"])
         async with weights.lock:
             weights.check_pending(version)
             if weights.num_tensors != len(weights.specs):
