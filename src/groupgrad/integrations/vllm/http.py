@@ -227,9 +227,10 @@ class Stream:
     def close(self) -> None:
         """Closes the connection, from any thread; the server then stops its work for this call."""
         self._is_closed = True
-        if self._connection.sock is not None:
+        connected = self._connection.sock  # the thread that reads may take it away
+        if connected is not None:
             with contextlib.suppress(OSError):
-                self._connection.sock.shutdown(socket.SHUT_RDWR)
+                connected.shutdown(socket.SHUT_RDWR)
 
 
 def wait_until_up(

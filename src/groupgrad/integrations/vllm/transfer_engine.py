@@ -26,8 +26,6 @@ class SenderInit(TrainerInitInfo):
     process's, and rank 0 sends."""
 
     backend: ClassVar[str] = BACKEND
-    by_reference: bool = True
-    """Without effect: tensors always go by reference within a process, and never between two."""
 
 
 class VerifiedWeightSender(WeightSender, TrainerWeightTransferEngine):
