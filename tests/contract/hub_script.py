@@ -10,7 +10,7 @@ from typing import Any
 
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
 
@@ -72,6 +72,16 @@ def by_hand(model_dir: str, folder: Path) -> dict[str, Any]:
     }
 
 
+class WaitForPushes(TrainerCallback):
+    """Lets a push end before the next one begins."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.trainer = trainer
+
+    def on_push_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer._finish_current_push()
+
+
 def while_training(model_dir: str, folder: Path) -> dict[str, Any]:
     """`push_to_hub=True` in the configuration, of a model at every save and of an adapter at the end."""
     settings = {"save_steps": 1, "max_steps": 2, "push_to_hub": True, "hub_token": "hf_in_config"}
@@ -83,6 +93,8 @@ def while_training(model_dir: str, folder: Path) -> dict[str, Any]:
         hub_model_id="ada/steady",
         **settings,
     )
+    # A push reads the folder in the background, and fails if the next one copies files into it meanwhile.
+    trainer.add_callback(WaitForPushes(trainer))
     trainer.train()
     trainer.save_model()
     adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
