@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, set_seed
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupgrad import compat, dist
 from groupgrad.config import GRPOConfig
@@ -459,13 +458,6 @@ def _load_base(model: Any, config: GRPOConfig, quantization_config: Any, peft_co
 
 def _load_model(model: Any, config: GRPOConfig, quantization_config: Any) -> nn.Module:
     if isinstance(model, str):
-        if not model:
-            raise ValueError("model is the empty text; give a model id, a directory or a model")
-        if quantization_config is not None and not isinstance(quantization_config, (dict, QuantizationConfigMixin)):
-            raise TypeError(
-                f"quantization_config is a {type(quantization_config).__name__}; give a configuration of transformers, "
-                "such as BitsAndBytesConfig(load_in_4bit=True)"
-            )
         return load.load_policy(
             model,
             mapping(config.model_init_kwargs),

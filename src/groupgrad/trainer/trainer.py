@@ -59,9 +59,7 @@ from groupgrad.trainer.best_metric import check_best_metric, may_add_metrics
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
 from groupgrad.trainer.checked_entry import follow_options, one_thread
 from groupgrad.trainer.constructor_arguments import (
-    check_kinds,
     check_optimizer,
-    known_arguments,
     resolve_config,
     resolve_processing_class,
     resolve_reward_funcs,
@@ -129,7 +127,6 @@ class GRPOTrainer(Hooks):
             set.
     """
 
-    @known_arguments
     def __init__(
         self,
         model: Any,
@@ -155,13 +152,12 @@ class GRPOTrainer(Hooks):
     ):
         self._start_folder = os.getcwd()
         check_overrides(self, GRPOTrainer)
-        check_kinds(callbacks, optimizers)
         config = resolve_config(args, model, num_generations)
         reward_funcs = resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
         processing_class = resolve_processing_class(processing_class, tokenizer)
         policy = build.build_policy(model, config, processing_class, quantization_config, peft_config)
         use_one_device(config, policy.model)
-        check_optimizer(config, optimizers, policy.model)
+        check_optimizer(config, optimizers[0], policy.model)
         self.plan = component_options.generation_plan(config)
         if train_dataset is None:
             train_dataset = dataset_checks.rows_for_environment(environment_factory, self.plan, config)
