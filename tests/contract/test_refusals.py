@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
-from scripted_agents import with_tools
 from torch import nn
 from transformers import (
     BertConfig,
@@ -30,7 +29,6 @@ from transformers.utils import is_flash_attn_2_available
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.errors import ConfigError, UnavailableError
-from groupgrad.trainer.best_metric import check_best_metric
 from groupgrad.trainer.constructor_arguments import use_one_device
 
 MakeTrainer = Callable[..., GRPOTrainer]
@@ -201,8 +199,6 @@ BAD: Table = {
             {"config": {"max_steps": -1}, "train_dataset": rows().to_iterable_dataset()},
             "max_steps is -1.*set max_steps",
         ),
-        ({"config": EVALUATED}, "eval_strategy is 'steps'.*eval_strategy='no'"),
-        ({"config": {"eval_on_start": True, "per_device_eval_batch_size": 2}}, "eval_on_start.*eval_on_start=False"),
         ({"config": {"router_aux_loss_coef": 0.1}}, "router_aux_loss_coef=0.1.*set it to 0"),
         (
             {"config": {"max_steps": -1}, "train_dataset": None, "environment_factory": Grader},
@@ -215,15 +211,6 @@ BAD: Table = {
         (
             {"config": {"generation_batch_size": 16}},
             "train_dataset has 4 rows.* 8 distinct.*lower generation_batch_size",
-        ),
-        ({"config": EVALUATED, "eval_dataset": {}}, "eval_dataset is a dict without a data set.*eval_strategy='no'"),
-        (
-            {
-                "config": {**BEST, "metric_for_best_model": "accuracy"},
-                "eval_dataset": rows(2),
-                "reward_funcs": lambda completions: [0.0] * len(completions),
-            },
-            "metric_for_best_model='accuracy' is no metric.*log it in a reward function by log_metric",
         ),
         (
             {"config": BEST, "eval_dataset": {"easy": rows(2), "hard": rows(2)}},
@@ -312,24 +299,6 @@ def test_bad_arguments(
     assert_refused(lambda: make_trainer(**arguments), error, text)
 
 
-BEST_METRICS = {
-    "rewards/checksums/mean": "did you mean 'rewards/checksum/mean'",
-    "grad_norm": "Set it to 'reward'",
-    "eval_kl": "Set it to 'reward'",
-    "clip_ratio/nonsense": "Set it to 'reward'",
-    "tools/call_frequency": "Set it to 'reward'",
-    "sampling/importance_sampling_ratio/mean": "Set it to 'reward'",
-    "cispo_clip_ratio": "Set it to 'reward'",
-}
-
-
-@pytest.mark.parametrize("name", BEST_METRICS)
-def test_a_best_metric_that_no_evaluation_has(name: str, make_trainer: MakeTrainer, unsampled: None) -> None:
-    settings = {**BEST, "metric_for_best_model": name}
-    pattern = f"metric_for_best_model='{name}' is no metric.*{BEST_METRICS[name]}"
-    assert_refused(lambda: make_trainer(settings, eval_dataset=rows(2)), ValueError, pattern)
-
-
 BAD_SETTINGS: Table = {
     ValueError: [
         (
@@ -401,38 +370,8 @@ def test_a_best_metric_that_a_reward_function_may_log(make_trainer: MakeTrainer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         named = {"a": rows(2), "a_b": rows(2)}
-        for name, sets in (("rewards/checksum/std", rows(2)), ("eval_a_reward", named), ("eval_a_b_reward", named)):
+        for name, sets in (("rewards/checksum/std", rows(2)), ("eval_a_b_reward", named)):
             make_trainer({**BEST, "metric_for_best_model": name}, eval_dataset=sets)
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo", "agents"])
-def test_every_metric_of_an_evaluation_may_choose_the_best_model(
-    loss_type: str, make_trainer: MakeTrainer, tokenizer: Any, model: Any
-) -> None:
-    def look_up() -> str:
-        """Looks up."""
-        return "1"
-
-    def zeros(completions: list[Any], **kwargs: Any) -> list[float]:
-        return [0.0] * len(completions)
-
-    settings: dict[str, Any] = {**BEST, "loss_type": loss_type, "beta": 0.1, "entropy_coef": 0.1, "epsilon_high": 5.0}
-    arguments: dict[str, Any] = {"eval_dataset": rows(2)}
-    if loss_type == "agents":
-        settings, data = BEST, Dataset.from_list([{"prompt": MESSAGES}] * 2)
-        arguments = {"eval_dataset": data, "train_dataset": data, "tools": [look_up], "reward_funcs": zeros}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = make_trainer(settings, model=model, processing_class=with_tools(tokenizer), **arguments)
-        names = trainer.evaluate().keys() - {"epoch"}
-    assert len(names) > 12
-    for name in names:
-        if name.startswith("eval_sampling/path/"):  # how tokens were computed is no measure of a model
-            continue
-        trainer.args.metric_for_best_model = name
-        check_best_metric(
-            trainer.args, trainer.eval_dataset, trainer.rewards, trainer.rollout_components, is_open=False
-        )
 
 
 def test_one_process_with_several_gpus_trains_on_one_and_says_so(make_trainer: MakeTrainer, caplog: Any) -> None:

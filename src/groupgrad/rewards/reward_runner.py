@@ -123,11 +123,6 @@ class RewardRunner:
         return self._calls.num_workers
 
     @property
-    def may_log_metrics(self) -> bool:
-        """True if a function gets `log_metric`, by name or among all arguments."""
-        return any(function.takes_all or "log_metric" in function.takes for function in self._functions)
-
-    @property
     def processing_classes(self) -> list[Any]:
         """The tokenizers of the reward models; None for functions."""
         return [scorer.processing_class if isinstance(scorer, RewardModel) else None for scorer in self._scorers]

@@ -16,10 +16,16 @@ from groupgrad.data.columns import is_transformed
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.envs.environments import ENV_COLUMN
-from groupgrad.rewards.call_inputs import HIDDEN_COLUMNS, STANDARD_ARGUMENTS
+from groupgrad.rewards.call_inputs import (
+    HIDDEN_COLUMNS,
+    STANDARD_ARGUMENTS,
+    TRAINER_METRIC_PREFIXES,
+    TRAINER_METRICS,
+)
 from groupgrad.rewards.functions import inspect_function
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.sources import RolloutComponents
+from groupgrad.spelling import did_you_mean
 from groupgrad.trainer import component_options
 
 logger = logging.getLogger(__name__)
@@ -58,15 +64,26 @@ def check_datasets(
     for name, dataset in named_datasets(evaluation).items():
         check_rows(dataset, name, prompt_maker, rollout_components)
     _warn_of_context(prompt_maker.max_context, config)
-    if isinstance(evaluation, Mapping) and not evaluation and config.evaluates:
-        raise ValueError("eval_dataset is a dict without a data set; give it one by name, or set eval_strategy='no'")
-    strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
-    if evaluation is None and strategy != "no":
+    if evaluation is not None and config.evaluates and config.metric_for_best_model is not None:
+        _check_best_metric(config.metric_for_best_model, evaluation)
+
+
+def _check_best_metric(wanted: str, evaluation: Any) -> None:
+    """ValueError if no set of a dict can have `metric_for_best_model`; a warning of a name that no trainer measures."""
+    full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+    prefixes = [f"eval_{name}_" for name in evaluation] if isinstance(evaluation, Mapping) else ["eval_"]
+    names = [full.removeprefix(prefix) for prefix in prefixes if full.startswith(prefix)]
+    if not names:
         raise ValueError(
-            f"eval_strategy is {strategy!r}, but there is no eval_dataset; give one or set eval_strategy='no'"
+            f"metric_for_best_model={wanted!r} is looked for as {full!r}, but the metrics of a dict of evaluation sets "
+            f"begin with {' or '.join(map(repr, prefixes))}; set it to '{prefixes[0]}{full.removeprefix('eval_')}'"
         )
-    if evaluation is None and config.eval_on_start:
-        raise ValueError("eval_on_start is True, but there is no eval_dataset; give one or set eval_on_start=False")
+    if not any(name in TRAINER_METRICS or name.startswith(TRAINER_METRIC_PREFIXES) for name in names):
+        warnings.warn(
+            f"metric_for_best_model={wanted!r} is no metric that the trainer measures"
+            f"{did_you_mean(names[0], TRAINER_METRICS, before='; ')}; an evaluation without it counts as not better "
+            "than others. Log it in a reward function by log_metric, or set it to 'reward'"
+        )
 
 
 def _warn_of_context(max_context: int | None, config: GRPOConfig) -> None:

@@ -83,7 +83,6 @@ from groupgrad.run_folder.run_lock import locked
 from groupgrad.scoring.attention import unplug, without_cudnn_attention
 from groupgrad.scoring.fused_modules import restore_modules
 from groupgrad.trainer import build, dataset_checks
-from groupgrad.trainer.best_metric import BestMetric
 from groupgrad.trainer.build import TrainerComponents
 from groupgrad.trainer.callbacks import LossWindow, RunState
 from groupgrad.trainer.changed_options import ChangedOptions
@@ -118,7 +117,7 @@ class Hooks(TRLNames, Trainer):
     saves: Saves
     resume: Resume
     stops: Stops
-    best_metric: BestMetric
+    _told_of_best_metric = False
     run_state: RunState
     """Everything that a step depends on beyond what `transformers.Trainer` saves."""
     completion_log: CompletionLog
@@ -235,7 +234,6 @@ class Hooks(TRLNames, Trainer):
         """Adds the callbacks that keep or record a part of the run."""
         self.changed_options = ChangedOptions(self.args)
         self.saves, self.resume, self.stops = Saves(self), Resume(self), Stops(self)
-        self.best_metric = BestMetric()
         self._loss_window, self.recorder = LossWindow(self), RunRecorder(self)
         watches = StepWatches(self), FirstBatch(self)
         for callback in (self._loss_window, self.stops.due_evaluation, *watches, self.recorder, StartLines(self)):
@@ -574,17 +572,32 @@ class Hooks(TRLNames, Trainer):
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         if not skip_scheduler and type(self.lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR"):
             scheduler: Any = self.lr_scheduler
-            value = self.best_metric.value(self.args, metrics, self.state.global_step)
+            value = self._best_metric(metrics)
             if value is not None:
                 scheduler.step(value)
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """`Trainer._determine_best_metric`; an evaluation that measured nothing for the metric is not better."""
-        best = self.best_metric.value if self.args.metric_for_best_model is not None else None
-        if best is not None and best(self.args, metrics, self.state.global_step) is None:
+        if self.args.metric_for_best_model is not None and self._best_metric(metrics) is None:
             return False
         return super()._determine_best_metric(metrics, trial)
+
+    def _best_metric(self, metrics: dict[str, float]) -> float | None:
+        """The metric that chooses the best model; None, with one warning, if nothing was measured for it."""
+        wanted = str(self.args.metric_for_best_model)
+        value = metrics.get(wanted if wanted.startswith("eval_") else f"eval_{wanted}")
+        if value is None and not self._told_of_best_metric:
+            self._told_of_best_metric = True
+            if dist.is_main():
+                logger.warning(
+                    "step %d: the evaluation measured nothing for metric_for_best_model=%r, as where no row gives a "
+                    "loss or a function did not log it; it counts as not better than others. It has %s",
+                    self.state.global_step,
+                    wanted,
+                    ", ".join(sorted(metrics)),
+                )
+        return value
 
     def create_model_card(
         self, model_name: Any = None, dataset_name: Any = None, tags: Any = None, **fields: Any

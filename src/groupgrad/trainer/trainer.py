@@ -55,7 +55,6 @@ from groupgrad.run_folder.timings import Timings
 from groupgrad.scoring.attention_cost import attention_cost
 from groupgrad.scoring.forward import errors_of_passes, score_tokens
 from groupgrad.trainer import build, component_options, dataset_checks
-from groupgrad.trainer.best_metric import check_best_metric, may_add_metrics
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
 from groupgrad.trainer.checked_entry import follow_options, one_thread
 from groupgrad.trainer.constructor_arguments import (
@@ -173,8 +172,6 @@ class GRPOTrainer(Hooks):
             dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, rollouts, config)
             self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, rollouts)
             dataset_checks.check_rewards(self.rewards, *datasets, rollouts)
-            is_open = may_add_metrics(callbacks) or rollout_func is not None or type(self) is not GRPOTrainer
-            check_best_metric(config, eval_dataset, self.rewards, rollouts, is_open=is_open)
             super().__init__(
                 model=policy.model,
                 args=config,
