@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.objectives import PolicyLoss
-from groupgrad.trainer.trl_names import NEVER_CALLED, REPLACED
+from groupgrad.trainer.trl_names import NEVER_CALLED, REPLACED, TRLNames
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-trl.md"
 
@@ -68,11 +68,17 @@ def test_each_attribute_of_the_peer_is_there_or_names_its_replacement(make_train
 
 def test_attributes_cannot_be_assigned(make_trainer):
     trainer = make_trainer()
-    named = {name: name for name in ("beta", "temperature", "entropy_coef", "num_generations", "reward_weights")}
-    for name, field in {**named, "epsilon_low": "epsilon", "ref_model": "sync_ref_model"}.items():
-        with pytest.raises(AttributeError, match=rf"trainer\.{name} cannot be assigned, .*GRPOConfig\({field}="):
+    for name in (
+        "beta",
+        "temperature",
+        "entropy_coef",
+        "num_generations",
+        "reward_weights",
+        "epsilon_low",
+        "ref_model",
+    ):
+        with pytest.raises(AttributeError, match="has no setter"):
             setattr(trainer, name, 1)
-        assert field in {each.name for each in fields(GRPOConfig)}
 
 
 def test_appended_metrics_are_logged(make_trainer):
@@ -102,11 +108,11 @@ def test_appended_metrics_are_logged(make_trainer):
 @pytest.mark.parametrize("name", NEVER_CALLED)
 def test_a_method_that_is_never_called_is_refused(name):
     subclass = type("Mine", (GRPOTrainer,), {name: lambda self, *args, **kwargs: None})
-    with pytest.raises(TypeError, match=rf"Mine has methods that groupgrad never calls.*: {name} \(test_trl_names"):
+    with pytest.raises(TypeError, match=rf"(?s)Mine has methods that groupgrad never calls.*{name}: "):
         subclass(model="no model is loaded", reward_funcs=twice, args=GRPOConfig(use_cpu=True, bf16=False))
 
 
-def test_all_methods_that_are_never_called_are_refused_at_once(monkeypatch):
+def test_all_methods_that_are_never_called_are_refused_at_once(make_trainer, monkeypatch):
     class Base(GRPOTrainer):
         def _compute_advantages(self, rewards):
             return rewards
@@ -119,37 +125,37 @@ def test_all_methods_that_are_never_called_are_refused_at_once(monkeypatch):
             return super().compute_advantages(rewards, num_generations)
 
     arguments = {"model": "none is loaded", "reward_funcs": twice, "args": GRPOConfig(use_cpu=True, bf16=False)}
-    first = Base._compute_advantages.__code__.co_firstlineno
     with pytest.raises(TypeError) as error:
         Mine(**arguments)
     assert str(error.value).splitlines() == [
-        "Mine and Base have methods that groupgrad never calls, so they would change nothing (docs/from-trl.md):",
-        f"  1. _generate (test_trl_names.py:{first + 4}): {NEVER_CALLED['_generate']}",
-        f"  2. _compute_advantages (test_trl_names.py:{first}): {NEVER_CALLED['_compute_advantages']}",
+        "Mine has methods that groupgrad never calls, so they would change nothing (docs/from-trl.md):",
+        f"  _generate: {NEVER_CALLED['_generate']}",
+        f"  _compute_advantages: {NEVER_CALLED['_compute_advantages']}",
     ]
+    trainer = make_trainer()
+    trainer._prepare_inputs = twice
+    with pytest.raises(TypeError, match="_prepare_inputs: define batch_loss"):
+        trainer.train()
     monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", twice, raising=False)  # as some libraries patch the class
-    with pytest.raises(TypeError, match=r"GRPOTrainer has methods .*: _calculate_rewards \(test_trl_names\.py:"):
+    with pytest.raises(TypeError, match="_calculate_rewards: define score_rollouts"):
         GRPOTrainer(**arguments)
 
 
-def test_calling_or_replacing_a_method_that_is_never_called_says_the_same(make_trainer):
+def test_reading_a_method_that_the_peer_alone_has_says_what_to_do(make_trainer):
     trainer = make_trainer()
     for name, remedy in NEVER_CALLED.items():
-        with pytest.raises(AttributeError, match=rf"{name} cannot be replaced.*; {re.escape(remedy)}"):
-            setattr(trainer, name, twice)
         if hasattr(Trainer, name):  # which transformers and its extensions may call
             assert callable(getattr(trainer, name))
             continue
-        for call in (lambda name=name: getattr(trainer, name), lambda name=name: getattr(GRPOTrainer, name)):
-            with pytest.raises(AttributeError, match=f"no {name}: {re.escape(remedy)}"):
-                call()
+        with pytest.raises(AttributeError, match=f"no {name}: {re.escape(remedy)}"):
+            getattr(trainer, name)
 
 
 def test_the_methods_are_never_called(make_trainer, tools, monkeypatch):
     given = {"eval_dataset": tools.prompts(4)}
     trainer = make_trainer(max_steps=2, eval_strategy="steps", eval_steps=1, trainer=given)
     for name in NEVER_CALLED:
-        monkeypatch.setattr(type(trainer), name, lambda *args, name=name, **kwargs: pytest.fail(name), raising=False)
+        monkeypatch.setattr(TRLNames, name, lambda *args, name=name, **kwargs: pytest.fail(name), raising=False)
     trainer.train()
     trainer.predict(trainer.train_dataset)
 

@@ -97,7 +97,7 @@ from groupgrad.trainer.saves import Saves
 from groupgrad.trainer.step_log import FirstBatch, LearningSignalWatch, StepLog, StepWatches
 from groupgrad.trainer.stochastic_adamw import StochasticAdamW
 from groupgrad.trainer.stops import Stops
-from groupgrad.trainer.trl_names import TRLNames
+from groupgrad.trainer.trl_names import TRLNames, check_overrides
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +178,7 @@ class Hooks(TRLNames, Trainer):
         if not torch.is_grad_enabled():
             block = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
             raise RuntimeError(f"train() was called with gradients switched off, as in {block}; call it outside")
+        check_overrides(self)  # a script may have assigned some since the trainer was made
         self._invalidate_vllm()
         self.gradient_sums.clear()
         dist.limit_waiting(self.args.ddp_timeout)

@@ -150,7 +150,7 @@ class GRPOTrainer(Hooks):
         num_generations: int | None = None,
     ):
         self._start_folder = os.getcwd()
-        check_overrides(self, GRPOTrainer)
+        check_overrides(self)
         config = resolve_config(args, model, num_generations)
         reward_funcs = resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
         processing_class = resolve_processing_class(processing_class, tokenizer)

@@ -6,8 +6,6 @@ of a run are those of `trainer.args`. A method that this trainer never calls is 
 
 from __future__ import annotations
 
-import inspect
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,76 +77,22 @@ REPLACED: Mapping[str, str] = {
 """Attributes of TRL's trainer without a counterpart, and where to find the equivalent."""
 
 
-def check_overrides(trainer: Any, base: type) -> None:
-    """TypeError that lists all methods that `base` or a subclass of it was given and that are never called."""
-    owners = type(trainer).__mro__[: type(trainer).__mro__.index(base) + 1]
-    found = [(owner, name) for owner in owners for name in NEVER_CALLED if name in vars(owner)]
-    lines = [f"{name} ({_place(vars(owner)[name])}): {NEVER_CALLED[name]}" for owner, name in found]
-    if lines:
-        names = dict.fromkeys(owner.__name__ for owner, _ in found)
-        who = f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
-        listed = " " + lines[0] if len(lines) == 1 else "".join(f"\n  {i}. {line}" for i, line in enumerate(lines, 1))
+def check_overrides(trainer: Any) -> None:
+    """TypeError that lists the methods that a script gave the trainer, its class or a subclass, and nothing calls."""
+    classes = type(trainer).__mro__
+    owners = (trainer, *classes[: classes.index(TRLNames)])
+    found = dict.fromkeys(name for owner in owners for name in NEVER_CALLED if name in vars(owner))
+    if found:
+        lines = "".join(f"\n  {name}: {NEVER_CALLED[name]}" for name in found)
         raise TypeError(
-            f"{who} methods that groupgrad never calls, so they would change nothing (docs/from-trl.md):{listed}"
+            f"{type(trainer).__name__} has methods that groupgrad never calls, so they would change nothing "
+            f"(docs/from-trl.md):{lines}"
         )
 
 
-def _place(function: Any) -> str:
-    """Where a function is written: file and line."""
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    return "made elsewhere" if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-
-
-class NeverCalled:
-    """A method of TRL's trainer that no step calls; calling or assigning it is an error that says what to do.
-
-    Where `transformers.Trainer` has the method, it may be called.
-    """
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def __get__(self, trainer: Any, owner: type) -> Any:
-        given: Any = owner if trainer is None else trainer
-        of_transformers = getattr(super(TRLNames, given), self._name, None)
-        if of_transformers is None:
-            raise AttributeError(
-                f"groupgrad's trainer has no {self._name}: {NEVER_CALLED[self._name]} (docs/from-trl.md)"
-            )
-        return of_transformers
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        raise AttributeError(
-            f"trainer.{self._name} cannot be replaced, since groupgrad never calls it; {NEVER_CALLED[self._name]} "
-            "(docs/from-trl.md)"
-        )
-
-
-class ReadOnly:
-    """An attribute that is computed when it is read, and refuses to be assigned."""
-
-    def __init__(self, read: Callable[[Any], Any], remedy: str):
-        self._read, self._remedy, self._name = read, remedy, ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        return self if trainer is None else self._read(trainer)
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        raise AttributeError(f"trainer.{self._name} cannot be assigned, it would change nothing; {self._remedy}")
-
-
-def setting(field: str) -> ReadOnly:
-    """The configuration's field or resolved value of this name."""
-    name = field.removesuffix("_resolved")
-    return ReadOnly(lambda trainer: getattr(trainer.args, field), f"set GRPOConfig({name}=...) before the trainer")
-
-
-def given(argument: str, read: Callable[[Any], Any]) -> ReadOnly:
-    """The constructor's argument of this name, as `read` finds it."""
-    return ReadOnly(read, f"pass GRPOTrainer({argument}=...)")
+def setting(field: str) -> property:
+    """The configuration's field or resolved value of this name. It can be read, not assigned."""
+    return property(lambda trainer: getattr(trainer.args, field))
 
 
 def _refuse_reading(*_: object) -> Any:
@@ -199,51 +143,41 @@ SETTINGS = (
 """Attributes with the name and the value of a setting."""
 
 
-def _processing_classes(trainer: Any) -> list[Any]:
-    return [*trainer.rewards.processing_classes, *(None for _ in trainer.rollout_components.reward_names)]
-
-
 class TRLNames:
     """Attributes of TRL's trainer with TRL's meaning, in addition to those in `SETTINGS`."""
 
     temperature = setting("temperature_resolved")
-    chat_template_kwargs = ReadOnly(
-        lambda trainer: dict(trainer.args.chat_template_kwargs or {}), "set GRPOConfig(chat_template_kwargs=...)"
-    )
+    chat_template_kwargs = property(lambda trainer: dict(trainer.args.chat_template_kwargs or {}))
     num_generations_eval = setting("num_generations_eval_resolved")
     epsilon_low = setting("epsilon")
     epsilon_high = setting("epsilon_high_resolved")
-    entropy_coef = ReadOnly(lambda trainer: trainer.entropy_controller.coef, "set GRPOConfig(entropy_coef=...)")
-    aux_loss_enabled = ReadOnly(
-        lambda trainer: trainer.components.forward_options.aux_loss, "set GRPOConfig(router_aux_loss_coef=...)"
+    entropy_coef = property(lambda trainer: trainer.entropy_controller.coef)
+    aux_loss_enabled = property(lambda trainer: trainer.components.forward_options.aux_loss)
+    rollout_func = property(lambda trainer: trainer.rollout_components.function)
+    tools = property(lambda trainer: [tool.function for tool in trainer.rollout_components.tools])
+    reward_funcs = property(
+        lambda trainer: [*trainer.rewards.functions, *trainer.rollout_components.reward_functions],
+        doc="The rewards of environments come last, as functions of `environments`.",
     )
-    rollout_func = given("rollout_func", lambda trainer: trainer.rollout_components.function)
-    tools = given("tools", lambda trainer: [tool.function for tool in trainer.rollout_components.tools])
-    reward_funcs = given(
-        "reward_funcs", lambda trainer: [*trainer.rewards.functions, *trainer.rollout_components.reward_functions]
+    reward_func_names = property(lambda trainer: list(trainer.rewards.names))
+    reward_processing_classes = property(
+        lambda trainer: [*trainer.rewards.processing_classes, *(None for _ in trainer.rollout_components.reward_names)]
     )
-    """The rewards of environments come last, as functions of `environments`."""
-    reward_func_names = given("reward_funcs", lambda trainer: list(trainer.rewards.names))
-    reward_processing_classes = given("reward_processing_classes", _processing_classes)
-    reward_weights = ReadOnly(
+    reward_weights = property(
         lambda trainer: torch.tensor(trainer.components.collector.options.reward_weights),
-        "set GRPOConfig(reward_weights=...)",
+        doc="(R,) float32, environments' rewards last.",
     )
-    """(R,) float32, environments' own rewards last."""
-    ref_model = ReadOnly(
+    ref_model = property(
         lambda trainer: None if trainer.reference is None else trainer.reference.module,
-        "the reference is the policy from before training; set GRPOConfig(sync_ref_model=True) to have it follow",
+        doc="The frozen copy of the policy; None without a KL term, and for adapters, which are switched off instead.",
     )
-    """The frozen copy of the policy; None without a KL term, and for adapters, which are switched off instead."""
-    pad_token_id = given("processing_class", lambda trainer: int(trainer._policy.tokenizer.pad_token_id))
-    eos_token_id = given("processing_class", lambda trainer: trainer._policy.tokenizer.eos_token_id)
-    eos_token_ids = given("processing_class", lambda trainer: list(trainer._policy.eos_ids))
-    """All tokens that end a completion."""
-    vllm_client = ReadOnly(
+    pad_token_id = property(lambda trainer: int(trainer._policy.tokenizer.pad_token_id))
+    eos_token_id = property(lambda trainer: trainer._policy.tokenizer.eos_token_id)
+    eos_token_ids = property(lambda trainer: list(trainer._policy.eos_ids), doc="All tokens that end a completion.")
+    vllm_client = property(
         lambda trainer: None if trainer.vllm_policy is None else trainer.vllm_policy.engine,
-        "set GRPOConfig(use_vllm=True, vllm_mode='server', vllm_server_base_url=...)",
+        doc="The engine that speaks with vLLM; None without vLLM.",
     )
-    """The engine that speaks with vLLM; None without vLLM."""
 
     metric_store: MetricStore
     eval_metric_store: MetricStore
@@ -263,8 +197,4 @@ class TRLNames:
 
 
 for _name in SETTINGS:
-    _attribute = setting(_name)
-    _attribute.__set_name__(TRLNames, _name)
-    setattr(TRLNames, _name, _attribute)
-for _name in NEVER_CALLED:
-    setattr(TRLNames, _name, NeverCalled(_name))
+    setattr(TRLNames, _name, setting(_name))
