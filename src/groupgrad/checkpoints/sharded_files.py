@@ -37,13 +37,6 @@ def is_present(checkpoint: str | Path) -> bool:
     return (Path(checkpoint) / FOLDER).is_dir()
 
 
-def saved_shapes(checkpoint: str | Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name of the whole weights that `save_model` wrote, without reading them."""
-    metadata = dcp.FileSystemReader(Path(checkpoint) / FOLDER / _MODEL).read_metadata()
-    sizes = {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
-    return {name: tuple(size) for name, size in sizes.items() if size is not None}
-
-
 def save_model(checkpoint: Path, model: nn.Module, *, trained_only: bool) -> None:
     """Writes this rank's part of the weights. Collective. With `trained_only` frozen parameters are left out."""
     _save(checkpoint / FOLDER / _MODEL, get_model_state_dict(model, options=_options(trained_only)))

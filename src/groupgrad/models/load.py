@@ -154,40 +154,35 @@ def _adapter_base_id(model_id: str, init_kwargs: dict[str, Any]) -> str | None:
     return base_id
 
 
-def load_renamed_checkpoint(model: Any, folder: str | Path) -> bool:
-    """Loads the checkpoint in `folder` into `model` if its weights have other names than the model's; True if so.
+def load_renamed_checkpoint(model: Any, folder: str | Path) -> set[str] | None:
+    """Loads the checkpoint in `folder` into `model` if its weights have other names than the model's.
 
-    transformers 5 saves some models (Qwen2-VL) under their published weight names. `from_pretrained` maps these back,
-    but `Trainer` does not when it resumes: it warns and continues with the weights in memory. This function can go when
-    `Trainer` loads its checkpoints with `from_pretrained`'s name mapping.
+    The names of weights that it lacks, or None if nothing was loaded. transformers 5 saves some models (Qwen2-VL) under
+    their published weight names. `from_pretrained` maps these back, but `Trainer` does not when it resumes: it warns
+    and continues with the weights in memory. This function can go when `Trainer` loads its checkpoints with
+    `from_pretrained`'s name mapping.
     """
     if not isinstance(model, PreTrainedModel) or getattr(model, "is_quantized", False):
-        return False
-    saved = saved_shapes(Path(folder))
-    if saved.keys() <= set(model.state_dict()):
-        return False
+        return None
+    if _saved_names(Path(folder)) <= set(model.state_dict()):
+        return None
     # Initialising a model draws random numbers, which must not change a seeded run.
     with torch.random.fork_rng():
-        loaded = type(model).from_pretrained(folder, config=model.config, dtype=torch.float32)
+        options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+        both: Any = type(model).from_pretrained(folder, config=model.config, **options)
+    loaded, found = both
     model.load_state_dict(loaded.state_dict())
-    return True
+    return set(found["missing_keys"])
 
 
-def saved_shapes(folder: Path, name: str = SAFE_WEIGHTS_NAME) -> dict[str, tuple[int, ...]]:
-    """Shapes by name of the weights in a checkpoint's safetensors files, of whose headers they are read.
-
-    `name` is the file, or the only one beside an index. Empty without such a file.
-    """
-    names = [name]
-    if name == SAFE_WEIGHTS_NAME and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
-        names = sorted(set(index["weight_map"].values()))
-    found: dict[str, tuple[int, ...]] = {}
-    for path in (folder / name for name in names):
-        if path.is_file():
-            with safe_open(path, framework="pt") as file:
-                found |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    return found
+def _saved_names(folder: Path) -> set[str]:
+    """Names of the weights in a checkpoint's safetensors files; empty without such a file."""
+    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        return set(json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"])
+    if not (folder / SAFE_WEIGHTS_NAME).is_file():
+        return set()
+    with safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt") as file:
+        return set(file.keys())
 
 
 def load_tokenizer(model: nn.Module, model_id: str, *, revision: str | None, trust_remote_code: bool) -> Any:

@@ -90,7 +90,8 @@ from groupgrad.trainer.checked_entry import entry
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.gradients import GradientSums, GradientSync, deterministic_cpu
 from groupgrad.trainer.hangs import Watch
-from groupgrad.trainer.resuming import Resume, without_second_names
+from groupgrad.trainer.resumed_parameters import raise_if_missing
+from groupgrad.trainer.resuming import Resume
 from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.saves import Saves
@@ -547,8 +548,9 @@ class Hooks(TRLNames, Trainer):
         self.resume.load_weights(resume_from_checkpoint, model or self.model, otherwise=load)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warns of missing weights, except for second names of tied weights, which no checkpoint has."""
-        super()._issue_warnings_after_load(without_second_names(load_result, self.model))
+        """CheckpointError for missing weights, of which `Trainer` warns."""
+        raise_if_missing(load_result.missing_keys, self.model, "the checkpoint")
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
 
     def _load_best_model(self) -> None:
         """Loads the best weights as `_load_from_checkpoint` does."""

@@ -107,8 +107,11 @@ class Resume:
             sharded_files.load_model(folder, inner, trained_only=is_adapted(inner))
             return
         with whole_parameters(inner, keep_changes=True):
-            if self._trainer.is_deepspeed_enabled or not load_renamed_checkpoint(inner, folder):
+            missing = None if self._trainer.is_deepspeed_enabled else load_renamed_checkpoint(inner, folder)
+            if missing is None:
                 otherwise()
+            else:
+                resumed_parameters.raise_if_missing(missing, inner, folder)
 
     def load_best_weights(self, otherwise: Callable[[], None]) -> None:
         """Loads the best checkpoint once training has ended. CheckpointError if it is damaged."""
@@ -177,11 +180,3 @@ class Resume:
 
     def _is_intact(self, name: str) -> bool:
         return self.point is None or name not in self.point.damage
-
-
-def without_second_names(load_result: Any, model: Any) -> Any:
-    """Returns the result of `load_state_dict` without second names of tied weights, which no checkpoint has."""
-    tensors = unwrap(model).state_dict(keep_vars=True)
-    loaded = {id(tensor) for name, tensor in tensors.items() if name not in load_result.missing_keys}
-    missing = [name for name in load_result.missing_keys if id(tensors.get(name)) not in loaded]
-    return load_result._replace(missing_keys=missing)
