@@ -108,28 +108,20 @@ def test_a_clipped_token_with_an_infinite_ratio_does_not_lose_the_step(make_trai
     assert entry["clip_ratio/high_mean"] > 0
 
 
-@pytest.mark.parametrize(
-    ("field", "far", "term", "sentence", "remedy"),
-    [
-        ("ref_logprobs", 200.0, "kl", "the KL to the reference is inf", "set beta=0"),
-        ("old_logprobs", -200.0, "ratio", "the ratio to the policy that sampled is inf", "bound it by delta"),
-    ],
-)
-def test_a_term_that_is_infinite_is_named_with_its_token(
-    make_trainer, caplog, capsys, field, far, term, sentence, remedy
-):
+@pytest.mark.parametrize(("field", "far", "term"), [("ref_logprobs", 200.0, "kl"), ("old_logprobs", -200.0, "ratio")])
+def test_a_term_that_is_infinite_is_named_with_its_token(make_trainer, caplog, capsys, field, far, term):
     trainer = make_trainer(max_steps=3, beta=0.1, disable_tqdm=True)
     displaced(trainer, field, far, rises=False, step=1).train()
     row, token = trainer.displaced
     text = trainer.processing_class.decode([token])
-    assert f"step 2: the loss is not finite, since {sentence} at token 1 ({text!r}) of row {row} (" in caplog.text
+    assert f"step 2: the loss is not finite, since {term} is inf at token 1 ({text!r}) of row {row} (" in caplog.text
     (path,) = (Path(trainer.args.output_dir) / "nonfinite_steps").iterdir()
     lines = {line["row"]: line for line in map(json.loads, path.read_text().splitlines())}
     assert lines[row]["nonfinite"] | {"term": term, "token": 1, "text": text, term: "inf"} == lines[row]["nonfinite"]
     assert [number for number, line in lines.items() if line["nonfinite"]] == [row]
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 2")]
     assert len(shown) == 1 and "loss     nan" in shown[0]
-    with pytest.raises(NonFiniteError, match=remedy):
+    with pytest.raises(NonFiniteError, match=f"since {term} is inf.*bound ratios"):
         displaced(make_trainer(max_steps=3, beta=0.1), field, far, rises=False).train()
 
 

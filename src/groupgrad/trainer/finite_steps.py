@@ -29,7 +29,10 @@ MAX_IN_ROW = 3
 FOLDER = "nonfinite_steps"
 """Folder in `output_dir` for the rows of skipped steps."""
 
-_WEIGHTS = "lower learning_rate or max_grad_norm, or compute in a wider type (bf16 or float32 in place of fp16)"
+_REMEDY = (
+    "look at the rows' rewards and advantages, lower learning_rate or max_grad_norm, bound ratios (delta), or compute "
+    "in a wider type (bf16 or float32 in place of fp16)"
+)
 
 
 class FiniteSteps(SameOnRanks):
@@ -103,7 +106,7 @@ class FiniteSteps(SameOnRanks):
         if self._num_in_row >= MAX_IN_ROW:
             raise NonFiniteError(
                 f"{seen}, and so were the {MAX_IN_ROW - 1} steps before it. The weights are those before them; "
-                + _remedy(found)
+                f"{_REMEDY}"
             )
         logger.warning("%s, so the step was skipped: weights and optimizer stay as they were", seen)
 
@@ -122,26 +125,6 @@ class FiniteSteps(SameOnRanks):
         self._num_in_window, self._num_lost = state.get("num_in_window", 0), state.get("num_lost", 0)
 
 
-_TERMS = {
-    "advantage": ("the advantage", "look at the rows' rewards"),
-    "logprob": ("the policy's log-prob", _WEIGHTS),
-    "old_logprob": ("the log-prob at sampling time", _WEIGHTS),
-    "ref_logprob": ("the reference's log-prob", "look at the reference model: its logits are not finite"),
-    "ratio": ("the ratio to the policy that sampled", "lower learning_rate or num_iterations, or bound it by delta"),
-    "importance_sampling_ratio": (
-        "the ratio of trainer and sampling engine",
-        "bound it by vllm_importance_sampling_clip_max",
-    ),
-    "kl": (
-        "the KL to the reference",
-        "the policy has lost tokens that the reference finds likely: lower learning_rate, or set beta=0",
-    ),
-    "loss": ("the loss", "look at the rows' rewards and advantages"),
-    "entropy": ("the entropy", _WEIGHTS),
-}
-"""Term -> how a sentence calls it, and what to do about one that is not finite."""
-
-
 def _what(found: Mapping[int, NonFiniteToken], rows: Sequence[MicroBatch], tokenizer: Any, has_loss: bool) -> str:
     """What is not finite, with the term and the token if this rank's loss has one."""
     for batch, row, place in _rows_of(rows):
@@ -154,23 +137,12 @@ def _what(found: Mapping[int, NonFiniteToken], rows: Sequence[MicroBatch], token
             more = f"; {len(found)} rows have such tokens" if len(found) > 1 else ""
             value, number = bad.numbers[bad.term], place if batch.row_index is None else int(batch.row_index[row])
             return (
-                f"the loss is not finite, since {_TERMS[bad.term][0]} is {value} at token {bad.token} ({text!r}) of "
-                f"row {number}{others}{more}"
+                f"the loss is not finite, since {bad.term} is {value} at token {bad.token} ({text!r}) of row {number}"
+                f"{others}{more}"
             )
     if not has_loss:
         return "the loss is not finite"
     return f"the gradient is not finite; the loss {'of this rank ' if dist.is_active() else ''}is finite"
-
-
-def _remedy(found: Mapping[int, NonFiniteToken]) -> str:
-    """What to do, by the terms that are not finite."""
-    terms = dict.fromkeys(bad.term for bad in found.values())
-    if terms:
-        return "; ".join(_TERMS[term][1] for term in terms)
-    return (
-        "look at the rows' rewards and advantages, lower learning_rate or max_grad_norm, or compute in a wider type "
-        "(bf16 or float32 in place of fp16)"
-    )
 
 
 def _rows_of(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Batch, int, int]]:
