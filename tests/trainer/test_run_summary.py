@@ -14,7 +14,6 @@ from datasets import Dataset
 
 from groupgrad.apps.check.data_findings import data_findings
 from groupgrad.rewards.reward_runner import RewardRunner
-from groupgrad.trainer import run_summary
 from groupgrad.trainer.run_summary import columns_in_words
 
 
@@ -118,28 +117,18 @@ def test_the_first_batch_of_a_process_tells_how_decode_steps_run(make_trainer: A
 
 
 @pytest.mark.parametrize(
-    ("dtype", "settings", "times", "line"),
+    ("dtype", "settings", "line"),
     [
-        ("float16", {}, 23.0, "weights in float16: .* take 23 times as long .* Load the model with dtype='float32' if"),
-        ("bfloat16", {}, 0.5, "weights in bfloat16: .* take 0.5 times as long .*; sampling lacks the compiled kernels"),
-        ("float32", {"bf16": True}, 3.0, "bf16=True: .* take 3 times as long .* Set bf16=False if memory allows"),
-        ("float32", {}, 3.0, None),
+        ("float16", {}, "weights in float16: few CPUs .* Load the model with dtype='float32' if memory allows"),
+        ("float32", {"bf16": True}, "bf16=True: few CPUs .* Set bf16=False if memory allows"),
+        ("float32", {}, None),
     ],
 )
-def test_the_cost_of_half_precision_on_a_cpu_is_told(
-    train: Any, monkeypatch: Any, capfd: Any, dtype: str, settings: Any, times: float, line: str | None
-) -> None:
-    """At the start of a run, as a line; by `groupgrad check`, as a warning where products are slow."""
-    measured: list[torch.dtype] = []
-    monkeypatch.setattr(run_summary, "time_of_products", lambda kind: measured.append(kind) or times)
-    model = make_model().to(getattr(torch, dtype))
-    trainer = train(model=model, max_steps=1, learning_rate=0.0, **settings)
+def test_half_precision_on_a_cpu_is_told(train: Any, capfd: Any, dtype: str, settings: Any, line: str | None) -> None:
+    """At the start of a run, as a line; by `groupgrad check`, as a warning."""
+    trainer = train(model=make_model().to(getattr(torch, dtype)), max_steps=1, learning_rate=0.0, **settings)
     shown = capfd.readouterr()
     printed = re.search("precision +(.*)", shown.out + shown.err)
-    found = [finding for finding in data_findings(trainer) if finding.topic == "precision"]
-    if line is None:
-        assert printed is None and not found and not measured
-        return
-    assert printed is not None and re.match(line, printed[1])
-    assert [finding.status for finding in found] == ["warning" if times > 1 else "ok"]
-    assert set(measured) == {torch.float16 if dtype == "float16" else torch.bfloat16}
+    found = [finding.status for finding in data_findings(trainer) if finding.topic == "precision"]
+    assert found == ["warning"] * (line is not None)
+    assert printed is None if line is None else printed is not None and re.match(line, printed[1])
