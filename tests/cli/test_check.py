@@ -18,7 +18,6 @@ from groupgrad.apps.cli import check
 from groupgrad.apps.cli.main import main
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.models.rounding import Rounding
-from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.run_folder.advice import Finding, as_text, in_numbers
 
 PLAN = GenerationPlan(
@@ -47,8 +46,8 @@ def topics(shown: str) -> dict[str, str]:
     return {match[2]: match[1] for match in found if match}
 
 
-def judged(context: int | None = None, ranks: int = 1, **metrics: Any) -> dict[str, Finding]:
-    """The findings about a round of a model with this context with these metrics, by topic."""
+def judged(ranks: int = 1, **metrics: Any) -> dict[str, Finding]:
+    """The findings about a round with these metrics, by topic."""
     memory, num_places = fullest([Usage("host", False, 12 * GIB, 10 * GIB, 100 * GIB)] * ranks)
     numbers = {key: value for key, value in {**METRICS, **metrics}.items() if value is not None}
     done = Round(numbers, rows=8, micro_batch_rows=8, sample="", memory=memory, num_places=num_places)
@@ -58,8 +57,6 @@ def judged(context: int | None = None, ranks: int = 1, **metrics: Any) -> dict[s
         ),
         rewards=SimpleNamespace(names=["one"]),
         model=torch.nn.Linear(1, 1),
-        prompt_maker=SimpleNamespace(max_context=context),
-        rollout_components=RolloutComponents(),
         accelerator=SimpleNamespace(mixed_precision="no", device="cpu"),
         rounding=Rounding(2**-23),
     )
@@ -190,8 +187,6 @@ def test_conversations_whose_turns_end_with_another_token(
         ({"completions/clipped_ratio": 0.1}, "ended", "ok", "90 % of completions ended by themselves, the others were"),
         ({"completions/clipped_ratio": 0.5}, "ended", "warning", "max_completion_length is 256. Raise"),
         ({"completions/clipped_ratio": 1.0}, "ended", "error", "all completions were truncated"),
-        ({"completions/clipped_ratio": 0.5, "context": 64}, "ended", "warning", "a context of 64 positions together"),
-        ({"completions/clipped_ratio": 0.5, "context": 260}, "ended", "warning", "256, but prompt and completion have"),
         ({"frac_reward_zero_std": 0.25}, "variance", "ok", "75 % of groups have rewards that differ"),
         ({"frac_reward_zero_std": 0.75}, "variance", "warning", "75 % of groups have no variance"),
         ({"rewards/one/mean": float("nan"), "reward": None}, "rewards", "error", "one gave no number"),

@@ -13,9 +13,8 @@ from groupgrad import dist
 from groupgrad.metrics import average, maximum, mean_of, merge_all, minimum
 from groupgrad.models.rounding import Rounding
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
-from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.trainer.sampler_logprobs import MISMATCH, has_dropout
-from groupgrad.trainer.step_log import FirstBatch, LearningSignalWatch, MismatchWatch, ending, tolerance
+from groupgrad.trainer.step_log import FirstBatch, LearningSignalWatch, MismatchWatch, tolerance
 
 LOGGER = "groupgrad.trainer.step_log"
 
@@ -84,8 +83,6 @@ def test_shares_are_those_of_all_ranks_and_the_main_process_warns(is_main, monke
     trainer = SimpleNamespace(
         _step_log=SimpleNamespace(experiences=[SimpleNamespace(metrics=metrics(0))]),
         args=SimpleNamespace(max_completion_length=6, mask_truncated_completions=False),
-        prompt_maker=SimpleNamespace(max_context=None),
-        rollout_components=RolloutComponents(),
         plan=SimpleNamespace(prompts_per_generation=4),
     )
     monkeypatch.setattr(dist, "all_gather_objects", lambda own: [own, metrics(4)])
@@ -94,19 +91,6 @@ def test_shares_are_those_of_all_ranks_and_the_main_process_warns(is_main, monke
         FirstBatch(trainer).on_step_end(None, state, None)
     found = warnings_of(caplog)
     assert [text.partition(",")[0] for text in found] == ["step 1: 50 % of completions were truncated"] * is_main
-
-
-def test_agents_that_are_cut_before_the_limit_are_not_told_of_the_context():
-    """Results of tools count against the limit, but not in the length of a completion."""
-    metrics = {"completions/clipped_ratio": 1.0, "completions/min_length": 2, "completions/max_length": 40}
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(max_completion_length=64, mask_truncated_completions=False),
-        prompt_maker=SimpleNamespace(max_context=512),
-        rollout_components=RolloutComponents(chat=object()),
-    )
-    assert ending(trainer, metrics).setting.startswith("max_completion_length is 64. Raise max_completion_length")
-    trainer.rollout_components = RolloutComponents()
-    assert "have a context of 512 positions together" in ending(trainer, metrics).setting
 
 
 WARNING = "gave no gradient, so nothing was learned"

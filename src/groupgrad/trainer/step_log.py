@@ -100,21 +100,8 @@ def ending(trainer: Any, metrics: Mapping[str, Any]) -> Finding:
     masked = trainer.args.mask_truncated_completions
     follows = "they teach nothing (mask_truncated_completions=True)" if masked else "unfinished answers are rewarded"
     seen = f"{share} completions were truncated, so {follows}; {lengths}."
-    limit, context = trainer.args.max_completion_length, trainer.prompt_maker.max_context
-    mend = f"max_completion_length is {limit:,}."
-    parts = trainer.rollout_components  # results of tools count against the limit, but not in `longest`
-    is_short = longest < limit and parts.chat is None and parts.function is None
-    if context is not None and (limit >= context or is_short):
-        choices = ["Take a model with a longer context", "shorten prompts", "reward short answers"]
-        if not masked:
-            choices.append("set mask_truncated_completions=True")
-        mend = (
-            f"{mend[:-1]}, but prompt and completion have a context of {context:,} positions together, which truncates "
-            f"them. {', '.join(choices[:-1])}, or {choices[-1]}."
-        )
-    else:
-        mend = f"{mend} {'Raise it, or reward short answers.' if masked else advised.setting}"
-    return Finding("ended", seen, status, mend)
+    mend = "Raise it, or reward short answers." if masked else advised.setting
+    return Finding("ended", seen, status, f"max_completion_length is {trainer.args.max_completion_length:,}. {mend}")
 
 
 def variance(metrics: Mapping[str, Any]) -> Finding:
