@@ -67,7 +67,7 @@ def test_an_evaluation_reads_changed_options(make_trainer, tools):
 def test_a_learning_rate_that_the_optimizer_would_not_take_is_refused(trained):
     trainer, scored = trained()
     trainer.args.learning_rate = 3e-3
-    with pytest.raises(ConfigError, match=r"learning_rate was changed from 0\.01 to 0\.003 after train\(\)"):
+    with pytest.raises(ConfigError, match=r"learning_rate was changed from 0\.01 to 0\.003, and the trainer goes on"):
         trainer.train()
     assert len(scored) == 1
     trainer.optimizer = trainer.lr_scheduler = None

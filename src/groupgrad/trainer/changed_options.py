@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import json
 import logging
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -169,17 +168,17 @@ _READ_DURING_TRAINING = (
 
 
 class ChangedOptions:
-    """Compares a configuration with what it was when the trainer and its optimizer were made."""
+    """Compares a configuration with what it was when the trainer was made and when it last trained."""
 
     def __init__(self, config: GRPOConfig):
         self._made = self._seen = _values(config)
-        self._optimizer: weakref.ref[Any] | None = None
-        self._of_optimizer: dict[str, Any] = {}
-        self._makes_optimizer = False
         self._told: set[str] = set()
 
-    def check(self, config: GRPOConfig, *, has_reference: bool) -> bool:
-        """Returns True if an option has changed since `accept`. ConfigError if a change cannot work."""
+    def check(self, config: GRPOConfig, *, has_reference: bool, keeps_optimizer: bool) -> bool:
+        """Returns True if an option has changed since `accept`. ConfigError if a change cannot work.
+
+        `keeps_optimizer`: the next training goes on with the optimizer that the trainer has.
+        """
         if _values(config) == self._seen:
             return False
         problems: list[str] = []
@@ -195,6 +194,12 @@ class ChangedOptions:
             f"only then. Make another one with GRPOConfig({name}=...)"
             for name in _OF_CONSTRUCTION
             if now.get(name) != self._made.get(name)
+        ]
+        texts += [
+            f"{_change(name, self._seen[name], now[name])}, and the trainer goes on with the optimizer that it has. "
+            "Set trainer.optimizer = trainer.lr_scheduler = None, so that another one is made"
+            for name in _OF_OPTIMIZER
+            if keeps_optimizer and now.get(name) != self._seen.get(name)
         ]
         if config.beta != 0 and not has_reference:
             texts.append(
@@ -224,29 +229,6 @@ class ChangedOptions:
             "training reads this option when it begins. End the run there and resume it with the other value"
             for name in changed
         ]
-
-    def check_optimizer(self, config: GRPOConfig, optimizer: Any, *, is_restored: bool) -> None:
-        """ConfigError if the optimizer of an earlier training would go on with other options than `config` has.
-
-        `optimizer` is None where training makes one. An `is_restored` one gets its options from a checkpoint.
-        """
-        self._makes_optimizer |= optimizer is None
-        if optimizer is None or self._optimizer is None or self._optimizer() is not optimizer or is_restored:
-            return
-        now, then = _values(config), self._of_optimizer
-        texts = [
-            f"{_change(name, then[name], now[name])} after train(), and the next one goes on with the optimizer of the "
-            "first. Set trainer.optimizer = trainer.lr_scheduler = None, so that another one is made"
-            for name in _OF_OPTIMIZER
-            if now.get(name) != then.get(name)
-        ]
-        if texts:
-            raise ConfigError(texts)
-
-    def optimizer_is_ready(self, config: GRPOConfig, optimizer: Any) -> None:
-        """Records the options with which a training made its optimizer; an optimizer that a script made is left out."""
-        if self._makes_optimizer:
-            self._optimizer, self._of_optimizer = weakref.ref(optimizer), _values(config)
 
 
 def _values(config: GRPOConfig) -> dict[str, Any]:

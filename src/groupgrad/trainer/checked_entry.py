@@ -101,7 +101,10 @@ def follow_options(trainer: Any) -> bool:
     ConfigError or ValueError if a change cannot work, or would do nothing.
     """
     config = trainer.args
-    if not trainer.changed_options.check(config, has_reference=trainer.reference is not None):
+    # A search makes the model and the optimizer of each trial.
+    keeps_optimizer = trainer.optimizer is not None and trainer.model_init is None
+    has_reference = trainer.reference is not None
+    if not trainer.changed_options.check(config, has_reference=has_reference, keeps_optimizer=keeps_optimizer):
         return False
     plan = component_options.generation_plan(config)
     datasets = trainer.train_dataset, trainer.eval_dataset

@@ -469,7 +469,6 @@ class GRPOTrainer(Hooks):
 
     def _prepare_steps(self) -> None:
         """Computes what holds for all steps, once the model is placed and perhaps sharded over ranks."""
-        self.changed_options.optimizer_is_ready(self.args, self.optimizer)
         is_shared, rank_group = is_sharded(self.model), self.execution.rank_group
         is_one_group = rank_group is not None and rank_group.size == dist.world_size()
         balances = self.args.balance_ranks and dist.is_active() and not is_one_group
@@ -489,7 +488,6 @@ class GRPOTrainer(Hooks):
     def _hp_search_setup(self, trial: Any) -> None:
         super()._hp_search_setup(trial)
         follow_options(self)
-        self.changed_options.check_optimizer(self.args, self.optimizer, is_restored=self.resume.point is not None)
         self._start_anew()
 
     # --------------------------------------------------------------------------------------------- data and log
