@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from groupgrad import dist
-from groupgrad.config import GRPOConfig
 from groupgrad.data.digest import dataset_digest
 from groupgrad.models.unwrapping import unwrap
-from groupgrad.objectives import PolicyOptions
 from groupgrad.trainer import component_options, dataset_checks
 
 _P = ParamSpec("_P")
@@ -21,22 +18,6 @@ _R = TypeVar("_R")
 _S = TypeVar("_S")
 
 _LOCK = threading.RLock()
-_holders: list[tuple[str, str]] = []
-"""One entry for each acquisition of the lock: thread name and work."""
-
-_OF_ALL_RANKS = {
-    *(field.name for field in dataclasses.fields(PolicyOptions) if field.name in GRPOConfig.__dataclass_fields__),
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("generation_batch_size", "steps_per_generation", "num_generations", "num_generations_eval", "num_iterations"),
-    *("max_steps", "num_train_epochs", "max_completion_length", "temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "generation_kwargs", "chat_template_kwargs", "shuffle_dataset", "shuffle_rows", "seed"),
-    *("data_seed", "dataloader_drop_last", "reward_weights", "scale_rewards", "multi_objective_aggregation"),
-    *("mask_truncated_completions", "dynamic_sampling_rounds", "learning_rate", "weight_decay", "lr_scheduler_type"),
-    *("warmup_steps", "max_grad_norm", "optim", "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
-    *("entropy_coef", "use_adaptive_entropy", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
-    *("logging_strategy", "logging_steps"),
-}
-"""Options of the objective, of sampling, and of when something is done."""
 
 
 @contextmanager
@@ -47,16 +28,14 @@ def one_thread(what: str) -> Iterator[None]:
     change each other's numbers.
     """
     if not _LOCK.acquire(blocking=False):
-        other, doing = _holders[-1] if _holders else ("another thread", "a trainer")
         raise RuntimeError(
-            f"{what} was called in {threading.current_thread().name} while {doing} runs in {other}: two threads of a "
-            "process would change each other's numbers. Call one after the other, or start a process for each"
+            f"{what} was called in {threading.current_thread().name} while another thread makes or runs a trainer: two "
+            "threads of a process would change each other's numbers. Call one after the other, or start a process for "
+            "each"
         )
-    _holders.append((threading.current_thread().name, what))
     try:
         yield
     finally:
-        _holders.pop()
         _LOCK.release()
 
 
@@ -114,40 +93,24 @@ def follow_options(trainer: Any) -> bool:
 
 
 def check_ranks_agree(trainer: Any) -> None:
-    """Collective. ValueError, on all ranks, if a rank has other data or options than rank 0.
+    """Collective. ValueError, on all ranks, if a rank has other data than rank 0.
 
     Streams are not compared, since their rows are read as training goes on.
     """
     if not dist.is_active():
         return
-    config = trainer.args
     with dist.errors_on_all_ranks():
         data = {"train_dataset": trainer.recorder.data_digest()}
-        if config.evaluates:
+        if trainer.args.evaluates:
             sets = dataset_checks.named_datasets(trainer.eval_dataset)
             data |= {name: dataset_digest(dataset) for name, dataset in sets.items()}
-        options = {name: repr(getattr(config, name, None)) for name in sorted(_OF_ALL_RANKS)}
-    (first_data, first_options), *others = dist.all_gather_objects((data, options))
-    for rank, (its_data, its_options) in enumerate(others, start=1):
-        for name in {**first_data, **its_data}:
-            if first_data.get(name) != its_data.get(name):
-                raise ValueError(_data_differ(name, rank, first_data.get(name), its_data.get(name)))
-        differing = [name for name, value in first_options.items() if value != its_options[name]]
-        if differing:
-            found = ", ".join(f"{name}={first_options[name]} and {its_options[name]}" for name in differing)
-            raise ValueError(
-                f"ranks 0 and {rank} have different options: {found}; all ranks train the same steps, so give each "
-                "the same configuration"
-            )
-
-
-def _data_differ(name: str, rank: int, first: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
-    sizes = [None if found is None else found["rows"] for found in (first, other)]
-    how = "the same number of rows, but others, or in another order"
-    if sizes[0] != sizes[1]:
-        how = " and ".join("no rows that can be counted" if size is None else f"{size} rows" for size in sizes)
-    return (
-        f"{name} of ranks 0 and {rank} differ: they have {how}. Prompts are dealt to ranks by the number of their row, "
-        "so give each rank the same rows in the same order: shuffle and split with a seed, as in "
-        "dataset.shuffle(seed=42), and load the same files"
-    )
+    first, *others = dist.all_gather_objects(data)
+    for rank, found in enumerate(others, start=1):
+        for name in {**first, **found}:
+            if first.get(name) != found.get(name):
+                sizes = " and ".join(str((each.get(name) or {}).get("rows", "?")) for each in (first, found))
+                raise ValueError(
+                    f"{name} of ranks 0 and {rank} differ: they have {sizes} rows, in another order or with other "
+                    "content. Prompts are dealt to ranks by the number of their row, so give each rank the same rows "
+                    "in the same order: shuffle and split with a seed, as in dataset.shuffle(seed=42)"
+                )
