@@ -155,12 +155,3 @@ def test_rows_that_a_transform_makes_are_trained_on(make_trainer: Any, kept: str
         {"remove_unused_columns": is_pruned}, train_dataset=data, reward_funcs=zero if is_pruned else reward
     ).train()
     assert is_pruned or (len(seen) == 4 and set(seen) <= set("0123"))
-
-
-@pytest.mark.parametrize(("block", "name"), [(torch.no_grad, "no_grad"), (torch.inference_mode, "inference_mode")])
-def test_training_without_gradients_is_refused_before_it_begins(
-    block: Any, name: str, make_trainer: Any, unsampled: None
-) -> None:
-    trainer = make_trainer()
-    with block(), pytest.raises(RuntimeError, match=rf"gradients switched off, as in torch\.{name}\(\)"):
-        trainer.train()

@@ -54,11 +54,6 @@ def choose(
         request = {"true": True, "false": False}.get(request.lower(), AUTO)
     if not request:
         return None
-    if not isinstance(request, (bool, str, os.PathLike)):
-        raise TypeError(
-            f"resume_from_checkpoint is {request!r}, an {type(request).__name__}; set it to the path of a checkpoint, "
-            "or to True or 'auto' for the newest"
-        )
     if request is not True and request != AUTO:
         return _verified(Path(request), run_folder, allow_partial=allow_partial)
     found = dist.all_gather_objects([path.name for path in checkpoints_in(run_folder)])[0]

@@ -60,12 +60,6 @@ def _reason(path: Path) -> str | None:
 
 
 def _archive(path: Path) -> str | None:
-    with open(path, "rb") as file:
-        start = file.read(2)
-    if not start:
-        return "is empty"
-    if start != b"PK":  # torch's format before 1.6, which has no checksums
-        return None if start[:1] == b"\x80" else "was not written by torch.save"
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()

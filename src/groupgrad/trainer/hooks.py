@@ -173,12 +173,8 @@ class Hooks(TRLNames, Trainer):
 
         `resume_from_checkpoint` is a path, True for the newest whole checkpoint in `output_dir`, or "auto" for the same
         or else a new start; None takes the configuration's. CheckpointError if it is damaged, before anything is
-        sampled; CheckpointNotSaved, after the last step, if the last checkpoint could not be written. RuntimeError
-        where gradients are switched off.
+        sampled; CheckpointNotSaved, after the last step, if the last checkpoint could not be written.
         """
-        if not torch.is_grad_enabled():
-            block = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
-            raise RuntimeError(f"train() was called with gradients switched off, as in {block}; call it outside")
         check_overrides(self)  # a script may have assigned some since the trainer was made
         self._invalidate_vllm()
         self.gradient_sums.clear()

@@ -131,16 +131,6 @@ def trained_parameters(model: nn.Module, optimizer: Any = None) -> dict[str, str
     return {named[key][0]: _described(named[key][1]) for key in dict.fromkeys([*numbered, *trained])}
 
 
-def changed_dropout(folder: Path, manifest: Manifest | None, model: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """The adapter's settings that a resumed run may change, with both values."""
-    then, now = _adapter_then(folder, manifest, unwrap(model)) or {}, adapter_settings(unwrap(model)) or {}
-    return {
-        f"peft_config.{name}": (then[name], value)
-        for name, value in now.items()
-        if _is_free(name) and name in then and then[name] != value
-    }
-
-
 def _differences(then: Mapping[str, str], now: Mapping[str, str], *, by_order: bool) -> list[str]:
     """Sentences about parameters that only one run trains, or trains in another shape or dtype.
 
@@ -196,15 +186,10 @@ def _other_settings(then: Mapping[str, Any], now: Mapping[str, Any], *, all_of_t
         for name, value in json.loads(json.dumps(dict(now), default=str)).items()
         if name in then
         and name not in left_out
-        and not _is_free(name)
+        and not name.endswith("dropout")  # which a run may change
         and _sorted(then[name]) != _sorted(value)
         and not (name == _INITIALISATION and all(map(leaves_base_unchanged_by, (then[name], value))))
     ]
-
-
-def _is_free(name: str) -> bool:
-    """True for a setting that a run may change where it resumes."""
-    return name.endswith("dropout")
 
 
 def _described(parameter: Any) -> str:

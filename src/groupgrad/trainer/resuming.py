@@ -148,9 +148,7 @@ class Resume:
             new_learning_rate=trainer.args.resume_learning_rate,
             reference=model_source(trainer.model) if trainer.reference is not None else None,
         )
-        dropout = resumed_parameters.changed_dropout(point.folder, point.manifest, trainer.model)
-        further = [changed_options.Difference(name, *values) for name, values in dropout.items()]
-        changed_options.report([*rows, *intervals, *further], checkpoint)
+        changed_options.report([*rows, *intervals], checkpoint)
         if restored and trainer.args.resume_learning_rate:
             resumed_optimizer.apply_learning_rate(trainer.optimizer, trainer.lr_scheduler, configured, old)
         if restored and rows:
