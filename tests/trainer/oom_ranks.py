@@ -194,26 +194,6 @@ def joined(out: Path) -> dict[str, Any]:
     return {**found, **outcome(trainer), "own": float(model.own)}
 
 
-class Normed(nn.Module):
-    """Keeps a running mean of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2, momentum=1.0)
-        self.register_buffer("table", torch.full((2,), float(RANK)))
-
-
-def statistics(buffers: bool) -> list[list[float]]:
-    """Returns the running means and a table after each rank has taken a step on different numbers."""
-    model: Any = Normed()
-    sync = GradientSync(model, buffers=buffers)
-    sync.begin()
-    for last in (False, True):
-        with sync.micro_batch(is_last=last):
-            model.norm(torch.full((3, 2), 1.0 + RANK)).sum().backward()
-    return [model.norm.running_mean.tolist(), model.table.tolist()]
-
-
 def half_precision_sum() -> torch.Tensor:
     """The gradient of a bfloat16 weight after each rank has made five passes."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
@@ -299,7 +279,6 @@ def main(out: Path) -> None:
         save(name, run(name, out))
     save("resumed", resume(out))
     save("joined", joined(out))
-    save("statistics", [statistics(buffers) for buffers in (True, False)])
     save("half_precision_sum", half_precision_sum())
     for dtype in (torch.float32, torch.bfloat16):
         save(f"sent_early_{dtype}", [sent_early(dtype, overlaps=overlaps) for overlaps in (True, False)])

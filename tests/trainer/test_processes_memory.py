@@ -110,12 +110,6 @@ def test_ranks_join_as_they_are_told(out):
     assert [result["own"] for result in found] == [0.0, 1.0]
 
 
-def test_running_statistics_are_rank_0s_unless_each_rank_keeps_its_buffers(out):
-    (shared, kept), (other_shared, other_kept) = results(out, "statistics")
-    assert shared == other_shared == kept == [[1.0, 1.0], [0.0, 0.0]]
-    assert other_kept == [[2.0, 2.0], [1.0, 1.0]]
-
-
 def test_half_precision_gradients_are_summed_and_averaged_in_float32(out):
     """The ranks' sums are 259 and 258, whose mean rounds to 258 in bfloat16, where numbers from 256 on are even.
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import deterministic
 
 from groupgrad import dist
@@ -105,9 +104,9 @@ class GradientSync:
     have gradients. A backward pass must then add to each gradient only once.
 
     `sums` holds the gradients, in the type in which they are sent; by default each parameter's `.grad` does. With
-    `buffers` the model's buffers are copied from rank 0 too. With `joint_passes` ranks make passes together. When one
-    of them fails, the others wait for it inside a pass and cannot agree on an error, so the error ends its own rank,
-    and the watch over the run (`hangs.py`) ends the others.
+    `buffers` training begins with rank 0's buffers on all ranks. With `joint_passes` ranks make passes together. When
+    one of them fails, the others wait for it inside a pass and cannot agree on an error, so the error ends its own
+    rank, and the watch over the run (`hangs.py`) ends the others.
     """
 
     def __init__(
@@ -151,9 +150,6 @@ class GradientSync:
         self._ahead.send_rest()
         dist.raise_on_all_ranks(None)
         self._average()
-        if self._buffers:
-            for statistics in _running_statistics(self._model):
-                dist.broadcast_tensor(statistics)
 
     def backward_pass(self, *, is_last: bool) -> AbstractContextManager[None]:
         """The context of a backward pass; `is_last` for this rank's last one in its micro-batch. Not a collective."""
@@ -173,13 +169,6 @@ class GradientSync:
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         pairs = [pair for pair in zip(trained, holders) if self._overlaps and pair[1].grad is not None]
         self._ahead = OverlappedAverage(pairs, self._bucket_bytes)
-
-
-def _running_statistics(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Running statistics of batch normalisation, which differ between ranks."""
-    for module in model.modules():
-        if isinstance(module, _NormBase):
-            yield from module.buffers(recurse=False)
 
 
 class OverlappedAverage:
