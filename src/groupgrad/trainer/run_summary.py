@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import nn
 from transformers import TrainerCallback
 
 from groupgrad import compat, dist
@@ -294,7 +292,7 @@ def _count(dataset: Any, use: str) -> str:
 
 def half_precision(trainer: Any) -> Finding | None:
     """Returns that half precision is slow on CPUs; None for a run in float32 or on another device."""
-    weights, mixed = _type_of_weights(trainer.model), trainer.accelerator.mixed_precision
+    weights, mixed = unwrap(trainer.model).dtype, trainer.accelerator.mixed_precision
     if trainer.accelerator.device.type != "cpu":
         return None
     if weights in (torch.bfloat16, torch.float16):
@@ -305,11 +303,3 @@ def half_precision(trainer: Any) -> Finding | None:
         return None
     text = f"{what}: few CPUs compute fast in half precision, and the compiled kernels are for float32 alone."
     return Finding("precision", text, "warning", f"{mend} if memory allows.")
-
-
-def _type_of_weights(model: nn.Module) -> torch.dtype | None:
-    """The dtype of most of the model's weights."""
-    sizes: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        sizes[parameter.dtype] += parameter.numel()
-    return max(sizes, key=sizes.__getitem__, default=None)
