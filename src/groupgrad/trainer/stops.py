@@ -25,7 +25,7 @@ from groupgrad.config.launcher import holds_parts
 from groupgrad.errors import CheckpointNotSaved
 from groupgrad.stopping import Paused, Stopped, StopRequested
 from groupgrad.trainer.callbacks import SameOnRanks
-from groupgrad.trainer.kept_state import random_states, set_random_states
+from groupgrad.trainer.resuming import random_states, set_random_states
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class LastStep:
     generation_batches: dict[int, Batch]
     """Generation batches that the buffer held, by number."""
     random_states: tuple[Any, ...]
-    """See `kept_state.random_states`."""
+    """See `resuming.random_states`."""
     num_input_tokens_seen: int
 
     def restore(self, trainer: Any) -> None:
