@@ -105,9 +105,7 @@ def digest(path: Path) -> FileDigest:
 
 def sync(path: Path) -> None:
     """Waits until a file or a folder is on the disk. OSError if the disk refuses."""
-    if path.is_dir() and os.name == "nt":  # Windows cannot open folders
-        return
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

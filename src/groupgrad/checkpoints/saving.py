@@ -31,9 +31,8 @@ CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 _REPLACED = "replaced-"
 _STORAGE_ERRNOS = {
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "EACCES", "EPERM", "ESTALE", "ENOENT", "ENOTDIR")
-    if hasattr(errno, name)
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE),
+    *(errno.ENOENT, errno.ENOTDIR),
 }
 _STORAGE_TEXTS = ("PytorchStreamWriter failed", "inline_container", "os error 27", "os error 28", "os error 122")
 """Messages of torch and safetensors that stand for an OSError when a write fails."""
