@@ -58,7 +58,7 @@ def test_each_attribute_of_the_peer_is_there_or_names_its_replacement(make_train
     assert len(names) > 40
     for name in names:
         if name in REPLACED:
-            with pytest.raises(AttributeError, match=f"no {name}: {re.escape(REPLACED[name])}"):
+            with pytest.raises(AttributeError, match=rf"no {name}; docs/from-trl\.md says how"):
                 getattr(trainer, name)
         else:
             getattr(trainer, name)
@@ -108,7 +108,7 @@ def test_appended_metrics_are_logged(make_trainer):
 @pytest.mark.parametrize("name", NEVER_CALLED)
 def test_a_method_that_is_never_called_is_refused(name):
     subclass = type("Mine", (GRPOTrainer,), {name: lambda self, *args, **kwargs: None})
-    with pytest.raises(TypeError, match=rf"(?s)Mine has methods that groupgrad never calls.*{name}: "):
+    with pytest.raises(TypeError, match=rf"Mine has methods that groupgrad never calls.*: {name}\. docs"):
         subclass(model="no model is loaded", reward_funcs=twice, args=GRPOConfig(use_cpu=True, bf16=False))
 
 
@@ -125,29 +125,24 @@ def test_all_methods_that_are_never_called_are_refused_at_once(make_trainer, mon
             return super().compute_advantages(rewards, num_generations)
 
     arguments = {"model": "none is loaded", "reward_funcs": twice, "args": GRPOConfig(use_cpu=True, bf16=False)}
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=r"Mine has methods that .*: _generate, _compute_advantages\. docs/from"):
         Mine(**arguments)
-    assert str(error.value).splitlines() == [
-        "Mine has methods that groupgrad never calls, so they would change nothing (docs/from-trl.md):",
-        f"  _generate: {NEVER_CALLED['_generate']}",
-        f"  _compute_advantages: {NEVER_CALLED['_compute_advantages']}",
-    ]
     trainer = make_trainer()
     trainer._prepare_inputs = twice
-    with pytest.raises(TypeError, match="_prepare_inputs: define batch_loss"):
+    with pytest.raises(TypeError, match="nothing: _prepare_inputs"):
         trainer.train()
     monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", twice, raising=False)  # as some libraries patch the class
-    with pytest.raises(TypeError, match="_calculate_rewards: define score_rollouts"):
+    with pytest.raises(TypeError, match="nothing: _calculate_rewards"):
         GRPOTrainer(**arguments)
 
 
 def test_reading_a_method_that_the_peer_alone_has_says_what_to_do(make_trainer):
     trainer = make_trainer()
-    for name, remedy in NEVER_CALLED.items():
+    for name in NEVER_CALLED:
         if hasattr(Trainer, name):  # which transformers and its extensions may call
             assert callable(getattr(trainer, name))
             continue
-        with pytest.raises(AttributeError, match=f"no {name}: {re.escape(remedy)}"):
+        with pytest.raises(AttributeError, match=rf"no {name}; docs/from-trl\.md says how"):
             getattr(trainer, name)
 
 
@@ -222,9 +217,8 @@ def test_the_curriculum_of_the_page_follows_rewards(train):
 
 def test_the_page_lists_the_same_names():
     text = PAGE.read_text()
-    for table in (NEVER_CALLED, REPLACED):
-        for name, remedy in table.items():
-            assert f"| `{name}` | {remedy} |" in text
+    for name in (*NEVER_CALLED, *REPLACED):
+        assert f"| `{name}` | " in text
 
 
 def test_rewards_and_advantages_of_a_subclass(train):
