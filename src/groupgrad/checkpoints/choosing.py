@@ -55,7 +55,7 @@ def choose(
     if not request:
         return None
     if request is not True and request != AUTO:
-        return _verified(Path(request), run_folder, allow_partial=allow_partial)
+        return _verified(Path(request), allow_partial=allow_partial)
     found = dist.all_gather_objects([path.name for path in checkpoints_in(run_folder)])[0]
     if not found and request == AUTO:
         return None
@@ -89,13 +89,11 @@ def _newest_valid(candidates: list[Path], *, allow_partial: bool) -> ResumePoint
     )
 
 
-def _verified(folder: Path, run_folder: Path, *, allow_partial: bool) -> ResumePoint:
+def _verified(folder: Path, *, allow_partial: bool) -> ResumePoint:
     if not any(dist.all_gather_objects(folder.is_dir())):
-        in_run_folder = run_folder / folder
-        place = repr(str(in_run_folder)) if in_run_folder.is_dir() else "the folder of a checkpoint"
         raise CheckpointError(
-            f"resume_from_checkpoint is {str(folder)!r}, but there is no such folder; set it to {place}, or to True "
-            "for the newest valid one in output_dir"
+            f"resume_from_checkpoint is {str(folder)!r}, but there is no such folder; set it to the folder of a "
+            "checkpoint, or to True for the newest valid one in output_dir"
         )
     point = _examine(folder)
     if not point.damage:
@@ -109,12 +107,10 @@ def _verified(folder: Path, run_folder: Path, *, allow_partial: bool) -> ResumeP
     lost = _lost(point)
     if allow_partial and not lost:
         return _with_remark(point)
-    others = [path.name for path in checkpoints_in(run_folder) if path.resolve() != folder.resolve()]
-    ways = [f"resume_from_checkpoint=True takes the newest valid one of {', '.join(others)}"] if others else []
-    if not lost:
-        ways.append("allow_partial_resume=True goes on without what is damaged")
+    way = "" if lost else ", and allow_partial_resume=True goes on without what is damaged"
     raise CheckpointError(
-        f"{folder} is damaged: {_listed(point.damage)}; {' and '.join(ways) or 'resume from another checkpoint'}"
+        f"{folder} is damaged: {_listed(point.damage)}; resume_from_checkpoint=True takes the newest valid one in "
+        f"output_dir{way}"
     )
 
 
