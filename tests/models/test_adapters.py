@@ -31,25 +31,19 @@ def logprobs(model: Any, batch: Any) -> torch.Tensor:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "modules of another architecture": (
         {"target_modules": ["query_key_value", "dense"]},
-        r"peft_config does not fit this Qwen3ForCausalLM: .*query_key_value.* Its linear layers are called q_proj, "
-        r"k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head; name some of them",
+        r"peft_config does not fit this Qwen3ForCausalLM: .*query_key_value",
     ),
     "layers that are not there": ({"layers_to_transform": [9]}, r"does not fit this Qwen3ForCausalLM: .*\[9\]"),
     "a module of no kind that can be adapted": ({"target_modules": ["norm"]}, "does not fit this .*RMSNorm"),
     "a whole module that is not there": (
         {"modules_to_save": ["lm_head", "score"]},
-        r"modules_to_save names score, and this Qwen3ForCausalLM has no such module; it has model, embed_tokens, ",
+        r"modules_to_save names score, and this Qwen3ForCausalLM has none of that name; take it out",
     ),
     "a parameter that is not there": (
         {"target_parameters": ["mlp.experts.down_proj"]},
-        r"target_parameters names mlp\.experts\.down_proj, .* has no such parameter; it has .*q_proj\.weight",
-    ),
-    "dropout on a parameter": (
-        {"target_parameters": ["q_proj.weight"], "lora_dropout": 0.1},
-        r"target_parameters .* lora_dropout=0\.1 is for linear layers; set lora_dropout to 0",
+        r"target_parameters names mlp\.experts\.down_proj, .* has none of that name",
     ),
     "another task": ({"task_type": "SEQ_CLS"}, "peft_config.task_type is 'SEQ_CLS', .* set it to 'CAUSAL_LM'"),
-    "a configuration for use": ({"inference_mode": True}, "inference_mode is True, .* set it to False"),
 }
 
 
@@ -71,13 +65,8 @@ def test_adalora_is_rejected(build):
 def test_unknown_feedforward_modules_are_rejected(build):
     """peft ignores them silently."""
     config = peft.IA3Config(target_modules="all-linear", feedforward_modules=["down_proj", "fc2"])
-    with pytest.raises(ValueError, match="feedforward_modules names fc2, and this Qwen3ForCausalLM has no such module"):
+    with pytest.raises(ValueError, match="feedforward_modules names fc2, and this Qwen3ForCausalLM has none"):
         add_adapter(build("qwen3"), config)
-
-
-def test_feedforward_modules_of_an_architecture_that_peft_does_not_know(build):
-    with pytest.raises(ValueError, match=r"specify `feedforward_modules` .*; name those of target_modules whose input"):
-        add_adapter(build("qwen3-moe"), peft.IA3Config(target_modules=["k_proj"]))
 
 
 def test_unknown_target_modules_among_known_ones_are_a_warning(build):
@@ -114,13 +103,13 @@ def test_an_adapter_whose_base_model_lies_elsewhere(build, tmp_path: Path):
     build("qwen3").save_pretrained(tmp_path / "base")
     add_adapter(load_policy(str(tmp_path / "base"), {}, **LOADING), lora()).save_pretrained(tmp_path / "adapter")
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match=r"adapter that was trained on .*base, but .*; .*PeftModel\.from_pretrained\("):
+    with pytest.raises(ValueError, match=r"base model .*base', which is not here; .*PeftModel\.from_pretrained\("):
         load_policy(str(tmp_path / "adapter"), {}, **LOADING)
 
 
 def test_an_adapter_that_names_no_base_model(build, tmp_path: Path):
     add_adapter(build("qwen3"), lora()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"names no base model; .*PeftModel\.from_pretrained\("):
+    with pytest.raises(ValueError, match=r"base model None, which is not here; .*PeftModel\.from_pretrained\("):
         load_policy(str(tmp_path), {}, **LOADING)
 
 
@@ -137,14 +126,6 @@ def test_an_adapter_of_another_architecture_is_rejected(case: str, build, tmp_pa
     add_adapter(build("qwen3"), lora()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_adapter(build(architecture, **settings), str(tmp_path))
-
-
-def test_an_adapter_made_for_another_class(build, tmp_path: Path):
-    peft.get_peft_model(build("qwen3"), lora(task_type=None)).save_pretrained(tmp_path)
-    model = peft.PeftModel.from_pretrained(build("llama"), str(tmp_path), is_trainable=True)
-    with pytest.raises(ValueError, match="was made for a Qwen3ForCausalLM, and the model is a LlamaForCausalLM"):
-        check_adapter(model)
-    check_adapter(peft.PeftModel.from_pretrained(build("qwen3"), str(tmp_path), is_trainable=True))
 
 
 def test_another_base_model_by_name_is_a_warning(build, tmp_path: Path):

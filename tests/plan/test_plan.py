@@ -440,7 +440,6 @@ def test_mistakes_end_with_a_sentence(tmp_path: Path, capsys: Any) -> None:
             ["--model", str(tmp_path / "unknown.json"), "--device", "8GB"],
             "`not_of_transformers` but Transformers does not recognize this architecture; give a folder with",
         ),
-        (["--model", "some/model", "--device", "8GB"], "and HF_HUB_OFFLINE forbids to download it; give a folder"),
         (["--model", str(tmp_path), "--device", "8GB"], "layers of a kind that is not predicted yet"),
         (["--model", str(tmp_path), "--device", "8"], "8 is no size; write it as 80GB or 24GiB"),
         (["--model", "x", "--device", "8GB", "--beta", "-1"], "beta=-1.0 cannot work"),

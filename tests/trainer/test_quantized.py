@@ -182,15 +182,10 @@ def test_gradient_checkpointing_over_quantized_weights(make_trainer, quantized):
     ("adapter", "text"),
     [
         (None, r"Qwen3ForCausalLM are quantized and cannot be trained .* give a peft_config"),
-        (lora(modules_to_save=["o_proj"]), r"modules_to_save names .*o_proj, whose weights are quantized"),
-        (
-            peft.LoHaConfig(r=2, target_modules=["q_proj"]),
-            r"this adapter does not compute over weights quantized .* use LoRA",
-        ),
         # bitsandbytes rearranges weights in the first call on some processors; no gradient passes a layer since.
         (lora(), r"layers\.1\.mlp\.up_proj were rearranged .* load the model anew"),
     ],
-    ids=["none", "whole module", "LoHa", "rearranged"],
+    ids=["none", "rearranged"],
 )
 def test_what_cannot_be_trained_is_refused(make_trainer, quantized, adapter, text, request):
     model = quantized("nf4")

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.models.quantized import is_packed, is_quantized
-
 _TASKS = (None, "CAUSAL_LM")
 
 _INITS_OVER_UNCHANGED_BASE = frozenset({"gaussian", "eva"})
@@ -78,17 +76,7 @@ def add_adapter(model: nn.Module, peft_config: Any, *, keep_dtype: bool = False)
         config: Any = copy.deepcopy(peft_config)
         return get_peft_model(model, config, autocast_adapter_dtype=not keep_dtype)  # pyright: ignore
     except (ValueError, NotImplementedError) as error:
-        linear = [name for name, module in model.named_modules() if "Linear" in type(module).__name__]
-        advice = (
-            f" Its linear layers are called {', '.join(_name_endings(linear, 1) or ['nothing'])}; name some of them in "
-            "target_modules, or set it to 'all-linear'"
-        )
-        if "feedforward_modules" in str(error):
-            advice = "; name those of target_modules whose input it is to scale, or set it to [] for none"
-        is_known = "target" in str(error) or "feedforward_modules" in str(error)
-        raise ValueError(
-            f"peft_config does not fit this {type(model).__name__}: {error}{advice if is_known else ''}"
-        ) from error
+        raise ValueError(f"peft_config does not fit this {type(model).__name__}: {error}") from error
 
 
 def load_adapter(base: nn.Module, adapter_id: str, *, revision: str | None = None) -> nn.Module:
@@ -186,7 +174,7 @@ class _KeptScale:
 
 
 def check_adapter(model: Any) -> None:
-    """ValueError for an adapter that is merged into the weights, inactive, or trained on another class of model.
+    """ValueError for an adapter that is merged into the weights or inactive.
 
     Warns if the base model's name differs from the one the adapter was trained on, which may be a copy of the same
     weights, and if weights of the base model train, since they are not saved with an adapter.
@@ -208,12 +196,6 @@ def check_adapter(model: Any) -> None:
     base = model.get_base_model()
     for name in active_adapters(model):
         config = model.peft_config[name]
-        base_class = (getattr(config, "auto_mapping", None) or {}).get("base_model_class")
-        if base_class is not None and base_class not in {cls.__name__ for cls in type(base).__mro__}:
-            raise ValueError(
-                f"the adapter {name!r} was made for a {base_class}, and the model is a {type(base).__name__}; load the "
-                "base model that it was trained on, or train a new adapter (peft_config)"
-            )
         trained_on, loaded = config.base_model_name_or_path, getattr(base, "name_or_path", None)
         if trained_on and loaded and _base_name(trained_on) != _base_name(loaded):
             warnings.warn(
@@ -242,16 +224,11 @@ def _check_trained_parameters(model: Any) -> None:
 
 
 def _check_config(model: nn.Module, config: Any) -> None:
-    """ValueError for a config of another task or for inference, or with names that the model lacks."""
+    """ValueError for a config of another task, or with names that the model lacks, which peft ignores silently."""
     task = getattr(config.task_type, "value", config.task_type)
     if task not in _TASKS:
         raise ValueError(
             f"peft_config.task_type is {task!r}, which wraps the model in a head of another kind; set it to 'CAUSAL_LM'"
-        )
-    if config.inference_mode:
-        raise ValueError(
-            "peft_config.inference_mode is True, so the adapter would be frozen; set it to False for a new adapter. To "
-            "go on training a saved one, pass PeftModel.from_pretrained(model, folder, is_trainable=True) as the model"
         )
     if getattr(config.peft_type, "value", config.peft_type) == "ADALORA":
         raise ValueError(
@@ -259,19 +236,17 @@ def _check_config(model: nn.Module, config: Any) -> None:
             "model; use LoraConfig (use_rslora=True, or rank_pattern for ranks by layer)"
         )
     modules = [name for name, _ in model.named_modules() if name]
-    parameters = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
-    for field, noun, names, keep in (
-        ("modules_to_save", "module", modules, 1),
-        ("feedforward_modules", "module", modules, 1),
-        ("target_parameters", "parameter", parameters, 3),
+    parameters = [name for name, _ in model.named_parameters()]
+    for field, names in (
+        ("modules_to_save", modules),
+        ("feedforward_modules", modules),
+        ("target_parameters", parameters),
     ):
         if missing := _missing(getattr(config, field, None), names):
             raise ValueError(
-                f"{field} names {', '.join(missing)}, and this {type(model).__name__} has no such {noun}; it has "
-                f"{', '.join(_name_endings(names, keep))}"
+                f"{field} names {', '.join(missing)}, and this {type(model).__name__} has none of that name; take it "
+                "out, or set it to the end of a name of model.named_parameters()"
             )
-    _check_saved_modules(model, config)
-    _check_target_parameters(config)
     targets = getattr(config, "target_modules", None) or []
     missing = _missing(targets, modules)
     if missing and len(missing) < len(targets):
@@ -281,38 +256,11 @@ def _check_config(model: nn.Module, config: Any) -> None:
         )
 
 
-def _check_target_parameters(config: Any) -> None:
-    """ValueError for options of linear layers that `target_parameters` does not support."""
-    for name in ("lora_dropout", "use_dora", "lora_bias") if getattr(config, "target_parameters", None) else ():
-        if getattr(config, name, None):
-            raise ValueError(
-                f"target_parameters adapts parameters that no linear layer holds, and {name}={getattr(config, name)!r} "
-                f"is for linear layers; set {name} to {'0' if name == 'lora_dropout' else 'False'}"
-            )
-
-
-def _check_saved_modules(model: nn.Module, config: Any) -> None:
-    """ValueError if `modules_to_save` names a module with quantized weights."""
-    for name, module in model.named_modules() if is_quantized(model) else ():
-        is_saved = not _missing(getattr(config, "modules_to_save", None) or ["?"], [name])
-        if is_saved and any(map(is_packed, module.parameters())):
-            raise ValueError(
-                f"modules_to_save names {name}, whose weights are quantized and cannot be trained as a whole; "
-                "target it with the adapter instead, or leave it out of quantization (llm_int8_skip_modules)"
-            )
-
-
 def _missing(endings: Any, names: list[str]) -> list[str]:
     """The endings that no dotted name has; empty for a str, which is a regular expression that peft matches."""
     if not endings or isinstance(endings, str):
         return []
     return sorted(x for x in endings if not any(name == x or name.endswith("." + x) for name in names))
-
-
-def _name_endings(names: list[str], keep: int) -> list[str]:
-    """The distinct endings of dotted names, `keep` parts long, without numbers; 20 at most."""
-    ends = (".".join(part for part in name.split(".")[-keep:] if not part.isdigit()) for name in names)
-    return list(dict.fromkeys(end for end in ends if end))[:20]
 
 
 def _base_name(name: str) -> str:

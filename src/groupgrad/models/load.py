@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,11 @@ from groupgrad import compat
 from groupgrad.errors import UnavailableError
 from groupgrad.models.adapters import is_adapted, load_adapter
 from groupgrad.models.model_names import check_model_name
-from groupgrad.models.quantized import check_forward, is_quantized, make_trainable_on_cpu
+from groupgrad.models.quantized import is_quantized, make_trainable_on_cpu
 from groupgrad.models.unwrapping import is_multimodal
-from groupgrad.spelling import nearest
 
 logger = logging.getLogger(__name__)
 
-_LOADING_OPTIONS = (
-    *("attn_implementation", "cache_dir", "code_revision", "device_map", "dtype", "experts_implementation"),
-    *("force_download", "ignore_mismatched_sizes", "local_files_only", "max_memory", "offload_folder", "proxies"),
-    *("quantization_config", "revision", "subfolder", "token", "tp_plan", "trust_remote_code", "use_kernels"),
-    *("use_safetensors", "variant"),
-)
-"""Arguments of `from_pretrained`, for suggestions."""
 _DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -62,7 +54,7 @@ def load_policy(
     ValueError for a name that leads nowhere, an unknown dtype, two quantization configs, or an adapter that does not
     fit.
     """
-    check_model_name("model", model_id, init_kwargs)
+    check_model_name("model", model_id)
     base_id = _adapter_base_id(model_id, init_kwargs)
     if base_id is not None:
         base = load_policy(
@@ -94,34 +86,10 @@ def load_policy(
     try:
         return _model_class(config).from_pretrained(model_id, **kwargs)
     except Exception as error:  # a library may raise anything for values that it did not check
-        if (problem := _wrong_init_kwargs(error, init_kwargs, config)) is None:
+        if isinstance(error, (OSError, ImportError)) or not init_kwargs:
             raise
-        raise (ImportError if isinstance(error, ImportError) else ValueError)(problem) from error
-
-
-_HARMLESS = ("dtype", "torch_dtype", "device_map", "trust_remote_code", "token", "cache_dir", "local_files_only")
-"""Arguments of `from_pretrained` that are checked elsewhere, or whose errors speak for themselves."""
-
-
-def _wrong_init_kwargs(error: Exception, init_kwargs: dict[str, Any], config: Any) -> str | None:
-    """Describes which entry of `model_init_kwargs` an error of loading comes from; None if it comes from none."""
-    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    if unknown is not None and unknown.group(1) in init_kwargs:
-        name = unknown.group(1)
-        given = f"model_init_kwargs has {name}={init_kwargs[name]!r}, which "
-        if name in ("load_in_4bit", "load_in_8bit"):
-            return f"{given}transformers 5 no longer takes; pass quantization_config=BitsAndBytesConfig({name}=True)"
-        similar = nearest(name, [*_LOADING_OPTIONS, *config.to_dict()])
-        hint = f"did you mean {similar!r}? " if similar else ""
-        return (
-            f"{given}neither from_pretrained nor the model's config ({type(config).__name__}) knows: {hint}Take it "
-            "out, or correct its name"
-        )
-    given = {name: value for name, value in init_kwargs.items() if name not in _HARMLESS}
-    if not given:
-        return None
-    text = " ".join(str(error).split()).rstrip(".!")
-    return f"the model cannot be loaded with model_init_kwargs={given!r}: {text}. Correct the entry, or take it out"
+        given = {name: value for name, value in init_kwargs.items() if name != "token"}
+        raise ValueError(f"the model cannot be loaded with model_init_kwargs={given!r}: {error}") from error
 
 
 def _model_class(config: Any) -> Any:
@@ -144,12 +112,10 @@ def _adapter_base_id(model_id: str, init_kwargs: dict[str, Any]) -> str | None:
         return None
     compat.require("peft", f"model={model_id!r} (an adapter)")
     base_id = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    problem = None if base_id else f"{model_id} holds an adapter that names no base model"
-    if base_id and Path(base_id).is_absolute() and not Path(base_id).is_dir():
-        problem = f"{model_id} is an adapter that was trained on {base_id}, but there is no such directory here"
-    if problem is not None:
+    if not base_id or (os.path.isabs(base_id) and not os.path.isdir(base_id)):
         raise ValueError(
-            f"{problem}; pass the model as PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
+            f"the adapter {model_id} was trained on the base model {base_id!r}, which is not here; pass the model as "
+            "PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
         )
     return base_id
 
@@ -265,8 +231,6 @@ def check_trainable(model: nn.Module) -> None:
             "to train; load an adapter with PeftModel.from_pretrained(..., is_trainable=True), give a peft_config, or "
             "call model.requires_grad_(True)"
         )
-    if is_quantized(model):
-        check_forward(model)
 
 
 def turn_off_dropout(model: nn.Module) -> None:

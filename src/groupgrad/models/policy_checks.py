@@ -6,22 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
 
 from groupgrad.integrations.sharding.fsdp import local_part
 from groupgrad.models.quantized import is_packed
 from groupgrad.models.unwrapping import unwrap
-
-_FILL_GAPS = {
-    name
-    for name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not name.endswith("ForConditionalGeneration")
-}
-"""Classes of masked language models. Encoder-decoders among them are refused for what they are."""
 
 
 def check_language_model(model: nn.Module) -> None:
@@ -33,25 +21,10 @@ def check_language_model(model: nn.Module) -> None:
             f"model is a {name}, which is no language model of transformers; load one with "
             "AutoModelForCausalLM.from_pretrained(...)"
         )
-    if name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
-        raise TypeError(
-            f"model is a {name}, which gives labels of texts; load the policy with "
-            "AutoModelForCausalLM.from_pretrained(...), and pass a classifier in reward_funcs"
-        )
-    if name in _FILL_GAPS:
-        raise TypeError(
-            f"model is a {name}, which fills gaps in a text from both sides and cannot continue one; load a "
-            "decoder with AutoModelForCausalLM.from_pretrained(...)"
-        )
     if inner.get_output_embeddings() is None:
         raise TypeError(
-            f"model is a {name}, which has no output head, so it gives no scores of tokens; load it with "
-            "AutoModelForCausalLM.from_pretrained(...)"
-        )
-    if all(parameter.is_meta for parameter in inner.parameters()):
-        raise ValueError(
-            f"the weights of this {name} are on the device 'meta', where there are shapes and no numbers; load it with "
-            "AutoModelForCausalLM.from_pretrained(...) outside of torch.device('meta')"
+            f"model is a {name}, which has no output head, so it gives no scores of tokens; load the policy "
+            "with AutoModelForCausalLM.from_pretrained(...); classifiers go into reward_funcs"
         )
     if bad := nonfinite_weights(inner):
         raise ValueError(f"{bad}, so every score would be NaN; load a checkpoint whose weights are finite")
@@ -74,29 +47,6 @@ def nonfinite_weights(model: nn.Module, *, trained_only: bool = False) -> str | 
             num_bad = int((~torch.isfinite(parameter)).sum())
             return f"{num_bad} of {parameter.numel()} numbers of the model's {name} are NaN or infinite"
     return None
-
-
-def check_sampled_ids(model: nn.Module, generation_kwargs: dict[str, Any]) -> None:
-    """ValueError if sampling options name tokens that the model does not have, or leave it none to sample."""
-    inner: Any = unwrap(model)
-    head = inner.get_output_embeddings()
-    num_tokens = int(getattr(head, "out_features", 0)) or len(getattr(head, "weight", ()))
-    for name in _SAMPLED_IDS:
-        value = generation_kwargs.get(name)
-        ids = [] if value is None else [value] if isinstance(value, int) else list(value)
-        if num_tokens and (beyond := [number for number in ids if number >= num_tokens]):
-            raise ValueError(
-                f"generation_kwargs has {beyond[0]} in {name}, and the model has {num_tokens} tokens; take it out, or "
-                "set it to a token's id"
-            )
-        if name == "suppress_tokens" and num_tokens and len(set(ids)) == num_tokens:
-            raise ValueError(
-                f"generation_kwargs has suppress_tokens of all {num_tokens} tokens of the model, so none could be "
-                "sampled; leave some out"
-            )
-
-
-_SAMPLED_IDS = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:

@@ -60,19 +60,3 @@ def make_trainable_on_cpu(model: nn.Module) -> None:
 
 def _ignore_mode(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
-
-
-def check_forward(model: Any) -> None:
-    """ValueError if the adapter of a quantized model fails in a forward pass, as some do. Makes two short calls."""
-    parameters = model.get_input_embeddings().parameters()
-    ids = torch.zeros((1, 2), dtype=torch.int64, device=next(parameters).device)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for _ in range(2):  # some fail from the second call on
-                model(input_ids=ids)
-    except (RuntimeError, AttributeError, TypeError, NotImplementedError) as error:
-        raise ValueError(
-            f"this adapter does not compute over weights quantized as these are, with the installed peft and "
-            f"bitsandbytes ({type(error).__name__}: {error}); use LoRA without use_dora, or load the weights in 4 bits "
-            "instead of 8, or in full"
-        ) from error

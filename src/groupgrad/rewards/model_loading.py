@@ -69,7 +69,7 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
     kwargs |= {"num_labels": 1, "trust_remote_code": options.trusts, "output_loading_info": True}
     # Sizes are compared below, since the library's own error does not mention labels.
     kwargs["ignore_mismatched_sizes"] = True
-    if (why := missing_because(name, kwargs)) is not None:
+    if (why := missing_because(name)) is not None:
         raise ValueError(_not_loaded(name, why))
     try:
         with loading_unsharded():

@@ -39,7 +39,7 @@ from groupgrad.models.adapters import add_adapter, check_adapter, is_adapted, le
 from groupgrad.models.base_models import separate_trained, shared_base
 from groupgrad.models.liger import apply_kernels
 from groupgrad.models.model_names import folder_as_text, model_source
-from groupgrad.models.policy_checks import check_language_model, check_sampled_ids, check_vocabulary
+from groupgrad.models.policy_checks import check_language_model, check_vocabulary
 from groupgrad.models.reference import Reference, check_sharded_policy
 from groupgrad.models.rounding import Rounding
 from groupgrad.models.unwrapping import is_multimodal, unwrap
@@ -114,7 +114,6 @@ def build_policy(
     load.check_trainable(model)
     processing_class, tokenizer = _load_processing_class(model, config, processing_class)
     check_vocabulary(model, tokenizer)
-    check_sampled_ids(model, {} if config.use_vllm else mapping(config.generation_kwargs))
     eos_ids = load.end_of_sequence_ids(model, tokenizer)
     if not eos_ids:
         raise ValueError(

@@ -27,7 +27,6 @@ from groupgrad.config.settings import mapping
 from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED, CheckpointError, CheckpointNotSaved
 from groupgrad.models.model_names import check_model_name
 from groupgrad.rewards import REWARD_FUNCTIONS
-from groupgrad.rewards.model_loading import hub_kwargs
 from groupgrad.spelling import did_you_mean
 
 _ADAPTER_FLAGS: dict[str, dict[str, str]] = {
@@ -98,10 +97,9 @@ def build(
 
     rewards = (rewards_of or load_rewards)(parsed.script)
     model = take_model_options(parsed.model, parsed.config)
-    check_model_name("model_name_or_path", model, mapping(parsed.config.model_init_kwargs))
+    check_model_name("model_name_or_path", model)
     if parsed.script.reward_model_name_or_path:
-        kwargs = hub_kwargs(mapping(parsed.config.model_init_kwargs)) | mapping(parsed.config.reward_model_init_kwargs)
-        check_model_name("reward_model_name_or_path", parsed.script.reward_model_name_or_path, kwargs)
+        check_model_name("reward_model_name_or_path", parsed.script.reward_model_name_or_path)
     options = {"peft_config": peft_config(parsed.model), "quantization_config": quantization_config(parsed.model)}
     train_dataset, eval_dataset = (splits_of or load_splits)(parsed.script, parsed.config.evaluates)
     return GRPOTrainer(
