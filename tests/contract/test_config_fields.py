@@ -99,7 +99,6 @@ SHOWN = {  # fields that no row of tests/mutations.yaml disconnects, and the tes
     "resume_learning_rate": "tests/faults/test_resuming.py::test_changed_options_are_listed",
     "dynamic_sampling_rounds": "tests/trainer/test_dynamic_sampling.py::test_the_groups_that_train_have_a_signal",
     "balance_ranks": "tests/trainer/test_processes.py::test_ranks_share_the_work_of_long_rows",
-    "engine_pack_weights": "tests/trainer/test_engines.py::test_packed_weights_are_the_present_ones",
     "special_tokens_in_prompts": "tests/trainer/test_options.py::test_special_tokens_in_prompts",
     "hang_timeout_s": "tests/trainer/test_hangs.py::test_what_hangs_ends_the_run_with_its_name",
     "image_root": "tests/trainer/test_vision.py::test_paths_stay_below_image_root",
@@ -123,6 +122,7 @@ SHOWN = {  # fields that no row of tests/mutations.yaml disconnects, and the tes
 
 UNUSED = {  # fields that have no effect beside the defaults of the others; setting them to these values warns
     "pad_to_multiple_of": 8,
+    "engine_pack_weights": True,
     "ds3_gather_for_generation": False,
     "transformers_continuous_batching_config": {"a": 1},
     "vllm_mode": "server",

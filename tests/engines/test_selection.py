@@ -189,12 +189,12 @@ def test_a_model_that_a_device_map_placed_is_sampled_natively(build):
 
 def test_every_fallback_is_one_warning_with_its_reason(build, caplog):
     sampling = SamplingOptions(max_new_tokens=4, extra={"no_repeat_ngram_size": 2})
-    choose_engine(build("qwen3"), EngineOptions(kv_memory=1 << 30, pack_weights=True), sampling)
+    choose_engine(build("qwen3"), EngineOptions(kv_memory=1 << 30), sampling)
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
         "Qwen3ForCausalLM is sampled by generate: the native engine has no no_repeat_ngram_size, which "
         "rollout_engine='transformers' has",
-        "engine_kv_memory and engine_pack_weights: no effect, it is the native engine's",
+        "engine_kv_memory: no effect, it is the native engine's",
     ]
 
 

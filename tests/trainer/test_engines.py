@@ -51,21 +51,6 @@ def test_engine_kv_memory_bounds_the_sampler(train, make_trainer, tools):
         make_trainer(engine_kv_memory="much")
 
 
-def test_packed_weights_are_the_present_ones(train, tools, monkeypatch):
-    """Each of three steps has other weights, so a stale copy would sample other texts."""
-    made, weights = [], []
-    plain = NativeEngine.__init__
-    monkeypatch.setattr(
-        NativeEngine, "__init__", lambda self, *a, **k: (made.append(k["pack_weights"]), plain(self, *a, **k))[1]
-    )
-    for packed in (False, True):
-        trainer = train(engine_pack_weights=packed, optim="sgd", learning_rate=0.1)
-        weights.append(tools.weights(trainer.model))
-        assert max(entry["sampling/logp_mismatch"] for entry in trainer.state.log_history[:-1]) <= 1e-5
-    assert made == [False, True]
-    assert tools.relative(weights[1], weights[0]) < 1e-5
-
-
 ONLY_GENERATE = {"num_beams": 2, "length_penalty": 0.5, "early_stopping": True, "no_repeat_ngram_size": 2}
 
 

@@ -158,11 +158,7 @@ class GRPOSettings(LegacyArguments):
     engine_kv_memory: str | None = _option(
         None, "Native engine: memory for keys and values, such as '4GiB'; rows wait if it is full. Unset: what is free."
     )
-    engine_pack_weights: bool = _option(
-        False,
-        "Native engine on a CPU in float32 without compiled kernels: repack layers' weights for each generation batch; "
-        "faster, but takes memory for a copy while sampling.",
-    )
+    engine_pack_weights: bool = _option(False, "Without effect: the compiled kernels read weights in place.")
     generation_batch_size: int | None = _option(
         None, "Completions of a generation batch, over all processes; excludes steps_per_generation."
     )

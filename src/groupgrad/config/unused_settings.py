@@ -70,13 +70,13 @@ UNUSED: tuple[UnusedSettings, ...] = (
     ),
     # --- logs, sampling, rewards ---
     UnusedSettings(
-        ("engine_kv_memory", "engine_pack_weights"),
-        "rollout_engine is 'transformers', and they are the native engine's",
+        ("engine_kv_memory",),
+        "rollout_engine is 'transformers', and it is the native engine's",
         lambda c: c.rollout_engine == "transformers",
     ),
     UnusedSettings(
-        ("engine_kv_memory", "engine_pack_weights"),
-        "transformers' continuous batching samples, and they are the native engine's",
+        ("engine_kv_memory",),
+        "transformers' continuous batching samples, and it is the native engine's",
         lambda c: c.use_transformers_continuous_batching and c.rollout_engine == "auto" and not c.use_vllm,
     ),
     UnusedSettings(
@@ -89,6 +89,7 @@ UNUSED: tuple[UnusedSettings, ...] = (
         lambda c: (c.reward_model_device or str(c.device)).startswith("cpu"),
     ),
     UnusedSettings(("pad_to_multiple_of",), "nothing is padded"),
+    UnusedSettings(("engine_pack_weights",), "the compiled kernels read weights in place"),
     UnusedSettings(("ds3_gather_for_generation",), "DeepSpeed ZeRO-3 is not in use", lambda c: zero_stage(c) != 3),
     UnusedSettings(
         ("ds3_gather_for_generation",),
@@ -126,7 +127,7 @@ UNUSED: tuple[UnusedSettings, ...] = (
     ),
     UnusedSettings(
         (
-            *("rollout_engine", "engine_kv_memory", "engine_pack_weights", "cache_implementation"),
+            *("rollout_engine", "engine_kv_memory", "cache_implementation"),
             *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
         ),
         "use_vllm is True",

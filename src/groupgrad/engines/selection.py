@@ -50,8 +50,6 @@ class EngineOptions:
     """`auto`, `native` or `transformers`."""
     kv_memory: int | None = None
     """Bytes of keys and values that the native engine may keep; None: derived from free memory."""
-    pack_weights: bool = False
-    """On a CPU, let the native engine copy weights into oneDNN's layout for each session."""
     max_rows: int = 64
     """Rows per call of `generate`."""
     continuous_batching: dict[str, Any] | None = None
@@ -104,7 +102,6 @@ def choose_engine(
                 model,
                 tokenizer=tokenizer,
                 kv_memory=options.kv_memory,
-                pack_weights=options.pack_weights,
                 precision=precision,
             )
             found = trial.compare(native, SamplingOptions(max_new_tokens=5))
@@ -121,9 +118,8 @@ def choose_engine(
                 ]
             )
         logger.warning("%s is sampled by generate: %s", _name(model), reason)
-        unused = [name for name in ("kv_memory", "pack_weights") if getattr(options, name)]
-        if unused:
-            logger.warning("engine_%s: no effect, it is the native engine's", " and engine_".join(unused))
+        if options.kv_memory is not None:
+            logger.warning("engine_kv_memory: no effect, it is the native engine's")
     settings: dict[str, Any] = {"tokenizer": tokenizer, "max_rows": options.max_rows, "precision": precision}
     engine, found = _tried_generate(trial, settings, sampling.cache_implementation)
     trial.check_options(engine, sampling)

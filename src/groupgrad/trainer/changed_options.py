@@ -140,7 +140,7 @@ def report(rows: list[Difference], folder: Any) -> None:
 _OF_CONSTRUCTION = (
     *("model_init_kwargs", "trust_remote_code", "router_aux_loss_coef", "disable_dropout", "cast_lm_head_to_fp32"),
     *("stochastic_rounding", "sync_ref_model", "bf16", "fp16", "fsdp", "deepspeed", "context_parallel_size"),
-    *("rollout_engine", "engine_kv_memory", "engine_pack_weights", "generation_kwargs", "cache_implementation"),
+    *("rollout_engine", "engine_kv_memory", "generation_kwargs", "cache_implementation"),
     *("use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_liger_kernel"),
     *("chat_template_kwargs", "image_root", "special_tokens_in_prompts", "special_tokens_in_completions"),
     *("max_tool_calling_iterations", "reuse_environments"),

@@ -87,7 +87,6 @@ def engine_options(config: GRPOConfig) -> EngineOptions:
     return EngineOptions(
         engine=config.rollout_engine,
         kv_memory=config.engine_kv_memory_resolved,
-        pack_weights=config.engine_pack_weights,
         max_rows=config.per_device_train_batch_size * config.gradient_accumulation_steps,
         continuous_batching=mapping(config.transformers_continuous_batching_config)
         if config.use_transformers_continuous_batching

@@ -7,8 +7,6 @@ import torch
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
-from groupgrad.engines.native import packed_linear as linear
-from groupgrad.kernels.compile import SWITCH
 
 REQUESTS = [Request([5, 6, 7], seed=i, max_new_tokens=4) for i in range(3)]
 OPTIONS = SamplingOptions(max_new_tokens=4)
@@ -21,23 +19,6 @@ def test_weights_that_are_no_numbers_are_named(build, name):
         next(model.parameters()).fill_(float("nan"))
     with pytest.raises(ValueError, match="3 of 3 rows got log-probs that are no finite numbers"):
         NativeEngine(model).sample(REQUESTS, OPTIONS)
-
-
-def test_packing_that_fails_leaves_every_layer_as_it_was(build, monkeypatch):
-    model, packed = build("qwen3"), []
-
-    def pack(weight):
-        packed.append(weight)
-        if len(packed) == 3:
-            raise RuntimeError("can't allocate memory")
-        return weight
-
-    monkeypatch.setenv(SWITCH, "0")  # our own kernels read weights in place
-    monkeypatch.setattr(linear, "_pack", pack)
-    with pytest.raises(RuntimeError, match="allocate"):
-        NativeEngine(model, pack_weights=True).sample(REQUESTS, OPTIONS)
-    assert len(packed) == 3
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_token_ids_that_are_not_there_may_be_suppressed(build):

@@ -24,12 +24,11 @@ from groupgrad.engines.native.decoder_layers import (
     rotary_width,
 )
 from groupgrad.engines.native.kv_cache import KVCache
-from groupgrad.engines.native.packed_linear import is_plain, is_plain_memory
 from groupgrad.kernels.choose import bits_factor
 from groupgrad.kernels.compile import library
 from groupgrad.kernels.delta_rule import EPSILON
 from groupgrad.models.families import POSITION_ONLY_ROPE_TYPES
-from groupgrad.scoring.fused_modules import is_silu, is_squared_relu
+from groupgrad.scoring.fused_modules import is_replaced, is_silu, is_squared_relu
 
 _Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
 
@@ -340,13 +339,26 @@ def _is_supported(decoder: Decoder) -> bool:
     modules = [module for layer in layers for module in layer.all_modules()]
     linears = [decoder.head, *(module for module in modules if isinstance(module, nn.Linear))]
     norms = [decoder.norm, *(module for module in modules if type(module) not in (nn.Linear, nn.Conv1d))]
-    if not all(map(is_plain, linears)) or not all(map(is_norm, norms)):
+    if not all(map(_is_plain_linear, linears)) or not all(map(is_norm, norms)):
         return False
     if len(set(map(norm_epsilon, norms))) != 1 or not _has_equal_shapes(layers):
         return False
     width = rotary_width(rotary)
     rotates = width % 2 == 0 and all(width <= layer.head_dim for layer in layers if layer.call is not None)
-    return rotates and all(map(is_plain_memory, decoder.parameters))
+    return rotates and all(map(_is_plain_memory, decoder.parameters))
+
+
+def _is_plain_linear(module: Any) -> bool:
+    """True for a plain linear layer, whose `forward` nothing but groupgrad may have replaced."""
+    is_unchanged = "forward" not in module.__dict__ or is_replaced(module)
+    return (
+        type(module) is nn.Linear and is_unchanged and module.weight.shape == (module.out_features, module.in_features)
+    )
+
+
+def _is_plain_memory(parameter: torch.Tensor) -> bool:
+    """True if the values can be read from the parameter's address; sharded and quantised weights have other classes."""
+    return type(parameter) is nn.Parameter and parameter.is_contiguous()
 
 
 def _has_activation(layer: LayerModules) -> bool:

@@ -20,7 +20,6 @@ from groupgrad.engines.native.cuda_graphs import cuda_recorder
 from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, StateShape
 from groupgrad.engines.native.logits import cast_bytes, last_logits, weights_cast_once
-from groupgrad.engines.native.packed_linear import fast_linears
 from groupgrad.engines.native.runner import MODULES, DecodeRunner, StepFindings
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.engines.native.sampling_params import SamplingParams, read_options
@@ -48,9 +47,8 @@ class NativeEngine:
     """Samples from `model` in process, under adapters too, in evaluation mode and without gradients.
 
     `kv_memory` bounds the keys and values in bytes (None: half of the memory that is free when a session opens),
-    `max_rows` the sequences that run at once (None: as many as fit). `pack_weights` trades memory for speed on a CPU
-    where our kernels cannot be compiled (see `packed_linear`). `precision` makes training's autocast context. The model
-    has to pass `scoring.attention.flat_obstacle`.
+    `max_rows` the sequences that run at once (None: as many as fit). `precision` makes training's autocast context. The
+    model has to pass `scoring.attention.flat_obstacle`.
     """
 
     _recorder = staticmethod(cuda_recorder)
@@ -63,7 +61,6 @@ class NativeEngine:
         tokenizer: Any = None,
         kv_memory: int | None = None,
         max_rows: int | None = None,
-        pack_weights: bool = False,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
         if kv_memory is not None and kv_memory <= 0:
@@ -72,7 +69,6 @@ class NativeEngine:
             raise ValueError(f"max_rows={max_rows} lets no row be computed; set it to at least 1, or None")
         self._model, self._tokenizer = model, tokenizer
         self._kv_memory, self._max_rows, self._precision = kv_memory, max_rows, precision
-        self._pack_weights = pack_weights
         self._probe, self._findings = ProbeLayout(), StepFindings()
         self._fingerprint: tuple[Any, ...] = ()
         self.statistics = Statistics()
@@ -100,10 +96,9 @@ class NativeEngine:
         model = unwrap(self._model)
         # Modules that gradient checkpointing left replaced could not be computed directly.
         restore_modules(model)
-        compiled, linears = compiled_parts(model, stays=False), fast_linears(model, pack=self._pack_weights)
-        device = input_device(model)
+        compiled, device = compiled_parts(model, stays=False), input_device(model)
         before = used_bytes(device)
-        with evaluation_mode(self._model), self._precision(), weights_cast_once(model), compiled, linears:
+        with evaluation_mode(self._model), self._precision(), weights_cast_once(model), compiled:
             session = self._make_session(model, params, statistics)
             try:
                 yield session
