@@ -25,7 +25,7 @@ RUN = """
 import sys, pytest
 from groupgrad.kernels import compile
 level, *arguments = sys.argv[1:]
-compile._TARGETS = (f"-march={level}",)
+compile._TARGET = f"-march={level}"
 sys.exit(pytest.main(arguments))
 """
 

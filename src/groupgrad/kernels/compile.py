@@ -40,8 +40,7 @@ LOCK_S = 2 * TIMEOUT_S
 
 _SOURCES, _HEADERS = (sorted(Path(__file__).parent.glob(pattern)) for pattern in ("*.cpp", "*.h"))
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
-_TARGETS = ("-march=native", "-mcpu=native")
-"""Flags for the local machine, in order; older clang on ARM accepts only the second."""
+_TARGET = "-march=native"
 
 _reason = "not compiled yet"
 
@@ -164,7 +163,7 @@ def _key(compiler: str, runtime: str) -> str:
     parts = [
         *(file.read_text() for file in _SOURCES + _HEADERS),
         *_FLAGS,
-        *_TARGETS,
+        _TARGET,
         compiler,
         version,
         runtime,
@@ -219,21 +218,13 @@ def _keep(built: Path, name: str) -> ctypes.CDLL | None:
 
 def _compile(compiler: str, runtime: str, folder: Path) -> Path:
     modules, built = [folder / f"{source.stem}.o" for source in _SOURCES], folder / "kernels.so"
-    failures = []
-    for target in _TARGETS:
-        try:
-            with ThreadPoolExecutor(max_workers=min(len(_SOURCES), os.cpu_count() or 1)) as pool:
-                commands = [
-                    [compiler, *_FLAGS, target, "-c", str(source), "-o", str(module)]
-                    for source, module in zip(_SOURCES, modules)
-                ]
-                list(pool.map(_run, commands))
-            _run([compiler, "-shared", *map(str, modules), runtime, "-o", str(built)])
-        except RuntimeError as error:
-            failures.append(error)
-        else:
-            return built
-    raise failures[0]
+    commands = [
+        [compiler, *_FLAGS, _TARGET, "-c", str(source), "-o", str(module)] for source, module in zip(_SOURCES, modules)
+    ]
+    with ThreadPoolExecutor(max_workers=min(len(_SOURCES), os.cpu_count() or 1)) as pool:
+        list(pool.map(_run, commands))
+    _run([compiler, "-shared", *map(str, modules), runtime, "-o", str(built)])
+    return built
 
 
 def _run(command: list[str]) -> str:
