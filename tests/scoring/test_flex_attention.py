@@ -29,8 +29,8 @@ TRIED = flex._TRIED_TOKENS
 @pytest.fixture(autouse=True)
 def untried(monkeypatch):
     """Isolates the trial results of each test."""
-    monkeypatch.setattr(flex._State, "failed", set())
-    monkeypatch.setattr(flex._State, "tried", set())
+    monkeypatch.setattr(flex, "_failed", set())
+    monkeypatch.setattr(flex, "_tried", set())
 
 
 def ragged_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 48) -> Batch:
@@ -104,7 +104,7 @@ def scripted(monkeypatch) -> Callable[..., Scripted]:
     def make(**script: Any) -> Scripted:
         made = Scripted(**script)
         monkeypatch.setattr(flex, "_kernels", made.kernels)
-        monkeypatch.setattr(block_attention, "is_usable", lambda *_: not flex._State.failed)
+        monkeypatch.setattr(block_attention, "is_usable", lambda *_: not flex._failed)
         return made
 
     return make
@@ -152,7 +152,7 @@ def test_what_is_known_to_be_refused_is_not_tried():
     assert not usable(device="cpu")
     assert not usable(sinks=torch.zeros(4))
     assert usable()
-    flex._State.failed.add(kinds[-1])
+    flex._failed.add(kinds[-1])
     assert not usable()
     assert usable(width=80)  # other heads of the same model
 
@@ -162,7 +162,7 @@ def test_narrow_heads_leave_it_to_other_models(scripted, monkeypatch):
     made = scripted()
     monkeypatch.setattr(block_attention, "is_usable", is_usable)
     make_layout().attention.attend(*heads(width=8), AttentionCall(0, 1.0))
-    assert (made.calls, flex._State.failed) == ([], set())
+    assert (made.calls, flex._failed) == ([], set())
 
 
 # ------------------------------------------------------------------------------------ the call before all others
@@ -229,8 +229,8 @@ def test_a_shortage_of_memory_is_the_callers(scripted, where, error):
     scripted(**{where: error})
     with pytest.raises(type(error), match="out of memory"):
         attend_flex(*heads(), make_layout().attention.places(CPU), AttentionCall(0, 0.3))
-    assert not flex._State.failed
-    assert not flex._State.tried
+    assert not flex._failed
+    assert not flex._tried
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -257,7 +257,7 @@ def test_a_checkpointed_layer_may_end_with_attention(scripted):
     output = checkpoint(lambda *x: layout.attention.attend(*x, AttentionCall(0, 0.3)), *inputs, use_reentrant=False)
     output.sum().backward()
     assert made.backwards == [TRIED, 17]
-    assert not flex._State.failed
+    assert not flex._failed
 
 
 def test_hooks_on_saved_tensors_do_not_see_the_trial(scripted):
@@ -276,7 +276,7 @@ def test_it_is_tried_with_gradients_in_any_mode(scripted, mode):
     with mode():
         make_layout().attention.attend(*heads(), AttentionCall(0, 0.3))
     assert made.backwards == [TRIED]
-    assert not flex._State.failed
+    assert not flex._failed
 
 
 # ------------------------------------------------------------------------------------ what is compiled
@@ -415,7 +415,7 @@ def test_a_model_on_a_gpu_gives_the_dense_numbers_in_bfloat16(make_model, window
         scores = score_tokens(model, batch, way)
         scores.logprobs.sum().backward()
         gradients.append((scores.logprobs.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]).float()))
-    assert not flex._State.failed
-    assert {kind.has_window for kind in flex._State.tried} == ({False, True} if window else {False})
+    assert not flex._failed
+    assert {kind.has_window for kind in flex._tried} == ({False, True} if window else {False})
     assert float((gradients[1][0] - gradients[0][0]).abs().mean()) < 0.02
     assert float((gradients[1][1] - gradients[0][1]).norm() / gradients[0][1].norm()) < 0.05

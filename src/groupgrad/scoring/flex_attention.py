@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -86,42 +86,18 @@ class TokenPlaces:
         return self._masks[window]
 
 
-class _State:
-    """Results of the trials in this process."""
+_Kind = tuple[Any, ...]
+"""Properties of a call that torch compiles a kernel for; the number of tokens is not one of them."""
 
-    failed: ClassVar[set[_CallKind]] = set()
-    """Kinds of calls that cannot run; a model may have others beside them, such as narrower heads."""
-    tried: ClassVar[set[_CallKind]] = set()
-    """Kinds of calls that ran forward and backward."""
-
-
-@dataclass(slots=True, frozen=True)
-class _CallKind:
-    """Properties of a call that torch compiles a kernel for; the number of tokens is not one of them."""
-
-    device: torch.device
-    dtype: torch.dtype
-    heads: int
-    key_heads: int
-    width: int
-    value_width: int
-    scale: float
-    softcap: float | None
-    has_window: bool
+_failed: set[_Kind] = set()
+"""Kinds of calls that cannot run; a model may have others beside them, such as narrower heads."""
+_tried: set[_Kind] = set()
+"""Kinds of calls that ran forward and backward."""
 
 
-def _kind_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> _CallKind:
-    return _CallKind(
-        device=query.device,
-        dtype=query.dtype,
-        heads=query.shape[0],
-        key_heads=key.shape[0],
-        width=query.shape[2],
-        value_width=value.shape[2],
-        scale=call.scale,
-        softcap=call.softcap,
-        has_window=call.window is not None,
-    )
+def _kind_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> _Kind:
+    sizes = query.shape[0], key.shape[0], query.shape[2], value.shape[2]  # heads and widths
+    return query.device, query.dtype, *sizes, call.scale, call.softcap, call.window is not None
 
 
 def is_usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> bool:
@@ -132,7 +108,7 @@ def is_usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call:
     half = query.dtype in (torch.bfloat16, torch.float16)
     fits = query.shape[1] > _BLOCK and min(query.shape[2], value.shape[2]) >= _MIN_HEAD_DIM
     can_run = query.device.type == "cuda" and half and fits and call.sinks is None
-    return can_run and _kind_of(query, key, value, call) not in _State.failed
+    return can_run and _kind_of(query, key, value, call) not in _failed
 
 
 def attend_flex(
@@ -150,7 +126,7 @@ def attend_flex(
     except Exception as error:  # the compiler may raise anything, and block attention can take over
         if is_out_of_memory(error):
             raise
-        _State.failed.add(_kind_of(query, key, value, call))
+        _failed.add(_kind_of(query, key, value, call))
         what = f"attention of training (heads of {query.shape[2]}) runs by matrix products, which is slower"
         fall_back(logger, what, f"flex attention cannot run here ({type(error).__name__}: {error})")
         return None
@@ -179,7 +155,7 @@ def _try_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call:
     checkpointing counts the tensors that a layer saves.
     """
     kind = _kind_of(query, key, value, call)
-    if kind in _State.tried:
+    if kind in _tried:
         return
     hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
     with torch.inference_mode(False), torch.enable_grad(), hooks:
@@ -192,7 +168,7 @@ def _try_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call:
     # Reading the numbers waits for the device, which reports errors late.
     if not all(bool(x.isfinite().all()) for x in (output.detach(), *gradients)):
         raise ArithmeticError("it makes numbers of equal tokens that are not finite")
-    _State.tried.add(kind)
+    _tried.add(kind)
 
 
 def _ones_like(tensor: torch.Tensor) -> torch.Tensor:
