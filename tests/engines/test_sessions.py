@@ -405,10 +405,10 @@ def kept_row(model: Any, **bounds: int) -> Iterator[tuple[Any, list[int]]]:
 def test_a_continuation_begins_with_what_it_continues(build):
     with kept_row(build("qwen3")) as (session, context):
         other = [*context[:3], context[3] + 1, *context[4:], 20]
-        words = f"continues=0, .* token {context[3] + 1} at position 3 where that request has token {context[3]}"
+        words = "continues=0, but prompt_ids does not begin with that request's prompt"
         with pytest.raises(ValueError, match=words):
             session.submit(Request(other, 0, 3, continues=0))
-        with pytest.raises(ValueError, match=f"the end at position 4 where that request has token {context[4]}"):
+        with pytest.raises(ValueError, match=words):
             session.submit(Request(context[:4], 0, 3, continues=0))
         assert session.num_open == 0
         ticket = session.submit(Request([*context, 20], 0, 3, continues=0))
@@ -423,7 +423,7 @@ def test_only_what_is_kept_is_continued_and_once(build, single_steps):
         with pytest.raises(ValueError, match="continues=0, but nothing is kept"):
             session.submit(Request([*context, 21], 0, 3, continues=0))
         for _ in range(2):
-            with pytest.raises(ValueError, match=f"continues={continuation}, but that request has not ended"):
+            with pytest.raises(ValueError, match=f"continues={continuation}, but nothing is kept"):
                 session.submit(Request([*context, 20], 0, 3, continues=continuation))
             session.advance()
         with pytest.raises(ValueError, match="continues=0, but nothing is kept"):

@@ -119,21 +119,15 @@ class Scheduler:
         """Claims the retained prefix that a new request continues; no other request may continue it then."""
         retained = self._unclaimed(ticket)
         if retained is None:
-            is_open = any(s.ticket == ticket for s in [*self.running, *self.waiting, *self.gathering])
             raise ValueError(
-                f"continues={ticket}, but "
-                + ("that request has not ended" if is_open else "nothing is kept of such a request")
-                + "; a request is continued once, after it has ended and before it is released, and has keep=True"
+                f"continues={ticket}, but nothing is kept of such a request; a request is continued once, after it has "
+                "ended and before it is released, and has keep=True"
             )
         expected = [*retained.group.prompt_ids, *retained.suffix_ids]
         if prompt_ids[: len(expected)] != expected:
-            pairs = zip([*prompt_ids, None], expected)
-            place = next(i for i, (token, expected_token) in enumerate(pairs) if token != expected_token)
-            found = f"token {prompt_ids[place]}" if place < len(prompt_ids) else "the end"
             raise ValueError(
-                f"continues={ticket}, but prompt_ids has {found} at position {place} where that request has token "
-                f"{expected[place]}; it must begin with that request's prompt and all that was sampled for it, or "
-                "leave out `continues`"
+                f"continues={ticket}, but prompt_ids does not begin with that request's prompt and all that was sampled "
+                "for it; leave out `continues`"
             )
         retained.is_claimed = True
         return retained
