@@ -267,16 +267,6 @@ def test_a_row_in_parts_has_the_bits_of_the_whole_row(kernels: ctypes.CDLL) -> N
     assert all(map(torch.equal, gradients, whole[2:]))
 
 
-def test_one_tensor_of_all_parts_gets_its_gradient_at_once(kernels: ctypes.CDLL) -> None:
-    sizes, groups = (2, 2, 8, 8), MIXED[:1]
-    source, decay, strength = random_inputs(groups, sizes)
-    for memory, nodes in (("channels", 1), ("tokens", 1), ("apart", 3)):
-        query, key, value = parts_of(memory, source.clone().requires_grad_(), sizes)  # pyright: ignore
-        rows = state_rows(spans_of(groups)[0])
-        output, _ = gated_delta_rule(kernels, rows, (query, key, value), decay, strength, True)
-        assert sum(node is not None for node, _ in output.grad_fn.next_functions) == nodes  # pyright: ignore
-
-
 def test_parts_that_leave_out_or_repeat_numbers_keep_their_own_gradients(kernels: ctypes.CDLL) -> None:
     source = torch.randn(9, 48, requires_grad=True)
     whole = F.silu(source)

@@ -63,20 +63,6 @@ def state_rows(spans: torch.Tensor, continuing: Sequence[int] = (), left: Sequen
 
 
 @dataclass(slots=True, frozen=True)
-class _Part:
-    """Shape, strides and offset of a view, without its tensor."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    """From the tensor's first number."""
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This view of another tensor of the same layout."""
-        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
-
-
-@dataclass(slots=True, frozen=True)
 class _Setting:
     """The non-differentiable arguments of a call."""
 
@@ -84,12 +70,6 @@ class _Setting:
     rows: StateRows
     norm: bool
     scale: float
-    parts: tuple[_Part, ...]
-    """The views of queries, keys and values in the one tensor that holds them; empty if they are three tensors."""
-
-    def vectors(self, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Queries, keys and values, or their gradients."""
-        return [part.of(sources[0]) for part in self.parts] or sources
 
 
 def gated_delta_rule(
@@ -109,7 +89,8 @@ def gated_delta_rule(
     are (k, H, Dk, Dv) states with which the continuing rows begin. There are no second derivatives. MemoryError if the
     states of a row do not fit.
     """
-    return _computed(kernels, rows, vectors, (initial, decay, strength), norm, vectors[0].shape[-1] ** -0.5)
+    setting = _Setting(kernels, rows, norm, vectors[0].shape[-1] ** -0.5)
+    return _GatedDeltaRule.apply(setting, initial, decay, strength, *vectors)  # pyright: ignore[reportReturnType]
 
 
 def mamba2(
@@ -123,46 +104,8 @@ def mamba2(
 
     `vectors` are C and B (T, Hk, N), and v (T, H, P), which is the step times x. Otherwise as `gated_delta_rule`.
     """
-    return _computed(kernels, rows, vectors, (initial, decay, None), False, 1.0)
-
-
-def _computed(
-    kernels: ctypes.CDLL,
-    rows: StateRows,
-    vectors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    inputs: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None],
-    norm: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    source, parts = _only_source(vectors)
-    setting = _Setting(kernels, rows, norm, scale, parts)
-    sources = vectors if source is None else (source,)
-    return _GatedDeltaRule.apply(setting, *inputs, *sources)  # pyright: ignore[reportReturnType]
-
-
-def _only_source(vectors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, tuple[_Part, ...]]:
-    """The one tensor that queries, keys and values are disjoint views of, and the views; None if there is none.
-
-    The kernel then writes one gradient tensor, which autograd need not assemble from three. The views have to cover the
-    tensor, which is contiguous as (T, channels), or as (channels, T) like the outputs of convolutions.
-    """
-    source, (num_tokens, *_) = vectors[0]._base, vectors[0].shape
-    if source is None or any(x._base is not source or x.dtype != source.dtype for x in vectors):
-        return None, ()
-    num_channels = sum(x.shape[1] * x.shape[2] for x in vectors)
-    if not source.is_contiguous() or source.numel() != num_tokens * num_channels:
-        return None, ()
-    offsets = [int(x.storage_offset() - source.storage_offset()) for x in vectors]
-    parts = tuple(_Part(tuple(x.shape), x.stride(), offset) for x, offset in zip(vectors, offsets))
-    for token, channel in ((num_channels, 1), (1, num_tokens)):
-        first, found = 0, True
-        for part in sorted(parts, key=lambda part: part.offset):
-            _, heads, width = part.shape
-            found &= part.strides == (token, width * channel, channel) and part.offset == first * channel
-            first += heads * width
-        if found:
-            return source, parts
-    return None, ()
+    setting = _Setting(kernels, rows, False, 1.0)
+    return _GatedDeltaRule.apply(setting, initial, decay, None, *vectors)  # pyright: ignore[reportReturnType]
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -173,14 +116,14 @@ class _GatedDeltaRule(torch.autograd.Function):
         initial: torch.Tensor | None,
         decay: torch.Tensor,
         strength: torch.Tensor | None,
-        *sources: torch.Tensor,
+        *vectors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = [None if x is None else x.contiguous() for x in (initial, decay, strength)]
-        _, key, value = vectors = setting.vectors(sources)
+        _, key, value = vectors
         output = value.new_empty(value.shape)
         finals = value.new_empty(setting.rows.num_finals, value.shape[1], key.shape[2], value.shape[2])
         _run(setting, _call(setting, vectors, inputs, outputs=output.data_ptr(), finals=_address(finals)))
-        ctx.save_for_backward(*inputs, *sources)
+        ctx.save_for_backward(*inputs, *vectors)
         ctx.set_materialize_grads(False)
         ctx.setting = setting
         return output, finals
@@ -189,27 +132,25 @@ class _GatedDeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         setting: _Setting = ctx.setting
-        initial, decay, strength, *sources = ctx.saved_tensors
+        initial, decay, strength, *vectors = ctx.saved_tensors
         inputs = initial, decay, strength
-        vectors = setting.vectors(sources)
         gradient = vectors[2].new_zeros(vectors[2].shape) if grads[0] is None else grads[0].contiguous()
         of_finals = None if grads[1] is None else grads[1].contiguous()
         of_initial, of_decay, of_strength = of_inputs = [None if x is None else torch.empty_like(x) for x in inputs]
-        of_sources = [torch.empty_like(x) for x in sources]
-        parts = map(_strided, setting.vectors(of_sources))
+        of_vectors = [torch.empty_like(x) for x in vectors]
         call = _call(
             setting,
             vectors,
             inputs,
             gradient=gradient.data_ptr(),
             of_finals=_address(of_finals),
-            **dict(zip(("of_queries", "of_keys", "of_values"), parts)),
+            **dict(zip(("of_queries", "of_keys", "of_values"), map(_strided, of_vectors))),
             of_decays=_address(of_decay),
             of_strengths=_address(of_strength),
             of_initials=_address(of_initial),
         )
         _run(setting, call)
-        return None, *of_inputs, *of_sources
+        return None, *of_inputs, *of_vectors
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
