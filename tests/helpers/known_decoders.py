@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.cpp_step import CompiledModel
-from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
+from groupgrad.engines.native.direct_step import DirectModel, direct_model
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.scoring.forward import evaluation_mode
 
@@ -38,7 +38,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def direct_form(model: Any) -> CompiledModel | DirectModel | NoDirectForm:
+def direct_form(model: Any) -> CompiledModel | DirectModel | str:
     """Returns the form of decode steps that the native engine finds for a model."""
     attention, token = ProbeLayout(), torch.zeros(1, dtype=torch.int64)
     with torch.no_grad(), evaluation_mode(model):

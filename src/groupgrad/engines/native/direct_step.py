@@ -10,9 +10,8 @@ compared (`runner.ModelForms`); so does the first step after the model's modules
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +48,7 @@ class DirectModel:
     """Computes the logits of one token for each of n rows: float32 on a CPU, any type on a GPU."""
 
     def __init__(self, decoder: Decoder, *, on_gpu: bool = False):
-        self._operations: _Operations = _GPUOperations() if on_gpu else _CPUOperations()
+        self._operations = _GPUOperations() if on_gpu else _Operations()
         prepared = self._operations.prepared
         self._embed, self._rotary = decoder.embedding, decoder.rotary
         self._head, self._norm = prepared(decoder.head), prepared(decoder.norm)
@@ -82,45 +81,24 @@ class DirectModel:
         return self._head(operations.add_and_norm(hidden, added, self._norm)[1])
 
 
-class _Operations(Protocol):
-    """The operations of a layer between its matrix products."""
+class _Operations:
+    """The operations of a layer between its matrix products, in torch, with compiled kernels where there are some."""
 
     def prepared(self, module: Any) -> Any:
         """The module, or a function that computes the same."""
-        ...
-
-    def add_and_norm(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, norm: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, H) `hidden + added`, and its norm."""
-        ...
-
-    def rotate(
-        self, query: torch.Tensor, key: torch.Tensor, modules: dict[str, Any], angles: _Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, heads, D) queries and keys after the norms of heads, if any, with rotary embeddings."""
-        ...
-
-    def gate(self, activation: Any, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """activation(gates) * values."""
-        ...
-
-
-class _CPUOperations:
-    """In torch's operations, and norms by compiled kernels where there are some."""
-
-    def prepared(self, module: Any) -> Any:
         return _function(module)
 
     def add_and_norm(
         self, hidden: torch.Tensor, added: torch.Tensor | None, norm: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, H) `hidden + added`, and its norm."""
         hidden = hidden if added is None else hidden + added
         return hidden, norm(hidden)
 
     def rotate(
         self, query: torch.Tensor, key: torch.Tensor, modules: dict[str, Any], angles: _Angles
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, heads, D) queries and keys after the norms of heads, if any, with rotary embeddings."""
         if modules["query_norm"] is not None:
             query, key = modules["query_norm"](query), modules["key_norm"](key)
         num_heads, (cosines, sines) = query.shape[1], (angle[:, None] for angle in angles)
@@ -129,14 +107,15 @@ class _CPUOperations:
         return both[:, :num_heads], both[:, num_heads:]
 
     def gate(self, activation: Any, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """activation(gates) * values."""
         kernels = library() if is_silu(activation) else None
         if kernels is not None:
             return kernel_layers.gated(kernels, gates, values)
         return activation(gates).mul_(values)
 
 
-class _GPUOperations:
-    """In Triton's kernels, in the types that the modules' results have."""
+class _GPUOperations(_Operations):
+    """The same in Triton's kernels, in the types that the modules' results have."""
 
     def prepared(self, module: Any) -> Any:
         return module
@@ -169,53 +148,33 @@ class _GPUOperations:
         return triton_layers.gate(gates, values) if is_silu(activation) else activation(gates) * values
 
 
-@dataclass(slots=True, frozen=True)
-class NoDirectForm:
-    """A model that has no direct form here."""
+def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledModel | DirectModel | str:
+    """The direct form of `model`, adapters included; `calls` are its attention calls by layer.
 
-    reason: str
-    is_family: bool
-    """True if the model's family has a direct form."""
-
-
-def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledModel | DirectModel | NoDirectForm:
-    """The direct form of `model`, adapters included, or why there is none. `calls` are its attention calls by layer."""
+    Without one, the reason why a family that has a direct form gets none here; empty for other families.
+    """
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     family = _family_parts(inner)
     if family is None:
-        return NoDirectForm(f"{type(inner).__name__} is of no family that has a direct form", is_family=False)
+        return ""
     parts, backbone, head = family
     parameters = [parameter for part in parts for parameter in part.parameters()]
     on_gpu = has_layer_kernels(parameters)
-    reason = None if on_gpu else _obstacle_on_cpu(parameters)
-    if reason is None:
-        reason = next((text for part in parts for module in part.modules() if (text := _must_be_called(module))), None)
-    if reason is not None:
-        return NoDirectForm(reason, is_family=True)
+    is_plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in parameters)
+    if not on_gpu and (not is_plain or torch.is_autocast_enabled("cpu")):
+        reason = obstacle_to_kernels() if all(p.device.type == "cuda" for p in parameters) else ""
+        return reason or "its weights are not all on one GPU, nor all in float32 on the CPU"
+    for module in (module for part in parts for module in part.modules()):
+        if text := _must_be_called(module):
+            return text
     decoder = read_decoder(backbone, head, calls)
     if decoder is None:
-        return NoDirectForm("a layer of the decoder is of another kind than its family's", is_family=True)
+        return "a layer of the decoder is of another kind than its family's"
     has_recurrence = any(layer.call is None for layer in decoder.layers)
     if not on_gpu:
         compiled = compiled_model(decoder)
-        if compiled is None and has_recurrence:
-            return NoDirectForm("it needs compiled kernels, which a layer or this machine lacks", is_family=True)
-        return compiled or DirectModel(decoder)
-    if has_recurrence:
-        return NoDirectForm("Triton's kernels compute no recurrent layers", is_family=False)
-    if not _has_plain_norms(decoder):
-        return NoDirectForm("Triton's kernels compute other norms or gates than its layers have", is_family=False)
-    return DirectModel(decoder, on_gpu=True)
-
-
-def _obstacle_on_cpu(parameters: Sequence[torch.Tensor]) -> str | None:
-    """The reason why the form of CPUs cannot compute with these parameters, or None."""
-    if all(p.device.type == "cuda" for p in parameters):
-        return obstacle_to_kernels() or "weights are on several devices"
-    other = next((p for p in parameters if p.dtype != torch.float32 or p.device.type != "cpu"), None)
-    if other is not None:
-        return f"weights are {str(other.dtype).removeprefix('torch.')} on {other.device.type}, not float32 on the CPU"
-    return "mixed precision is on, which it does not compute in" if torch.is_autocast_enabled("cpu") else None
+        return "" if compiled is None and has_recurrence else compiled or DirectModel(decoder)
+    return "" if has_recurrence or not _has_plain_norms(decoder) else DirectModel(decoder, on_gpu=True)
 
 
 def _has_plain_norms(decoder: Decoder) -> bool:

@@ -17,7 +17,7 @@ from groupgrad.engines.base import Request, Sample, SamplingOptions, sample_all
 from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.cpp_step import CompiledModel
 from groupgrad.engines.native.cuda_graphs import cuda_recorder
-from groupgrad.engines.native.direct_step import DirectModel, NoDirectForm, direct_model
+from groupgrad.engines.native.direct_step import DirectModel, direct_model
 from groupgrad.engines.native.kv_cache import KVCache, LayerShape, StateShape
 from groupgrad.engines.native.logits import cast_bytes, last_logits, weights_cast_once
 from groupgrad.engines.native.runner import MODULES, DecodeRunner, StepFindings
@@ -146,11 +146,10 @@ class NativeEngine:
     def _direct_form(self, model: nn.Module, probe: ProbeLayout) -> CompiledModel | DirectModel | None:
         """The direct form of the model; None if it has none, which is said once where its family has one."""
         form = direct_model(model, probe.calls)
-        if not isinstance(form, NoDirectForm):
+        if not isinstance(form, str):
             return form
-        on_gpu = any(layer.device.type == "cuda" for layer in probe.layers.values())
-        if form.is_family and on_gpu:
-            fall_back(logger, MODULES, form.reason)
+        if form and any(layer.device.type == "cuda" for layer in probe.layers.values()):
+            fall_back(logger, MODULES, form)
         return None
 
     def _probe_of(self, model: nn.Module) -> ProbeLayout:

@@ -126,8 +126,8 @@ class Scheduler:
         expected = [*retained.group.prompt_ids, *retained.suffix_ids]
         if prompt_ids[: len(expected)] != expected:
             raise ValueError(
-                f"continues={ticket}, but prompt_ids does not begin with that request's prompt and all that was sampled "
-                "for it; leave out `continues`"
+                f"continues={ticket}, but prompt_ids does not begin with that request's prompt and all its sampled "
+                "tokens; leave out `continues`"
             )
         retained.is_claimed = True
         return retained
