@@ -91,14 +91,9 @@ FAMILIES = (
         bidirectional_images=True,
     ),
     Family("gemma4", logit_effects={"final_logit_softcapping": "cap"}),
-    Family("vaultgemma", logit_effects={"final_logit_softcapping": "cap"}),
     Family("recurrent_gemma", logit_effects={"logits_soft_cap": "cap"}),
-    Family("nanochat", logit_effects={"final_logit_softcapping": "cap"}),
-    Family("beam", logit_effects={"final_logit_softcapping": "cap"}),
-    Family("xlstm", logit_effects={"output_logit_soft_cap": "cap"}),
     Family("cohere", logit_effects={"logit_scale": "multiply"}),
     Family("granite", logit_effects={"logits_scaling": "divide"}),
-    Family("hyperclovax", logit_effects={"logits_scaling": "multiply"}),
     Family("falcon_h1", norm="FalconH1RMSNorm", logit_effects={"lm_head_multiplier": "multiply"}),
 )
 
