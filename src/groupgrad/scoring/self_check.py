@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupgrad.batch import Batch, TokenScores
+from groupgrad.batch import Batch
 from groupgrad.errors import UnavailableError
 from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.models.rounding import TOLERANCE_FLOAT32, Rounding
@@ -77,7 +77,7 @@ def check_layout(
 ) -> LayoutReport:
     """Finds the fastest layout and head that give the log-probs of the plain dense pass on random tokens.
 
-    A VLM is also run on the images of `example`, a prompt made by the user's processor; ValueError if it fails on them.
+    A VLM is also run on the images of `example`, a prompt made by the user's processor. What that raises goes on.
     Random streams, module modes and gradients stay as they are.
     """
     # A low temperature multiplies rounding, and nothing else, so layouts are compared without one.
@@ -86,7 +86,7 @@ def check_layout(
     candidates: list[tuple[InputLayout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
     with torch.no_grad(), evaluation_mode(model), precision():
         with _HeadCall.of(model) as head_call:
-            expected = _plain_scores(model, batch, options)
+            expected = score_tokens(model, batch, replace(options, layout="dense", tiled_head=False, aux_loss=False))
         problem = head_call.problem(model, rounding)
         can_tile = problem is None
         reasons += [] if problem is None else [problem]
@@ -156,19 +156,6 @@ class _HeadCall:
         if float(apart) <= max(_LOGITS_FLOAT32, 2 * rounding.eps) * float(expected.abs().max()):
             return None
         return "code changes its logits behind the output head, in a way that its configuration does not say"
-
-
-def _plain_scores(model: nn.Module, batch: Batch, options: ForwardOptions) -> TokenScores:
-    try:
-        return score_tokens(model, batch, replace(options, layout="dense", tiled_head=False, aux_loss=False))
-    except Exception as error:  # model code may raise anything
-        if batch.media is None:
-            raise
-        raise ValueError(
-            f"{type(unwrap(model)).__name__} fails at a prompt with one small image as this processor makes it "
-            f"({type(error).__name__}: {error}); use the processor that belongs to the model, or pass "
-            "processing_class=processor.tokenizer to train on text alone"
-        ) from error
 
 
 @torch.no_grad()
