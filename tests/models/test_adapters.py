@@ -166,11 +166,6 @@ def test_an_inactive_adapter_is_rejected(build):
         check_adapter(model)
 
 
-def test_mixed_adapters_are_rejected(build):
-    with pytest.raises(TypeError, match="a PeftMixedModel, which mixes kinds of adapters"):
-        check_adapter(peft.get_peft_model(build("qwen3"), lora(), mixed=True))
-
-
 def test_trained_weights_that_are_not_saved_are_a_warning(build):
     model = add_adapter(build("qwen3"), lora())
     model.get_base_model().lm_head.weight.requires_grad_(True)

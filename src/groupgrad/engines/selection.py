@@ -200,16 +200,10 @@ def _tried_generate(
     engine, difference = min(found, key=lambda tried: tried[1].gap)
     text = f"generate does not sample {_name(trial.model)} as it is trained: {difference.problem}"
     if WRONG_NATS <= difference.gap < math.inf:
-        if replaces_generate(trial.model):
-            remedy = "Train the model without the generate that it brings"
-        elif is_adapted(unwrap(trial.model)):
-            remedy = "Use other releases, or train another adapter, such as LoRA"
-        else:
-            remedy = "Use another release"
         raise ConfigError(
             [
                 f"{text}, with keys and values of earlier tokens kept or not ({_releases(trial.model)}), so it would "
-                f"learn from another model's text. {remedy}"
+                "learn from another model's text. Use other releases, LoRA as adapter, and the library's own generate"
             ]
         )
     logger.warning("%s; sampling/logp_mismatch in the log is by how much", text)

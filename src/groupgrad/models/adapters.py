@@ -181,11 +181,6 @@ def check_adapter(model: Any) -> None:
     """
     if not is_adapted(model):
         return
-    if not hasattr(model, "get_base_model"):
-        raise TypeError(
-            f"the model is a {type(model).__name__}, which mixes kinds of adapters and cannot be saved; use one kind, "
-            "by get_peft_model(model, config) with mixed=False"
-        )
     merged = [name for name, module in model.named_modules() if getattr(module, "merged", False) is True]
     if merged:
         raise ValueError(

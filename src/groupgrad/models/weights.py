@@ -151,15 +151,7 @@ def _source(name: str, tensor: torch.Tensor, adapted: dict[str, tuple[str, Any]]
             if not rest.startswith(saved):
                 return None
             rest = rest.removeprefix(saved)
-            if layer is not None and rest.startswith(("base_layer.", "lora_")):
-                raise ValueError(
-                    f"{prefix.rstrip('.')} carries several adapters, one in another; they cannot be merged"
-                )
             return _Source(prefix + rest, tensor, layer, rest)
-    if "_fsdp_wrapped_module." in name:
-        raise ValueError(
-            "the model is sharded by FSDP 1, whose weights have no names of their own; set fsdp_version: 2"
-        )
     return _Source(name, tensor)
 
 

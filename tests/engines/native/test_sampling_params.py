@@ -166,7 +166,7 @@ def test_options_that_are_not_there_are_named_with_the_engine_that_has_them(buil
     assert unsupported(options) == ["num_beams", "typical_p", "cache_implementation"]
     with pytest.raises(ConfigError) as caught:
         NativeEngine(build("qwen3")).sample(requests(), options)
-    for part in ("num_beams=4", "typical_p=0.5", "cache_implementation='static'", "rollout_engine='transformers'"):
+    for part in ("num_beams, typical_p, cache_implementation", "rollout_engine='transformers'"):
         assert part in str(caught.value)
 
 

@@ -63,10 +63,6 @@ class NativeEngine:
         max_rows: int | None = None,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
-        if kv_memory is not None and kv_memory <= 0:
-            raise ValueError(f"engine_kv_memory={kv_memory} holds no keys and values; give bytes, or None to derive it")
-        if max_rows is not None and max_rows <= 0:
-            raise ValueError(f"max_rows={max_rows} lets no row be computed; set it to at least 1, or None")
         self._model, self._tokenizer = model, tokenizer
         self._kv_memory, self._max_rows, self._precision = kv_memory, max_rows, precision
         self._probe, self._findings = ProbeLayout(), StepFindings()

@@ -73,15 +73,9 @@ def read_options(options: SamplingOptions, tokenizer: Any) -> SamplingParams:
 
     ConfigError for an option the engine lacks, ValueError for stop strings without a tokenizer.
     """
-    missing = unsupported(options)
-    if missing:
-        unknown = {**options.extra, "cache_implementation": options.cache_implementation}
+    if missing := unsupported(options):
         raise ConfigError(
-            [
-                f"{name}={unknown[name]!r} is not an option of rollout_engine='native'; "
-                "set rollout_engine='transformers', which has it, or leave it out"
-                for name in missing
-            ]
+            [f"the native engine has no {', '.join(missing)}; set rollout_engine='transformers', or leave them out"]
         )
     extra = options.extra
     values = {name: extra.get(name, getattr(options, name)) for name in _FIELDS}

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ class NativeSession:
         `continues` names no retained request or one that `prompt_ids` does not begin with.
         """
         self._check_open()
-        self.check([request])
+        self._check(request)
         ticket = self._num_submitted
         self._scheduler.add(ticket, request)
         self._num_submitted += 1
@@ -170,26 +170,24 @@ class NativeSession:
         if not self._is_closed:
             self._scheduler.release(ticket)
 
-    def check(self, requests: Iterable[Request]) -> None:
-        """ValueError if one of the requests could not be sampled even alone."""
-        for request in requests:
-            if not request.prompt_ids:
-                raise ValueError("a prompt without tokens gives nothing to continue; put at least a BOS token into it")
-            if request.max_new_tokens < 1:
-                raise ValueError(
-                    f"max_new_tokens={request.max_new_tokens} behind a prompt of {len(request.prompt_ids)} tokens "
-                    "leaves no room for a completion; take the prompt out or allow a longer context"
-                )
-        longest = max(requests, key=lambda request: len(request.prompt_ids) + request.max_new_tokens)
+    def _check(self, request: Request) -> None:
+        """ValueError if the request could not be sampled even alone."""
+        if not request.prompt_ids:
+            raise ValueError("a prompt without tokens gives nothing to continue; put at least a BOS token into it")
+        if request.max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens={request.max_new_tokens} behind a prompt of {len(request.prompt_ids)} tokens "
+                "leaves no room for a completion; take the prompt out or allow a longer context"
+            )
         cache = self._cache
-        num_tokens = len(longest.prompt_ids) + longest.max_new_tokens + 2 * cache.state_tokens
+        num_tokens = len(request.prompt_ids) + request.max_new_tokens + 2 * cache.state_tokens
         self._least_tokens = max(self._least_tokens, num_tokens)
         if num_tokens > cache.max_tokens and (self._may_exceed_bound or num_tokens <= self._most_tokens):
             cache.max_tokens = num_tokens
         if num_tokens > cache.max_tokens:
             raise ValueError(
                 f"engine_kv_memory={cache.max_bytes} bytes hold the keys and values of {cache.max_tokens} tokens; a "
-                f"prompt of {len(longest.prompt_ids)} tokens with {longest.max_new_tokens} new ones needs {num_tokens}:"
+                f"prompt of {len(request.prompt_ids)} tokens with {request.max_new_tokens} new ones needs {num_tokens}:"
                 f" set engine_kv_memory to at least {num_tokens * cache.bytes_per_token} (better a multiple, so that "
                 "rows are sampled together), or lower max_completion_length"
             )
