@@ -82,8 +82,7 @@ def unhinted(self: Any, x) -> int:  # type: ignore[no-untyped-def]
         ({"a": 3}, TypeError, ["environment_factory['a'] is 3"]),
         ({1: Counter}, TypeError, ["the key 1"]),
         ({}, ValueError, ["environment_factory={}"]),
-        (variant(look=undocumented), ValueError, ["'Variant.look' has no docstring", "underscore"]),
-        (variant(look=unhinted), ValueError, ["'Variant.look' has no type hint for the argument 'x'", "underscore"]),
+        (variant(look=undocumented), ValueError, ["'Variant.look' cannot be described", "docstring", "underscore"]),
         (variant(multiply=Counter.increment), ValueError, ["two tools named 'multiply'", "'Variant'"]),
     ],
 )

@@ -8,22 +8,9 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers.utils.chat_template_utils import get_json_schema, parse_google_format_docstring
+from transformers.utils.chat_template_utils import get_json_schema
 
 from groupgrad.concurrency.callables import bound_keywords, innermost
-
-EXAMPLE = '''
-    def multiply(a: int, b: int) -> int:
-        """
-        Multiplies two integers.
-
-        Args:
-            a: The first integer.
-            b: The second integer.
-
-        Returns:
-            The product.
-        """'''
 
 MAX_VALUE_CHARS = 200
 """Characters of a wrong value that an error quotes."""
@@ -44,33 +31,30 @@ def describe(function: Callable[..., Any], name: str, where: str) -> dict[str, A
     """A callable's JSON schema in the form of chat templates, by transformers' `get_json_schema`.
 
     Arguments that a `functools.partial` has set are left out. `where` names the callable in errors. TypeError if it
-    cannot be called with keywords or yields its results; ValueError for a missing docstring, hint or description of an
-    argument, and for a hint that has no JSON counterpart.
+    cannot be called with keywords; ValueError for what `get_json_schema` refuses: a missing docstring, hint or
+    description of an argument, and a hint that has no JSON counterpart.
     """
     inner, bound = innermost(function), bound_keywords(function)
-    if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
-        raise TypeError(f"{where} yields its results, but a model gets one answer to a call; return it instead")
     signature = _signature(function, where)
     parameters = {key: p for key, p in signature.parameters.items() if key not in bound}
     described = inner if hasattr(inner, "__name__") else type(inner).__call__  # a function, or an object's __call__
-    docstring = inspect.getdoc(described) or inspect.getdoc(inner)
-    if not docstring or not docstring.strip():
-        raise ValueError(f"{where} has no docstring, from which the model learns what it does; write one like{EXAMPLE}")
-    hints = _hints(described, where)
-    _check_descriptions(docstring, parameters, hints, where)
 
     def stub() -> None:
         """Replaces the callable for `get_json_schema`, which takes functions only."""
 
-    stub.__name__, stub.__doc__ = name, docstring
-    stub.__annotations__ = {key: hints[key] for key in [*parameters, "return"] if key in hints}
+    stub.__name__, stub.__doc__ = name, inspect.getdoc(described) or inspect.getdoc(inner)
     stub.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
         parameters=list(parameters.values())
     )
     try:
+        hints = typing.get_type_hints(described)
+        stub.__annotations__ = {key: hints[key] for key in [*parameters, "return"] if key in hints}
         return get_json_schema(stub)
-    except Exception as error:  # it has error types of its own
-        raise ValueError(f"{where} cannot be described to a model: {error}") from error
+    except Exception as error:  # it has error types of its own, and a hint may name what its module does not know
+        raise ValueError(
+            f"{where} cannot be described to a model: {error}. Write a type hint for each argument, and a docstring "
+            "with a line 'name: what it is' for each below 'Args:'"
+        ) from error
 
 
 def argument_problem(schema: Mapping[str, Any], defaults: Mapping[str, Any], arguments: Any) -> str | None:
@@ -186,47 +170,9 @@ def _signature(function: Callable[..., Any], where: str) -> inspect.Signature:
     except (TypeError, ValueError) as error:
         raise TypeError(f"{where} does not say what arguments it takes; wrap it in a function of yours") from error
     for parameter in signature.parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            star = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(
-                f"{where} takes {star}{parameter.name}, which a model cannot be told how to fill; name each argument"
-            )
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise TypeError(
-                f"{where} takes '{parameter.name}' by position only, but tools are called with keywords; remove the "
-                "'/' from its signature"
+                f"{where} takes '{parameter}', but tools are called with a keyword for each argument; name each one, "
+                "without '*' and '/'"
             )
     return signature
-
-
-def _hints(described: Callable[..., Any], where: str) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(described)
-    except Exception as error:
-        raise ValueError(
-            f"{where} has a type hint that cannot be read ({type(error).__name__}: {error}); use types that its module "
-            "knows when it is imported"
-        ) from error
-
-
-def _check_descriptions(
-    docstring: str, parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any], where: str
-) -> None:
-    """ValueError if an argument has no type hint or no line in the docstring."""
-    unhinted = [name for name in parameters if name not in hints]
-    if unhinted:
-        raise ValueError(
-            f"{where} has no type hint for {_names(unhinted)}, from which the model learns what to give; write for "
-            f"instance '{unhinted[0]}: int'"
-        )
-    described = parse_google_format_docstring(docstring.strip())[1] or {}
-    missing = [name for name in parameters if name not in described]
-    if missing:
-        raise ValueError(
-            f"{where} does not describe {_names(missing)} in its docstring. Each argument needs a line 'name: what it "
-            f"is' below 'Args:', without a type in brackets, as in{EXAMPLE}"
-        )
-
-
-def _names(names: list[str]) -> str:
-    return f"the argument{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}"
