@@ -108,7 +108,7 @@ def test_messages_keep_their_own_system_prompt():
     ("settings", "text"),
     [
         ({"prompt_column": "quest"}, "no column 'quest', only question, answer; set prompt_column"),
-        ({}, "no column 'prompt', only question, answer; set prompt_column to one of them, such as 'question'"),
+        ({}, "no column 'prompt', only question, answer; set prompt_column to one of them"),
         ({**GSM8K, "solution_column": "solution"}, "no column 'solution'.*set solution_column"),
         ({"prompt_column": "question", "solution_pattern": "(a)"}, "no column to search; set solution_column"),
         ({**GSM8K, "solution_pattern": "####"}, "has no group"),

@@ -135,7 +135,7 @@ BAD: Table = {
         ({"train_dataset": [{"prompt": "a"}]}, "train_dataset is a list.*Dataset.from_list"),
         (
             {"train_dataset": DatasetDict({"train": rows(), "test": rows()})},
-            r"train_dataset is a DatasetDict of the splits 'train', 'test'.*such as dataset\['train'\]",
+            r"train_dataset is a DatasetDict.*such as dataset\['train'\]",
         ),
         ({"eval_dataset": [{"prompt": "a"}]}, "eval_dataset is a list.*Dataset.from_list"),
         ({"processing_class": "Qwen/Qwen3-0.6B"}, "processing_class is a str.*AutoTokenizer.from_pretrained"),
@@ -168,7 +168,7 @@ BAD: Table = {
                 "args": GRPOConfig("out", use_cpu=True, remove_unused_columns=True, report_to="none"),
                 "train_dataset": Dataset.from_list([{"question": "1+1?", "answer": "2"}] * 4),
             },
-            "'answer', 'question'.*'question' looks like one: dataset.rename_column",
+            "'answer', 'question'.*rename the column that holds the prompts: dataset.rename_column",
         ),
         ({"train_dataset": Dataset.from_list([{"question": "1+1?"}] * 4)}, "question.*rename_column"),
         (prompts("a", "", "b"), "row 1 of train_dataset.*write a prompt"),

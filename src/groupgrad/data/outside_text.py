@@ -145,21 +145,6 @@ class OutsideText:
         appended = len(behind) if behind and ids[len(ids) - len(behind) :] == behind else 0
         return repeated, appended
 
-    def left_out(self, text: str) -> list[str]:
-        """Sentences about the tokens that the tokenizer adds to a text and that a prompt of it goes without."""
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
-        repeated, appended = self.superfluous(ids)
-        first, last = (
-            " ".join(self.tokenizer.convert_ids_to_tokens(part))
-            for part in (ids[:repeated], ids[len(ids) - appended :])
-        )
-        sentences = []
-        if repeated:
-            sentences.append(f"texts begin with {first}, which the tokenizer adds too: prompts have it once")
-        if appended:
-            sentences.append(f"the tokenizer appends {last} to texts, which would end them: prompts go without")
-        return sentences
-
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
         """Token ids that the tokenizer adds before and behind a text."""

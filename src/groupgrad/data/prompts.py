@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, IterableDataset
 
 from groupgrad.data.columns import first_row, prompt_rows
 from groupgrad.data.images import ImageSource, column_images, image_blocks, is_plain_text
 from groupgrad.data.outside_text import OutsideText, has_marks
-from groupgrad.spelling import nearest
 from groupgrad.types import Media, Messages, Prompt
 
 logger = logging.getLogger(__name__)
@@ -27,13 +26,6 @@ RENDERED_FIRST = 1024
 
 DECODED_FIRST = 256
 """Images of a data set that are decoded before training; of the others only the file header is read."""
-
-
-_LIKE_PROMPTS = (
-    *("prompts", "question", "query", "problem", "instruction", "messages", "conversation", "conversations"),
-    *("questions", "problems", "task", "input", "inputs", "user", "text"),
-)
-"""Names of columns of prompts in public data sets, the clearest first."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -232,14 +224,11 @@ class PromptMaker:
         )
 
 
-def messages_remedy(is_rendered: bool) -> str:
-    """What to do about a text where a conversation is needed; `is_rendered` if a chat template wrote the text."""
-    if is_rendered:
-        return (
-            "a chat template was applied to it before, as its control tokens show; leave that out and give the "
-            "messages, since the trainer applies the template itself"
-        )
-    return 'make the prompt a list of messages: [{"role": "user", "content": ...}]'
+MESSAGES_REMEDY = (
+    'make the prompt a list of messages, [{"role": "user", "content": ...}], to which the trainer applies the chat '
+    "template itself"
+)
+"""What to do about a text where a conversation is needed."""
 
 
 def _block_text(block: Any) -> str | None:
@@ -273,13 +262,6 @@ def as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(str(block.get("text", f"[{block.get('type')}]")) for block in content)}
 
 
-def like_prompts(columns: Collection[str]) -> str | None:
-    """The column whose name says most clearly that it holds prompts; None if none does."""
-    by_lower_case = {name.lower(): name for name in columns}
-    found = next((by_lower_case[name] for name in _LIKE_PROMPTS if name in by_lower_case), None)
-    return found or nearest("prompt", columns)
-
-
 def check_dataset(
     dataset: Any, argument: str, prompt_maker: PromptMaker, *, may_lack_prompts: bool = False, renders: bool = True
 ) -> None:
@@ -291,16 +273,10 @@ def check_dataset(
     read. Of a stream only the first row is checked. With `renders` the first conversations are rendered, as they will
     be.
     """
-    if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
-        splits = ", ".join(map(repr, dataset))
-        raise TypeError(
-            f"{argument} is a {type(dataset).__name__} of the splits {splits}; give one of them, such as "
-            f"dataset[{next(iter(dataset), 'train')!r}]"
-        )
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(
-            f"{argument} is a {type(dataset).__name__}; it must be a datasets.Dataset or datasets.IterableDataset "
-            "(datasets.Dataset.from_list([...]) makes one from a list of rows)"
+            f"{argument} is a {type(dataset).__name__}; it must be a datasets.Dataset or datasets.IterableDataset: "
+            "of a DatasetDict give one split, such as dataset['train'], and of a list of rows Dataset.from_list([...])"
         )
     first = first_row(dataset)
     is_read_as_dicts = not isinstance(dataset, Dataset) or dataset.format["type"] not in ("arrow", "pandas", "polars")
@@ -311,11 +287,9 @@ def check_dataset(
     if "prompt" not in first and may_lack_prompts:
         return
     if "prompt" not in first:
-        similar = like_prompts(first)
-        which = "rename the column that holds the prompts" if similar is None else f"{similar!r} looks like one"
         raise ValueError(
-            f"{argument} has the columns {sorted(first)}, but no 'prompt' column; {which}: "
-            f"dataset.rename_column({similar or '...'!r}, 'prompt')"
+            f"{argument} has the columns {sorted(first)}, but no 'prompt' column; rename the column that holds the "
+            "prompts: dataset.rename_column('...', 'prompt')"
         )
     # Every evaluation calls this again with the same data set.
     key = (str(getattr(dataset, "_fingerprint", "")), prompt_maker.max_context)
@@ -330,8 +304,6 @@ def _check_prompts(
 ) -> None:
     too_long: list[tuple[int, Any]] = []
     is_encoded, num_decoded = False, 0
-    begin, encoded_texts = getattr(prompt_maker.tokenizer, "bos_token", None), set[bool]()
-    notes: dict[str, None] = {}
     for number, row in enumerate(prompt_rows(dataset)):
         prompt = row["prompt"]
         problem = _malformed(prompt, prompt_maker)
@@ -343,10 +315,6 @@ def _check_prompts(
         num_decoded += len(sizes)
         if number < num_rendered and not isinstance(prompt, str) and not sizes:
             _check_rendering(prompt, number, argument, prompt_maker)
-        begins = isinstance(prompt, str) and bool(begin) and prompt.startswith(begin)
-        if number < num_rendered and isinstance(prompt, str) and begins not in encoded_texts:
-            encoded_texts.add(begins)
-            notes |= dict.fromkeys(prompt_maker.outside_text.left_out(prompt))
         limit = prompt_maker.max_context
         if limit is not None and _may_exceed(prompt, limit - prompt_maker.num_image_tokens(sizes)):
             with _named(number, argument):
@@ -359,8 +327,6 @@ def _check_prompts(
             with _named(number, argument):
                 prompt_maker(row, 0)
             is_encoded = True
-    for note in notes:
-        logger.warning("%s: %s", argument, note)
     if too_long:
         num_tokens, prompt = max(too_long, key=lambda item: item[0])
         raise ValueError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +24,8 @@ from groupgrad.data.images import (
     size_of,
 )
 from groupgrad.data.outside_text import has_marks
-from groupgrad.data.prompts import Encoded, PromptMaker, as_text, drop_empty_fields, messages_remedy
+from groupgrad.data.prompts import MESSAGES_REMEDY, Encoded, PromptMaker, as_text, drop_empty_fields
 from groupgrad.types import Media, Messages, Prompt
-
-SIZES_TRIED = 64
-"""Image sizes whose number of tokens is measured, for processors that do not compute it."""
 
 _PROBE = "Probe7Text"
 
@@ -78,7 +76,6 @@ class VisionPromptMaker(PromptMaker):
         self.placeholder: str | None = compat.image_placeholder(processor)
         """Text of one image in a rendered conversation; None if the processor does not name it."""
         self._template_writes: dict[tuple[str, bool], bool] = {}
-        self._tokens_of_size: dict[tuple[int, int], int] = {}
 
     def _encode_row(self, row: dict[str, Any], *, check: bool) -> tuple[str | Messages, Encoded]:
         """A row's prompt with its images opened, and its model inputs; `check` runs `check_images` on rows without.
@@ -119,29 +116,14 @@ class VisionPromptMaker(PromptMaker):
     def num_image_tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Number of tokens of images of these (height, width), as the processor computes it.
 
-        For a processor that does not, the number is measured on blank images of up to `SIZES_TRIED` sizes; further
-        sizes count as the largest number so far.
+        More than any context for a processor that does not, so that each prompt with images is encoded and measured.
         """
         if not sizes:
             return 0
         try:
             return sum(self.processor._get_num_multimodal_tokens(image_sizes=list(map(list, sizes))).num_image_tokens)
         except Exception:  # a private method that some processors lack or implement in part
-            return sum(map(self._num_tokens_of_blank, sizes))
-
-    def _num_tokens_of_blank(self, size: tuple[int, int]) -> int:
-        from PIL import Image
-
-        if size not in self._tokens_of_size:
-            if len(self._tokens_of_size) >= SIZES_TRIED:
-                return max(self._tokens_of_size.values())
-            try:
-                text = self.placeholder or self.render([{"role": "user", "content": [{"type": "image"}]}])
-                num_tokens = len(self.encode(text, [Image.new("RGB", (size[1], size[0]))]).ids)
-            except Exception:  # templates and processors raise anything; a check of the row itself reports it
-                num_tokens = 0
-            self._tokens_of_size[size] = num_tokens
-        return self._tokens_of_size[size]
+            return sys.maxsize
 
     def token_ids(self, prompt: str | Messages) -> list[int]:
         """Token ids of a text or a conversation without images."""
@@ -154,7 +136,7 @@ class VisionPromptMaker(PromptMaker):
         return [self._mark_message(self._template_message(message)) for message in drop_empty_fields(messages)]
 
     def _messages(self, row: Mapping[str, Any], source: ImageSource, *, opened: bool = True) -> Messages | None:
-        return messages_with_images(row, source, opened=opened, is_rendered=self.outside_text.is_rendered)
+        return messages_with_images(row, source, opened=opened)
 
     def prompt_with_images(self, row: dict[str, Any], *, opened: bool) -> str | Messages:
         """The row's prompt with its images in the messages, opened or as the row has them."""
@@ -277,12 +259,10 @@ def messages_with_images(
     source: ImageSource | None = None,
     *,
     opened: bool = True,
-    is_rendered: Callable[[str], bool] = lambda text: False,
 ) -> Messages | None:
     """The row's conversation with every image in its content block; None for a row without images.
 
-    Images are opened, or stay as the row has them. `source` names the row in messages, and `is_rendered` finds texts
-    that a chat template has written. ImageError for an unreadable
+    Images are opened, or stay as the row has them. `source` names the row in messages. ImageError for an unreadable
     image; VisionError for a text prompt, and for a number of images that differs from the number of their blocks.
     """
     prompt = row.get("prompt")
@@ -291,7 +271,7 @@ def messages_with_images(
         if images:
             raise VisionError(
                 f"a row has images in '{column}' and the text prompt {str(prompt)[:80]!r}, but images need "
-                f"conversations; {messages_remedy(is_rendered(str(prompt)))}"
+                f"conversations; {MESSAGES_REMEDY}"
             )
         return None
     blocks = list(image_blocks(prompt))

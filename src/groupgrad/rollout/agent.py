@@ -19,7 +19,7 @@ from typing import Any
 from groupgrad.chat import ChatFormat, PlainFormat, ToolCall, Turn
 from groupgrad.concurrency.workers import Workers
 from groupgrad.data.completions import CompletionTexts
-from groupgrad.data.prompts import PromptMaker, excerpt
+from groupgrad.data.prompts import MESSAGES_REMEDY, PromptMaker, excerpt
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
 from groupgrad.envs.environments import EnvHandle, Environments, add_observation
 from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply, chosen_tools
@@ -377,8 +377,8 @@ def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
     prompt = row.get("prompt") or [{"role": "user", "content": ""}]
     if isinstance(prompt, str):
         raise ValueError(
-            f"a row has the text prompt {prompt[:80]!r}, but tools and environments need conversations; make each "
-            'prompt a list of messages: [{"role": "user", "content": ...}]'
+            f"a row has the text prompt {prompt[:80]!r}, but tools and environments need conversations; "
+            f"{MESSAGES_REMEDY}"
         )
     return [dict(message) for message in prompt]
 

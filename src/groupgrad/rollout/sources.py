@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset
 from groupgrad.chat import ChatFormat, PlainFormat
 from groupgrad.concurrency.callables import is_async
 from groupgrad.data.columns import is_transformed, prompt_rows
-from groupgrad.data.prompts import PromptMaker, drop_empty_fields, messages_remedy
+from groupgrad.data.prompts import MESSAGES_REMEDY, PromptMaker, drop_empty_fields
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.envs.environments import ENV_COLUMN, Environments
 from groupgrad.envs.tools import TOOLS_COLUMN, Tool, chosen_tools, make_tools
@@ -107,7 +107,7 @@ class RolloutComponents:
         if isinstance(prompt, str):
             raise ValueError(
                 f"{argument} has text prompts ({prompt[:80]!r}), but tools and environments need conversations; "
-                f"{messages_remedy(prompt_maker.outside_text.is_rendered(prompt))}"
+                f"{MESSAGES_REMEDY}"
             )
         if self.environments is not None:
             _check_each(dataset, argument, ENV_COLUMN, first, self.environments.spec_of)

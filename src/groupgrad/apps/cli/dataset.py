@@ -70,16 +70,12 @@ def prepare(dataset: Any, script: TaskArguments) -> Any:
     All other columns stay, for the reward functions. ValueError if a named column is missing or the pattern does not
     match.
     """
-    from groupgrad.data.prompts import like_prompts
-
     source = script.prompt_column or "prompt"
     columns = dataset.column_names
     for setting, column in (("prompt_column", source), ("solution_column", script.solution_column)):
         if columns is not None and column is not None and column not in columns:
-            similar = like_prompts(columns) if setting == "prompt_column" else None
-            which = f", such as {similar!r}" if similar else ""
             raise ValueError(
-                f"the data set has no column {column!r}, only {', '.join(columns)}; set {setting} to one of them{which}"
+                f"the data set has no column {column!r}, only {', '.join(columns)}; set {setting} to one of them"
             )
     pattern = _pattern(script)
     renamed = source != "prompt"
