@@ -92,14 +92,6 @@ def test_distinct_names(names, expected):
     assert distinct_names(names) == expected
 
 
-def test_positional_only_argument_is_refused():
-    def reward(completions, /):
-        return completions
-
-    with pytest.raises(ValueError, match=r"'reward' takes 'completions' by position only.*remove the '/'"):
-        inspect_function(reward)
-
-
 def inputs_of(make_rollouts, count=3, step=7):
     return CallInputs.of(make_rollouts(["abc" * 200, "y", "z"][:count]), None, step)
 

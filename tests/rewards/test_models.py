@@ -315,15 +315,6 @@ def placed_model():
         ),
         (nan_model, make_tokenizer, {}, r"gives nan for the text 'A'.*wider dtype"),
         (placed_model, make_tokenizer, {"offload": True}, r"reward_model_offload=True.*stays where it is"),
-        *(
-            (
-                make_model,
-                make_tokenizer,
-                {"device": device, "offload": offload},
-                rf"reward_model_device='{device}' cannot be used for reward model 'Llama.*set it to a device",
-            )
-            for device, offload in (("cuda:99", False), ("gpu", True))
-        ),
     ],
 )
 def test_a_model_that_cannot_score_is_refused_at_once(model, tokenizer, options, message):

@@ -318,23 +318,6 @@ def test_wrong_logs_are_errors(run, log, message):
             run(function, step=3)
 
 
-def test_a_late_log_is_dropped_with_one_warning(run, caplog):
-    kept = []
-
-    def reward(completions, log_extra, log_metric):
-        kept.extend([log_extra, log_metric])
-        return [0.0] * len(completions)
-
-    table = run(reward)
-    with caplog.at_level(logging.WARNING):
-        kept[0]("late", [1, 2])
-        kept[1]("late", 1.0)
-    assert table.columns == {} and table.metrics == {}
-    assert [record.getMessage() for record in caplog.records] == [
-        "reward function 'reward' called log_extra('late', ...) after it had returned; this and later calls are ignored"
-    ]
-
-
 def test_logging_from_many_threads(run):
     def reward(completions, log_metric, **kwargs):
         threads = [threading.Thread(target=lambda: [log_metric("m", value) for value in range(500)]) for _ in range(8)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,6 @@ from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, mean_of, merge
 from groupgrad.rewards.text import completion_text, conversation_text, turn_text
 from groupgrad.types import Rollout
-
-logger = logging.getLogger(__name__)
 
 HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")
 """Data-set columns that functions do not get, since `prompts`, `completions` and `completion_ids` take their place."""
@@ -136,10 +133,7 @@ class CallInputs:
 
 @dataclass(slots=True)
 class CallLog:
-    """Columns and metrics that one reward function logs during one call. Thread-safe.
-
-    Calls after the function has returned are ignored, with one warning.
-    """
+    """Columns and metrics that one reward function logs during one call. Thread-safe."""
 
     function: str
     num_rows: int
@@ -147,8 +141,6 @@ class CallLog:
     columns: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _closed: bool = False
-    _warned: bool = False
 
     def log_extra(self, column: str, values: Any) -> None:
         """Adds or replaces a column of the completions table. LogMisuse unless there is one value a row."""
@@ -160,9 +152,7 @@ class CallLog:
                 f"{call} got {len(values)} values for {self.num_rows} completions; give one a row (None where there is "
                 "nothing to show)"
             )
-        with self._lock:
-            if self._is_open(call):
-                self.columns[str(column)] = list(values)
+        self.columns[str(column)] = list(values)
 
     def log_metric(self, name: str, value: Any) -> None:
         """Adds a number to the average that is logged under `name`; NaN is ignored.
@@ -179,25 +169,10 @@ class CallLog:
         except (TypeError, ValueError, OverflowError):
             raise self._misuse(f"{call} got {short_repr(value)}; give a number") from None
         with self._lock:
-            if self._is_open(call) and number == number:
+            if number == number:
                 metric = mean_of(number, 1)
                 known = self.metrics.get(str(name))
                 self.metrics[str(name)] = metric if known is None else merge(known, metric)
 
-    def close(self) -> None:
-        """Ignores all further calls."""
-        with self._lock:
-            self._closed = True
-
     def _misuse(self, problem: str) -> LogMisuse:
         return LogMisuse(f"reward function '{self.function}', step {self.step}: {problem}")
-
-    def _is_open(self, call: str) -> bool:
-        if self._closed and not self._warned:
-            self._warned = True
-            logger.warning(
-                "reward function '%s' called %s after it had returned; this and later calls are ignored",
-                self.function,
-                call,
-            )
-        return not self._closed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -27,8 +26,6 @@ from groupgrad.rewards.call_inputs import CallInputs, CallLog
 from groupgrad.rewards.functions import RewardFunction, call_error
 from groupgrad.rewards.remote_function import RemoteFunction
 from groupgrad.rewards.supervision import SupervisionOptions
-
-logger = logging.getLogger(__name__)
 
 LOGGERS = ("log_extra", "log_metric")
 
@@ -123,10 +120,10 @@ class FunctionCalls:
         try:
             future = process.call(number, (arguments, loggers, seed), timeout_s=self._options.timeout_s)
         except Exception as error:
-            name = next((name for name, value in arguments.items() if not _can_be_sent(value)), "?")
             raise RewardError(
-                f"reward function '{function.name}', step {inputs.step}: its argument '{name}' cannot be sent to a "
-                f"worker process ({type(error).__name__}: {error}); remove the column, or set reward_workers=0"
+                f"reward function '{function.name}', step {inputs.step}: its arguments {', '.join(arguments)} cannot "
+                f"be sent to a worker process ({type(error).__name__}: {error}); remove the column whose values "
+                "cannot, or set reward_workers=0"
             ) from error
 
         def finish() -> Outcome:
@@ -176,14 +173,6 @@ def _pickled(function: RewardFunction) -> bytes:
         ) from error
 
 
-def _can_be_sent(value: Any) -> bool:
-    try:
-        cloudpickle.dumps(value)
-    except Exception:  # pickling runs code of the value, which may raise anything
-        return False
-    return True
-
-
 def _threads(num_processes: int) -> dict[str, str]:
     """The share of the CPUs for each process, unless the environment has a number."""
     share = max((os.cpu_count() or 1) // max(num_processes, 1), 1)
@@ -205,37 +194,23 @@ def _float32_precision() -> str | None:
         return None
 
 
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "whether gradients are computed": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "the default device": (torch.get_default_device, _set_default_device),
-    "the precision of float32 products": (_float32_precision, torch.set_float32_matmul_precision),
-    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-}
-"""Settings by name, each with the functions that read and set it; None is read where a setting cannot be told."""
-
-_warned: set[tuple[str, str]] = set()
-"""Functions and settings that a warning has named."""
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, _set_default_device),
+    (_float32_precision, torch.set_float32_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+)
+"""The functions that read and set each setting; None is read where a setting cannot be told."""
 
 
 @contextmanager
-def torch_settings_kept(function: str) -> Iterator[None]:
-    """Context that puts torch's settings back at its end. A warning names what `function` has changed, once."""
-    before = {name: get() for name, (get, _) in _SETTINGS.items()}
+def torch_settings_kept() -> Iterator[None]:
+    """Context that puts torch's settings back at its end, whatever a reward function has set."""
+    before = [get() for get, _ in _SETTINGS]
     try:
         yield
     finally:
-        for name, (get, put_back) in _SETTINGS.items():
-            if before[name] is None or (now := get()) == before[name]:
-                continue
-            put_back(before[name])
-            if (function, name) not in _warned:
-                _warned.add((function, name))
-                logger.warning(
-                    "the reward function %r has set %s of torch to %s, and training needs %s as before: it was put "
-                    "back, as after each call. Use torch's context managers, such as torch.no_grad(). Said once",
-                    function,
-                    name,
-                    now,
-                    before[name],
-                )
+        for value, (get, put_back) in zip(before, _SETTINGS):
+            if value is not None and get() != value:
+                put_back(value)

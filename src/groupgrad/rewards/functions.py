@@ -72,18 +72,12 @@ class RewardFunction:
 
 
 def inspect_function(function: Callable[..., Any]) -> RewardFunction:
-    """Reads a callable's signature. ValueError if a required argument cannot be passed by keyword."""
+    """Reads a callable's signature."""
     name = function_name(function)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature
         return RewardFunction(name, function, is_async(function))
-    for parameter in parameters:
-        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
-            raise ValueError(
-                f"reward function '{name}' takes '{parameter.name}' by position only, but reward functions are called "
-                "with keywords; remove the '/' from its signature"
-            )
     bound = frozenset(bound_keywords(function))
     keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return RewardFunction(

@@ -123,13 +123,6 @@ class RewardModel:
                     "and stays where it is; set reward_model_offload=False, or load it plainly"
                 )
             return nullcontext
-        try:
-            torch.empty(1, device=self._options.device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise ValueError(
-                f"reward_model_device='{self._options.device}' cannot be used for reward model '{self.name}': "
-                f"{str(error).splitlines()[0]}; set it to a device that this machine has, or leave it unset"
-            ) from error
         self.model.to("cpu" if self._options.offload else self._options.device)
         if self._options.offload:
             return functools.partial(weights_on_device, self.model, self._options.device)

@@ -82,7 +82,6 @@ class RewardRunner:
         self._logs_calls = self.supervision.is_active
         self._warned_unscored = False
         self._warned_failed: set[str] = set()
-        self._said_renamed: set[str] = set()
 
     @property
     def functions(self) -> list[Any]:
@@ -158,14 +157,9 @@ class RewardRunner:
         table.rewards[rows] = torch.tensor(rewards, dtype=torch.float64).T
         for log in logs:
             for column, values in log.columns.items():
-                name = _free_name(column, log.function, {*TABLE_COLUMNS, *self.names, *table.columns})
-                if name != column and name not in self._said_renamed:
-                    self._said_renamed.add(name)
-                    logger.warning(
-                        "log_extra(%r, ...) of reward function %r is the column %r of the completions table, which has "
-                        "another column %r",
-                        *(column, log.function, name, column),
-                    )
+                # Another column may have this name; names of functions differ.
+                is_taken = column in {*TABLE_COLUMNS, *self.names, *table.columns}
+                name = f"{log.function}/{column}" if is_taken else column
                 by_row = dict(zip(rows, values))
                 table.columns[name] = [by_row.get(row) for row in range(len(rollouts))]
         table.metrics = merge_all(log.metrics for log in logs)
@@ -217,11 +211,8 @@ class RewardRunner:
             with doing(f"the reward function {function.name!r}", inputs.describe_all):
                 if index not in begun:
                     begun[index] = self._calls.begin(function, inputs, logs[index])
-                try:
-                    with torch_settings_kept(function.name):
-                        outcome = begun[index].finish()
-                finally:
-                    logs[index].close()
+                with torch_settings_kept():
+                    outcome = begun[index].finish()
                 seconds += outcome.seconds
                 error = outcome.error
                 if error is None or (pause := self.supervision.pause_s(error, attempt)) is None:
@@ -310,17 +301,10 @@ def _check(item: Any) -> None:
                 f"reward_funcs={item!r}: a text is the name of a reward model, but this is a function of "
                 "groupgrad.rewards; give the function itself"
             )
-        if not item:
-            raise ValueError("reward_funcs contains the empty text; give a folder, a model id or a function")
-    elif isinstance(item, type):
+    elif isinstance(item, type) or not callable(item):
         raise TypeError(
-            f"reward_funcs contains {item!r}, a class, which cannot be called with completions; give functions or "
-            f"objects, such as {item.__name__}()"
-        )
-    elif not callable(item):
-        raise TypeError(
-            f"reward_funcs contains {item!r} ({type(item).__name__}), which cannot be called; give functions, callable "
-            "objects, sequence-classification models or the names of such models"
+            f"reward_funcs contains {item!r} ({type(item).__name__}), which cannot be called with completions; give "
+            "functions, callable objects, sequence-classification models or the names of such models"
         )
 
 
@@ -341,9 +325,3 @@ def _scorer(item: Any, processing_class: Any, options: RewardModelOptions) -> Re
     if check_ready is not None:
         check_ready()
     return inspect_function(item)
-
-
-def _free_name(column: str, function: str, taken: set[str]) -> str:
-    """Prefixes a column with its function's name, and numbers it, until it is not taken."""
-    numbered = (f"{function}/{column}_{number}" for number in itertools.count(2))
-    return next(name for name in itertools.chain([column, f"{function}/{column}"], numbered) if name not in taken)
