@@ -42,23 +42,15 @@ def broken(column: str) -> Dataset:
 
 
 @pytest.mark.parametrize("column", ["image", "images"])
-def test_a_broken_image_is_named_with_row_and_column(column: str, maker):
+def test_a_broken_image_is_named_with_its_row(column: str, maker):
     dataset = broken(column)
     assert first_row(dataset) is not None
     assert len(list(prompt_rows(dataset))) == 2
     with pytest.raises(ImageError, match=f"in '{column}' of row 1 of train_dataset cannot be read"):
         check_dataset(dataset, "train_dataset", maker)
     assert read_row(dataset, 0)["prompt"] == asked()["prompt"]
-    with pytest.raises(ImageError, match=f"row 1 of the data set has an image in '{column}' that cannot be decoded"):
+    with pytest.raises(ImageError, match="row 1 of the data set cannot be read"):
         read_row(dataset, 1)
-
-
-def test_other_errors_of_the_data_set_pass():
-    def fail(rows: dict[str, Any]) -> dict[str, Any]:
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match=r"^mine$"):
-        read_row(Dataset.from_list([asked()]).with_transform(fail), 0)
 
 
 def test_rows_that_a_transform_makes(maker):

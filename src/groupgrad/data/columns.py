@@ -10,9 +10,6 @@ from datasets import Dataset, Image, IterableDataset
 
 from groupgrad.data.images import COLUMNS, ImageError
 
-_COPIED_BYTES = 65_536
-"""Larger images are read in place, without a copy out of the data set."""
-
 _BROKEN = (OSError, SyntaxError, ValueError)
 """Errors that Pillow raises for a broken file."""
 
@@ -57,20 +54,14 @@ def prompt_rows(dataset: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
 
 
 def read_row(dataset: Dataset, index: int) -> dict[str, Any]:
-    """One row of the data set. ImageError with row and column for an image that cannot be decoded."""
+    """One row of the data set. ImageError with its number if it cannot be read, as with an image that is broken."""
     try:
         return dataset[index]
     except _BROKEN as error:
-        for name, feature in (dataset.features or {}).items():
-            if _decodes(feature) and not is_transformed(dataset):
-                try:
-                    dataset.select_columns(name)[index]
-                except _BROKEN:
-                    raise ImageError(
-                        f"row {index} of the data set has an image in '{name}' that cannot be decoded "
-                        f"({type(error).__name__}: {error}); remove the row or replace the image"
-                    ) from error
-        raise
+        raise ImageError(
+            f"row {index} of the data set cannot be read ({type(error).__name__}: {error}); if an image is broken, "
+            "remove the row or replace the image"
+        ) from error
 
 
 def is_transformed(dataset: Dataset) -> bool:
@@ -98,15 +89,11 @@ def _raw_column(dataset: Dataset, name: str) -> Iterator[Any]:
 
 
 def _undecoded(value: Any) -> Any:
-    """An Arrow value as Python objects; large binary values become a file object over Arrow's memory."""
+    """An Arrow value as Python objects, images undecoded."""
     if not value.is_valid:
         return None
     if isinstance(value, pa.StructScalar):
         return {key: _undecoded(value[key]) for key in value}
     if isinstance(value, (pa.ListScalar, pa.LargeListScalar, pa.FixedSizeListScalar)):
         return [_undecoded(item) for item in value.values]
-    if isinstance(value, (pa.BinaryScalar, pa.LargeBinaryScalar)) and not pa.types.is_string(value.type):
-        buffer = None if pa.types.is_large_string(value.type) else value.as_buffer()
-        if buffer is not None and buffer.size > _COPIED_BYTES:
-            return pa.BufferReader(buffer)
     return value.as_py()
