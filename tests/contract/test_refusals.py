@@ -146,7 +146,6 @@ BAD: Table = {
         ),
         (model_of(lambda: Qwen3Model(QWEN)), "Qwen3Model, which has no output head.*AutoModelForCausalLM"),
         (model_of(lambda: nn.Linear(2, 2)), "model is a Linear, which is no language model.*AutoModelForCausalLM"),
-        ({"rollout_func": lambda prompts: {}}, r"rollout_func takes \(prompts\).*a function of \(prompts, trainer\)"),
     ],
     ValueError: [
         ({"model": "./nowhere"}, "model='./nowhere': there is no such.*set it to"),
@@ -154,7 +153,6 @@ BAD: Table = {
         ({"reward_funcs": []}, "no reward source.*give a reward function"),
         ({"reward_funcs": "accuracy_reward"}, "accuracy_reward.*give the function itself"),
         ({"reward_fn": print}, "reward_funcs and reward_fn.*put all of them into reward_funcs"),
-        ({"reward_funcs": lambda completions, /, **kw: []}, "completions.*remove the '/'"),
         ({"reward_processing_classes": [None, None]}, "2 reward_processing_classes for 1.*list of the same length"),
         ({"train_dataset": None}, "train_dataset is None.*give a data set"),
         ({"train_dataset": rows(1)}, "train_dataset has 1 rows.*lower generation_batch_size"),

@@ -259,10 +259,6 @@ class PlainFormat:
         self._prompt_maker = prompt_maker
         self._texts = CompletionTexts(prompt_maker.tokenizer, eos_ids, prompt_maker.keeps_special_tokens)
 
-    def prompt_ids(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, generation prompt included."""
-        return self._prompt_maker.token_ids(messages)
-
     def prompt_text(self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str:
         """Text of a conversation, generation prompt included."""
         return self._prompt_maker.render(messages)

@@ -36,7 +36,7 @@ class EnvSpec:
     reset_names: frozenset[str]
     """Columns of the data set that the signature of `reset` names."""
     reset_takes_all: bool
-    """True if `reset` takes all columns: it has `**kwargs`, or no signature."""
+    """True if `reset` has `**kwargs` and so takes all columns."""
     has_reward: bool
     has_close: bool
     """True if instances can release what they hold, so that each may serve a single rollout."""
@@ -57,18 +57,6 @@ class EnvSpec:
         }
 
 
-def factories_by_name(factories: Any) -> dict[str | None, Any]:
-    """A dict of factories; a single one gets the key None. ValueError for no factories, TypeError for other keys."""
-    if not isinstance(factories, Mapping):
-        return {None: factories}
-    if not factories:
-        raise ValueError("environment_factory={}: it has no environment; name at least one, or leave it out")
-    for name in factories:
-        if not isinstance(name, str):
-            raise TypeError(f"environment_factory has the key {name!r}; rows choose environments by name: use texts")
-    return dict(factories)
-
-
 def first_instance(factory: Any, name: str | None) -> Any:
     """Calls a factory for the first time. TypeError if it is not callable, ValueError if it fails."""
     argument = _argument(name)
@@ -77,15 +65,10 @@ def first_instance(factory: Any, name: str | None) -> Any:
             f"{argument} is {factory!r}, which cannot be called; give a class, or a function that makes one"
         )
     try:
-        instance = factory()
+        return factory()
     except Exception as error:
         text = error_text(error)
         raise ValueError(f"{argument} failed when it was called, without arguments, at the start: {text}") from error
-    if instance is None or isinstance(instance, type) or inspect.isawaitable(instance):
-        if inspect.iscoroutine(instance):
-            instance.close()
-        raise ValueError(f"{argument} returned {instance!r}; it must return a new environment, and not be async")
-    return instance
 
 
 def inspect_factory(instance: Any, factory: Callable[[], Any], name: str | None) -> EnvSpec:
@@ -145,9 +128,6 @@ def _make_method_tool(instance: Any, name: str) -> Tool:
 
 def _columns(reset: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     """Names of the arguments of `reset`, and whether it takes any others too."""
-    try:
-        parameters = inspect.signature(reset).parameters.values()
-    except (TypeError, ValueError):
-        return frozenset(), True
+    parameters = inspect.signature(reset).parameters.values()
     names = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return names, any(p.kind is p.VAR_KEYWORD for p in parameters)

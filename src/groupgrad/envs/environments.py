@@ -21,7 +21,6 @@ from groupgrad.envs.env_spec import (
     ENV_COLUMN,
     EnvironmentFault,
     EnvSpec,
-    factories_by_name,
     first_instance,
     inspect_factory,
 )
@@ -67,7 +66,8 @@ class Environments:
         """Instances being closed; a future is done when its failure has been logged."""
         self._specs: dict[str, EnvSpec] = {}
         try:
-            for name, factory in factories_by_name(factories).items():
+            by_name = dict(factories) if isinstance(factories, Mapping) else {None: factories}
+            for name, factory in by_name.items():
                 thread = OwnThread("environment")
                 instance = thread.submit(first_instance, factory, name).result()
                 self._add(instance, name or type(instance).__name__, thread)
@@ -98,11 +98,6 @@ class Environments:
     def schemas(self) -> dict[str, list[dict[str, Any]]]:
         """Schemas of a rollout's tools, by the name of its environment's factory."""
         return {name: [tool.schema for tool in (*self._tools, *spec.tools)] for name, spec in self._specs.items()}
-
-    @property
-    def method_schemas(self) -> list[list[dict[str, Any]]]:
-        """Schemas of each environment's methods."""
-        return [[tool.schema for tool in spec.tools] for spec in self._specs.values()]
 
     @property
     def columns_named(self) -> set[str]:

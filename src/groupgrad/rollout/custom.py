@@ -50,7 +50,7 @@ class CustomRollouts(RolloutSource):
         self._eos_ids = frozenset(eos_ids)
         embeddings = getattr(getattr(trainer, "model", None), "get_input_embeddings", lambda: None)()
         self._vocab_size = int(getattr(embeddings, "num_embeddings", 0) or len(prompt_maker.tokenizer))
-        self._makes_groups = self._warned_dropped = False
+        self._makes_groups = False
 
     @property
     def is_exact(self) -> bool:
@@ -69,7 +69,11 @@ class CustomRollouts(RolloutSource):
         columns = _token_columns(returned)
         num_returned = len(columns["completion_ids"])
         selected = self._select_rows(groups, size, len(passed_groups), num_returned)
-        extra = self._extra_columns(returned, num_returned)
+        # Reward functions get arguments of the trainer's names from the trainer, which makes texts from token ids.
+        reserved = (*REQUIRED, *OPTIONAL, *HIDDEN_COLUMNS, *STANDARD_ARGUMENTS)
+        extra = {
+            name: _extra_column(name, value, num_returned) for name, value in returned.items() if name not in reserved
+        }
         returned_rows = [self._read_row(columns, extra, row) for row in range(num_returned)]
         # The function returns the ids of prompts; only rows with images need ids of the data set's prompt.
         prompts = {
@@ -80,19 +84,6 @@ class CustomRollouts(RolloutSource):
             self._rollout(request.step, row, prompts[row // size], *returned_rows[place], place)
             for row, place in zip(request.rows, selected)
         ]
-
-    def _extra_columns(self, returned: Mapping[str, Any], num_rows: int) -> dict[str, list[Any]]:
-        """The entries for the reward functions. Warns once of those whose names the trainer gives them itself."""
-        names = [name for name in returned if name not in (*REQUIRED, *OPTIONAL)]
-        dropped = [name for name in names if name in (*HIDDEN_COLUMNS, *STANDARD_ARGUMENTS)]
-        if dropped and not self._warned_dropped:
-            self._warned_dropped = True
-            logger.warning(
-                "rollout_func returned %s, and reward functions get their arguments of these names from the trainer, "
-                "which makes the texts from the token ids; what was returned is dropped: give it another name",
-                ", ".join(map(repr, dropped)),
-            )
-        return {name: _extra_column(name, returned[name], num_rows) for name in names if name not in dropped}
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         """The shares of finish reasons."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +13,8 @@ from datasets import Dataset, IterableDataset
 
 from groupgrad.chat import ChatFormat, PlainFormat
 from groupgrad.concurrency.callables import is_async
-from groupgrad.data.columns import is_transformed, prompt_rows
-from groupgrad.data.prompts import MESSAGES_REMEDY, PromptMaker, drop_empty_fields
+from groupgrad.data.columns import is_transformed
+from groupgrad.data.prompts import MESSAGES_REMEDY, PromptMaker
 from groupgrad.engines.base import Engine, SamplingOptions
 from groupgrad.envs.environments import ENV_COLUMN, Environments
 from groupgrad.envs.tools import TOOLS_COLUMN, Tool, chosen_tools, make_tools
@@ -86,12 +85,11 @@ class RolloutComponents:
             seed=seed,
         )
 
-    def check_dataset(self, dataset: Dataset | IterableDataset, argument: str, prompt_maker: PromptMaker) -> None:
+    def check_dataset(self, dataset: Dataset | IterableDataset, argument: str) -> None:
         """Rejects a data set with rows that agents cannot be trained on.
 
-        ValueError for prompts that are not conversations, for rows that name an unknown environment, and if the longest
-        prompt with the descriptions of the tools leaves no room for a completion. Only the first row of a stream is
-        checked.
+        ValueError for prompts that are not conversations, and for rows that name an unknown environment or tool. Only
+        the first row of a stream is checked.
         """
         first: dict[str, Any] = next(iter(dataset))
         if TOOLS_COLUMN in first and not self.tools and self.function is None and self.environments is None:
@@ -112,30 +110,6 @@ class RolloutComponents:
         if self.environments is not None:
             _check_each(dataset, argument, ENV_COLUMN, first, self.environments.spec_of)
         _check_each(dataset, argument, TOOLS_COLUMN, first, lambda row: chosen_tools(self.tools, row))
-        max_context = prompt_maker.max_context
-        if prompt is not None and max_context is not None:
-            prompts = [row["prompt"] for row in prompt_rows(dataset)]
-            sizes = [sum(len(str(message)) for message in messages) for messages in prompts]
-            longest = sizes.index(max(sizes))
-            names: Any = dataset[TOOLS_COLUMN] if _has_column(dataset, TOOLS_COLUMN) else None
-            row = first if names is None else {TOOLS_COLUMN: names[longest]}
-            self._check_length(prompts[longest], chosen_tools(self.tools, row), argument, max_context)
-
-    def _check_length(
-        self, prompt: list[dict[str, Any]], tools: Sequence[Tool], argument: str, max_context: int
-    ) -> None:
-        """ValueError if a prompt with its tools (and the most verbose environment's) fills the model's context."""
-        assert self.chat is not None
-        schemas = [tool.schema for tool in tools]
-        if self.environments is not None:
-            schemas += max(self.environments.method_schemas, key=lambda of_environment: len(str(of_environment)))
-        without, total = (len(self.chat.prompt_ids(drop_empty_fields(prompt), tools)) for tools in ([], schemas))
-        if total >= max_context:
-            raise ValueError(
-                f"the longest prompt of {argument} has {total} tokens, {total - without} of which describe the "
-                f"{len(schemas)} tools, but the model has {max_context} positions for prompt and completion together; "
-                "describe the tools in fewer words, leave long rows out or use a model with a longer context"
-            )
 
 
 def _has_column(dataset: Dataset | IterableDataset, column: str) -> bool:
@@ -242,19 +216,6 @@ def _check_function(function: Any, **others: Any) -> Callable[..., Any]:
             f"rollout_func and {excluded} are given, but a rollout_func makes whole rollouts itself; leave {excluded} "
             "out and call the tools from rollout_func"
         )
-    if not callable(function):
-        raise TypeError(f"rollout_func is a {type(function).__name__}; give a function of (prompts, trainer)")
-    if is_async(function):
-        raise TypeError("rollout_func is async; give a plain function (it may run asyncio.run(...) itself)")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have no signature
-        return function
-    try:
-        signature.bind([], None)
-    except TypeError as error:
-        raise TypeError(
-            f"rollout_func takes {signature}, but it is called with the prompts and the trainer ({error}); give a "
-            "function of (prompts, trainer)"
-        ) from error
+    if not callable(function) or is_async(function):
+        raise TypeError(f"rollout_func is {function!r}; give a plain function of (prompts, trainer)")
     return function

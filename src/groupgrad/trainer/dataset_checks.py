@@ -147,7 +147,7 @@ def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_compo
         may_lack_prompts=rollout_components.environments is not None,
         renders=rollout_components.function is None and rollout_components.chat is None,
     )
-    rollout_components.check_dataset(dataset, name, prompt_maker)
+    rollout_components.check_dataset(dataset, name)
 
 
 def rows_to_evaluate(trainer: Any, dataset: Any) -> Any:
