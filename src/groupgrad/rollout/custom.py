@@ -114,17 +114,23 @@ class CustomRollouts(RolloutSource):
 
         RolloutError if it is malformed, has ids outside the vocabulary or exceeds the context.
         """
-        lists = {
-            name: _as_list(column[row], name, row)
-            for name, column in columns.items()
-            if name != "logprob_token_ids" or column[row] is not None
-        }
+        lists = {name: column[row] for name, column in columns.items() if column[row] is not None}
         prompt_ids, completion_ids = lists["prompt_ids"], lists["completion_ids"]
         if not prompt_ids:
             raise RolloutError(f"rollout_func returned no prompt_ids for row {row}; a prompt has at least one token")
+        for name in ("logprobs", "logprob_token_ids", "env_mask"):
+            if name in lists and len(lists[name]) != len(completion_ids):
+                raise RolloutError(
+                    f"rollout_func returned {len(lists[name])} {name} for {len(completion_ids)} completion_ids in row "
+                    f"{row}; return one for each token"
+                )
+        for token in (*prompt_ids, *completion_ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
+                raise RolloutError(
+                    f"rollout_func returned the token id {token!r} in row {row}, but the model has the ids 0 to "
+                    f"{self._vocab_size - 1}; return ids of the trainer's own tokenizer"
+                )
         max_context = self._prompt_maker.max_context
-        for name in ("prompt_ids", "completion_ids"):
-            _check_token_ids(lists[name], name, row, self._vocab_size)
         if max_context is not None and len(prompt_ids) + len(completion_ids) > max_context:
             raise RolloutError(
                 f"rollout_func returned {len(prompt_ids)} prompt_ids and {len(completion_ids)} completion_ids in row "
@@ -135,7 +141,7 @@ class CustomRollouts(RolloutSource):
             token_ids = lists.get("logprob_token_ids")
             fields["sampling_logprobs"] = _logprobs(lists["logprobs"], token_ids, completion_ids, row)
         if "env_mask" in lists:
-            fields["sampled"] = _env_mask(lists["env_mask"], len(completion_ids), row)
+            fields["sampled"] = _env_mask(lists["env_mask"], row)
         return prompt_ids, fields
 
     def _rollout(
@@ -174,23 +180,22 @@ def sample_completions(
 
 
 def _token_columns(returned: Any) -> dict[str, list[Any]]:
-    """The lists of the return value that concern tokens; RolloutError for missing keys and different lengths."""
-    if not isinstance(returned, Mapping):
-        raise RolloutError(f"rollout_func returned {short_repr(returned)}; return a dict with {', '.join(REQUIRED)}")
-    missing = [name for name in REQUIRED if name not in returned]
-    if missing:
+    """The columns of the return value that concern tokens, one list a row. RolloutError if it cannot be read so."""
+    if not isinstance(returned, Mapping) or any(name not in returned for name in REQUIRED):
         raise RolloutError(
-            f"rollout_func returned a dict with {', '.join(map(str, returned)) or 'nothing'}, but without "
-            f"{', '.join(missing)}; return {', '.join(REQUIRED)}, each with one list a row"
+            f"rollout_func returned {short_repr(returned)}; return a dict with {', '.join(REQUIRED)}, each with one "
+            "list a row"
         )
-    columns = {}
-    for name in (*REQUIRED, *OPTIONAL):
-        values: Any = returned.get(name)
-        if values is None and name not in ("prompt_ids", "completion_ids"):
-            continue
-        if isinstance(values, (str, Mapping)) or not hasattr(values, "__len__"):
-            raise RolloutError(f"rollout_func returned {name}={short_repr(values)}; return one list a row")
-        columns[name] = list(returned[name])
+    names = ["prompt_ids", "completion_ids"]
+    names += [name for name in ("logprobs", *OPTIONAL) if returned.get(name) is not None]
+    columns: dict[str, list[Any]] = {}
+    for name in names:
+        try:
+            columns[name] = [_as_list(row, may_lack=name == "logprob_token_ids") for row in returned[name]]
+        except TypeError as error:
+            raise RolloutError(
+                f"rollout_func returned {name}={short_repr(returned[name])}, which is not one list a row: {error}"
+            ) from error
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
         raise RolloutError(
@@ -199,60 +204,36 @@ def _token_columns(returned: Any) -> dict[str, list[Any]]:
     return columns
 
 
-def _as_list(value: Any, name: str, row: int) -> list[Any]:
-    items = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(items, Sequence):
-        raise RolloutError(
-            f"rollout_func returned {short_repr(value)} for {name} of row {row}; return a list for each row"
-        )
-    return list(items)
-
-
-def _check_token_ids(ids: list[Any], name: str, row: int, vocab_size: int) -> None:
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise RolloutError(f"rollout_func returned {short_repr(token)} among {name} of row {row}; return token ids")
-        if token >= vocab_size:
-            raise RolloutError(
-                f"rollout_func returned the token id {token} in row {row}, but the model has {vocab_size}; return ids "
-                "of the trainer's own tokenizer"
-            )
+def _as_list(row: Any, *, may_lack: bool) -> list[Any] | None:
+    if row is None and may_lack:
+        return None
+    return row.tolist() if hasattr(row, "tolist") else list(row)
 
 
 def _logprobs(entries: list[Any], token_ids: list[Any] | None, completion_ids: list[int], row: int) -> list[float]:
     """One log-prob a token, NaN for None. Of several at a position, `token_ids` names which is the sampled token's."""
-    if len(entries) != len(completion_ids):
-        raise RolloutError(
-            f"rollout_func returned {len(entries)} logprobs for {len(completion_ids)} completion_ids in row {row}; "
-            "return one for each token"
-        )
-    if token_ids is not None and len(token_ids) != len(completion_ids):
-        raise RolloutError(
-            f"rollout_func returned {len(token_ids)} logprob_token_ids for {len(completion_ids)} completion_ids in "
-            f"row {row}; give them the shape of logprobs"
-        )
     logprobs = []
     for i, (entry, token) in enumerate(zip(entries, completion_ids)):
         if isinstance(entry, (list, tuple)):
-            tokens = [token] if token_ids is None else _as_list(token_ids[i], "logprob_token_ids", row)
+            tokens = [token] if token_ids is None else token_ids[i]
             entry = dict(zip(tokens, entry)).get(token)
-        if entry is not None and not isinstance(entry, numbers.Real):
-            raise RolloutError(f"rollout_func returned {short_repr(entry)} among logprobs of row {row}; return numbers")
-        value = NAN if entry is None else float(entry)
-        if entry is not None and not -math.inf < value <= LOGPROB_TOLERANCE:
+        if entry is None:
+            logprobs.append(NAN)
+        elif isinstance(entry, numbers.Real) and -math.inf < entry <= LOGPROB_TOLERANCE:
+            logprobs.append(float(entry))
+        else:
             raise RolloutError(
-                f"rollout_func returned the log-prob {value} in row {row}; log-probs are finite numbers of at most 0, "
-                "and None where there is none"
+                f"rollout_func returned the log-prob {entry!r} in row {row}; log-probs are finite numbers of at most "
+                "0, and None where there is none"
             )
-        logprobs.append(value)
     return logprobs
 
 
-def _env_mask(flags: list[Any], length: int, row: int) -> list[bool]:
-    if len(flags) != length or any(flag not in (0, 1) for flag in flags):
+def _env_mask(flags: list[Any], row: int) -> list[bool]:
+    if any(flag not in (0, 1) for flag in flags):
         raise RolloutError(
-            f"rollout_func returned {len(flags)} env_mask entries ({short_repr(flags)}) for {length} completion_ids in "
-            f"row {row}; return 1 for each token that the model produced and 0 for each other one"
+            f"rollout_func returned the env_mask {short_repr(flags)} in row {row}; return 1 for each token that the "
+            "model produced and 0 for each other one"
         )
     return [bool(flag) for flag in flags]
 
