@@ -183,7 +183,7 @@ def test_a_row_that_ends_at_its_budget_keeps_its_own_images_alone(qwen):
 def test_a_missing_tool_image_is_an_error_message_to_the_model(qwen):
     makers, _ = agents(qwen, {0: [call("lose"), "a"]}, [lose])
     (rollout,) = makers(ask({0: query()}))
-    assert "no such file" in rollout.completion[1]["content"]
+    assert "No such file" in rollout.completion[1]["content"]
     assert rollout.media is None
     assert rollout.finish_reason == "eos"
 

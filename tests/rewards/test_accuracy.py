@@ -102,7 +102,7 @@ def test_reasoning_accuracy():
 
 
 def test_solutions_must_match_completions():
-    with pytest.raises(ValueError, match="1 solutions for 2 completions"):
+    with pytest.raises(ValueError, match="argument 2 is longer than argument 1"):
         accuracy_reward(["a", "b"], ["2"])
 
 

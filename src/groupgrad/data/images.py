@@ -167,25 +167,13 @@ def _opened(value: Any, source: ImageSource) -> Any:
     from PIL import Image
 
     if isinstance(value, Mapping):
-        value = _content_of_dict(value, source)
+        value = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
     if isinstance(value, (str, os.PathLike)):
         value = _content_of_address(os.fspath(value), source)
     if isinstance(value, (bytes, bytearray, memoryview)):
-        if not len(value):
-            raise ImageError(f"{source} has no bytes at all; remove the row or give the image")
         value = io.BytesIO(value)
     if isinstance(value, np.ndarray):
         return _attempt(lambda: Image.fromarray(value), source)
-    if not isinstance(value, (Path, io.BytesIO)) and not hasattr(value, "read"):
-        raise ImageError(
-            f"{source} is a {type(value).__name__}; give a Pillow image, a path, the bytes of an image file, or a dict "
-            "with 'bytes' or 'path'"
-        )
-    if isinstance(value, Path) and not value.is_file():
-        raise ImageError(
-            f"{source} is the path {str(value)!r}, but there is no such file (relative paths begin at {os.getcwd()}); "
-            "give an existing one"
-        )
     return _attempt(lambda: Image.open(value), source)
 
 
@@ -196,16 +184,6 @@ def _file_of(value: Any) -> str:
     value = getattr(value, "filename", value)
     is_name = isinstance(value, (str, os.PathLike)) and not str(value).startswith("data:")
     return str(value) if is_name else ""
-
-
-def _content_of_dict(value: Mapping[str, Any], source: ImageSource) -> Any:
-    """The bytes, path or address in a dict such as an undecoded `datasets.Image`."""
-    content = value.get("bytes")
-    if content is None:
-        content = value.get("path") or value.get("url")
-    if content is None:
-        raise ImageError(f"{source} is a dict with {sorted(map(str, value))}, but it has neither 'bytes' nor 'path'")
-    return content
 
 
 def _content_of_address(text: str, source: ImageSource) -> bytes | Path:

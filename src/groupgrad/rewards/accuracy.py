@@ -187,12 +187,7 @@ def _reward(
     log_metric: Callable[..., None] | None,
 ) -> list[float | None]:
     _require_math_verify()
-    if len(solution) != len(answers):
-        raise ValueError(
-            f"{len(solution)} solutions for {len(answers)} completions: each completion is compared with its own; give "
-            "one solution a completion"
-        )
-    golds = [None if gold is None else str(gold) for gold in solution]
+    golds = [None if gold is None else str(gold) for gold, _ in zip(solution, answers, strict=True)]
     verdicts = _VERIFIER.judge(golds, answers)
     timed_out = sum(verdict.timed_out for verdict in verdicts)
     if timed_out:

@@ -18,7 +18,6 @@ HUB_KEYS = ("cache_dir", "local_files_only", "proxies", "token")
 """Entries of the policy's `model_init_kwargs` that reward models share: they set how files are downloaded."""
 
 _TOKENIZER_KEYS = ("revision", "subfolder", *HUB_KEYS)
-_MAX_SHOWN_NAMES = 3
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,15 +78,15 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
     mismatched = [key[0] if isinstance(key, (tuple, list)) else key for key in loading_info["mismatched_keys"]]
     if mismatched:
         raise ValueError(
-            f"reward model '{name}' cannot be loaded with one label: {_some(mismatched)} has another size in its "
-            "checkpoint. A reward model gives one number a text; for a classifier with several labels give a reward "
+            f"reward model '{name}' cannot be loaded with one label: {', '.join(mismatched[:3])} has another size in "
+            "its checkpoint. A reward model gives one number a text; for a classifier with several labels give a reward "
             "function that calls it"
         )
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise ValueError(
-            f"the checkpoint of reward model '{name}' lacks {_some(missing)}, so its rewards would be random; give a "
-            "sequence-classification model that was trained to score texts"
+            f"the checkpoint of reward model '{name}' lacks {', '.join(missing[:3])}, so its rewards would be random; "
+            "give a sequence-classification model that was trained to score texts"
         )
     return model
 
@@ -180,8 +179,3 @@ def weights_on_device(model: nn.Module, device: torch.device | str) -> Iterator[
 def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
-    return ", ".join(names[:_MAX_SHOWN_NAMES]) + more
