@@ -265,8 +265,6 @@ def test_a_parser_given_by_the_user_wins(families: Any, byte_tokenizer: Any) -> 
         ("text", "it returned a str"),
         (None, "it returned a NoneType"),
         ({"content": 5}, "its content is a int"),
-        ({"tool_calls": {"name": "f"}}, "its tool_calls are a dict"),
-        ({"reasoning_content": ["a"]}, "its reasoning is a list"),
     ],
 )
 def test_a_parser_that_fails_leaves_a_turn_of_text(

@@ -96,8 +96,6 @@ class ChatFormat:
         """The template renders the tools' schemas into the prompt; if not, the prompts have to describe them."""
         padding = {getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "pad_token_id", None)}
         self._trailing_ids = {*self.end_ids, *padding}
-        self._cleans_spaces = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-        self._special_ids = set(tokenizer.all_special_ids)
         special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
         removed = [] if keeps_special_tokens else special
         self._keeps_special = keeps_special_tokens
@@ -142,9 +140,7 @@ class ChatFormat:
             ids.pop()
         # Clean-up of spaces would change the texts in a call's arguments.
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        has_special = not self._keeps_special and any(number in self._special_ids for number in ids)
-        is_plain = not self._cleans_spaces and not has_special
-        plain = text if is_plain else self._tokenizer.decode(ids, skip_special_tokens=not self._keeps_special)
+        plain = self._tokenizer.decode(ids, skip_special_tokens=not self._keeps_special)
         if self._response_parser is not None:
             try:
                 return checked_turn(self._response_parser(text, list(turn_ids)))
@@ -241,12 +237,8 @@ def checked_turn(message: Any) -> Turn:
     if content is not None and not isinstance(content, str):
         raise TypeError(f"its content is a {type(content).__name__}; it must be a text")
     entries = message.get("tool_calls") or []
-    if not isinstance(entries, (list, tuple)):
-        raise TypeError(f"its tool_calls are a {type(entries).__name__}; they must be a list")
     calls = [call_from_value(entry) for entry in entries]
     reasoning = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), None)
-    if reasoning is not None and not isinstance(reasoning, str):
-        raise TypeError(f"its reasoning is a {type(reasoning).__name__}; it must be a text")
     return make_turn(content or "", reasoning, calls)
 
 

@@ -25,10 +25,6 @@ _IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
 class NotJson(TypeError):
     """A tool's result has no form in JSON; the message is worded for the model."""
 
-    def __init__(self, type_name: str, reason: str):
-        super().__init__(f"the tool returned a {type_name}, which cannot be written as JSON")
-        self.type_name, self.reason = type_name, reason
-
 
 def render(value: Any, max_chars: int) -> Content:
     """Converts a tool's result to message content: a text as it is, else JSON; text is truncated to `max_chars`.
@@ -74,7 +70,7 @@ def _text(value: Any) -> str:
             return bytes(value).decode("utf-8")
         return json.dumps(value, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
-        raise NotJson(type(value).__name__, f"{type(error).__name__}: {error}") from error
+        raise NotJson(f"the tool returned a {type(value).__name__}, which cannot be written as JSON") from error
 
 
 def _plain(value: Any) -> Any:

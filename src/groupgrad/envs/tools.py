@@ -48,8 +48,6 @@ _MAX_ERROR_CHARS = 400
 class ToolHistory:
     """Findings from the calls of one tool."""
 
-    warned_types: set[str] = field(default_factory=set[str])
-    """Types of results without a JSON form that the user has been warned of."""
     needs_main_thread: bool | None = None
     """True once a call has failed on another thread and gone well on the main one, as if it limits its time by
     `signal.alarm`; False if the main thread does not help; None: not known."""
@@ -111,15 +109,12 @@ def chosen_tools(tools: Sequence[Tool], row: Mapping[str, Any]) -> list[Tool]:
     names = row.get(TOOLS_COLUMN) if tools else None
     if names is None:
         return list(tools)
-    known = ", ".join(repr(tool.name) for tool in tools)
-    if not isinstance(names, (list, tuple)):
-        raise ValueError(f"its column '{TOOLS_COLUMN}' is {short_repr(names)}; give a list of names among {known}")
-    for name in names:
-        if name not in [tool.name for tool in tools]:
-            raise ValueError(
-                f"its column '{TOOLS_COLUMN}' has {short_repr(name)}, which is no name of a tool that the trainer was "
-                f"given; it has {known}"
-            )
+    known = [tool.name for tool in tools]
+    if not isinstance(names, (list, tuple)) or not all(name in known for name in names):
+        raise ValueError(
+            f"its column '{TOOLS_COLUMN}' is {short_repr(names)}; give a list of names of tools that the trainer was "
+            f"given, which are {', '.join(map(repr, known))}"
+        )
     return [tool for tool in tools if tool.name in names]
 
 
@@ -136,18 +131,12 @@ def check_names(tools: Sequence[Tool], of_environment: str = "") -> None:
 
 
 def _make_function_tool(function: Any, index: int) -> Tool:
-    if isinstance(function, dict):
-        raise TypeError(f"tools[{index}] is a dict: a schema alone cannot be called; give the function itself")
-    if isinstance(function, type):
+    if isinstance(function, type) or not callable(function):
         raise TypeError(
-            f"tools[{index}] is the class '{function.__name__}'; give functions, or its instances' methods. A class "
-            "whose public methods are tools goes to environment_factory"
+            f"tools[{index}] is {short_repr(function)}; give functions, or methods of objects. A class whose public "
+            "methods are tools goes to environment_factory"
         )
-    if not callable(function):
-        raise TypeError(f"tools[{index}] is {function!r} ({type(function).__name__}), which cannot be called")
     name = function_name(function)
-    if name == "<lambda>":
-        raise TypeError(f"tools[{index}] is a lambda, which has neither name nor docstring; write a function with def")
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"tools[{index}] is named {name!r}, which a model cannot call; set its __name__ to a word")
     return make_tool(function, name, f"the tool '{name}'")
@@ -311,21 +300,8 @@ def _reply(tool: Tool, outcome: Outcome, options: ToolOptions) -> ToolReply:
     text = error_text(outcome.error)
     if isinstance(outcome.error, NotJson):
         text = str(outcome.error)
-        _warn_not_json(tool, outcome.error)
     text = cut(f"Error: {text}", options.max_result_chars)
     return ToolReply(tool.name, text, failed=True, timed_out=outcome.timed_out, seconds=outcome.seconds)
-
-
-def _warn_not_json(tool: Tool, error: NotJson) -> None:
-    if error.type_name not in tool.history.warned_types:
-        tool.history.warned_types.add(error.type_name)
-        logger.warning(
-            "the tool '%s' returned a %s, which cannot be written as JSON (%s); the model was told so. Return text, "
-            "numbers, lists, dicts or dataclasses. Said once for each type",
-            tool.name,
-            error.type_name,
-            error.reason,
-        )
 
 
 def error_text(error: BaseException | None) -> str:
