@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import pyarrow as pa
 from datasets import Dataset, Image, IterableDataset
 
 from groupgrad.data.images import COLUMNS, ImageError
@@ -24,7 +23,7 @@ def first_row(dataset: Dataset | IterableDataset) -> dict[str, Any] | None:
     if is_transformed(dataset):
         return dataset[0]
     table: Any = dataset.with_format("arrow")[0:1]
-    return {name: _undecoded(table.column(name)[0]) for name in table.column_names}
+    return {name: table.column(name)[0].as_py() for name in table.column_names}
 
 
 def prompt_rows(dataset: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
@@ -85,15 +84,4 @@ def _raw_column(dataset: Dataset, name: str) -> Iterator[Any]:
     tables: Any = dataset.select_columns(name).with_format("arrow")
     for table in tables.iter(batch_size=256):
         for value in table.column(name):
-            yield _undecoded(value)
-
-
-def _undecoded(value: Any) -> Any:
-    """An Arrow value as Python objects, images undecoded."""
-    if not value.is_valid:
-        return None
-    if isinstance(value, pa.StructScalar):
-        return {key: _undecoded(value[key]) for key in value}
-    if isinstance(value, (pa.ListScalar, pa.LargeListScalar, pa.FixedSizeListScalar)):
-        return [_undecoded(item) for item in value.values]
-    return value.as_py()
+            yield value.as_py()

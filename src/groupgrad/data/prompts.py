@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 
 from groupgrad.data.columns import first_row, prompt_rows
 from groupgrad.data.images import ImageSource, column_images, image_blocks, is_plain_text
-from groupgrad.data.outside_text import OutsideText, has_marks
+from groupgrad.data.outside_text import OutsideText
 from groupgrad.types import Media, Messages, Prompt
 
 logger = logging.getLogger(__name__)
@@ -105,21 +105,7 @@ class PromptMaker:
         if isinstance(prompt, str):
             text = self._mark(prompt) if self._special_tokens == "split" else prompt
             return self.outside_text.encode(text, add_special_tokens=True, is_continued=True)
-        return self._conversation_ids(prompt)
-
-    def _conversation_ids(self, prompt: Messages) -> list[int]:
-        messages = self.template_messages(prompt)
-        if has_marks(messages) or self.outside_text.guarded(messages) != messages:
-            return self.encode(self.render(prompt)).ids
-        rendered = self.tokenizer.apply_chat_template(
-            messages,
-            **self.ending(messages),
-            tokenize=True,
-            return_dict=True,
-            **self.chat_template_kwargs,
-        )
-        ids = rendered["input_ids"]
-        return list(ids[0] if ids and isinstance(ids[0], list) else ids)
+        return self.encode(self.render(prompt)).ids
 
     def check_images(
         self, row: dict[str, Any], source: ImageSource | None = None, *, decode: bool = False

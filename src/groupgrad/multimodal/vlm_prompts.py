@@ -125,12 +125,6 @@ class VisionPromptMaker(PromptMaker):
         except Exception:  # a private method that some processors lack or implement in part
             return sys.maxsize
 
-    def token_ids(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a text or a conversation without images."""
-        if isinstance(prompt, str):
-            return super().token_ids(prompt)
-        return self.encode(self.render(prompt)).ids
-
     def template_messages(self, messages: Messages) -> Messages:
         """Messages in the form that the chat template renders: texts or content blocks, image blocks without image."""
         return [self._mark_message(self._template_message(message)) for message in drop_empty_fields(messages)]
