@@ -453,10 +453,10 @@ def first(engine: Any) -> list[str]:
     return [text for text in texts if text.endswith("<assistant>") and text.count("<assistant>") == 1]
 
 
-def test_a_wrong_row_of_a_stream_is_named_by_its_prompt(make_agents: Any) -> None:
+def test_a_wrong_row_of_a_stream_is_refused_when_it_is_read(make_agents: Any) -> None:
     stream = chats(*[{"tools": ["increment"]}] * 8, {"tools": ["search"]}).to_iterable_dataset()
     trainer = make_agents({"max_steps": 9}, tools=[increment], reward_funcs=longer, train_dataset=stream)
-    with pytest.raises(ValueError, match=r"the row with the prompt .*Increment by 1.*has 'search'"):
+    with pytest.raises(ValueError, match=r"its column 'tools' is .*'search'.*; give a list of names"):
         trainer.train()
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupgrad.chat.call_syntax import CallSyntax
-from groupgrad.chat.chat_template import ChatTemplate, ControlToken, common_prefix
+from groupgrad.chat.chat_template import ChatTemplate, ControlToken
 from groupgrad.chat.probe import USER, ProbeRenderings, call_message, turn_start
 from groupgrad.chat.records import ToolCall
 
@@ -201,19 +201,13 @@ class ToolReplies:
         return {*self._template.tokenizer.all_special_ids} - {token.id for token in in_calls} | {self.end_token.id}
 
     def _no_continuation(self, answered: str) -> str:
-        texts = self._unanswered or "", answered
-        place = len(common_prefix(*texts))
-        first, second = (_excerpt(text, place - 60, place + 60) for text in texts)
         return (
             "the chat template gives no way to continue a turn that calls a tool: the turn's call and the reply "
-            f"cannot both be found behind each other. A turn with a call is rendered as\n  {first!r}\nand with the "
-            f"reply as\n  {second!r}\nGive the tokenizer a chat template that keeps a call as it was and puts tool "
+            f"cannot both be found behind each other. A turn with a call is rendered as\n  "
+            f"{self._unanswered!r}\nand with the "
+            f"reply as\n  {answered!r}\nGive the tokenizer a chat template that keeps a call as it was and puts tool "
             "messages behind it (tokenizer.chat_template = ...)"
         )
-
-
-def _excerpt(text: str, start: int, end: int) -> str:
-    return "..." * (start > 0) + text[max(0, start) : end] + "..." * (end < len(text))
 
 
 def _joined(contents: list[Any]) -> Any:

@@ -11,8 +11,6 @@ import faulthandler
 import os
 import pickle
 import signal
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -117,15 +115,7 @@ def _limit_memory(num_bytes: int | None) -> None:
 
 def _end_with(parent: int) -> None:
     """Ends this process when its parent ends, even inside a call that never returns to Python."""
-    try:
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # not Linux: it ends with its next reply
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (AttributeError, OSError, TypeError):  # not Linux
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     if os.getppid() != parent:
         os._exit(0)
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(0)

@@ -165,10 +165,7 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def _signature(function: Callable[..., Any], where: str) -> inspect.Signature:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{where} does not say what arguments it takes; wrap it in a function of yours") from error
+    signature = inspect.signature(function)
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(

@@ -31,7 +31,7 @@ class RewardFunction:
     call: Callable[..., Any]
     is_async: bool
     takes_all: bool = True
-    """True if the callable has `**kwargs`, or if its signature is unknown."""
+    """True if the callable has `**kwargs`."""
     takes: frozenset[str] = frozenset()
     """Keywords in the signature."""
     requires: tuple[str, ...] = ()
@@ -74,10 +74,7 @@ class RewardFunction:
 def inspect_function(function: Callable[..., Any]) -> RewardFunction:
     """Reads a callable's signature."""
     name = function_name(function)
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some builtins have no signature
-        return RewardFunction(name, function, is_async(function))
+    parameters = list(inspect.signature(function).parameters.values())
     bound = frozenset(bound_keywords(function))
     keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return RewardFunction(

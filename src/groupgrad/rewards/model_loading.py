@@ -79,8 +79,8 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
     if mismatched:
         raise ValueError(
             f"reward model '{name}' cannot be loaded with one label: {', '.join(mismatched[:3])} has another size in "
-            "its checkpoint. A reward model gives one number a text; for a classifier with several labels give a reward "
-            "function that calls it"
+            "its checkpoint. A reward model gives one number a text; for a classifier with several labels give a "
+            "reward function that calls it"
         )
     missing = sorted(loading_info["missing_keys"])
     if missing:

@@ -19,7 +19,7 @@ from typing import Any
 from groupgrad.chat import ChatFormat, PlainFormat, ToolCall, Turn
 from groupgrad.concurrency.workers import Workers
 from groupgrad.data.completions import CompletionTexts
-from groupgrad.data.prompts import MESSAGES_REMEDY, PromptMaker, excerpt
+from groupgrad.data.prompts import MESSAGES_REMEDY, PromptMaker
 from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
 from groupgrad.envs.environments import EnvHandle, Environments, add_observation
 from groupgrad.envs.tools import Tool, ToolBox, ToolOptions, ToolReply, chosen_tools
@@ -142,8 +142,7 @@ class AgentRollouts(RolloutSource):
         if self.environments is None:
             return None
         data = request.rows_by_group[row // request.num_generations]
-        with _row_named(data):
-            handle = self.environments.acquire(data)
+        handle = self.environments.acquire(data)
         self._handles.setdefault((request.phase, request.number), []).append(handle)
         return handle
 
@@ -163,15 +162,6 @@ class AgentRollouts(RolloutSource):
         assert self.environments is not None
         for handle in reversed(self._handles.pop(batch)):
             self.environments.release(handle)
-
-
-@contextmanager
-def _row_named(row: Mapping[str, Any]) -> Iterator[None]:
-    """Names a row by its prompt in a ValueError: rows of a stream have no number, and are read while training."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"the row with the prompt {excerpt(row.get('prompt'))}: {error}") from error
 
 
 class _RolloutFailed(Exception):
@@ -204,11 +194,7 @@ class _Agent:
         self._seed = request.seed_of(row, rollouts.seed)
         self._data = request.rows_by_group[self._group]
         self._handle = handle
-        if handle is None:
-            with _row_named(self._data):
-                self._toolbox = ToolBox(chosen_tools(rollouts.tools, self._data))
-        else:
-            self._toolbox = handle.toolbox
+        self._toolbox = ToolBox(chosen_tools(rollouts.tools, self._data)) if handle is None else handle.toolbox
         self._shared_prompts = shared_prompts
         """The generation batch's prompts by group, text and images, each with the messages that it was made from."""
         self._ids: list[int] = []
