@@ -343,7 +343,7 @@ BAD: dict[type[Exception], list[tuple[dict[str, Any], str]]] = {
             {"tools": [increment], "train_dataset": chats({"tools": [{"name": "increment"}]})},
             r"row 0 of train_dataset: its column 'tools' is \[{'name': 'increment'}\]",
         ),
-        ({"rollout_func": longer, "tools": [increment]}, "rollout_func and tools are given"),
+        ({"rollout_func": longer, "tools": [increment]}, "rollout_func makes whole rollouts itself, so tools"),
     ],
     TypeError: [
         ({"tools": increment}, "tools is a function; give a list of functions"),

@@ -138,37 +138,36 @@ def _check_each(
             raise ValueError(f"row {number} of {argument}: {error}") from error
 
 
-@dataclass(slots=True, frozen=True)
-class ToolUseOptions:
-    """Options for calling tools and reusing environments."""
-
-    max_tool_calling_iterations: int | None = None
-    """Most turns with calls in a rollout; None: any number."""
-    reuse_environments: bool | None = None
-    """An environment serves later rollouts too; None: only if it has no `close`."""
-
-
 def build_rollout_components(
     prompt_maker: PromptMaker,
     tools: Any = None,
     environment_factory: Any = None,
     rollout_func: Any = None,
     response_parser: Any = None,
-    use: ToolUseOptions = ToolUseOptions(),
+    *,
+    max_tool_calling_iterations: int | None = None,
+    reuse_environments: bool | None = None,
 ) -> RolloutComponents:
     """Checks the trainer's arguments about rollouts and builds the components.
 
-    ValueError or TypeError, before anything is sampled, for tools without hints or docstring, factories that fail, chat
-    templates that cannot write tools down, and arguments that exclude each other.
+    An environment serves later rollouts too with `reuse_environments`; None: only if it has no `close`. ValueError or TypeError, before anything is sampled, for tools without hints or docstring, factories that fail,
+    chat templates that cannot write tools down, and arguments that exclude each other.
     """
     call_settings = {
         "response_parser": response_parser,
-        "max_tool_calling_iterations": use.max_tool_calling_iterations,
+        "max_tool_calling_iterations": max_tool_calling_iterations,
     }
-    reuse = {"reuse_environments": use.reuse_environments}
+    reuse = {"reuse_environments": reuse_environments}
     if rollout_func is not None:
         _warn_unused({**call_settings, **reuse}, "a rollout_func makes whole rollouts itself")
-        return RolloutComponents(_check_function(rollout_func, tools=tools, environment_factory=environment_factory))
+        if tools or environment_factory:
+            raise ValueError(
+                "rollout_func makes whole rollouts itself, so tools and environment_factory cannot be given with it; "
+                "leave them out and call the tools from rollout_func"
+            )
+        if not callable(rollout_func) or is_async(rollout_func):
+            raise TypeError(f"rollout_func is {rollout_func!r}; give a plain function of (prompts, trainer)")
+        return RolloutComponents(rollout_func)
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise TypeError(f"tools is a {type(tools).__name__}; give a list of functions")
     if not tools and environment_factory is None:
@@ -180,7 +179,7 @@ def build_rollout_components(
     if environment_factory is None:
         _warn_unused(reuse, "there is no environment_factory")
     else:
-        environments = Environments(environment_factory, shared_tools, reuse=use.reuse_environments)
+        environments = Environments(environment_factory, shared_tools, reuse=reuse_environments)
         schemas = [schema for of_environment in environments.schemas.values() for schema in of_environment]
     if not schemas:
         _warn_unused(call_settings, "the environments have no methods that are tools")
@@ -206,16 +205,3 @@ def _warn_unused(settings: dict[str, Any], reason: str) -> None:
     for name, value in settings.items():
         if value is not None:
             warnings.warn(f"{name} has no effect: {reason}")
-
-
-def _check_function(function: Any, **others: Any) -> Callable[..., Any]:
-    """The rollout function. ValueError or TypeError if it cannot be used, or not together with `others`."""
-    excluded = " and ".join(name for name, value in others.items() if value)
-    if excluded:
-        raise ValueError(
-            f"rollout_func and {excluded} are given, but a rollout_func makes whole rollouts itself; leave {excluded} "
-            "out and call the tools from rollout_func"
-        )
-    if not callable(function) or is_async(function):
-        raise TypeError(f"rollout_func is {function!r}; give a plain function of (prompts, trainer)")
-    return function

@@ -22,7 +22,6 @@ from groupgrad.rewards.supervision import SupervisionOptions
 from groupgrad.rollout.agent import AgentOptions
 from groupgrad.rollout.collector import ScoringOptions
 from groupgrad.rollout.dynamic_sampling import DynamicSampling
-from groupgrad.rollout.sources import ToolUseOptions
 from groupgrad.scoring.forward import ForwardOptions
 
 
@@ -75,11 +74,6 @@ def agent_options(config: GRPOConfig) -> AgentOptions:
         ),
         ahead=config.rollout_ahead,
     )
-
-
-def tool_use(config: GRPOConfig) -> ToolUseOptions:
-    """Returns how tools are called and environments are used."""
-    return ToolUseOptions(config.max_tool_calling_iterations, config.reuse_environments)
 
 
 def engine_options(config: GRPOConfig) -> EngineOptions:

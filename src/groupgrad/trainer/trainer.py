@@ -161,9 +161,14 @@ class GRPOTrainer(Hooks):
         if train_dataset is None:
             train_dataset = dataset_checks.rows_for_environment(environment_factory, self.plan, config)
         self.prompt_maker = build.build_prompt_maker(config, policy)
-        use = component_options.tool_use(config)
         self.rollout_components = rollouts = build_rollout_components(
-            self.prompt_maker, tools, environment_factory, rollout_func, response_parser, use
+            self.prompt_maker,
+            tools,
+            environment_factory,
+            rollout_func,
+            response_parser,
+            max_tool_calling_iterations=config.max_tool_calling_iterations,
+            reuse_environments=config.reuse_environments,
         )
         with one_thread("GRPOTrainer()"), ExitStack() as on_error:
             on_error.callback(rollouts.close)
