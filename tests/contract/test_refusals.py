@@ -249,10 +249,6 @@ BAD: Table = {
             {"reward_funcs": "./nowhere"},
             "reward_funcs has './nowhere'.* there is no such folder.*give the function itself",
         ),
-        (
-            prompts(*[[{"role": "user", "content": 5}]] * 2),
-            "row 0 of train_dataset: its prompt has the content 5.*write a text",
-        ),
         ({"eval_dataset": rows(trainer_state="x")}, "eval_dataset has the column 'trainer_state'.*rename_column"),
     ],
     UnavailableError: [

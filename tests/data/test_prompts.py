@@ -122,7 +122,7 @@ def test_other_data_sets_are_rejected(tokenizer):
                 TypeError, match=r"has a format whose rows are no dicts; give dataset.with_format\(None"
             ):
                 check(dataset, tokenizer)
-    with pytest.raises(ValueError, match=r"its prompt is array.*a list of messages \(dataset.with_format\(None\) has"):
+    with pytest.raises(ValueError, match=r"its prompt is array.*a list of messages"):
         check(rows.with_format("numpy"), tokenizer)
 
 

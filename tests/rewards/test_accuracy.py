@@ -96,9 +96,6 @@ def test_reasoning_accuracy():
         rewards = reasoning_accuracy_reward([completion], ["2"], reasoning_delimiters=delimiters)
         assert rewards == [expected], completion
     assert reasoning_accuracy_reward(["no delimiter", r"</think>\boxed{1}"], ["words only"] * 2) == [None, None]
-    for delimiters in ([], [""]):
-        with pytest.raises(ValueError, match="reasoning_delimiters="):
-            reasoning_accuracy_reward([""], ["2"], reasoning_delimiters=delimiters)
 
 
 def test_solutions_must_match_completions():

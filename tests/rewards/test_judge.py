@@ -186,7 +186,6 @@ def test_it_can_be_pickled_and_bad_settings_are_refused(server):
     assert ask(reward, ["a"])[0] == [0.8]
     for settings, message in (
         ({"max_concurrency": 0}, "max_concurrency=0 lets no request through"),
-        ({"requests_per_minute": 0}, "requests_per_minute=0 lets no request through"),
         ({"on_failure": "none"}, "on_failure='none' is not known"),
     ):
         with pytest.raises(ValueError, match=message):

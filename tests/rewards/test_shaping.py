@@ -57,13 +57,10 @@ def test_repetition_penalty():
 @pytest.mark.parametrize(
     ("factory", "arguments", "message"),
     [
-        (get_soft_overlong_punishment, (0, 0), "max_completion_len=0"),
         (get_soft_overlong_punishment, (10, -1), "soft_punish_cache=-1"),
         (get_soft_overlong_punishment, (10, 11), "soft_punish_cache=11"),
-        (get_cosine_scaled_reward, (0,), "max_len=0"),
         (get_cosine_scaled_reward, (5, 0.0), "min_value_wrong=0.0 is above max_value_wrong=-0.5"),
         (get_cosine_scaled_reward, (5, -1.0, -0.5, 0.5, 0.0), "min_value_correct=0.5 is above"),
-        (get_repetition_penalty_reward, (0, -1.0), "ngram_size=0"),
         (get_repetition_penalty_reward, (3, 0.5), "max_penalty=0.5"),
     ],
 )

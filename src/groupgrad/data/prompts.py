@@ -345,8 +345,7 @@ def _malformed(prompt: Any, prompt_maker: PromptMaker) -> str | None:
     if isinstance(prompt, str):
         return None if prompt else "its prompt is the empty text; remove the row or write a prompt"
     if not isinstance(prompt, list):
-        remedy = " (dataset.with_format(None) has them as lists)" if hasattr(prompt, "tolist") else ""
-        return f"its prompt is {prompt!r}; a prompt is a text or a list of messages{remedy}"
+        return f"its prompt is {prompt!r}; a prompt is a text or a list of messages"
     if not prompt:
         return "its prompt is an empty list of messages; remove the row or add a user message"
     for message in prompt:
@@ -356,8 +355,6 @@ def _malformed(prompt: Any, prompt_maker: PromptMaker) -> str | None:
             or (message.get("content") is None and not message.get("tool_calls"))
         ):
             return f"its prompt has the message {message!r}; a message is a dict with 'role' and 'content'"
-        if not isinstance(message.get("content"), (str, list, type(None))):
-            return f"its prompt has the content {message['content']!r}; write a text, or a list of content blocks"
     if not getattr(prompt_maker.tokenizer, "chat_template", None):
         return (
             "its prompt is a conversation, but the tokenizer has no chat template; set processing_class.chat_template "

@@ -161,15 +161,11 @@ def reasoning_accuracy_reward(
 
     `reasoning_delimiters` is `["</think>"]` by default. A completion without a delimiter has not finished its reasoning
     and gets 0.0, or None if its solution cannot be parsed. In training the `raw_completions` count, where a delimiter
-    may be a special token or split from the message. ValueError for an empty list or an empty delimiter.
+    may be a special token or split from the message.
     """
     if isinstance(reasoning_delimiters, str):
         reasoning_delimiters = [reasoning_delimiters]
-    delimiters = ["</think>"] if reasoning_delimiters is None else list(reasoning_delimiters)
-    if not delimiters or not all(delimiters):
-        raise ValueError(
-            f"reasoning_delimiters={delimiters!r}: nothing ends the reasoning; give texts such as '</think>'"
-        )
+    delimiters = list(reasoning_delimiters or ["</think>"])
     texts = raw_completions or [turn_text(completion) for completion in completions]
     answers = [_after_last(text, delimiters) for text in texts]
     return _reward(answers, solution, log_extra, log_metric)

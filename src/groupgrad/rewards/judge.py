@@ -92,10 +92,6 @@ class judge:
         compat.require("openai", "rewards.judge")
         if self.max_concurrency < 1:
             raise ValueError(f"max_concurrency={self.max_concurrency} lets no request through; set it to 1 or more")
-        if self.requests_per_minute is not None and self.requests_per_minute <= 0:
-            raise ValueError(
-                f"requests_per_minute={self.requests_per_minute} lets no request through; set it above 0, or None"
-            )
         if self.on_failure not in ("error", None) and not isinstance(self.on_failure, (int, float)):
             raise ValueError(f"on_failure={self.on_failure!r} is not known; set it to 'error', None or a reward")
         if self.cache is not None:  # a reward function may change the folder that relative paths belong to

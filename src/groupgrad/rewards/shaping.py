@@ -33,10 +33,8 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     """Builds a reward that falls from 0 to -1 over the last `soft_punish_cache` tokens before `max_completion_len`.
 
     With y completion tokens, limit L and cache K: 0 for y <= L - K, (L - K - y) / K for L - K < y <= L, -1 beyond
-    (arXiv:2503.14476, eq. 13). K = 0 has no ramp. ValueError unless 0 <= K <= L and L >= 1.
+    (arXiv:2503.14476, eq. 13). K = 0 has no ramp. ValueError unless 0 <= K <= L.
     """
-    if max_completion_len < 1:
-        raise ValueError(f"max_completion_len={max_completion_len}: a completion has at least one token; set it to 1+")
     if not 0 <= soft_punish_cache <= max_completion_len:
         raise ValueError(
             f"soft_punish_cache={soft_punish_cache} is not between 0 and max_completion_len={max_completion_len}: the "
@@ -66,11 +64,9 @@ def get_cosine_scaled_reward(
 
     With p = min(tokens / max_len, 1) the reward is low + (high - low) / 2 * (1 + cos(pi * p)) (arXiv:2502.03373,
     section 4.1): from `max_value_correct` down to `min_value_correct` for correct answers, from `min_value_wrong` up
-    to `max_value_wrong` for wrong ones. None where `accuracy_reward` gives None. ValueError for max_len < 1 and for a
-    minimum above its maximum.
+    to `max_value_wrong` for wrong ones. None where `accuracy_reward` gives None. ValueError for a minimum above its
+    maximum.
     """
-    if max_len < 1:
-        raise ValueError(f"max_len={max_len}: lengths are divided by it; set it to the completion budget, 1 or more")
     ranges = {"wrong": (min_value_wrong, max_value_wrong), "correct": (min_value_correct, max_value_correct)}
     for answer, (low, high) in ranges.items():
         if low > high:
@@ -114,11 +110,9 @@ def cosine_scaled_reward(
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFunction:
     """Builds a reward of `max_penalty` times the share of repeated token n-grams: (1 - distinct / all) * max_penalty.
 
-    0 for a completion shorter than `ngram_size` tokens (arXiv:2502.03373, appendix). ValueError for ngram_size < 1 and
-    for max_penalty > 0, which would reward repetition.
+    0 for a completion shorter than `ngram_size` tokens (arXiv:2502.03373, appendix). ValueError for max_penalty > 0,
+    which would reward repetition.
     """
-    if ngram_size < 1:
-        raise ValueError(f"ngram_size={ngram_size}: an n-gram has at least one token; set it to 1 or more")
     if max_penalty > 0:
         raise ValueError(f"max_penalty={max_penalty} is positive and would reward repetition; set it to 0 or less")
 

@@ -150,8 +150,9 @@ def build_rollout_components(
 ) -> RolloutComponents:
     """Checks the trainer's arguments about rollouts and builds the components.
 
-    An environment serves later rollouts too with `reuse_environments`; None: only if it has no `close`. ValueError or TypeError, before anything is sampled, for tools without hints or docstring, factories that fail,
-    chat templates that cannot write tools down, and arguments that exclude each other.
+    An environment serves later rollouts too with `reuse_environments`; None: only if it has no `close`. ValueError or
+    TypeError, before anything is sampled, for tools without hints or docstring, factories that fail, chat templates
+    that cannot write tools down, and arguments that exclude each other.
     """
     call_settings = {
         "response_parser": response_parser,
