@@ -82,7 +82,7 @@ class VisionPromptMaker(PromptMaker):
 
         ImageError or VisionError for images that are unreadable or do not fit the prompt.
         """
-        messages = self._messages(row, self._source)
+        messages = messages_with_images(row, self._source)
         if messages is None:
             if check:
                 self.check_images(row)
@@ -99,7 +99,7 @@ class VisionPromptMaker(PromptMaker):
         """
         source = replace(source or self._source, root=self.image_root)
         try:
-            messages = self._messages(row, source, opened=False)
+            messages = messages_with_images(row, source, opened=False)
         except VisionError as error:
             raise VisionError(f"{_row_name(source)}{error}") from error
         if messages is None:
@@ -129,12 +129,9 @@ class VisionPromptMaker(PromptMaker):
         """Messages in the form that the chat template renders: texts or content blocks, image blocks without image."""
         return [self._mark_message(self._template_message(message)) for message in drop_empty_fields(messages)]
 
-    def _messages(self, row: Mapping[str, Any], source: ImageSource, *, opened: bool = True) -> Messages | None:
-        return messages_with_images(row, source, opened=opened)
-
     def prompt_with_images(self, row: dict[str, Any], *, opened: bool) -> str | Messages:
         """The row's prompt with its images in the messages, opened or as the row has them."""
-        messages = self._messages(row, self._source, opened=opened)
+        messages = messages_with_images(row, self._source, opened=opened)
         return row["prompt"] if messages is None else messages
 
     def conversation_images(self, messages: Messages) -> list[Any]:

@@ -215,7 +215,7 @@ def _logprobs(entries: list[Any], token_ids: list[Any] | None, completion_ids: l
     logprobs = []
     for i, (entry, token) in enumerate(zip(entries, completion_ids)):
         if isinstance(entry, (list, tuple)):
-            tokens = [token] if token_ids is None else token_ids[i]
+            tokens = [token] if token_ids is None else map(int, token_ids[i])
             entry = dict(zip(tokens, entry)).get(token)
         if entry is None:
             logprobs.append(NAN)
