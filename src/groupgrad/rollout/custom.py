@@ -118,17 +118,17 @@ class CustomRollouts(RolloutSource):
         prompt_ids, completion_ids = lists["prompt_ids"], lists["completion_ids"]
         if not prompt_ids:
             raise RolloutError(f"rollout_func returned no prompt_ids for row {row}; a prompt has at least one token")
-        for name in ("logprobs", "logprob_token_ids", "env_mask"):
-            if name in lists and len(lists[name]) != len(completion_ids):
-                raise RolloutError(
-                    f"rollout_func returned {len(lists[name])} {name} for {len(completion_ids)} completion_ids in row "
-                    f"{row}; return one for each token"
-                )
         for token in (*prompt_ids, *completion_ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
                 raise RolloutError(
                     f"rollout_func returned the token id {token!r} in row {row}, but the model has the ids 0 to "
                     f"{self._vocab_size - 1}; return ids of the trainer's own tokenizer"
+                )
+        for name in ("logprobs", "logprob_token_ids", "env_mask"):
+            if name in lists and len(lists[name]) != len(completion_ids):
+                raise RolloutError(
+                    f"rollout_func returned {len(lists[name])} {name} for {len(completion_ids)} completion_ids in row "
+                    f"{row}; return one for each token"
                 )
         max_context = self._prompt_maker.max_context
         if max_context is not None and len(prompt_ids) + len(completion_ids) > max_context:
