@@ -180,11 +180,11 @@ BAD: Table = {
         ),
         (
             {"train_dataset": rows(image="x.png")},
-            "'image' of row 0 of train_dataset, but Qwen3ForCausalLM reads text alone.*train a model that takes images",
+            "row 0 of train_dataset: .* in 'image', but Qwen3ForCausalLM reads text alone.*train a model that takes images",
         ),
         (
             {"train_dataset": rows(images=["x.png"])},
-            "'images' of row 0 of train_dataset, but Qwen3ForCausalLM reads text alone.*remove the images",
+            "row 0 of train_dataset: .* in 'images', but Qwen3ForCausalLM reads text alone.*remove the images",
         ),
         (
             {"eval_dataset": {"a": rows(), "b": rows().rename_column("prompt", "text")}},

@@ -129,7 +129,9 @@ def test_other_data_sets_are_rejected(tokenizer):
 def test_image_columns_are_rejected_in_any_row(tokenizer):
     for column, value, first in (("image", "picture", True), ("images", ["picture"], False)):
         rows = [{"prompt": "a", column: value}, {"prompt": "b", column: None}]
-        message = f"an image in '{column}' of row {int(not first)} of train_dataset, but the model reads text alone"
+        message = (
+            f"row {int(not first)} of train_dataset: there is an image in '{column}', but the model reads text alone"
+        )
         with pytest.raises(ValueError, match=message):
             check(rows if first else rows[::-1], tokenizer)
 

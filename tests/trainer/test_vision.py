@@ -213,7 +213,9 @@ def test_a_tokenizer_alone_trains_on_text(make_seeing, caplog):
     assert type(trainer.prompt_maker) is PromptMaker
     trainer.train()
     assert trainer.state.log_history[0]["sampling/logp_mismatch"] <= 1e-5
-    with pytest.raises(ValueError, match=r"image in 'images' of row 0 of train_dataset, but processing_class is a .*"):
+    with pytest.raises(
+        ValueError, match=r"row 0 of train_dataset: there is an image in 'images', but processing_class is a .*"
+    ):
         make_seeing(trainer=tokenizer)
 
 

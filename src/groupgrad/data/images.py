@@ -38,9 +38,6 @@ class ImageSource:
     """The origin of an image, for messages."""
 
     column: str
-    row: int | None = None
-    """Index of the row in its data set; None if unknown."""
-    dataset: str = ""
     number: int | None = None
     """Index of the image among several of the row."""
     file: str = ""
@@ -51,10 +48,6 @@ class ImageSource:
     def __str__(self) -> str:
         which = "an image" if self.number is None else f"image {self.number}"
         parts = [f"{which} in '{self.column}'"]
-        if self.row is not None:
-            parts.append(f"of row {self.row}")
-        if self.dataset:
-            parts.append(f"of {self.dataset}")
         if self.file:
             parts.append(f"(the file {self.file!r})")
         return " ".join(parts)

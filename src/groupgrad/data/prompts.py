@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
 from groupgrad.data.columns import first_row, prompt_rows
-from groupgrad.data.images import ImageSource, column_images, image_blocks, is_plain_text
+from groupgrad.data.images import column_images, image_blocks, is_plain_text
 from groupgrad.data.outside_text import OutsideText
 from groupgrad.types import Media, Messages, Prompt
 
@@ -107,18 +107,13 @@ class PromptMaker:
             return self.outside_text.encode(text, add_special_tokens=True, is_continued=True)
         return self.encode(self.render(prompt)).ids
 
-    def check_images(
-        self, row: dict[str, Any], source: ImageSource | None = None, *, decode: bool = False
-    ) -> list[tuple[int, int]]:
-        """The (height, width) of a row's images, decoded only with `decode`. ValueError for images that are rejected.
-
-        `source` names the row in messages.
-        """
+    def check_images(self, row: dict[str, Any], *, decode: bool = False) -> list[tuple[int, int]]:
+        """The (height, width) of a row's images, decoded only with `decode`. ValueError for rejected images."""
         column, images = column_images(row)
         if not images and not isinstance(row["prompt"], str):
             column, images = "prompt", list(image_blocks(row["prompt"]))
         if images:
-            raise ValueError(f"there is {replace(source or ImageSource(''), column=column)}, but {self._no_images}")
+            raise ValueError(f"there is an image in '{column}', but {self._no_images}")
         return []
 
     def prompt_with_images(self, row: dict[str, Any], *, opened: bool) -> str | Messages:
@@ -295,9 +290,8 @@ def _check_prompts(
         problem = _malformed(prompt, prompt_maker)
         if problem:
             raise ValueError(f"row {number} of {argument}: {problem}")
-        sizes = prompt_maker.check_images(
-            row, ImageSource("image", number, argument), decode=num_decoded < DECODED_FIRST
-        )
+        with _named(number, argument):
+            sizes = prompt_maker.check_images(row, decode=num_decoded < DECODED_FIRST)
         num_decoded += len(sizes)
         if number < num_rendered and not isinstance(prompt, str) and not sizes:
             _check_rendering(prompt, number, argument, prompt_maker)

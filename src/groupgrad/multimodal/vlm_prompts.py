@@ -89,27 +89,18 @@ class VisionPromptMaker(PromptMaker):
             return super()._encode_row(row, check=False)
         return messages, self.encode(self.render(messages), self.conversation_images(messages))
 
-    def check_images(
-        self, row: dict[str, Any], source: ImageSource | None = None, *, decode: bool = False
-    ) -> list[tuple[int, int]]:
-        """The (height, width) of a row's images, decoded only with `decode`. `source` names the row in messages.
+    def check_images(self, row: dict[str, Any], *, decode: bool = False) -> list[tuple[int, int]]:
+        """The (height, width) of a row's images, decoded only with `decode`.
 
         ImageError or VisionError for images that are missing, unreadable or do not fit the messages, and for texts that
         contain the placeholder of an image.
         """
-        source = replace(source or self._source, root=self.image_root)
-        try:
-            messages = messages_with_images(row, source, opened=False)
-        except VisionError as error:
-            raise VisionError(f"{_row_name(source)}{error}") from error
-        if messages is None:
-            self._check_text(row["prompt"], source)
-            return []
-        self._check_text(messages, source)
+        messages = messages_with_images(row, self._source, opened=False)
+        self._check_text(row["prompt"] if messages is None else messages)
         name = column_images(row)[0] or "prompt"
         sizes = []
-        for i, image in enumerate(self.conversation_images(messages)):
-            of_image = _image_source(name, i, source)
+        for i, image in enumerate(self.conversation_images(messages or [])):
+            of_image = _image_source(name, i, self._source)
             sizes.append(size_of(open_image(image, of_image) if decode else image, of_image))
         return sizes
 
@@ -196,12 +187,12 @@ class VisionPromptMaker(PromptMaker):
             "writes it once for each content block of the type 'image' (processing_class.chat_template)"
         )
 
-    def _check_text(self, prompt: str | Messages, source: ImageSource | None) -> None:
+    def _check_text(self, prompt: str | Messages) -> None:
         """VisionError for a text that contains the placeholder of an image."""
         texts = [prompt] if isinstance(prompt, str) else [str(as_text(message).get("content")) for message in prompt]
         if self.placeholder is not None and any(self.placeholder in text for text in texts):
             raise VisionError(
-                f"{_row_name(source)}its prompt has the text {self.placeholder!r}, which stands for an image and has "
+                f"its prompt has the text {self.placeholder!r}, which stands for an image and has "
                 "none; use a content block of the type 'image' for an image, or take it out of the text"
             )
 
@@ -363,11 +354,6 @@ def _encoded(encoded: Mapping[str, Any], images: Sequence[Any], placeholder: int
 def _image_source(column: str, number: int, row: ImageSource | None) -> ImageSource:
     """The source of one of a row's images; the column `image` has only one."""
     return replace(row or ImageSource(column), column=column, number=None if column == "image" else number)
-
-
-def _row_name(source: ImageSource | None) -> str:
-    """The beginning of a message about a row."""
-    return "" if source is None or source.row is None else f"row {source.row} of {source.dataset}: "
 
 
 def _insert_blocks(messages: Messages, num_images: int, column: str) -> None:
