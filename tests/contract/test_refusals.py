@@ -180,7 +180,7 @@ BAD: Table = {
         ),
         (
             {"train_dataset": rows(image="x.png")},
-            "row 0 of train_dataset: .* in 'image', but Qwen3ForCausalLM reads text alone.*train a model that takes images",
+            "row 0 of train_dataset: .* in 'image', but Qwen3ForCausalLM reads text alone.*train a model that",
         ),
         (
             {"train_dataset": rows(images=["x.png"])},
