@@ -71,7 +71,6 @@ class VisionPromptMaker(PromptMaker):
         super().__init__(
             tokenizer, chat_template_kwargs, max_context, special_tokens=special_tokens, image_root=image_root
         )
-        self._source = ImageSource("", root=self.image_root)
         self.processor = processor
         self.placeholder: str | None = compat.image_placeholder(processor)
         """Text of one image in a rendered conversation; None if the processor does not name it."""
@@ -82,7 +81,7 @@ class VisionPromptMaker(PromptMaker):
 
         ImageError or VisionError for images that are unreadable or do not fit the prompt.
         """
-        messages = messages_with_images(row, self._source)
+        messages = messages_with_images(row, self.image_root)
         if messages is None:
             if check:
                 self.check_images(row)
@@ -95,12 +94,12 @@ class VisionPromptMaker(PromptMaker):
         ImageError or VisionError for images that are missing, unreadable or do not fit the messages, and for texts that
         contain the placeholder of an image.
         """
-        messages = messages_with_images(row, self._source, opened=False)
+        messages = messages_with_images(row, self.image_root, opened=False)
         self._check_text(row["prompt"] if messages is None else messages)
         name = column_images(row)[0] or "prompt"
         sizes = []
         for i, image in enumerate(self.conversation_images(messages or [])):
-            of_image = _image_source(name, i, self._source)
+            of_image = _image_source(name, i, self.image_root)
             sizes.append(size_of(open_image(image, of_image) if decode else image, of_image))
         return sizes
 
@@ -122,7 +121,7 @@ class VisionPromptMaker(PromptMaker):
 
     def prompt_with_images(self, row: dict[str, Any], *, opened: bool) -> str | Messages:
         """The row's prompt with its images in the messages, opened or as the row has them."""
-        messages = messages_with_images(row, self._source, opened=opened)
+        messages = messages_with_images(row, self.image_root, opened=opened)
         return row["prompt"] if messages is None else messages
 
     def conversation_images(self, messages: Messages) -> list[Any]:
@@ -236,16 +235,11 @@ class VisionPromptMaker(PromptMaker):
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
 
-def messages_with_images(
-    row: Mapping[str, Any],
-    source: ImageSource | None = None,
-    *,
-    opened: bool = True,
-) -> Messages | None:
+def messages_with_images(row: Mapping[str, Any], root: str = "", *, opened: bool = True) -> Messages | None:
     """The row's conversation with every image in its content block; None for a row without images.
 
-    Images are opened, or stay as the row has them. `source` names the row in messages. ImageError for an unreadable
-    image; VisionError for a text prompt, and for a number of images that differs from the number of their blocks.
+    Images are opened, below the folder `root` if it is not empty, or stay as the row has them. ImageError for an
+    unreadable image; VisionError for a text prompt, and for a number of images that is not that of their blocks.
     """
     prompt = row.get("prompt")
     column, images = column_images(row)
@@ -277,7 +271,7 @@ def messages_with_images(
         if image is None:
             image, name = next(remaining), column
         if opened:
-            image = open_image(image, _image_source(name, next(numbers), source))
+            image = open_image(image, _image_source(name, next(numbers), root))
         return {"type": "image", "image": image}
 
     for message in messages:
@@ -351,9 +345,9 @@ def _encoded(encoded: Mapping[str, Any], images: Sequence[Any], placeholder: int
     return Encoded(ids[0].tolist(), Media(tuple(images), tensors, token_tensors, digest(images)))
 
 
-def _image_source(column: str, number: int, row: ImageSource | None) -> ImageSource:
+def _image_source(column: str, number: int, root: str) -> ImageSource:
     """The source of one of a row's images; the column `image` has only one."""
-    return replace(row or ImageSource(column), column=column, number=None if column == "image" else number)
+    return ImageSource(column, None if column == "image" else number, root=root)
 
 
 def _insert_blocks(messages: Messages, num_images: int, column: str) -> None:

@@ -54,8 +54,8 @@ def model_name(model: str | nn.Module) -> str:
 def load_model(name: str, options: RewardModelOptions) -> nn.Module:
     """Loads a sequence classifier with one label, in the checkpoint's dtype unless `init_kwargs` sets another.
 
-    ValueError if the name leads nowhere, or if the checkpoint has no score head or one with several labels:
-    transformers would initialize a new head at random.
+    ValueError if the name leads nowhere, or if the checkpoint has no score head: transformers would initialize a new
+    one at random. It refuses a head with several labels itself.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -66,8 +66,6 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
             f"reward_model_init_kwargs has num_labels={labels!r}, but a reward is one number a text; take it out"
         )
     kwargs |= {"num_labels": 1, "trust_remote_code": options.trusts, "output_loading_info": True}
-    # Sizes are compared below, since the library's own error does not mention labels.
-    kwargs["ignore_mismatched_sizes"] = True
     if (why := missing_because(name)) is not None:
         raise ValueError(_not_loaded(name, why))
     try:
@@ -75,13 +73,6 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
             model, loading_info = AutoModelForSequenceClassification.from_pretrained(name, **kwargs)
     except OSError as error:
         raise OSError(_not_loaded(name, error)) from error
-    mismatched = [key[0] if isinstance(key, (tuple, list)) else key for key in loading_info["mismatched_keys"]]
-    if mismatched:
-        raise ValueError(
-            f"reward model '{name}' cannot be loaded with one label: {', '.join(mismatched[:3])} has another size in "
-            "its checkpoint. A reward model gives one number a text; for a classifier with several labels give a "
-            "reward function that calls it"
-        )
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise ValueError(
