@@ -279,7 +279,7 @@ def test_logs_that_cannot_be_are_errors_in_a_worker_too(make):
         log_extra("col", [1])
         return [0.0, 0.0]
 
-    with pytest.raises(RewardError, match=r"'judge', step 3: log_extra\('col', ...\) got 1 values for 2 completions"):
+    with pytest.raises(RewardError, match=r"'judge', step 3: log_extra\('col', ...\) got .* for 2 completions"):
         make(judge, num_workers=1).score(step=3)
 
 

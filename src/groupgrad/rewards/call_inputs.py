@@ -145,12 +145,11 @@ class CallLog:
     def log_extra(self, column: str, values: Any) -> None:
         """Adds or replaces a column of the completions table. LogMisuse unless there is one value a row."""
         call = f"log_extra({column!r}, ...)"
-        if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
-            raise self._misuse(f"{call} got a {type(values).__name__}; give a list with one value a row")
-        if len(values) != self.num_rows:
+        is_column = hasattr(values, "__len__") and not isinstance(values, (str, bytes))
+        if not is_column or len(values) != self.num_rows:
             raise self._misuse(
-                f"{call} got {len(values)} values for {self.num_rows} completions; give one a row (None where there is "
-                "nothing to show)"
+                f"{call} got {short_repr(values)} for {self.num_rows} completions; give a list with one value a row "
+                "(None where there is nothing to show)"
             )
         self.columns[str(column)] = list(values)
 
@@ -163,8 +162,6 @@ class CallLog:
         if str(name) in TRAINER_METRICS or str(name).startswith(TRAINER_METRIC_PREFIXES):
             raise self._misuse(f"{call} takes a name that the trainer logs itself; choose another name")
         try:
-            if isinstance(value, str):
-                raise TypeError
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             raise self._misuse(f"{call} got {short_repr(value)}; give a number") from None
