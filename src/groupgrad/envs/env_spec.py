@@ -58,17 +58,14 @@ class EnvSpec:
 
 
 def first_instance(factory: Any, name: str | None) -> Any:
-    """Calls a factory for the first time. TypeError if it is not callable, ValueError if it fails."""
-    argument = _argument(name)
-    if not callable(factory):
-        raise TypeError(
-            f"{argument} is {factory!r}, which cannot be called; give a class, or a function that makes one"
-        )
+    """Calls a factory for the first time. ValueError if it fails."""
     try:
         return factory()
     except Exception as error:
-        text = error_text(error)
-        raise ValueError(f"{argument} failed when it was called, without arguments, at the start: {text}") from error
+        raise ValueError(
+            f"{_argument(name)} failed when it was called, without arguments, at the start: {error_text(error)}; give "
+            "a class, or a function that makes one"
+        ) from error
 
 
 def inspect_factory(instance: Any, factory: Callable[[], Any], name: str | None) -> EnvSpec:

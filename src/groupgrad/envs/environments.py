@@ -36,8 +36,8 @@ class Environments:
     """The environments of a run: for each factory a pool of instances, which grows as rollouts need them.
 
     `factories` is a callable without arguments, or several by name, of which a row's column `environment` names one.
-    Each is called once here for inspection: TypeError if it is not callable; ValueError if it fails, for a class
-    without `reset`, and for public methods that cannot be tools or have the name of one of `tools`.
+    Each is called once here for inspection: ValueError if it fails, for a class without `reset`, and for public methods
+    that cannot be tools or have the name of one of `tools`.
     The public methods of the class, inherited ones too, are tools, except `reset`, `get_reward`, `close` and names that
     begin with `_`. All plain methods of an instance run on one thread, which is its own and on which the factory makes
     it, so that it may hold what one thread alone may use. With `reuse` an instance serves later rollouts too. None
