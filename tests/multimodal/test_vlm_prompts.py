@@ -358,6 +358,8 @@ def test_prompts_whose_images_leave_no_room_are_counted(qwen):
 
 def test_tokens_of_images_are_known_by_their_sizes(processor):
     """The number may include the tokens around the placeholders."""
+    if not hasattr(processor, "_get_num_multimodal_tokens"):
+        pytest.skip("this processor computes none, so its prompts are measured")
     made = maker(processor)
     with_both, without = made(query(images=[RED, BLUE]), 0).ids, made(query(), 0).ids
     found = made.num_image_tokens([(RED.height, RED.width), (BLUE.height, BLUE.width)])

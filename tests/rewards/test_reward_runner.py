@@ -352,7 +352,7 @@ def test_unscored_rows_are_reported_once_and_columns_belong_to_one_call(make_rol
         ([], None, ValueError, r"reward_funcs=\[\]: without a reward there is nothing to learn"),
         ([length, 3], None, TypeError, r"reward_funcs contains 3 \(int\), which cannot be called"),
         (None, None, TypeError, r"contains None"),
-        (dict, None, TypeError, r"a class, which cannot be called with .*give functions or objects, such as dict\(\)"),
+        (dict, None, TypeError, "<class 'dict'> .*cannot be called with completions; give functions"),
         ("accuracy_reward", None, ValueError, r"'accuracy_reward'.*give the function itself"),
         ([length, length], object(), ValueError, r"1 reward_processing_classes for 2"),
         ([length], [None, None], ValueError, r"2 reward_processing_classes for 1"),
