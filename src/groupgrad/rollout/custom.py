@@ -191,7 +191,8 @@ def _token_columns(returned: Any) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {}
     for name in names:
         try:
-            columns[name] = [_as_list(row, may_lack=name == "logprob_token_ids") for row in returned[name]]
+            may_lack = name == "logprob_token_ids"
+            columns[name] = [None if may_lack and row is None else _as_list(row) for row in returned[name]]
         except TypeError as error:
             raise RolloutError(
                 f"rollout_func returned {name}={short_repr(returned[name])}, which is not one list a row: {error}"
@@ -204,9 +205,7 @@ def _token_columns(returned: Any) -> dict[str, list[Any]]:
     return columns
 
 
-def _as_list(row: Any, *, may_lack: bool) -> list[Any] | None:
-    if row is None and may_lack:
-        return None
+def _as_list(row: Any) -> list[Any]:
     return row.tolist() if hasattr(row, "tolist") else list(row)
 
 
@@ -219,7 +218,7 @@ def _logprobs(entries: list[Any], token_ids: list[Any] | None, completion_ids: l
             entry = dict(zip(tokens, entry)).get(token)
         if entry is None:
             logprobs.append(NAN)
-        elif isinstance(entry, numbers.Real) and -math.inf < entry <= LOGPROB_TOLERANCE:
+        elif isinstance(entry, numbers.Real) and -math.inf < float(entry) <= LOGPROB_TOLERANCE:
             logprobs.append(float(entry))
         else:
             raise RolloutError(
