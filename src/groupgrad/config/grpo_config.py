@@ -71,7 +71,7 @@ class GRPOConfig(GRPOSettings):
         unknown = [] if takes_all else [name for name in kwargs if name not in parameters]
         texts = []
         for name in unknown:
-            hint = advice(name, parameters, kwargs[name], use_vllm=bool(kwargs.get("use_vllm"))) or "take it out"
+            hint = advice(name, parameters) or "take it out"
             texts.append(f"no setting {name!r} ({name}={cut_repr(kwargs[name])}): {hint}")
         if texts:
             raise TypeError(f"{cls.__name__} has {'; '.join(texts)}")

@@ -53,7 +53,7 @@ class ScriptArms:
         fields, objects = self._split(settings)
         unknown = next((name for name in fields if name not in GRPOConfig.__dataclass_fields__), None)
         if unknown is not None:
-            hint = advice(unknown, GRPOConfig.__dataclass_fields__, fields[unknown])
+            hint = advice(unknown, GRPOConfig.__dataclass_fields__)
             raise ValueError(f"unknown field {unknown!r}{hint and f'; {hint}'}")
         for name, label in objects.items():
             if name in self._labelled and label not in (None, *self._labelled[name]) and name != "model":
