@@ -8,7 +8,6 @@ from groupgrad.config import conditions
 from groupgrad.config.conditions import Rule
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp
 from groupgrad.config.settings import GRPOSettings, mapping
-from groupgrad.spelling import did_you_mean
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 """Optimizers of torch, whose updates work number by number, so that a rank can update its shards alone."""
@@ -17,32 +16,11 @@ _KEYS = (
     *("version", "reshard_after_forward", "activation_checkpointing", "transformer_layer_cls_to_wrap"),
     *("auto_wrap_policy", "min_num_params", "cpu_offload", "offload_params"),
 )
-_INERT = {
-    "state_dict_type": "checkpoints are sharded, and save_model writes whole weights",
-    "cpu_ram_efficient_loading": "every process loads the model, and keeps its shards",
-    **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"), "it is an option of TPUs"),
-    **dict.fromkeys(
-        (
-            *("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states"),
-            *("limit_all_gathers", "sharding_strategy"),
-        ),
-        "it is an option of FSDP 1",
-    ),
-}
 
 
 def _with_fsdp(find: Any) -> Any:
     """A condition that holds only under FSDP."""
     return lambda c: uses_fsdp(c) and find(c)
-
-
-def _unknown_keys(c: GRPOSettings) -> str:
-    texts = []
-    for key, value in fsdp_settings(c).items():
-        is_off = value in (False, None)  # accelerate's launcher exports options that are off too
-        if key not in (*_KEYS, *_INERT) and not is_off:
-            texts.append(f"{key!r} ({did_you_mean(key, _KEYS, otherwise=repr(value))})")
-    return ", ".join(texts)
 
 
 def _other_wrapping(c: GRPOSettings) -> str:
@@ -53,10 +31,10 @@ def _other_wrapping(c: GRPOSettings) -> str:
     return f"min_num_params {size}" if (size := settings.get("min_num_params")) else ""
 
 
-def _inert_keys(c: GRPOSettings) -> str:
-    found = {key: value for key, value in fsdp_settings(c).items() if key in _INERT}
-    unset = (False, None, {}, "SHARDED_STATE_DICT")
-    return ", ".join(f"{key}={value!r} ({_INERT[key]})" for key, value in found.items() if value not in unset)
+def _unread_keys(c: GRPOSettings) -> str:
+    unset = (False, None, {}, "SHARDED_STATE_DICT")  # the launcher's configuration has options that are off too
+    unread = {key: value for key, value in fsdp_settings(c).items() if key not in _KEYS and value not in unset}
+    return ", ".join(f"{key}={value!r}" for key, value in unread.items())
 
 
 def _excluded(c: GRPOSettings) -> str:
@@ -100,7 +78,6 @@ FSDP_RULES: tuple[Rule, ...] = (
         "2), or leave fsdp unset",
     ),
     Rule(_with_fsdp(uses_deepspeed), "fsdp is on and so is deepspeed, which shards too. Leave one of the two unset"),
-    Rule(_with_fsdp(_unknown_keys), "fsdp_config has {found}, which is no option of FSDP 2 here. Take it out"),
     Rule(
         _with_fsdp(_other_wrapping),
         "fsdp_config has {found}: a layer of the model is sharded at a time. Take it out, or set "
@@ -125,5 +102,5 @@ FSDP_RULES: tuple[Rule, ...] = (
         lambda c: uses_fsdp(c) and not conditions.parallel_sizes(c) and c.parallelism_config is not None,
         "fsdp does not go with parallelism_config: FSDP shards over all processes. Leave parallelism_config unset",
     ),
-    Rule(_with_fsdp(_inert_keys), "fsdp_config has settings without effect: {found}", warns=True),
+    Rule(_with_fsdp(_unread_keys), "fsdp_config has settings without effect under FSDP 2: {found}", warns=True),
 )
