@@ -9,9 +9,8 @@ from transformers import GenerationConfig
 
 from groupgrad import GRPOConfig
 from groupgrad.config.conditions import OWNED_KEYS
-from groupgrad.config.sampling import sampling_options
 from groupgrad.engines.generation_options import COST_ONLY, INTERNAL, MOVED, NATIVE
-from groupgrad.engines.native.sampling_params import _NEUTRAL, unsupported
+from groupgrad.engines.native.sampling_params import _NEUTRAL
 from groupgrad.errors import ConfigError
 
 GENERATE = frozenset(
@@ -48,31 +47,3 @@ def test_an_option_that_generate_lost_is_refused(name):
 def test_an_option_that_the_run_sets_is_refused(name):
     with pytest.raises(ConfigError, match=f"{name}=0 .*Take it out"):
         make(generation_kwargs={name: 0})
-
-
-@pytest.mark.parametrize(
-    ("name", "other", "need"),
-    [
-        ("length_penalty", {"num_beams": 2}, "num_beams above 1"),
-        ("early_stopping", {"num_beams": 2}, "num_beams above 1"),
-        ("max_cache_len", {"cache_implementation": "static"}, "a static cache_implementation"),
-        ("cache_config", {"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
-        ("compile_config", {"disable_compile": False}, "disable_compile=False"),
-    ],
-)
-def test_an_option_without_the_one_it_needs_is_named_and_left_out(name, other, need, recwarn):
-    """So that it does not take a run away from the native engine."""
-    with pytest.warns(UserWarning, match=f"no effect: {name}=2 .it needs {need}"):
-        config = make(generation_kwargs={name: 2})
-    options = sampling_options(config, eos_ids=[1], pad_id=0)
-    assert name not in options.extra
-    assert unsupported(options) == []
-    recwarn.clear()
-    options = sampling_options(make(generation_kwargs={name: 2, **other}), eos_ids=[1], pad_id=0)
-    assert options.extra[name] == 2
-    assert not recwarn
-
-
-def test_a_cache_of_its_field_counts_as_its_entry(recwarn):
-    make(cache_implementation="static", generation_kwargs={"max_cache_len": 64})
-    assert not recwarn

@@ -13,22 +13,9 @@ from groupgrad.errors import ConfigError
 BAD: list[tuple[str, Any, list[str]]] = [
     ("generation_kwargs", {"max_new_tokens": "5"}, ["max_new_tokens='5'", "whole number of at least 1"]),
     ("generation_kwargs", {"eos_token_id": "<eos>"}, ["eos_token_id='<eos>'", "convert_tokens_to_ids"]),
-    ("generation_kwargs", {"eos_token_id": -1}, ["eos_token_id=-1", "Set it to an id"]),
-    ("generation_kwargs", {"eos_token_id": []}, ["eos_token_id=[]", "Set it to an id"]),
-    ("generation_kwargs", {"eos_token_id": True}, ["eos_token_id=True", "Set it to an id"]),
-    ("generation_kwargs", {"stop_strings": 5}, ["stop_strings=5", "a text or a list"]),
-    ("generation_kwargs", {"stop_strings": ["a", ""]}, ["stop_strings=['a', '']", "a text or a list"]),
-    ("generation_kwargs", {"suppress_tokens": [-1]}, ["suppress_tokens=[-1]", "whole numbers, 0 or more"]),
-    ("generation_kwargs", {"begin_suppress_tokens": "a"}, ["begin_suppress_tokens='a'", "whole numbers"]),
-    ("generation_kwargs", {"min_new_tokens": -1}, ["min_new_tokens=-1", "0 or more"]),
+    ("generation_kwargs", {"suppress_tokens": [-1]}, ["suppress_tokens=[-1]", "whole numbers"]),
     ("generation_kwargs", {"min_new_tokens": 9, "max_new_tokens": 8}, ["min_new_tokens=9", "at most 8"]),
     ("generation_kwargs", {"do_sample": "yes"}, ["do_sample='yes'", "True or False"]),
-    ("generation_kwargs", {"use_cache": "no"}, ["use_cache='no'", "True or False"]),
-    ("generation_kwargs", {"num_beams": 0}, ["num_beams=0", "at least 1"]),
-    ("generation_kwargs", {"no_repeat_ngram_size": -1}, ["no_repeat_ngram_size=-1", "0 or more"]),
-    ("generation_kwargs", {"typical_p": 2.0}, ["typical_p=2.0", "at most 1"]),
-    ("generation_kwargs", {"epsilon_cutoff": 2.0}, ["epsilon_cutoff=2.0", "below 1"]),
-    ("generation_kwargs", {"max_time": "x"}, ["max_time='x'", "above 0"]),
     ("model_init_kwargs", {"trust_remote_code": "no"}, ["trust_remote_code='no'", "True or False"]),
     ("chat_template_kwargs", ["enable_thinking"], ["['enable_thinking'] is not a dict", "Give a dict"]),
     ("chat_template_kwargs", {"enable_thinking": "False"}, ["enable_thinking='False'", "True or False"]),
@@ -38,7 +25,6 @@ BAD: list[tuple[str, Any, list[str]]] = [
     ("optim", "adamw", ["adamw is not a valid OptimizerNames", "adamw_torch"]),
     ("save_strategy", "step", ["step is not a valid SaveStrategy", "'steps'"]),
     ("hub_strategy", "always", ["always is not a valid HubStrategy", "every_save"]),
-    ("ddp_backend", "gloo", ["ddp_backend='gloo'", "torchrun"]),
     ("warmup_ratio", 1.5, ["warmup_ratio=1.5", "from 0 to 1"]),
     ("beta", None, ["beta=None cannot work: it is no finite number", "0 or more"]),
 ]
@@ -53,16 +39,9 @@ def test_a_bad_value_is_named_with_what_to_set(name: str, value: Any, texts: lis
     assert len(caught.value.problems) == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"warmup_steps": 5, "max_steps": 5}, "warmup_steps=5 of max_steps=5: the run ends before"),
-        ({"fp16": True, "bf16": False}, "fp16=True .a CPU computes in float32"),
-    ],
-)
-def test_settings_that_change_nothing_are_named(settings: dict[str, Any], text: str) -> None:
-    with pytest.warns(UserWarning, match=text):
-        GRPOConfig("out", use_cpu=True, **settings)
+def test_half_precision_that_changes_nothing_on_a_cpu_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"fp16=True .a CPU computes in float32"):
+        GRPOConfig("out", use_cpu=True, fp16=True, bf16=False)
 
 
 def test_ordinary_values_pass() -> None:

@@ -45,13 +45,6 @@ def test_scale_rewards_spellings(value, expected):
     assert make(scale_rewards=value).scale_rewards == expected
 
 
-@pytest.mark.parametrize(("value", "expected"), [("none", None), ("8", 8), (8, 8), ("auto", "auto"), (None, None)])
-def test_pad_to_multiple_of_spellings(value, expected):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert make(pad_to_multiple_of=value).pad_to_multiple_of == expected
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_dicts_as_json():
     names = ("model_init_kwargs", "reward_model_init_kwargs", "generation_kwargs", "chat_template_kwargs")

@@ -11,7 +11,6 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from groupgrad import GRPOConfig, compat
 from groupgrad.config import rules
-from groupgrad.config.conditions import divisors_near
 from groupgrad.config.field_rules import CHOICES, DICTS, RANGES
 from groupgrad.config.launcher import zero_stage
 from groupgrad.config.sampling import sampling_options
@@ -22,13 +21,10 @@ from groupgrad.trainer import component_options
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 PAGED = {"use_transformers_continuous_batching": True}
-PAGES = "transformers_continuous_batching_config"
 IN_FLIGHT = {"use_vllm": True, "vllm_mode": "server", "rollout_ahead": 2, "vllm_in_flight_updates": True}
-SERVER = {"use_vllm": True, "vllm_mode": "server"}
 
 # (settings, texts in the message: the value seen, and what to set)
 BAD: list[tuple[dict, list[str]]] = [
-    ({"output_dir": ""}, ["output_dir='' cannot be written to: it is no path", "Set it to a folder"]),
     ({"loss_type": "dappo"}, ["loss_type='dappo'", "did you mean 'dapo'", "luspo"]),
     ({"loss_type": "ppo2_something"}, ["loss_type='ppo2_something'", "Set it to one of grpo"]),
     ({"importance_sampling_level": "tokens"}, ["importance_sampling_level='tokens'", "did you mean 'token'"]),
@@ -48,7 +44,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"reward_worker_memory_gb": 0}, ["reward_worker_memory_gb=0", "above 0"]),
     ({"reward_retries": -1}, ["reward_retries=-1", "0 or more"]),
     ({"on_reward_failure": "ignore"}, ["on_reward_failure='ignore' is not known", "'error', 'none' or a reward"]),
-    ({"on_reward_failure": {"f": "nan"}}, ["on_reward_failure='nan' of 'f' is not known", "'none' or a reward"]),
+    ({"on_reward_failure": {"f": "nan"}}, ["on_reward_failure={'f': 'nan'} is not known", "'none' or a reward"]),
     ({"on_reward_failure": True}, ["on_reward_failure=True is not known"]),
     ({"reward_timeout_s": 3600}, ["reward_timeout_s=3600 let", "hang_timeout_s=3600", "Raise hang_timeout_s"]),
     ({"reward_timeout_s": 1000, "reward_retries": 3}, ["reward_timeout_s=1000 and reward_retries=3"]),
@@ -72,24 +68,17 @@ BAD: list[tuple[dict, list[str]]] = [
     ),
     ({"chat_template_kwargs": {"tokenize": False}}, ["tokenize=False", "Take it out"]),
     ({"chat_template_kwargs": {"add_generation_prompt": 0}}, ["add_generation_prompt=0", "Take it out"]),
-    ({"output_dir": __file__}, ["output_dir=", "is a file", "Set it to a folder"]),
-    ({"output_dir": f"{__file__}/below"}, ["test_rules.py' is a file", "Set it to a folder"]),
+    ({"output_dir": __file__}, ["output_dir=", "cannot be made", "Set it to a folder"]),
     ({"generation_kwargs": {"max_seq_length": 9}}, ["generation_kwargs has 'max_seq_length'", "which neither"]),
     ({"generation_kwargs": {"repetiton_penalty": 1.1}}, ["'repetiton_penalty' (did you mean 'repetition_penalty'?)"]),
     ({"generation_kwargs": {"nonsense_x": 1}}, ["'nonsense_x', which neither an engine", "Take it out"]),
-    ({"generation_kwargs": {"stop": ["x"]}}, ["'stop' (which is vLLM's; here it is 'stop_strings')", "Take it out"]),
-    (
-        {"generation_kwargs": {"min_tokens": 2, "topk": 1}},
-        ["'min_tokens' (which is vLLM's; here it is 'min_new_tokens'), 'topk' (did you mean 'top_k'?)"],
-    ),
     ({"generation_kwargs": {"do_sample": False}}, ["do_sample=False", "set a low temperature"]),
     ({"log_completions": "perhaps"}, ["log_completions='perhaps' is a text", "True or False"]),
     ({"dataloader_num_workers": "4.5"}, ["dataloader_num_workers='4.5' is a text", "a number"]),
     ({"logging_steps": "inf"}, ["logging_steps='inf' is a text", "a number"]),
     ({"generation_kwargs": {"custom_generate": "x"}}, ["'custom_generate', which neither", "Take it out"]),
-    ({"gradient_checkpointing_kwargs": "abc"}, ["'abc', which is no dict", "torch.utils.checkpoint"]),
+    ({"gradient_checkpointing_kwargs": "abc"}, ["'abc' is not a dict"]),
     ({"output_dir": "/proc/runs"}, ["a folder in '/proc' cannot be made", "Set it to a folder"]),
-    ({"output_dir": "x" * 300}, ["cannot be written to", "Set it to a folder"]),
     ({"max_steps": "many"}, ["max_steps='many'", "a whole number"]),
     ({"learning_rate": "fast"}, ["learning_rate='fast'", "0 or more"]),
     ({"epsilon": float("nan")}, ["epsilon=nan", "0 or more"]),
@@ -121,18 +110,14 @@ BAD: list[tuple[dict, list[str]]] = [
     ),
     (
         {"num_generations": 6},
-        ["num_generations=6", "num_generations to 2 or 4 or 8", "gradient_accumulation_steps) to 3"],
+        ["num_generations=6", "num_generations to a divisor of 8", "gradient_accumulation_steps) to a multiple of 3"],
     ),
-    (
-        {"num_generations": 16, "gradient_accumulation_steps": 3},
-        ["num_generations=16", "24 completions", "to 2 or 4, or generation_batch_size to 16 or 32"],
-    ),
-    ({"generation_batch_size": 20}, ["generation_batch_size=20", "Set it to 16 or 24"]),
+    ({"generation_batch_size": 20}, ["generation_batch_size=20", "Set it to a multiple of 8"]),
     (
         {"eval_strategy": "steps", "per_device_eval_batch_size": 3},
-        ["per_device_eval_batch_size=3", "to 8 or 16", "num_generations_eval to 1 or 3"],
+        ["per_device_eval_batch_size=3", "to a multiple of 8", "num_generations_eval to a divisor of 3"],
     ),
-    ({"eval_on_start": True, "num_generations_eval": 3}, ["groups of 3", "per_device_eval_batch_size to 6 or 9"]),
+    ({"eval_on_start": True, "num_generations_eval": 3}, ["groups of 3", "eval_batch_size to a multiple of 3"]),
     ({"top_entropy_quantile": 3.0}, ["top_entropy_quantile=3.0", "from 0 to 1"]),
     ({"sapo_temperature_pos": 0.0}, ["sapo_temperature_pos=0.0", "above 0"]),
     ({"sapo_temperature_neg": -1.0}, ["sapo_temperature_neg=-1.0", "above 0"]),
@@ -144,10 +129,6 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"ref_model_sync_steps": 0}, ["ref_model_sync_steps=0", "at least 1"]),
     ({"reward_weights": [1.0, float("inf")]}, ["reward_weights=[1.0, inf]", "finite"]),
     ({"reward_weights": []}, ["reward_weights=[]", "one for each reward function"]),
-    (
-        {"use_adaptive_entropy": True, "entropy_coef_min": 0.5, "entropy_coef_max": 0.1},
-        ["entropy_coef_min=0.5", "entropy_coef_max=0.1"],
-    ),
     ({"use_adaptive_entropy": True, "entropy_coef": 2.0}, ["entropy_coef=2.0", "0.0 to 1.0"]),
     ({"entropy_coef_delta": -0.1}, ["entropy_coef_delta=-0.1", "0 or more"]),
     ({"off_policy_mask_threshold": -1.0}, ["off_policy_mask_threshold=-1.0", "0 or more"]),
@@ -155,13 +136,8 @@ BAD: list[tuple[dict, list[str]]] = [
         {"vllm_importance_sampling_clip_min": 4.0},
         ["vllm_importance_sampling_clip_min=4.0", "below vllm_importance_sampling_clip_max=3.0"],
     ),
-    (
-        {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
-        ["'token_truncate'", "Set vllm_importance_sampling_clip_max"],
-    ),
     ({"auto_find_batch_size": True}, ["auto_find_batch_size=True", "Set it to False"]),
     ({"parallelism_config": ParallelismConfig(cp_size=2)}, ["cp_size=2", "Set those sizes to 1"]),
-    ({"log_completions_hub_repo": "me/x"}, ["log_completions_hub_repo='me/x'", "Set log_completions=True"]),
     ({"rollouts_keep": "much"}, ["rollouts_keep='much'", "'1GB'"]),
     ({"num_completions_to_print": -1}, ["num_completions_to_print=-1", "0 or more"]),
     ({"generation_kwargs": "{bad"}, ["generation_kwargs='{bad'", "JSON text"]),
@@ -193,7 +169,6 @@ BAD: list[tuple[dict, list[str]]] = [
     ({**PAGED, "repetition_penalty": 1.2}, ["samples without repetition_penalty=1.2", "Take that out"]),
     ({**PAGED, "cache_implementation": "static"}, ["samples without cache_implementation='static'", "Take that out"]),
     ({**PAGED, "generation_kwargs": {"num_beams": 2}}, ["samples without num_beams=2", "Take that out"]),
-    ({**PAGED, PAGES: {"seed": 8}}, ["has seed=8, which the sampler sets itself", "Take it out"]),
     ({**PAGED, "deepspeed": ZERO_3}, ["use_transformers_continuous_batching=True", "ZeRO-3", "Set it to False"]),
     ({"fsdp": "full_shard"}, ["fsdp shards weights over several processes", "there is one", "--num-processes 2"]),
     (
@@ -217,15 +192,8 @@ BAD: list[tuple[dict, list[str]]] = [
     ),
     ({"bf16_full_eval": True}, ["bf16_full_eval=True", "Set bf16_full_eval to False"]),
     ({"fp16_full_eval": True}, ["fp16_full_eval=True", "Set fp16_full_eval to False"]),
-    (
-        {"gradient_checkpointing_kwargs": {"a": 1}, "activation_checkpointing_kwargs": {"a": 2}},
-        ["gradient_checkpointing_kwargs={'a': 1}", "Set both to the same"],
-    ),
     ({"vllm_server_port": 0}, ["vllm_server_port=0", "1 to 65535"]),
     ({"vllm_sleep_level": 0}, ["vllm_sleep_level=0", "1 or 2"]),
-    ({**SERVER, "vllm_server_base_url": []}, ["vllm_server_base_url is an empty list", "name a server"]),
-    ({**SERVER, "vllm_server_base_url": ["http://a:1", "http://a:1/"]}, ["http://a:1 more than once"]),
-    ({**SERVER, "vllm_server_base_url": "a:1"}, ["'a:1', which is no address"]),
     ({"vllm_gpu_memory_utilization": 30}, ["vllm_gpu_memory_utilization=30", "at most 1"]),
     ({"learning_rate": -1e-6}, ["learning_rate=-1e-06", "0 or more"]),
     ({"eval_strategy": "sometimes"}, ["sometimes is not a valid IntervalStrategy", "'no', 'steps', 'epoch'"]),
@@ -241,8 +209,7 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"log_level": "loud"}, ["log_level='loud'", "Set it to one of passive"]),
     ({"ddp_timeout": -1}, ["ddp_timeout=-1", "above 0"]),
     ({"dataloader_num_workers": 1, "dataloader_prefetch_factor": 0}, ["dataloader_prefetch_factor=0", "at least 1"]),
-    ({"cache_implementation": "foo"}, ["cache_implementation='foo'", "Set it to one of", "static"]),
-    ({"load_best_model_at_end": True}, ["load_best_model_at_end=True", "eval_strategy='no'", "'steps' or 'epoch'"]),
+    ({"load_best_model_at_end": True}, ["--load_best_model_at_end requires the save and eval strategy to match"]),
     (
         {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"},
         ["--load_best_model_at_end requires the save and eval strategy to match"],
@@ -251,8 +218,6 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"chat_template_kwargs": {"chat_template": "x"}}, ["chat_template='x'", "Take it out"]),
     ({"chat_template_kwargs": {"return_tensors": "pt"}}, ["return_tensors='pt'", "Take it out"]),
     ({"beta": "x"}, ["beta='x'", "no finite number", "0 or more"]),
-    ({"optim_args": 5}, ["optim_args=5 is no text", "'name=value, name=value'"]),
-    ({"output_dir": 5}, ["output_dir=5", "no path", "Set it to a folder"]),
 ]
 
 
@@ -281,13 +246,6 @@ def test_only_log_probs_of_one_distribution_are_compared(settings, corrects):
     assert (component_options.policy_options(config).mismatch is not None) is corrects
 
 
-def test_a_device_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    test_a_bad_setting_is_named_with_what_to_set(
-        {"reward_model_device": "cuda"}, ["reward_model_device='cuda'", "no CUDA device", "'cpu'"]
-    )
-
-
 def test_bf16_works_on_a_cpu_and_is_refused_on_an_accelerator_without_it(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert GRPOConfig(bf16=True).use_cpu
@@ -300,7 +258,7 @@ def test_bf16_works_on_a_cpu_and_is_refused_on_an_accelerator_without_it(monkeyp
 
 def test_what_the_base_class_finds_too_is_one_problem():
     for settings in (
-        {"load_best_model_at_end": True}, {"ddp_backend": "ncclx"}, {"output_dir": 5}, {"fsdp": "full_shard"}
+        {"load_best_model_at_end": True}, {"ddp_backend": "ncclx"}, {"fsdp": "full_shard"}
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             GRPOConfig(use_cpu=True, **{"save_strategy": "steps", **settings})
@@ -346,16 +304,9 @@ def test_proposed_batch_settings_work(batch, group, accumulation):
     with pytest.raises(ConfigError) as caught:
         GRPOConfig(**settings)
     text = str(caught.value)
-    steps = re.search(r"gradient_accumulation_steps\) to ([\d or]+)", text)
-    sizes = re.search(r"generation_batch_size to ([\d or]+)", text)
-    assert steps and sizes
-    for value in re.findall(r"\d+", steps.group(1)):
-        GRPOConfig(**{**settings, "steps_per_generation": int(value)})
-    for value in re.findall(r"\d+", sizes.group(1)):
-        GRPOConfig(**{**settings, "generation_batch_size": int(value)})
-    groups = re.search(r"Set num_generations to ([\d or]+)", text)
-    for value in re.findall(r"\d+", groups.group(1)) if groups else []:
-        GRPOConfig(**{**settings, "num_generations": int(value)})
+    steps = int(re.search(r"gradient_accumulation_steps\) to a multiple of (\d+)", text)[1])
+    for value in (steps, 2 * steps):
+        GRPOConfig(**{**settings, "steps_per_generation": value})
 
 
 def test_processes_count_in_the_arithmetic(monkeypatch):
@@ -364,7 +315,7 @@ def test_processes_count_in_the_arithmetic(monkeypatch):
     assert (config.generation_batch_size_resolved, config.steps_per_generation_resolved) == (24, 4)
     config = GRPOConfig(use_cpu=True, per_device_train_batch_size=2, generation_batch_size=30, num_generations=5)
     assert (config.generation_batch_size_resolved, config.steps_per_generation_resolved) == (30, 5)
-    with pytest.raises(ConfigError, match="Set it to 24 or 30"):
+    with pytest.raises(ConfigError, match="Set it to a multiple of 6"):
         GRPOConfig(use_cpu=True, per_device_train_batch_size=2, generation_batch_size=28, num_generations=2)
 
 
@@ -436,11 +387,8 @@ def test_zero_stage_is_read_from_dict_file_and_launcher(stage, tmp_path, monkeyp
         ({"delta": 1.1}, "not above 1 [+] epsilon=1.2"),
         ({"vllm_mode": "server"}, r"vllm_mode='server' \(use_vllm is False\)"),
         ({"use_vllm": True, "top_p": 0.9, "temperature": 0.7}, "top_p=0.9 beside temperature=0.7 .* is not corrected"),
-        ({"use_vllm": True, "temperature": 0.7, "generation_kwargs": {"min_tokens": 2}}, "without min_tokens, it is"),
-        (
-            {"use_vllm": True, "vllm_structured_outputs_regex": "a+"},
-            "^vllm_structured_outputs_regex='a[+]' .* corrected for$",
-        ),
+        ({"use_vllm": True, "temperature": 0.7, "generation_kwargs": {"min_tokens": 2}}, "^min_tokens=2 beside temp"),
+        ({"use_vllm": True, "vllm_structured_outputs_regex": "a+"}, "'a[+]'.* without a structure it is"),
         ({"use_vllm": True, "vllm_server_port": 8001}, "'colocate', so there is no server"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True}, "groupgrad vllm-serve"),
         ({"use_vllm": True, "vllm_sleep_level": 1}, "vllm_sleep_level=1 .*vllm_enable_sleep_mode is False"),
@@ -458,7 +406,7 @@ def test_zero_stage_is_read_from_dict_file_and_launcher(stage, tmp_path, monkeyp
             "lr_scheduler_type='reduce_lr_on_plateau' chooses by the loss .* Set metric_for_best_model='reward'",
         ),
         ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"min_lr": 0.1}}, "a constant schedule takes none"),
-        ({"num_completions_to_print": 3}, "log_completions is False"),
+        ({"num_completions_to_print": 3, "log_completions_hub_repo": "me/x"}, "log_completions is False"),
         ({"pad_to_multiple_of": 8}, "nothing is padded"),
         ({"shuffle_rows": "groups"}, "serves one optimizer step"),
         ({"optim": "adamw_torch_8bit"}, "adam_epsilon=1e-08: second moments"),
@@ -493,9 +441,6 @@ def test_nearest():
     assert nearest("DAPO", CHOICES["loss_type"]) == "dapo"
     assert nearest("xyz", CHOICES["loss_type"]) is None
     assert nearest("qwen3_0.6b", ["Qwen3-0.6B", "README"]) == "Qwen3-0.6B"
-    assert divisors_near(24, 7, least=2) == [4, 6, 8]
-    assert divisors_near(7, 3, least=2) == [7]
-    assert divisors_near(1, 3, least=2) == []
 
 
 def test_numbers_and_switches_as_text(tmp_path):

@@ -299,10 +299,6 @@ BAD_SETTINGS: Table = {
             {"model_init_kwargs": {"vocab_size": 10}},
             "cannot be loaded with model_init_kwargs={'vocab_size': 10}",
         ),
-        (
-            {"model_init_kwargs": {"use_cache": "no"}},
-            "cannot be loaded with model_init_kwargs={'use_cache': 'no'}",
-        ),
         ({"report_to": "tensorbord"}, "tensorbord is not supported.*only .*tensorboard.* are supported"),
     ],
     RuntimeError: [

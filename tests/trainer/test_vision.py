@@ -100,8 +100,6 @@ def test_paths_stay_below_image_root(make_seeing, tmp_path: Path):
             make_seeing(train_dataset=data(path), image_root=str(inside))
     with pytest.raises(ValueError, match=r"row 0 of train_dataset .*out of image_root="):
         make_seeing(train_dataset=data(str(outside), cast=True), image_root=str(inside))
-    with pytest.raises(ValueError, match="image_root='/nowhere' is no folder"):
-        make_seeing(image_root="/nowhere")
 
 
 def test_the_images_matter(make_seeing):

@@ -15,13 +15,12 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from groupgrad.config.field_rules import DTYPES, failure_action, field_problem
+from groupgrad.config.field_rules import DTYPES, field_problem
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
-from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged, without_effect
-from groupgrad.integrations.vllm.http import Address
-from groupgrad.integrations.vllm.vllm_params import STRUCTURE, shaping
+from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged
+from groupgrad.integrations.vllm.vllm_params import shaping
 from groupgrad.spelling import with_nearest
 
 
@@ -42,41 +41,22 @@ class Rule:
         return self.sentence.format(c=config, found=found) if found else None
 
 
-_RETURNED = "the trainer decides what the sampler returns"
-_TOKEN_BY_TOKEN = "completions are sampled token by token from the policy alone"
-_FROM_DATA = "the prompts come from the data set"
 OWNED_KEYS: dict[str, str] = {
     "max_length": "set max_completion_length, which does not count the prompt",
     "min_length": "set min_new_tokens, which does not count the prompt",
     "num_return_sequences": "set num_generations",
     "do_sample": "completions are always sampled; set a low temperature instead",
-    "pad_token_id": "it is the tokenizer's",
-    "generation_config": "give its entries one by one",
-    "streamer": "completions are read when they are finished",
-    "guidance_scale": "completions are sampled from the distribution that is trained, not from a guided one",
-    "continuous_batching_config": "set transformers_continuous_batching_config",
     **dict.fromkeys(
         (
+            *("pad_token_id", "generation_config", "streamer", "guidance_scale", "continuous_batching_config"),
             *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions"),
-            "output_hidden_states",
+            *("output_hidden_states", "input_ids", "inputs", "attention_mask", "bos_token_id"),
+            *("forced_bos_token_id", "decoder_start_token_id", "token_healing", "assistant_model", "is_assistant"),
+            *("use_mtp", "speculation_type", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
+            *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+            *("assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind", "target_lookbehind"),
         ),
-        _RETURNED,
-    ),
-    **dict.fromkeys(
-        (
-            *("input_ids", "inputs", "attention_mask", "bos_token_id", "forced_bos_token_id"),
-            *("decoder_start_token_id", "token_healing"),
-        ),
-        _FROM_DATA,
-    ),
-    **dict.fromkeys(
-        (
-            *("assistant_model", "is_assistant", "use_mtp", "speculation_type", "prompt_lookup_num_tokens"),
-            *("max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
-            *("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight"),
-            *("assistant_lookbehind", "target_lookbehind"),
-        ),
-        _TOKEN_BY_TOKEN,
+        "the trainer decides it",
     ),
 }
 """Keys of generation_kwargs that the trainer sets itself, and what to do instead."""
@@ -92,39 +72,11 @@ def unknown_dtype(c: GRPOSettings) -> str | None:
     return None
 
 
-def device_beside_map(c: GRPOSettings) -> str | None:
-    """Finds a setting that moves reward models which a device map has placed."""
-    if mapping(c.reward_model_init_kwargs).get("device_map") is None:
-        return None
-    if c.reward_model_offload:
-        return "reward_model_offload=True"
-    return c.reward_model_device and f"reward_model_device={c.reward_model_device!r}"
-
-
 def owned_keys(c: GRPOSettings) -> str:
     """Lists the entries of `generation_kwargs` that the trainer sets itself."""
     kwargs = mapping(c.generation_kwargs)
     owned = [key for key in kwargs if key in OWNED_KEYS and (key != "do_sample" or not kwargs[key])]
     return ", ".join(f"{key}={kwargs[key]!r} ({OWNED_KEYS[key]})" for key in owned)
-
-
-VLLM_KEYS = {
-    "stop": "stop_strings",
-    "stop_token_ids": "eos_token_id",
-    "min_tokens": "min_new_tokens",
-    "bad_words": "bad_words_ids",
-}
-"""Sampling options of vLLM by their name in `generation_kwargs` where the model samples itself."""
-
-_VLLM_NAMES = {
-    **{name: f"here it is {key!r}" for name, key in VLLM_KEYS.items()},
-    "stop_token_ids": "here it is 'eos_token_id', with all tokens that end a completion",
-    "bad_words": "here it is 'bad_words_ids', with lists of token ids",
-    "max_tokens": "set max_completion_length",
-    "seed": "set GRPOConfig(seed=...)",
-    "n": "set num_generations",
-}
-"""What to do about sampling options of vLLM where the model samples itself."""
 
 
 def unknown_sampling_options(c: GRPOSettings) -> str:
@@ -133,9 +85,7 @@ def unknown_sampling_options(c: GRPOSettings) -> str:
         return ""
     options = {*vars(GenerationConfig()), "stop_strings", *OWNED_KEYS, *MOVED} - INTERNAL
     unknown = [key for key in mapping(c.generation_kwargs) if key not in options]
-    of_vllm = [f"{key!r} (which is vLLM's; {_VLLM_NAMES[key]})" for key in unknown if key in _VLLM_NAMES]
-    others = [key for key in unknown if key not in _VLLM_NAMES]
-    return ", ".join(filter(None, [*of_vllm, with_nearest(others, options - {*OWNED_KEYS, *MOVED})]))
+    return with_nearest(unknown, options - {*OWNED_KEYS, *MOVED})
 
 
 def chosen_by_loss(c: GRPOSettings) -> str:
@@ -153,24 +103,11 @@ def entries(kwargs: Any, keys: Collection[str]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in mapping(kwargs).items() if key in keys)
 
 
-def options_without_effect(c: GRPOSettings) -> str:
-    """Lists the entries of `generation_kwargs` without effect given the others, with what each requires."""
-    kwargs = {} if c.use_vllm else mapping(c.generation_kwargs)
-    unused = without_effect(kwargs, c.cache_implementation)
-    return "; ".join(f"{key}={kwargs[key]!r} (it needs {need})" for key, need in unused.items())
-
-
 def missing_from_continuous_batching(c: GRPOSettings) -> str:
     """Lists sampling options that transformers' continuous batching lacks, if it is to sample."""
     if not c.use_transformers_continuous_batching or c.use_vllm or overridden_sampling(c):
         return ""
     return ", ".join(missing_from_paged(sampling_options(c, eos_ids=[], pad_id=0)))
-
-
-def settings_of_the_sampler(c: GRPOSettings) -> str:
-    """Lists entries of transformers' configuration of continuous batching that the sampler sets itself."""
-    settings = c.transformers_continuous_batching_config if c.use_transformers_continuous_batching else None
-    return entries(settings, ("return_logprobs", "seed"))
 
 
 TEMPLATE_KEYS = (
@@ -192,22 +129,14 @@ def strategy(value: Any) -> str:
 
 def unknown_checkpointing_keys(c: GRPOSettings) -> str:
     """Lists the entries of `gradient_checkpointing_kwargs` that PyTorch does not know, with the most similar known."""
-    kwargs = c.gradient_checkpointing_kwargs
-    if not isinstance(kwargs, (dict, type(None))):
-        return f"the value {kwargs!r}, which is no dict"
-    return with_nearest([key for key in kwargs or {} if key not in _CHECKPOINTING_KEYS], _CHECKPOINTING_KEYS)
+    unknown = [key for key in mapping(c.gradient_checkpointing_kwargs) if key not in _CHECKPOINTING_KEYS]
+    return with_nearest(unknown, _CHECKPOINTING_KEYS)
 
 
 def unusable_folder(c: GRPOSettings) -> str | None:
     """The reason why `output_dir` cannot be a folder to write to; None if it can."""
-    if c.output_dir == "" or not isinstance(c.output_dir, (str, os.PathLike, type(None))):
-        return "it is no path"
     path = Path(os.path.abspath(os.path.expanduser(c.output_dir or ".")))
-    if any(len(os.fsencode(part)) > 255 for part in path.parts):
-        return "a part of it has more than 255 bytes"
     existing = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
-    if not os.path.isdir(existing):
-        return f"{str(existing)!r} is a file"
     try:
         # The administrator has every right, and still cannot make folders everywhere.
         tempfile.TemporaryDirectory(prefix=".groupgrad-", dir=existing).cleanup()
@@ -228,26 +157,20 @@ def cut_group(c: GRPOSettings) -> str | None:
     """Checks that whole micro-batches and whole groups make up a generation batch."""
     if c.generation_batch_size and c.steps_per_generation:
         return None
-    batch, ranks, rows = c.per_device_train_batch_size, c.world_size, c.micro_batch_rows
-    size, group = c.generation_batch_size_resolved, int(c.num_generations or 0)
+    rows, size, group = c.micro_batch_rows, c.generation_batch_size_resolved, int(c.num_generations or 0)
+    micro_batch = f"per_device_train_batch_size={c.per_device_train_batch_size} x {c.world_size} processes"
     if size % rows:
-        low = max(rows, size // rows * rows)
         return (
             f"generation_batch_size={size} is not a multiple of the {rows} completions of one micro-batch over all "
-            f"processes (per_device_train_batch_size={batch} x {ranks}). Set it to {low} or {low + rows}"
+            f"processes ({micro_batch}). Set it to a multiple of {rows}"
         )
     if size % group == 0:
         return None
-    num_steps, divisor = size // rows, group // math.gcd(rows, group)
-    low = max(divisor, num_steps // divisor * divisor)
-    steps = sorted({low, low + divisor} - {num_steps})
-    groups = divisors_near(size, group, least=2)
-    set_group = f"num_generations to {_either(groups)}, or " if groups else ""
+    steps = math.lcm(rows, group) // rows
     return (
-        f"num_generations={group} does not divide the {size} completions of a generation batch "
-        f"(per_device_train_batch_size={batch} x {ranks} ranks x {num_steps} micro-batches), so a group would be cut. "
-        f"Set {set_group}steps_per_generation (or gradient_accumulation_steps) to {_either(steps)}, or "
-        f"generation_batch_size to {_either([n * rows for n in steps])}"
+        f"num_generations={group} does not divide the {size} completions of a generation batch ({micro_batch} x "
+        f"{size // rows} micro-batches), so a group would be cut. Set num_generations to a divisor of {size}, or "
+        f"steps_per_generation (or gradient_accumulation_steps) to a multiple of {steps}"
     )
 
 
@@ -256,24 +179,11 @@ def cut_evaluation_group(c: GRPOSettings) -> str | None:
     batch, ranks, group = c.per_device_eval_batch_size, c.world_size, c.num_generations_eval_resolved
     if not c.evaluates or batch * ranks % group == 0:
         return None
-    divisor = group // math.gcd(ranks, group)
-    low = max(divisor, batch // divisor * divisor)
-    groups = divisors_near(batch * ranks, group, least=1)
     return (
         f"per_device_eval_batch_size={batch} x {ranks} processes gives {batch * ranks} completions, which groups of "
-        f"{group} do not divide. Set per_device_eval_batch_size to {low} or {low + divisor}, or num_generations_eval "
-        f"to {_either(groups)}"
+        f"{group} do not divide. Set per_device_eval_batch_size to a multiple of {group // math.gcd(ranks, group)}, or "
+        f"num_generations_eval to a divisor of {batch * ranks}"
     )
-
-
-def divisors_near(total: int, target: int, least: int) -> list[int]:
-    """Returns up to three divisors of `total` from `least` on, those closest to `target`, in ascending order."""
-    divisors = [d for d in range(least, total + 1) if total % d == 0]
-    return sorted(sorted(divisors, key=lambda d: abs(d - target))[:3])
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(map(str, numbers))
 
 
 def beside_stochastic_rounding(c: GRPOSettings) -> str:
@@ -325,17 +235,6 @@ def fields_of_rows(c: GRPOSettings) -> str | None:
     return None
 
 
-def server_addresses(c: GRPOSettings) -> str | None:
-    """Finds addresses of vLLM servers that are none, or are given twice."""
-    if not c.use_vllm or c.vllm_mode != "server":
-        return None
-    try:
-        Address.all_of(c.vllm_server_base_url)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def uncorrected(c: GRPOSettings) -> str | None:
     """Checks that vLLM's log-probs can be compared with those of training.
 
@@ -343,30 +242,21 @@ def uncorrected(c: GRPOSettings) -> str | None:
     """
     if not c.use_vllm or not c.vllm_importance_sampling_correction or has_comparable_logprobs(c):
         return None
-    fields, remedy = vllm_fields(c), ""
-    shown = {name: f"{name}={fields[name]!r}" for name in shaping(fields)}
-    if STRUCTURE not in shown:
-        settings = f"{', '.join(shown.values())} beside temperature={fields['temperature']!r}"
-        remedy = f"; with temperature=1.0, or without {' and '.join(shown)}, it is"
-    else:
-        if c.vllm_structured_outputs_regex is not None:
-            shown[STRUCTURE] = f"vllm_structured_outputs_regex={c.vllm_structured_outputs_regex!r}"
-        settings = ", ".join(shown.values())
+    fields = vllm_fields(c)
+    shown = [f"{name}={fields[name]!r}" for name in shaping(fields)]
     return (
-        f"{settings} with use_vllm=True: vLLM returns a token's log-prob among the tokens that were left, and training "
-        f"does not know which were, so that the difference between the two is not corrected for{remedy}"
+        f"{', '.join(shown)} beside temperature={fields['temperature']!r} with use_vllm=True: vLLM returns a token's "
+        "log-prob among the tokens that were left, and training does not know which were, so that the difference "
+        "between the two is not corrected for. With temperature=1.0 and without a structure it is"
     )
 
 
 def unknown_failure_action(config: GRPOSettings) -> str | None:
     """Something that `on_reward_failure` cannot mean."""
-    value = config.on_reward_failure
-    for name, item in value.items() if isinstance(value, dict) else [(None, value)]:
-        try:
-            failure_action(item)
-        except (TypeError, ValueError):
-            of = "" if name is None else f" of {name!r}"
-            return f"on_reward_failure={item!r}{of} is not known. Set it to 'error', 'none' or a reward"
+    try:
+        _ = config.on_reward_failure_resolved
+    except (TypeError, ValueError):
+        return f"{config.on_reward_failure!r}"
     return None
 
 

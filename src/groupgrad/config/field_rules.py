@@ -176,6 +176,7 @@ DICTS = (
     "reward_model_init_kwargs",
     "generation_kwargs",
     "chat_template_kwargs",
+    "gradient_checkpointing_kwargs",
     "transformers_continuous_batching_config",
 )
 """Fields that hold a dict and also accept it as JSON text."""

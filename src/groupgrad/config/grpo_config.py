@@ -107,7 +107,7 @@ class GRPOConfig(GRPOSettings):
             # A rule says better what the base class found too.
             is_new = isinstance(failure, TypeError) and not problems
             is_new |= isinstance(failure, ValueError) and not any(_is_about(str(failure), text) for text in problems)
-            raise ConfigError([*problems, *([self._reworded(str(failure))] if is_new else [])]) from failure
+            raise ConfigError([*problems, *([str(failure)] if is_new else [])]) from failure
         if isinstance(failure, ImportError) and self.deepspeed is not None:
             compat.require("deepspeed", f"deepspeed={self.deepspeed!r}")
         if failure is not None:
@@ -198,9 +198,6 @@ class GRPOConfig(GRPOSettings):
             text = str(getattr(self, name)).lower()
             if text in ("true", "false"):
                 setattr(self, name, on if text == "true" else off)
-        if isinstance(self.pad_to_multiple_of, str):
-            text = self.pad_to_multiple_of.strip().lower()
-            self.pad_to_multiple_of = None if text in ("none", "null") else int(text) if text.isdigit() else text
         if isinstance(self.fsdp, str) and self.fsdp.lower() in ("true", "false"):
             self.fsdp = True if self.fsdp.lower() == "true" else None  # pyright: ignore[reportAttributeAccessIssue]
         if self.report_to is None:
@@ -223,13 +220,6 @@ class GRPOConfig(GRPOSettings):
         old, new = self.gradient_checkpointing_kwargs, self.activation_checkpointing_kwargs
         if new is None:
             self.activation_checkpointing_kwargs = old
-        elif isinstance(old, dict) and isinstance(new, dict) and old != new:  # the base class would overwrite one
-            raise ConfigError(
-                [
-                    f"gradient_checkpointing_kwargs={old} and activation_checkpointing_kwargs={new} are one setting "
-                    "with two names. Set both to the same"
-                ]
-            )
         old, new = self.gradient_checkpointing, self.activation_checkpointing
         if old is not None and new is not None and old != new:
             warnings.warn(
@@ -244,15 +234,6 @@ class GRPOConfig(GRPOSettings):
         self.gradient_checkpointing = value
         if hasattr(self, "activation_checkpointing"):
             self.activation_checkpointing = value
-
-    def _reworded(self, failure: str) -> str:
-        """Returns an error of the base class, in words of the setting that it comes from."""
-        if self.ddp_backend is None or "process group has not been initialized" not in failure:
-            return failure
-        return (
-            f"ddp_backend={self.ddp_backend!r} joins several processes, and no launcher started this one. Leave it "
-            "unset, or start the script with torchrun or accelerate launch"
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state to pickle, without the token: every saved model has its settings beside it."""
@@ -288,4 +269,4 @@ def option_values(config: GRPOConfig) -> dict[str, Any]:
 def _is_about(failure: str, problem: str) -> bool:
     """True if an error of the base class names the setting that a rule's sentence begins with."""
     name = problem.split("=", 1)[0]
-    return name.isidentifier() and {"ddp_backend": "process group"}.get(name, name) in failure
+    return name.isidentifier() and name in failure

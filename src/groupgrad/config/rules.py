@@ -8,13 +8,9 @@ effect beside the others are rows of `unused_settings.py`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
-
-import torch
-from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.config import conditions, nested_values
@@ -30,15 +26,7 @@ from groupgrad.objectives import LOSSES
 RULES: tuple[Rule, ...] = (
     # --- models ---
     Rule(conditions.unknown_dtype, f"{{found}}, which models are not loaded in. Set it to one of {', '.join(DTYPES)}"),
-    Rule(
-        conditions.device_beside_map,
-        "reward_model_init_kwargs has device_map={c.reward_model_init_kwargs[device_map]!r}, by which models stay "
-        "where it puts them, and {found} puts them elsewhere. Set one of the two",
-    ),
-    Rule(
-        nested_values.switch_problem,
-        "{found}, which is a switch, and another value than False may turn it on. Set it to True or False",
-    ),
+    Rule(nested_values.switch_text, "{found}, a text, which would count as true. Set it to True or False"),
     Rule(
         lambda c: c.sync_ref_model and c.beta == 0,
         "sync_ref_model=True moves a reference, but beta=0.0 keeps none. Set beta above 0, or sync_ref_model=False",
@@ -53,7 +41,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: not c.use_vllm and conditions.entries(c.generation_kwargs, MOVED),
         "generation_kwargs has {found}, which transformers 5 moved from generate to code on the Hub. Take it out",
     ),
-    Rule(conditions.options_without_effect, "in generation_kwargs, no effect: {found}", warns=True),
     Rule(conditions.overridden_sampling, "in generation_kwargs, {found}"),
     Rule(nested_values.generation_problem, "in generation_kwargs, {found}"),
     Rule(
@@ -67,10 +54,6 @@ RULES: tuple[Rule, ...] = (
         "use_transformers_continuous_batching=False",
     ),
     Rule(
-        conditions.settings_of_the_sampler,
-        "transformers_continuous_batching_config has {found}, which the sampler sets itself. Take it out",
-    ),
-    Rule(
         lambda c: zero_stage(c) == 3 and c.use_transformers_continuous_batching,
         "use_transformers_continuous_batching=True does not go with DeepSpeed ZeRO-3, whose weights are in parts. Set "
         "it to False, or use ZeRO stage 1 or 2",
@@ -78,14 +61,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: conditions.entries(c.chat_template_kwargs, conditions.TEMPLATE_KEYS),
         "chat_template_kwargs has {found}, which the trainer sets itself when it renders a prompt. Take it out",
-    ),
-    Rule(
-        nested_values.template_text,
-        "chat_template_kwargs has {found}, a text, which a template counts as true. Set it to True or False",
-    ),
-    Rule(
-        lambda c: c.image_root is not None and not os.path.isdir(c.image_root),
-        "image_root={c.image_root!r} is no folder here. Set it to the folder of the images, or leave it unset",
     ),
     Rule(
         lambda c: c.engine_kv_memory is not None and parse_bytes(c.engine_kv_memory) is None,
@@ -142,16 +117,7 @@ RULES: tuple[Rule, ...] = (
         warns=True,
     ),
     Rule(
-        lambda c: c.use_adaptive_entropy and c.entropy_coef_min > c.entropy_coef_max,
-        "entropy_coef_min={c.entropy_coef_min} is above entropy_coef_max={c.entropy_coef_max}. Set entropy_coef_min to "
-        "at most {c.entropy_coef_max}",
-    ),
-    Rule(
-        lambda c: (
-            c.use_adaptive_entropy
-            and c.entropy_coef_min <= c.entropy_coef_max
-            and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max
-        ),
+        lambda c: c.use_adaptive_entropy and not c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
         "entropy_coef={c.entropy_coef} is outside {c.entropy_coef_min} to {c.entropy_coef_max}, its adaptive bounds. "
         "Set it between them",
     ),
@@ -163,11 +129,6 @@ RULES: tuple[Rule, ...] = (
         ),
         "reward_weights={c.reward_weights!r} is not a list of finite numbers. Give one for each reward function, or "
         "None",
-    ),
-    Rule(
-        lambda c: c.log_completions_hub_repo is not None and not c.log_completions,
-        "log_completions_hub_repo={c.log_completions_hub_repo!r} receives the completions that log_completions stores, "
-        "and it is False. Set log_completions=True, or leave log_completions_hub_repo unset",
     ),
     # --- optimizer, precision, processes ---
     Rule(
@@ -192,22 +153,6 @@ RULES: tuple[Rule, ...] = (
         for kind, event in (("save", "a save"), ("logging", "a log"), ("eval", "an evaluation"))
     ),
     Rule(
-        lambda c: (
-            c.cache_implementation not in (None, *ALL_CACHE_IMPLEMENTATIONS) and ", ".join(ALL_CACHE_IMPLEMENTATIONS)
-        ),
-        "cache_implementation={c.cache_implementation!r} is no cache of transformers. Set it to one of {found}",
-    ),
-    Rule(
-        lambda c: c.max_steps > 0 and c.warmup_steps >= c.max_steps and c.warmup_steps >= 1,
-        "warmup_steps={c.warmup_steps} of max_steps={c.max_steps}: the run ends before it trains at learning_rate",
-        warns=True,
-    ),
-    Rule(
-        lambda c: c.load_best_model_at_end and conditions.strategy(c.eval_strategy) == "no",
-        "load_best_model_at_end=True compares evaluations, and eval_strategy='no' makes none. Set eval_strategy to "
-        "'steps' or 'epoch', or load_best_model_at_end=False",
-    ),
-    Rule(
         conditions.chosen_by_loss,
         "{found} chooses by the loss of evaluations (metric_for_best_model={c.metric_for_best_model!r}, the default), "
         "which does not fall as the model learns: it weighs completions against others of their prompt. Set "
@@ -220,20 +165,12 @@ RULES: tuple[Rule, ...] = (
         "metric_for_best_model='reward', or save_strategy='steps'",
     ),
     Rule(
-        lambda c: str(c.reward_model_device).startswith("cuda") and not torch.cuda.is_available(),
-        "reward_model_device={c.reward_model_device!r}, and this machine has no CUDA device. Set it to 'cpu'",
-    ),
-    Rule(
         conditions.unknown_checkpointing_keys,
         "gradient_checkpointing_kwargs has {found}. Set it to arguments of torch.utils.checkpoint.checkpoint",
     ),
     Rule(
         conditions.unusable_folder,
         "output_dir={c.output_dir!r} cannot be written to: {found}. Set it to a folder that exists or can be made",
-    ),
-    Rule(
-        lambda c: not isinstance(c.optim_args, (str, type(None))),
-        "optim_args={c.optim_args!r} is no text. Set it to 'name=value, name=value', or leave it unset",
     ),
     Rule(
         lambda c: c.stochastic_rounding and conditions.beside_stochastic_rounding(c),
@@ -307,7 +244,10 @@ RULES: tuple[Rule, ...] = (
     ),
     *FSDP_RULES,
     # --- rewards ---
-    Rule(conditions.unknown_failure_action, "{found}"),
+    Rule(
+        conditions.unknown_failure_action,
+        "on_reward_failure={found} is not known. Set it to 'error', 'none' or a reward, or to one of these by function",
+    ),
     Rule(conditions.rewards_beyond_watchdog, "{found}"),
     # --- vLLM ---
     Rule(
@@ -319,15 +259,6 @@ RULES: tuple[Rule, ...] = (
         "vllm_importance_sampling_clip_min={c.vllm_importance_sampling_clip_min} is not below "
         "vllm_importance_sampling_clip_max={c.vllm_importance_sampling_clip_max}. Set "
         "vllm_importance_sampling_clip_min below {c.vllm_importance_sampling_clip_max}",
-    ),
-    Rule(
-        lambda c: (
-            c.vllm_importance_sampling_mode.endswith("_truncate")
-            and c.vllm_importance_sampling_clip_min is None
-            and c.vllm_importance_sampling_clip_max is None
-        ),
-        "vllm_importance_sampling_mode={c.vllm_importance_sampling_mode!r} cuts ratios, but both bounds are None. Set "
-        "vllm_importance_sampling_clip_max, for example to 3.0",
     ),
     Rule(
         lambda c: (
@@ -379,7 +310,6 @@ RULES: tuple[Rule, ...] = (
         "vllm_in_flight_updates=True gives new weights to rows under way, but with vllm_lora_updates='adapter' a row "
         "keeps the adapter that it began with. Set vllm_lora_updates to 'merge' or 'auto'",
     ),
-    Rule(conditions.server_addresses, "{found}"),
     Rule(conditions.uncorrected, "{found}", warns=True),
 )
 

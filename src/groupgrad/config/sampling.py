@@ -6,7 +6,6 @@ from typing import Any
 
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.engines.base import SamplingOptions
-from groupgrad.engines.generation_options import without_effect
 from groupgrad.integrations.vllm.vllm_params import logprobs_mode, sampling_fields
 
 
@@ -15,8 +14,6 @@ def sampling_options(config: GRPOSettings, *, eos_ids: list[int], pad_id: int) -
     sampling, extra = config.sampling_resolved, config.generation_kwargs_resolved
     extra.pop("do_sample", None)  # the rules allow True alone, which every engine does
     extra.pop("max_new_tokens", None)
-    for name in without_effect(extra, config.cache_implementation):
-        del extra[name]
     return SamplingOptions(
         max_new_tokens=config.max_new_tokens_resolved,
         temperature=config.temperature_resolved,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from groupgrad.config.field_rules import changed
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
-from groupgrad.config.settings import GRPOSettings
+from groupgrad.config.settings import GRPOSettings, mapping
 from groupgrad.objectives import LOSSES
 
 
@@ -32,7 +32,10 @@ def _fields(prefix: str) -> tuple[str, ...]:
 _NEEDED: dict[str, tuple[str, ...]] = {
     "sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps"),
     "use_adaptive_entropy": (*_fields("entropy_coef_"), "entropy_target"),
-    "log_completions": ("num_completions_to_print", "log_unique_prompts", "log_multimodal"),
+    "log_completions": (
+        *("num_completions_to_print", "log_unique_prompts", "log_multimodal"),
+        "log_completions_hub_repo",
+    ),
     "use_transformers_continuous_batching": ("transformers_continuous_batching_config",),
     "use_vllm": _fields("vllm_"),
     "use_liger_kernel": ("liger_kernel_config",),
@@ -87,6 +90,11 @@ UNUSED: tuple[UnusedSettings, ...] = (
         ("reward_model_offload",),
         "reward models run on the CPU, in host memory",
         lambda c: (c.reward_model_device or str(c.device)).startswith("cpu"),
+    ),
+    UnusedSettings(
+        ("reward_model_device",),
+        "reward_model_init_kwargs has a device_map",
+        lambda c: mapping(c.reward_model_init_kwargs).get("device_map") is not None,
     ),
     UnusedSettings(("pad_to_multiple_of",), "nothing is padded"),
     UnusedSettings(("engine_pack_weights",), "the compiled kernels read weights in place"),
@@ -194,11 +202,6 @@ def unused_settings(config: GRPOSettings) -> list[str]:
         if names and (row.when is None or row.when(config)):
             texts.append(f"{', '.join(f'{name}={getattr(config, name)!r}' for name in names)} ({row.why})")
     return texts
-
-
-def always_unused(name: str) -> str | None:
-    """Why a setting has no effect whatever the others are; None if it has one."""
-    return next((row.why for row in UNUSED if row.when is None and name in row.fields), None)
 
 
 def unused_reward_settings(config: GRPOSettings, *, models: bool, by_name: bool) -> str | None:

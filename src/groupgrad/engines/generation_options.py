@@ -5,9 +5,6 @@ Each field is in one of these tables or among the keys that a run sets itself (`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from groupgrad.engines.base import SamplingOptions
 
 EVERYWHERE = frozenset(
@@ -35,20 +32,6 @@ MOVED = frozenset(
 INTERNAL = frozenset({"_from_model_config", "transformers_version"})
 """Fields that are not options."""
 
-_NEEDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "early_stopping": ("num_beams above 1", lambda options: (options.get("num_beams") or 1) > 1),
-    "length_penalty": ("num_beams above 1", lambda options: (options.get("num_beams") or 1) > 1),
-    "max_cache_len": (
-        "a static cache_implementation",
-        lambda options: "static" in str(options["cache_implementation"]),
-    ),
-    "cache_config": (
-        "cache_implementation='quantized'",
-        lambda options: options["cache_implementation"] == "quantized",
-    ),
-    "compile_config": ("disable_compile=False", lambda options: options.get("disable_compile") is False),
-}
-
 
 def missing_from_paged(options: SamplingOptions) -> list[str]:
     """Options, with their values, that continuous batching lacks."""
@@ -57,9 +40,3 @@ def missing_from_paged(options: SamplingOptions) -> list[str]:
         given["repetition_penalty"] = options.repetition_penalty
     supported = PAGED | COST_ONLY
     return [f"{name}={value!r}" for name, value in given.items() if name not in supported and value is not None]
-
-
-def without_effect(options: dict[str, Any], cache_implementation: str | None) -> dict[str, str]:
-    """Options without effect given the others, with what each requires."""
-    given = {"cache_implementation": cache_implementation, **options}
-    return {name: need for name, (need, is_met) in _NEEDS.items() if name in options and not is_met(given)}

@@ -319,7 +319,7 @@ def _prompt_maker(config: GRPOConfig, policy: PolicyBundle) -> PromptMaker:
 def build_completion_log(config: GRPOConfig) -> CompletionLog:
     """The log that keeps and shows completions. ValueError if the data set on the hub cannot be written to."""
     folder, repo, upload = Path(str(config.output_dir)).absolute(), config.log_completions_hub_repo, None
-    if repo is not None and dist.is_main():
+    if repo is not None and config.log_completions and dist.is_main():
         private = config.hub_private_repo
         upload = CompletionsUpload(folder / "completions", repo, token=config.hub_token, private=private)
     log = CompletionLog(
