@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 _MIN_TEXT = 24
 """Characters that the Prompt and the Completion column have at least beside a column for each number."""
-_LEAST_TEXT = 16
-"""The same beside one column of all numbers."""
 _MAX_EXTRA = 24
 _MAX_EXTRA_CHARS = 200
 _PADDING = 3  # one border and two blanks a column
@@ -82,53 +80,37 @@ def print_table(
 ) -> None:
     """Prints one row a record: Prompt, Completion, rewards and advantage with two decimals, then the extra columns.
 
-    A column `lead` comes first and is never left out.
-
-    If the terminal is too narrow for 24 characters of each text, one column has the rewards, the advantage and the
-    short extra values, a line each with its name. Of long extra values those are left out, last one first, for which 16
-    characters of each text do not remain, and the caption names them. Markup in texts is not interpreted, and control
-    characters are made visible.
+    A column `lead` comes first. If the terminal is too narrow for 24 characters of each text, one column has all
+    numbers and values, a line each with its name. Markup in texts is not interpreted, and control characters are made
+    visible.
     """
     target = Console() if console is None else console
+    leading = {lead: [str(record[lead]) for record in records]} if lead else {}
     numbers = {name: [_decimals(record.get(name)) for record in records] for name in rewards}
     numbers["Advantage"] = [_decimals(record.get("advantage")) for record in records]
     others = {name: [_extra(record.get(name)) for record in records] for name in extras}
-    extra_widths = {name: min(_widest([_header(name), *cells]), _MAX_EXTRA) for name, cells in others.items()}
-    leading = [str(record[lead]) for record in records] if lead else []
-    lead_width = _widest([_header(lead), *leading]) + _PADDING if lead else 0
-    width = target.width - lead_width - 1 - 2 * _PADDING
-    number_widths = [_widest([_header(name), *cells]) for name, cells in numbers.items()]
-    all_widths = [*number_widths, *extra_widths.values()]
-    shared: list[str] = []
-    hidden: list[str] = []
-    if sum(all_widths) + _PADDING * len(all_widths) > width - 2 * _MIN_TEXT:
-        short = {name for name, cells in others.items() if all(len(cell) <= _MAX_EXTRA for cell in cells)}
-        scores = {**numbers, **{name: cells for name, cells in others.items() if name in short}}
-        shared = _lines(scores, most=max(width - 2 * _LEAST_TEXT - _PADDING, 14))
-        others = {name: cells for name, cells in others.items() if name not in short}
-        width -= _widest(shared) + _PADDING
-        while others and sum(extra_widths[name] + _PADDING for name in others) > width - 2 * _LEAST_TEXT:
-            hidden.insert(0, others.popitem()[0])
+    widths = {
+        name: min(_widest([_header(name), *cells]), _MAX_EXTRA)
+        for name, cells in {**leading, **numbers, **others}.items()
+    }
+    if sum(widths.values()) + _PADDING * (len(widths) + 2) + 1 > target.width - 2 * _MIN_TEXT:
+        scores = _lines({**numbers, **others})
+        numbers, others = {}, {"Scores": scores}
+        widths["Scores"] = min(_widest(scores), target.width // 2)
 
     table = Table(title=Text(visible(title)), box=box.SQUARE, show_lines=True, expand=True)
-    if lead:
-        table.add_column(Text(_header(lead)), no_wrap=True, min_width=lead_width - _PADDING)
+    for name in leading:
+        table.add_column(Text(_header(name)), no_wrap=True, min_width=widths[name])
     table.add_column("Prompt", ratio=2, overflow="fold")
     table.add_column("Completion", ratio=3, overflow="fold")
-    if shared:
-        table.add_column("Scores", overflow="fold", min_width=_widest(shared))
-    else:
-        for name, least in zip(numbers, number_widths):
-            table.add_column(Text(_header(name)), justify="right", no_wrap=True, min_width=least)
+    for name in numbers:
+        table.add_column(Text(_header(name)), justify="right", no_wrap=True, min_width=widths[name])
     for name in others:
-        table.add_column(Text(_header(name)), overflow="fold", max_width=_MAX_EXTRA, min_width=extra_widths[name])
+        table.add_column(Text(_header(name)), overflow="fold", max_width=widths[name], min_width=widths[name])
     for row, record in enumerate(records):
-        middle = [Text(shared[row])] if shared else [Text(cells[row]) for cells in numbers.values()]
-        tail = [Text(cells[row], overflow="fold") for cells in others.values()]
-        head = [Text(visible(leading[row]))] if lead else []
-        table.add_row(*head, cell_text(record.get("prompt")), cell_text(record.get("completion")), *middle, *tail)
-    if hidden:
-        table.caption = Text(f"too narrow for: {', '.join(map(visible, hidden))} (they are in the parquet file)")
+        head = [Text(visible(cells[row])) for cells in leading.values()]
+        tail = [Text(cells[row]) for cells in (*numbers.values(), *others.values())]
+        table.add_row(*head, cell_text(record.get("prompt")), cell_text(record.get("completion")), *tail)
     _print(target, table)
 
 
@@ -143,24 +125,12 @@ def _print(target: Console, table: Table) -> None:
     target.file.write(capture.get().encode(encoding, errors="backslashreplace").decode(encoding))
 
 
-def _lines(values: Mapping[str, Sequence[str]], most: int) -> list[str]:
-    """Returns a text a row: a line `name value` for each value. Names are padded if all lines then fit in `most`.
-
-    A name whose line would be longer stands above its value.
-    """
+def _lines(values: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns a text a row: a line `name value` for each value, of which the first 24 characters are shown."""
     names = {name: visible(name).replace("\n", " ") for name in values}
     padded = _widest([*names.values()])
-    if padded + 1 + max(map(_widest, values.values())) > most:
-        padded = 0
-    rows = []
-    for row in range(len(next(iter(values.values())))):
-        lines: list[str] = []
-        for name, shown in names.items():
-            line = f"{shown:<{padded}} {values[name][row]}"
-            parts = [shown[start : start + most] for start in range(0, len(shown), most)]
-            lines += [line] if len(line) <= most else [*parts, values[name][row]]
-        rows.append("\n".join(lines))
-    return rows
+    cells = [[cell.replace("\n", " ")[:_MAX_EXTRA] for cell in row] for row in zip(*values.values())]
+    return ["\n".join(f"{name:<{padded}} {cell}" for name, cell in zip(names.values(), row)) for row in cells]
 
 
 def _widest(cells: Sequence[str]) -> int:
