@@ -45,14 +45,10 @@ def test_small_numbers_keep_significant_digits():
     assert format_log({"train_runtime": 2.0, "train_loss": 2e-5}, step=3).endswith("mean loss 2e-05")
 
 
-def test_a_narrow_terminal_drops_the_least_important_numbers_first():
-    lines = {width: format_log(TRAIN, step=5, max_steps=9, width=width) for width in (200, 100, 80, 20)}
-    assert "lr" in lines[200]
-    assert "lr" not in lines[100]
-    assert "s/step" in lines[100]
-    assert len(lines[100]) < 100
-    assert len(lines[80]) < 80
-    assert "s/step" not in lines[80]
+def test_a_narrow_terminal_drops_the_last_numbers():
+    lines = {width: format_log(TRAIN, step=5, max_steps=9, width=width) for width in (200, 100, 20)}
+    assert lines[200].endswith("s/step")
+    assert 80 < len(lines[100]) < 100 and lines[200].startswith(lines[100])
     assert lines[20].split() == ["step", "5", "reward", "0.500"]
 
 
@@ -71,9 +67,9 @@ def test_an_evaluation_line_names_its_data_set():
 
 def test_the_end_of_training_is_a_sentence():
     assert format_log({"train_runtime": 75.3, "train_loss": 0.01}, step=40) == (
-        "done: 40 steps in 1 min 15 s, mean loss 0.0100"
+        "done: 40 steps in 75.3 s, mean loss 0.0100"
     )
-    assert format_log({"train_runtime": 7265.0}, step=40) == "done: 40 steps in 2 h 01 min"
+    assert format_log({"train_runtime": 9000.0}, step=40) == "done: 40 steps in 2.5 h"
     assert format_log({"train_runtime": 2.25}, step=4) == "done: 4 steps in 2.2 s"
 
 

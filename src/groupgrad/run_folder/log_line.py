@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from groupgrad.run_folder.render import duration
+
 
 @dataclass(slots=True, frozen=True)
 class _Field:
@@ -15,8 +17,6 @@ class _Field:
     spec: str
     width: int
     """Characters that the number is padded to, which aligns the lines of a run."""
-    priority: int
-    """A narrow terminal drops the fields with the highest number first, and never one with 0."""
     scale: float = 1.0
     unit: str = ""
 
@@ -25,17 +25,16 @@ ROUNDING = 1e-7
 """Numbers below it are those of float32's rounding, such as the loss of a policy that has not moved."""
 
 _FIELDS = (
-    _Field("reward", "reward", ".3f", 6, 0),
-    _Field("±", "reward_std", ".3f", 5, 2),
-    _Field("loss", "loss", ".4f", 7, 1),
-    _Field("kl", "kl", ".4f", 6, 3),
-    _Field("len", "completions/mean_length", ".1f", 6, 4),
-    _Field("trunc", "completions/clipped_ratio", ".0f", 3, 6, 100.0, "%"),
-    _Field("entropy", "entropy", ".3f", 5, 5),
-    _Field("grad", "grad_norm", ".2f", 5, 8),
-    _Field("lr", "learning_rate", ".1e", 7, 9),
+    _Field("reward", "reward", ".3f", 6),
+    _Field("±", "reward_std", ".3f", 5),
+    _Field("loss", "loss", ".4f", 7),
+    _Field("kl", "kl", ".4f", 6),
+    _Field("len", "completions/mean_length", ".1f", 6),
+    _Field("trunc", "completions/clipped_ratio", ".0f", 3, 100.0, "%"),
+    _Field("entropy", "entropy", ".3f", 5),
+    _Field("grad", "grad_norm", ".2f", 5),
+    _Field("lr", "learning_rate", ".1e", 7),
 )
-_SECONDS_PRIORITY = 7
 
 
 def format_log(
@@ -49,8 +48,8 @@ def format_log(
     """Formats a log event: reward, loss, length and so on for a training step or an evaluation, a summary at the end of
     training, and `key value` pairs for any other event.
 
-    Without `seconds_per_step` (wall-clock) the event's `step_time` is shown. With `width` (terminal columns) the less
-    important numbers of a line are left out until it fits.
+    Without `seconds_per_step` (wall-clock) the event's `step_time` is shown. With `width` (terminal columns) the last
+    numbers of a line are left out until it fits.
     """
     if "train_runtime" in logs:
         return _end_line(logs, step)
@@ -59,39 +58,32 @@ def format_log(
     if prefix is not None:
         seconds = logs.get(f"{prefix}_runtime")
         parts = _parts(logs, prefix + "_")
-        tail = [(0, f"{_number(seconds, '.1f')} s")] if seconds is not None else []
+        tail = [f"{_number(seconds, '.1f')} s"] if seconds is not None else []
         return _joined(f"{prefix:<4} {counter}", [*parts, *tail], width)
     parts = _parts(logs, "")
     if not parts:
         rest = [f"{key} {_number(value, '.4g')}" for key, value in logs.items() if key not in ("epoch", "total_flos")]
-        return _joined(f"step {counter}", [(0, text) for text in rest], None)
+        return _joined(f"step {counter}", rest, None)
     seconds = logs.get("step_time") if seconds_per_step is None else seconds_per_step
     if seconds is not None:
-        parts.append((_SECONDS_PRIORITY, f"{_number(seconds, '.2f'):>6} s/step"))
+        parts.append(f"{_number(seconds, '.2f'):>6} s/step")
     return _joined(f"step {counter}", parts, width)
 
 
-def _parts(logs: Mapping[str, Any], prefix: str) -> list[tuple[int, str]]:
+def _parts(logs: Mapping[str, Any], prefix: str) -> list[str]:
     parts = []
     for field in _FIELDS:
         value = logs.get(prefix + field.key)
         if value is None:
             continue
         scaled = value * field.scale if isinstance(value, (int, float)) else value
-        parts.append((field.priority, f"{field.label} {_significant(scaled, field.spec):>{field.width}}{field.unit}"))
+        parts.append(f"{field.label} {_significant(scaled, field.spec):>{field.width}}{field.unit}")
     return parts
 
 
-def _joined(head: str, parts: list[tuple[int, str]], width: int | None) -> str:
-    kept = list(parts)
-    while True:
-        line = "  ".join([head, *(text for _, text in kept)]).replace("  ± ", " ± ")
-        if width is None or len(line) < width or len(kept) <= 1:
-            return line
-        least = max(range(len(kept)), key=lambda index: (kept[index][0], index))
-        if kept[least][0] == 0:
-            return line
-        kept.pop(least)
+def _joined(head: str, parts: list[str], width: int | None) -> str:
+    line = "  ".join([head, *parts]).replace("  ± ", " ± ")
+    return line if width is None or len(line) < width or len(parts) < 2 else _joined(head, parts[:-1], width)
 
 
 def _evaluation_prefix(logs: Mapping[str, Any]) -> str | None:
@@ -106,14 +98,7 @@ def _evaluation_prefix(logs: Mapping[str, Any]) -> str | None:
 
 
 def _end_line(logs: Mapping[str, Any], step: int) -> str:
-    seconds = float(logs["train_runtime"])
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        duration = f"{hours} h {minutes:02d} min"
-    else:
-        duration = f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
-    line = f"done: {step} steps in {duration}"
+    line = f"done: {step} steps in {duration(logs['train_runtime'])}"
     if logs.get("train_loss") is not None:
         line += f", mean loss {_significant(logs['train_loss'], '.4f')}"
     return line
