@@ -137,10 +137,3 @@ def test_paths_of_an_earlier_release_lead_to_the_modules_of_now():
     from groupgrad.replay import replay  # pyright: ignore
 
     assert replay is now and Address.__module__ == "groupgrad.integrations.vllm.http"
-
-
-def test_a_name_of_trls_models_is_an_import_error():
-    with pytest.raises(ImportError, match="groupgrad has no create_reference_model: it trains by GRPO"):
-        from groupgrad.models import create_reference_model  # noqa: F401  # pyright: ignore
-    with pytest.raises(ImportError, match="AutoModelForCausalLMWithValueHead"):
-        from groupgrad.models import AutoModelForCausalLMWithValueHead  # noqa: F401  # pyright: ignore

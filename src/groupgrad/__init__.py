@@ -42,7 +42,6 @@ def __getattr__(name: str) -> Any:
         with quick_imports():
             module = import_module(_MODULES[name])
         return getattr(module, name)
-    trl_paths.refuse(name)
     raise AttributeError(f"module 'groupgrad' has no attribute {name!r}")
 
 

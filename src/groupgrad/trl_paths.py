@@ -1,14 +1,13 @@
 """Import paths of TRL and of earlier releases: `from groupgrad.trainer.grpo_config import GRPOConfig` works.
 
-Scripts import names from the modules that TRL keeps them in. Such a module is made when it is imported; it has the
-names that `groupgrad` exports, and says of any other one where it is. A path of an earlier release has what the module
-has that took its place.
+Scripts import names from the modules that TRL keeps them in. Such a module is made when it is imported, and has the
+names that `groupgrad` exports. A path of an earlier release has what the module has that took its place.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,21 +15,6 @@ from types import ModuleType
 from typing import Any
 
 _PACKAGE = __name__.rpartition(".")[0]
-
-OF_TRL = frozenset(
-    {
-        *("DPOConfig", "DPOTrainer", "DistillationConfig", "DistillationTrainer", "KTOConfig", "KTOTrainer"),
-        *("RLOOConfig", "RLOOTrainer", "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer"),
-        *("BEMACallback", "LogCompletionsCallback", "RichProgressCallback", "SyncRefModelCallback", "WeaveCallback"),
-        *("add_fused_lm_head", "disable_dropout_in_model", "ensure_master_addr_port"),
-        *("add_response_schema", "apply_chat_template", "clone_chat_template", "create_reference_model"),
-        *("extract_prompt", "get_training_chat_template", "init_zero_verbose", "is_conversational"),
-        *("is_conversational_from_value", "maybe_apply_chat_template", "maybe_convert_to_chatml"),
-        *("maybe_extract_prompt", "maybe_unpair_preference_dataset", "pack_dataset"),
-        *("prepare_multimodal_messages", "supports_tool_calling", "unpair_preference_dataset"),
-    }
-)
-"""Names that scripts import from TRL and that are not here."""
 
 _ROOMS = (
     *("chat_template_utils", "core", "data_utils", "environment", "experimental", "extras", "generation"),
@@ -54,24 +38,11 @@ _MOVED = {
 
 
 def find(name: str, where: str) -> Any:
-    """What `groupgrad` exports under a name that a script imports from `trl.<where>`, a module that groupgrad has too.
-
-    ImportError for a name that TRL alone has, AttributeError for any other one.
-    """
+    """What `groupgrad` exports under a name that a script imports from `trl.<where>`; AttributeError for any other."""
     package = import_module(_PACKAGE)
     if name in package._MODULES:
         return getattr(package, name)
-    refuse(name, where)
     raise AttributeError(f"module '{_PACKAGE}.{where}' has no attribute {name!r}")
-
-
-def refuse(name: str, where: str = "", names: Collection[str] = OF_TRL) -> None:
-    """ImportError for one of the `names` that TRL has in `trl.<where>`."""
-    if name in names:  # an AttributeError would lose its words in `from ... import ...`
-        raise ImportError(
-            f"groupgrad has no {name}: it trains by GRPO, and TRL's other trainers, callbacks and helpers work beside "
-            f"it. Import it from {f'trl.{where}' if where else 'trl'}"
-        )
 
 
 class _Paths(MetaPathFinder, Loader):
@@ -92,10 +63,11 @@ class _Paths(MetaPathFinder, Loader):
         def named(name: str) -> Any:
             try:
                 return find(name, where)
-            except AttributeError:
-                is_module = f"{where}.{name}" in _INNER
-                refuse(name, where, () if is_module or name.startswith("__") else (name,))
-                raise
+            except AttributeError as error:
+                if name.startswith("__") or f"{where}.{name}" in _INNER:
+                    raise
+                # An AttributeError would make `from ... import ...` look for a module of this name, and find one.
+                raise ImportError(f"groupgrad has no {name}: import it from trl.{where}") from error
 
         module.__getattr__ = named  # pyright: ignore[reportAttributeAccessIssue]
         return module

@@ -10,15 +10,11 @@ from typing import Any, Protocol
 import torch
 from transformers import TrainerCallback
 
-from groupgrad import dist, trl_paths
+from groupgrad import dist
 from groupgrad.metrics import Metric, latest
 from groupgrad.objectives import applied_entropy_coef, next_entropy_coef
 
 logger = logging.getLogger(__name__)
-
-
-def __getattr__(name: str) -> Any:
-    return trl_paths.find(name, "trainer.callbacks")
 
 
 _SHARED_FILE = "groupgrad_state_shared.pt"
