@@ -35,20 +35,6 @@ class StepTotals:
     """Loss tokens of the step at or above `entropy_threshold`."""
 
 
-_PEER_KEYS = {
-    "prompt_ids": "batch.prompt_ids, (P,), each distinct prompt once",
-    "completion_ids": "batch.completion_ids, (L,)",
-    "completion_mask": "batch.trained, (L,)",
-    "tool_mask": "batch.trained, (L,)",
-    "advantages": "batch.advantages, (B,)",
-    "old_per_token_logps": "batch.old_logprobs, (L,)",
-    "ref_per_token_logps": "batch.ref_logprobs, (L,)",
-    "sampling_per_token_logps": "batch.sampling_logprobs, (L,)",
-    "num_items_in_batch": "batch.totals",
-}
-"""Keys of the dict that TRL's trainer gives to a loss, with what a batch has for them."""
-
-
 @dataclass(slots=True)
 class Batch:
     """A ragged batch: all completions end to end, each distinct prompt once. Nothing is padded."""
@@ -89,13 +75,6 @@ class Batch:
     row_media: tuple[Media | None, ...] | None = None
     """B entries, all images of a row, its prompt's included, where its completion has some (`Rollout.media`); None if
     no row has any of its own. Never moved by `to`."""
-
-    def __getitem__(self, key: object) -> Any:
-        """Raises TypeError with the attribute that stands for a key of TRL's dict."""
-        instead = _PEER_KEYS.get(str(key), "its attributes, with row_of_token for the row of each token")
-        raise TypeError(
-            f"batch[{key!r}]: a batch is ragged and no dict of padded tensors; read {instead} (docs/from-trl.md)"
-        )
 
     @property
     def num_rows(self) -> int:
