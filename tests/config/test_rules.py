@@ -169,14 +169,14 @@ BAD: list[tuple[dict, list[str]]] = [
     ({**PAGED, "repetition_penalty": 1.2}, ["samples without repetition_penalty=1.2", "Take that out"]),
     ({**PAGED, "cache_implementation": "static"}, ["samples without cache_implementation='static'", "Take that out"]),
     ({**PAGED, "generation_kwargs": {"num_beams": 2}}, ["samples without num_beams=2", "Take that out"]),
-    ({**PAGED, "deepspeed": ZERO_3}, ["use_transformers_continuous_batching=True", "ZeRO-3", "Set it to False"]),
+    ({**PAGED, "deepspeed": ZERO_3}, ["use_transformers_continuous_batching=True", "ZeRO-3", "Set that to False"]),
     ({"fsdp": "full_shard"}, ["fsdp shards weights over several processes", "there is one", "--num-processes 2"]),
     (
         {"deepspeed": ZERO_3, "ds3_gather_for_generation": False},
         ["ds3_gather_for_generation=False", "use_vllm to True"],
     ),
     ({"deepspeed": ZERO_3, "save_in_background": True}, ["save_in_background=True", "Set it to False"]),
-    ({"deepspeed": ZERO_3, "cast_lm_head_to_fp32": True}, ["cast_lm_head_to_fp32=True", "Set it to False"]),
+    ({"deepspeed": ZERO_3, "cast_lm_head_to_fp32": True}, ["cast_lm_head_to_fp32=True", "Set that to False"]),
     ({"deepspeed": ZERO_3, "beta": 0.1, "sync_ref_model": True}, ["sync_ref_model=True", "ZeRO stage 1 or 2"]),
     (
         {"loss_type": "vespo", "use_vllm": True},

@@ -197,6 +197,12 @@ def beside_stochastic_rounding(c: GRPOSettings) -> str:
     return ", ".join(text for text, is_set in conflicts.items() if is_set)
 
 
+def beside_zero_3(c: GRPOSettings) -> str:
+    """Lists settings that need whole weights, under DeepSpeed ZeRO-3."""
+    names = ("use_transformers_continuous_batching", "cast_lm_head_to_fp32", "sync_ref_model")
+    return ", ".join(f"{name}=True" for name in names if zero_stage(c) == 3 and getattr(c, name))
+
+
 def steps_in_backward(c: GRPOSettings) -> bool:
     """True for an optimizer that changes weights while gradients are made."""
     return any(name in c.optimizer_name for name in ("lomo", "layerwise"))

@@ -54,11 +54,6 @@ RULES: tuple[Rule, ...] = (
         "use_transformers_continuous_batching=False",
     ),
     Rule(
-        lambda c: zero_stage(c) == 3 and c.use_transformers_continuous_batching,
-        "use_transformers_continuous_batching=True does not go with DeepSpeed ZeRO-3, whose weights are in parts. Set "
-        "it to False, or use ZeRO stage 1 or 2",
-    ),
-    Rule(
         lambda c: conditions.entries(c.chat_template_kwargs, conditions.TEMPLATE_KEYS),
         "chat_template_kwargs has {found}, which the trainer sets itself when it renders a prompt. Take it out",
     ),
@@ -206,12 +201,9 @@ RULES: tuple[Rule, ...] = (
         "to True, or use_vllm to True where they do not fit on one device",
     ),
     Rule(
-        lambda c: zero_stage(c) == 3 and c.cast_lm_head_to_fp32,
-        "cast_lm_head_to_fp32=True does not go with DeepSpeed ZeRO-3. Set it to False, or use ZeRO stage 1 or 2",
-    ),
-    Rule(
-        lambda c: zero_stage(c) == 3 and c.sync_ref_model,
-        "sync_ref_model=True does not go with DeepSpeed ZeRO-3. Set it to False, or use ZeRO stage 1 or 2",
+        conditions.beside_zero_3,
+        "DeepSpeed ZeRO-3, whose weights are in parts, does not go with {found}. Set that to False, or use ZeRO stage "
+        "1 or 2",
     ),
     Rule(
         lambda c: c.save_in_background and uses_deepspeed(c),
