@@ -110,17 +110,6 @@ def test_the_last_of_several_phases_is_shown_half_a_second_later(monkeypatch):
     assert progress._timer is None
 
 
-@pytest.mark.parametrize(("columns", "shown"), [(64, " training"), (78, "reward=0.500 len=100 | training")])
-def test_a_narrow_terminal_keeps_the_phase(monkeypatch, columns, shown):
-    streams, progress = terminal(monkeypatch, columns), begun()
-    progress.set_numbers(reward=0.5, length=100.0, tokens_per_second=99999.0)
-    for phase in ("sampling", "training"):
-        progress.set_phase(phase)
-    progress._draw()
-    assert frames(streams.err)[-1].endswith(shown)
-    progress.close()
-
-
 def test_a_log_event_is_one_line_on_standard_output(monkeypatch):
     streams, clock, state = terminal(monkeypatch), Clock(), run_state()
     progress = begun(state, clock=clock)

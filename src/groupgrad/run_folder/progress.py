@@ -22,8 +22,6 @@ from groupgrad.run_folder.terminal import output_may_fail, write_line
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {desc}"
 _BAR_UNSIZED = "{n_fmt} [{elapsed}] {desc}"
 
-# Columns of the bar itself: percentage, twelve cells, counts, elapsed and remaining time.
-_BAR_COLUMNS = 46
 _REFRESH_S = 0.5
 """Least time between two drawings of the bar."""
 
@@ -180,14 +178,8 @@ class ProgressCallback(TrainerCallback, AbstractContextManager):
             bar.refresh()
 
     def _description(self) -> str:
-        """Formats `reward=... len=... tok/s=... | phase`, without the phase `idle`.
-
-        A narrow terminal drops the last numbers first, and never the phase.
-        """
+        """Formats `reward=... len=... tok/s=... | phase`, without the phase `idle`."""
         numbers = [f"{key}={_short(key, value)}" for key, value in self._numbers.items()]
-        columns = shutil.get_terminal_size().columns - _BAR_COLUMNS - len(self.phase)
-        while numbers and len(" ".join(numbers)) + 3 > columns:
-            numbers.pop()
         phase = "" if self.phase == "idle" else self.phase
         return " | ".join(part for part in (" ".join(numbers), phase) if part)
 
