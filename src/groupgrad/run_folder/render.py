@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -123,38 +122,25 @@ def _pieces(value: Any) -> Iterator[tuple[PieceKind, str]]:
 
 
 def _content(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
     if not isinstance(content, (list, tuple)):
-        return str(content)
-    parts = []
-    for block in content:
-        if is_image_block(block):
-            parts.append(IMAGE_MARKER)
-        elif isinstance(block, Mapping):
-            parts.append(str(block["text"]) if block.get("text") is not None else f"[{block.get('type', '?')}]".upper())
-        else:
-            parts.append(str(block))
-    return "\n".join(parts)
+        return "" if content is None else str(content)
+    return "\n".join(IMAGE_MARKER if is_image_block(block) else _block(block) for block in content)
+
+
+def _block(block: Any) -> str:
+    if not isinstance(block, Mapping):
+        return str(block)
+    return str(block["text"]) if block.get("text") is not None else f"[{block.get('type', '?')}]".upper()
 
 
 def _tool_call(call: Any) -> str:
-    if not isinstance(call, Mapping):
+    if not isinstance(call, Mapping):  # a user's function may return any messages
         return str(call)
-    function = call.get("function")
-    if not isinstance(function, Mapping):
-        function = call
+    function = call["function"] if isinstance(call.get("function"), Mapping) else call
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return f"{function.get('name', '?')}({arguments})"
     if isinstance(arguments, Mapping):
-        inside = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    else:
-        inside = "" if arguments is None else repr(arguments)
-    return f"{function.get('name', '?')}({inside})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"{function.get('name', '?')}({'' if arguments is None else arguments})"
 
 
 def _shortened(text: str) -> str:

@@ -65,11 +65,9 @@ def _write_owner(folder: Path) -> None:
 
 
 def _owner(folder: Path) -> dict[str, Any] | None:
-    try:
-        owner = json.loads((folder / LOCK_OWNER).read_text())
-    except (OSError, ValueError):
-        return None
-    return owner if isinstance(owner, dict) and {"host", "pid", "started"} <= set(owner) else None
+    with suppress(OSError, ValueError):  # the run has just begun or ended
+        return json.loads((folder / LOCK_OWNER).read_text())
+    return None
 
 
 def _has_ended(owner: dict[str, Any]) -> bool:
