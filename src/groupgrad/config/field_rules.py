@@ -39,7 +39,6 @@ POSITIVE = Range(lambda x: x > 0, "a number above 0")
 NOT_NEGATIVE = Range(lambda x: x >= 0, "0 or more")
 SHARE = Range(lambda x: 0 <= x <= 1, "a number from 0 to 1")
 NONZERO_SHARE = Range(lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-DECAY = Range(lambda x: 0 <= x < 1, "0 or more and below 1")
 FINITE = Range(math.isfinite, "a finite number")
 COUNT = Range(lambda x: x >= 1, "a whole number of at least 1", whole=True)
 COUNT_OR_ZERO = Range(lambda x: x >= 0, "a whole number, 0 or more", whole=True)
@@ -99,17 +98,11 @@ RANGES: dict[str, tuple[Range, str]] = {
     "entropy_target": (NOT_NEGATIVE, "the entropy of a token is never negative"),
     "router_aux_loss_coef": (or_none(NOT_NEGATIVE), "a negative weight unbalances the experts"),
     # optimizer and run
-    "weight_decay": (NOT_NEGATIVE, "a negative decay makes weights grow"),
-    "adam_beta1": (DECAY, "it is the decay of a moving average"),
-    "adam_beta2": (DECAY, "it is the decay of a moving average"),
-    "adam_epsilon": (NOT_NEGATIVE, "it is added to a square root"),
     "max_steps": (
         Range(lambda x: x >= -1, "a whole number, or -1 for num_train_epochs", whole=True),
         "it counts steps",
     ),
-    "ddp_timeout": (POSITIVE, "it is a time in seconds"),
     "dataloader_prefetch_factor": (or_none(COUNT), "it counts generation batches"),
-    "neftune_noise_alpha": (or_none(NOT_NEGATIVE), "it is the size of the noise"),
     # rewards
     "reward_timeout_s": (or_none(POSITIVE), "it bounds a call's time"),
     "reward_workers": (COUNT_OR_ZERO, "it counts processes"),
