@@ -31,6 +31,8 @@ _TRAINERS = (
 _MOVED = {
     **{name: f"apps.{name}" for name in ("cli", "demo", "replay", "sweep")},
     "engines.vllm": "integrations.vllm",
+    "run_folder.run_folder": "apps.runs.run_folder",
+    "run_folder.selection": "apps.runs.selection",
     "rewards.accuracy_rewards": "rewards.accuracy",
     **{f"rewards.{name}_rewards": "rewards.shaping" for name in ("format", "other")},
 }

@@ -18,9 +18,9 @@ import pytest
 from synthetic_run import HOSTILE, write_run
 
 from groupgrad.apps.cli.main import main
+from groupgrad.apps.runs.run_folder import NoRun, RunFolder
+from groupgrad.apps.runs.selection import Selection
 from groupgrad.run_folder.run_files import LineFile, steps_made
-from groupgrad.run_folder.run_folder import NoRun, RunFolder
-from groupgrad.run_folder.selection import Selection
 
 
 @pytest.fixture(scope="module")
@@ -352,8 +352,8 @@ def test_the_first_rows_are_read_without_pandas(folder):
     """Its import would take a third of the time until the page is served."""
     program = (
         "import sys; from groupgrad.apps.cli import view; from groupgrad.apps.view import views; "
-        f"from groupgrad.run_folder.run_folder import RunFolder; run = RunFolder({str(folder)!r}); "
-        "from groupgrad.run_folder.selection import Selection; "
+        f"from groupgrad.apps.runs.run_folder import RunFolder; run = RunFolder({str(folder)!r}); "
+        "from groupgrad.apps.runs.selection import Selection; "
         "found = views.rollouts(run, Selection(), sort='step', descending=True, offset=0, limit=9, "
         "chosen=(3, 5, 'train')); assert len(found['rows']) == 9 and found['place'] == 9 * 32 + 5; "
         "views.metrics(run); views.summary(run); views.heading(run); "

@@ -13,11 +13,11 @@ import torch
 
 from groupgrad.apps.cli import main as cli
 from groupgrad.apps.cli.sweep import CommandLinePanel
+from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.sweep.arm_turns import FIRST_TURN
 from groupgrad.apps.sweep.report import arms_in_turn, steps_so_far
 from groupgrad.apps.sweep.sharing import RewardCache, SharedWeights
 from groupgrad.apps.sweep.store import ArmTurn, Store
-from groupgrad.run_folder.run_folder import RunFolder
 from groupgrad.stopping import Stopped
 
 RATES = {"learning_rate": [1e-2, 3e-2]}

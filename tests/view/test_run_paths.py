@@ -6,8 +6,8 @@ import pytest
 from synthetic_run import write_run
 
 from groupgrad.apps.cli.view import RunPaths
+from groupgrad.apps.runs.run_folder import NoRun
 from groupgrad.apps.sweep.store import Store
-from groupgrad.run_folder.run_folder import NoRun
 
 
 def names(*paths) -> list[str]:

@@ -20,11 +20,11 @@ from synthetic_run import HOSTILE, write_run
 from groupgrad import compat
 from groupgrad.apps.cli import view
 from groupgrad.apps.cli.main import main
+from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.view import STATIC, server, views
 from groupgrad.apps.view.page_files import MODULES
 from groupgrad.apps.view.server import make_app
 from groupgrad.run_folder.advice import advice
-from groupgrad.run_folder.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")

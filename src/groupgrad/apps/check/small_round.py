@@ -11,11 +11,11 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from groupgrad.apps.check.round_memory import MemoryWatch, Usage
+from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.objectives.measure import maximum_where, mean_where
 from groupgrad.objectives.mismatch import mismatch_gap
 from groupgrad.run_folder.metric_store import MetricStore
 from groupgrad.run_folder.progress import ProgressCallback
-from groupgrad.run_folder.run_folder import RunFolder
 from groupgrad.scoring.forward import errors_of_passes
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.sampler_logprobs import MISMATCH

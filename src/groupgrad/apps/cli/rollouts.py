@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from groupgrad.apps.cli.command_parser import CommandParser, refuse
+from groupgrad.apps.runs.run_folder import RunFolder
+from groupgrad.apps.runs.selection import Selection
 from groupgrad.run_folder.render import duration, visible
 from groupgrad.run_folder.rollout_table import REWARD, SECONDS, TRAINING
-from groupgrad.run_folder.run_folder import RunFolder
-from groupgrad.run_folder.selection import Selection
 from groupgrad.run_folder.terminal import print_table
 from groupgrad.spelling import did_you_mean
 

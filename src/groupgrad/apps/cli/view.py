@@ -14,9 +14,9 @@ from pathlib import Path
 from groupgrad import compat
 from groupgrad.apps.cli.command_parser import CommandParser, refuse
 from groupgrad.apps.cli.sweep import CommandLinePanel
+from groupgrad.apps.runs.run_folder import NoRun, RunFolder
 from groupgrad.apps.sweep.store import FILE as SWEEP_FILE
 from groupgrad.apps.view import LOCAL_HOSTS
-from groupgrad.run_folder.run_folder import NoRun, RunFolder
 
 
 def main(argv: Sequence[str]) -> int:

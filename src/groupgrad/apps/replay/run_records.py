@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.checkpoints.saving import checkpoints_in, step_of
 from groupgrad.run_folder import run_files
 from groupgrad.run_folder.run_files import parse_rollout_file, read_lines
-from groupgrad.run_folder.run_folder import RunFolder
 
 TIMES = re.compile(r"(^|_)time/|step_time|runtime|per_second|latency_s$|tools/wait_")
 """Metrics that are measured times, which no two runs share."""

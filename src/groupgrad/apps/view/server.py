@@ -20,12 +20,12 @@ from starlette.responses import FileResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from groupgrad.apps.runs.run_folder import RunFolder, import_pandas
+from groupgrad.apps.runs.selection import Selection
 from groupgrad.apps.view import LOCAL_HOSTS, page_files, views
 from groupgrad.apps.view.sweep_panel import SweepPanel, read_command
 from groupgrad.run_folder.rollout_table import TRAINING
 from groupgrad.run_folder.run_files import finite
-from groupgrad.run_folder.run_folder import RunFolder, import_pandas
-from groupgrad.run_folder.selection import Selection
 
 FILES: dict[str, tuple[str, Callable[[], str]]] = {
     "page.js": ("text/javascript", page_files.script),

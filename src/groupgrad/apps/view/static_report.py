@@ -8,10 +8,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.view import page_files, views
 from groupgrad.apps.view.sweep_panel import SweepPanel
 from groupgrad.run_folder.run_files import finite
-from groupgrad.run_folder.run_folder import RunFolder
 
 
 def write_report(runs: Sequence[RunFolder], path: Path, sweeps: Sequence[SweepPanel] = ()) -> None:

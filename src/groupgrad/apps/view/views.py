@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from groupgrad.apps.runs.run_folder import RunFolder, with_words
+from groupgrad.apps.runs.selection import Selection
 from groupgrad.apps.view.sweep_panel import SweepPanel
 from groupgrad.run_folder.advice import advice
 from groupgrad.run_folder.rollout_table import TRAINING
-from groupgrad.run_folder.run_folder import RunFolder, with_words
-from groupgrad.run_folder.selection import Selection
 
 MAX_POINTS = 4000
 """Log events of a run that the page gets; of a longer run every second, third, ... one."""

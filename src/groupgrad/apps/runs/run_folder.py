@@ -17,10 +17,10 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from groupgrad.apps.runs.selection import Selection, ordered, pc, rows_with, select, words
 from groupgrad.run_folder import run_files
 from groupgrad.run_folder.rollout_table import REWARD, SECONDS, TRAINING
 from groupgrad.run_folder.run_files import parse_rollout_file, read_lines, read_lines_from
-from groupgrad.run_folder.selection import Selection, ordered, pc, rows_with, select, words
 
 SAME_START_S = 2.0
 """Difference up to which two times of a process's start are the same."""
