@@ -1,17 +1,14 @@
-"""Findings of a check, how they are printed, and advice: warnings derived from a run's metrics."""
+"""Findings of a check, and advice: warnings derived from a run's metrics."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Status = Literal["ok", "warning", "error"]
-
-_STATUS_WIDTH, _TOPIC_WIDTH = len("warning") + 2, len("agreement") + 2
 
 WINDOW = 20
 """Last log events of training that an advice is about; a quarter of them, but at least 3, in a shorter run."""
@@ -187,30 +184,3 @@ _CHECKS: tuple[Callable[[Numbers], Advice | None], ...] = (
     ),
     _slow_rewards,
 )
-
-
-def count(findings: Sequence[Finding], status: Status) -> int:
-    """Returns the number of findings of a status."""
-    return sum(finding.status == status for finding in findings)
-
-
-def as_text(findings: Sequence[Finding], width: int) -> str:
-    """Returns the findings as lines of at most `width` characters, in columns."""
-    indent = " " * (_STATUS_WIDTH + _TOPIC_WIDTH)
-    lines = []
-    for finding in findings:
-        head = f"{finding.status:<{_STATUS_WIDTH}}{finding.topic:<{_TOPIC_WIDTH}}"
-        text = " ".join(part for part in (finding.text, finding.setting) if part)
-        lines += textwrap.wrap(
-            head + text, max(width, 60), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
-    return "".join(f"{line}\n" for line in lines)
-
-
-def in_numbers(findings: Sequence[Finding]) -> str:
-    """Returns the numbers of errors and warnings, such as `0 errors, 1 warning`."""
-    return ", ".join(_counted(count(findings, status), status) for status in ("error", "warning"))
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 from groupgrad.apps.cli.command_parser import epilog, refuse
 from groupgrad.apps.cli.launch import add_flags
 from groupgrad.apps.cli.parsing import Parsed, TrainParser, parse
-from groupgrad.run_folder.advice import Finding, as_text, count, in_numbers
+from groupgrad.run_folder.advice import Finding, Status
+
+_STATUS_WIDTH, _TOPIC_WIDTH = len("warning") + 2, len("agreement") + 2
 
 _EXAMPLES = """\
 groupgrad check --config run.yaml
@@ -77,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             is_interrupted = stopping.requested() == "SIGINT"
     if is_interrupted:
         raise KeyboardInterrupt
-    code = 1 if count(report.findings, "error") else 0
+    code = 1 if _count(report.findings, "error") else 0
     # Ranks that a failed round has left in different collectives do not meet again.
     return max(dist.all_gather_objects(code)) if is_whole else code
 
@@ -148,3 +151,30 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
         return False
     report.add(*round_findings(trainer, done, plan, num_steps))
     return True
+
+
+def _count(findings: Sequence[Finding], status: Status) -> int:
+    """Returns the number of findings of a status."""
+    return sum(finding.status == status for finding in findings)
+
+
+def as_text(findings: Sequence[Finding], width: int) -> str:
+    """Returns the findings as lines of at most `width` characters, in columns."""
+    indent = " " * (_STATUS_WIDTH + _TOPIC_WIDTH)
+    lines = []
+    for finding in findings:
+        head = f"{finding.status:<{_STATUS_WIDTH}}{finding.topic:<{_TOPIC_WIDTH}}"
+        text = " ".join(part for part in (finding.text, finding.setting) if part)
+        lines += textwrap.wrap(
+            head + text, max(width, 60), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def in_numbers(findings: Sequence[Finding]) -> str:
+    """Returns the numbers of errors and warnings, such as `0 errors, 1 warning`."""
+    return ", ".join(_counted(_count(findings, status), status) for status in ("error", "warning"))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
