@@ -18,9 +18,10 @@ import pytest
 from synthetic_run import HOSTILE, write_run
 
 from groupgrad.apps.cli.main import main
+from groupgrad.apps.runs.followed_files import steps_made
 from groupgrad.apps.runs.run_folder import NoRun, RunFolder
 from groupgrad.apps.runs.selection import Selection
-from groupgrad.run_folder.run_files import LineFile, steps_made
+from groupgrad.run_folder.run_files import LineFile
 
 
 @pytest.fixture(scope="module")

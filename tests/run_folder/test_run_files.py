@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from groupgrad.run_folder.run_files import LineFile, WriteBehind, read_lines, read_lines_from
+from groupgrad.apps.runs.followed_files import read_lines_from
+from groupgrad.run_folder.run_files import LineFile, WriteBehind, read_lines
 
 
 def test_torn_lines_are_skipped_and_the_next_line_is_whole(tmp_path):

@@ -10,11 +10,10 @@ import queue
 import re
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "run_config.json"
 WEIGHTS = "weights.jsonl"
@@ -30,8 +29,6 @@ LOCK_OWNER = ".groupgrad.lock.json"
 PREVIOUS = "previous_run"
 """Folder that receives the files of an earlier run when a new one starts in the same folder."""
 
-_TAIL_BYTES = 2**17
-"""Bytes at the end of a file in which its last line is looked for."""
 _ROLLOUT_FILE = re.compile(r"step_(\d+)\.(\d+)\.parquet")
 
 
@@ -64,39 +61,19 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file of JSON lines, without torn lines; none if there is no file."""
-    records = read_lines_from(path)
-    yield from () if records is None else records[0]
-
-
-def read_lines_from(path: Path, position: str = "0") -> tuple[list[dict[str, Any]], str] | None:
-    """The records of a file of JSON lines from a position on, and the position to go on from.
-
-    None if the file has been written anew since the position was given. ValueError for a text that is no position.
-    """
-    if re.fullmatch(r"0|\d+-[0-9a-f]{8}", position) is None:
-        raise ValueError(f"start={position!r} is no position; give 0, or the `next` of an earlier answer")
-    offset = int(position.partition("-")[0])
     try:
-        with path.open("rb") as file:
-            if offset > os.fstat(file.fileno()).st_size or _position(file, offset) != position:
-                return None
-            file.seek(offset)
-            data = file.read()
-            end = offset + data.rfind(b"\n") + 1
-            records = [record for line in data.splitlines(keepends=True) if (record := parse_line(line)) is not None]
-            return records, _position(file, end)
+        data = path.read_bytes()
     except OSError:
-        return ([], "0") if not offset else None
+        return
+    yield from parse_lines(data)
 
 
-def _position(file: BinaryIO, offset: int) -> str:
-    """An offset with a checksum of the bytes before it, which differ in a file that has been written anew."""
-    start = max(0, offset - 512)
-    file.seek(start)
-    return f"{offset}-{zlib.crc32(file.read(offset - start)):08x}" if offset else "0"
+def parse_lines(data: bytes) -> list[dict[str, Any]]:
+    """The records of JSON lines, without lines that are torn or still being written."""
+    return [record for line in data.splitlines(keepends=True) if (record := _parse_line(line)) is not None]
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None for one that is torn or still being written."""
     if not line.endswith(b"\n"):
         return None
@@ -224,31 +201,6 @@ class WriteBehind:
 def _is_later(record: Mapping[str, Any], step: int) -> bool:
     record_step = record.get("step", 0)
     return isinstance(record_step, (int, float)) and record_step > step
-
-
-def steps_made(folder: Path) -> int:
-    """Optimizer steps that the run in a folder has made, also between two log events; 0 if there is no run.
-
-    Each step adds a digest of the weights; where no process has all weights, the rollouts and the last event tell it.
-    """
-    try:
-        files = [parse_rollout_file(entry.name) for entry in os.scandir(folder / ROLLOUTS)]
-    except OSError:
-        files = []
-    last = [_last_line(folder / name).get("step") for name in (WEIGHTS, METRICS, EVENTS)]
-    counts = [step for step in last if isinstance(step, int)]
-    return max([*counts, *(place[0] for place in files if place is not None)], default=0)
-
-
-def _last_line(path: Path) -> dict[str, Any]:
-    """The last whole record of a file of JSON lines; empty if there is none in the last `_TAIL_BYTES`."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines(keepends=True)
-    except OSError:
-        return {}
-    return next((record for line in reversed(lines) if (record := parse_line(line)) is not None), {})
 
 
 def set_aside(folder: Path) -> bool:

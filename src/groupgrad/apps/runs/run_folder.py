@@ -17,10 +17,11 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from groupgrad.apps.runs.followed_files import read_lines_from, steps_made
 from groupgrad.apps.runs.selection import Selection, ordered, pc, rows_with, select, words
 from groupgrad.run_folder import run_files
 from groupgrad.run_folder.rollout_table import REWARD, SECONDS, TRAINING
-from groupgrad.run_folder.run_files import parse_rollout_file, read_lines, read_lines_from
+from groupgrad.run_folder.run_files import parse_rollout_file, read_lines
 
 SAME_START_S = 2.0
 """Difference up to which two times of a process's start are the same."""
@@ -89,7 +90,7 @@ class RunFolder:
 
     def steps_made(self) -> int:
         """Optimizer steps that the run has made, also between two log events."""
-        return run_files.steps_made(self.path)
+        return steps_made(self.path)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of the metrics; what has been read before is not read again."""

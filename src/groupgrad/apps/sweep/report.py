@@ -12,9 +12,10 @@ from typing import Any
 
 import psutil
 
+from groupgrad.apps.runs.followed_files import steps_made
 from groupgrad.apps.sweep import compare
 from groupgrad.apps.sweep.store import DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Store
-from groupgrad.run_folder.run_files import LOCK_OWNER, steps_made
+from groupgrad.run_folder.run_files import LOCK_OWNER
 
 LAST_SHARE = 0.1
 """Share of an arm's run whose last steps are averaged."""
