@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import json
 import warnings
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from groupgrad.config.field_rules import DICTS, RANGES
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.text_values import parse_texts
-from groupgrad.config.unknown_names import advice
-from groupgrad.data.values import cut_repr
 from groupgrad.errors import ConfigError
 from groupgrad.kernels.extension_lock import bound_waits
 
@@ -31,14 +28,6 @@ _TWO_NAMES = {
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
 """Settings that transformers has under two names."""
-
-
-class _FieldsAsSignature:
-    """The signature of a class's `__init__`: `inspect.signature` would show that of its `__new__`."""
-
-    def __get__(self, config: Any, owner: type) -> inspect.Signature:
-        _, *parameters = inspect.signature(owner.__init__).parameters.values()
-        return inspect.Signature(parameters)
 
 
 @dataclass(repr=False)
@@ -61,21 +50,6 @@ class GRPOConfig(GRPOSettings):
             "value before and since, so that it follows again in a copy with other settings."
         },
     )
-
-    __signature__ = _FieldsAsSignature()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
-        """TypeError for settings that do not exist, each with the one that was meant or the place where it belongs."""
-        parameters = inspect.signature(cls.__init__).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        unknown = [] if takes_all else [name for name in kwargs if name not in parameters]
-        texts = []
-        for name in unknown:
-            hint = advice(name, parameters) or "take it out"
-            texts.append(f"no setting {name!r} ({name}={cut_repr(kwargs[name])}): {hint}")
-        if texts:
-            raise TypeError(f"{cls.__name__} has {'; '.join(texts)}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Parses, completes and checks the settings; `settle` does so again for those that were assigned later."""

@@ -1,4 +1,5 @@
-"""What to do about a name that is no setting: the setting that was meant, or the place where the value belongs."""
+"""What to do about a name that is no setting, on the command line, in its files and in sweeps: the setting that was
+meant, or the place where the value belongs."""
 
 from __future__ import annotations
 
