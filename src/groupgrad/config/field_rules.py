@@ -188,7 +188,7 @@ def field_problems(config: Any) -> dict[str, str]:
 def field_problem(name: str, value: Any) -> str | None:
     """Explains why the setting `name` cannot have this value; None if it can."""
     if name in RANGES:
-        return range_problem(name, value, *RANGES[name])
+        return _range_problem(name, value, *RANGES[name])
     if name in CHOICES and value not in CHOICES[name]:
         return _not_among(name, value, CHOICES[name])
     if name in FIXED and value and value != FIXED[name][0]:
@@ -203,7 +203,7 @@ def _not_among(name: str, value: Any, choices: Sequence[str]) -> str:
     return f"{name}={value!r} is not known: {hint}Set it to one of {', '.join(choices)}"
 
 
-def range_problem(name: str, value: Any, allowed: Range, why: str) -> str | None:
+def _range_problem(name: str, value: Any, allowed: Range, why: str) -> str | None:
     """Explains why the setting `name` cannot have this number; None if it can."""
     in_range = (
         is_number(value) and (isinstance(value, numbers.Integral) or not allowed.whole) and allowed.contains(value)
