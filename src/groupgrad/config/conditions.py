@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from groupgrad.config.field_rules import DTYPES, field_problem
-from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
+from groupgrad.config.field_rules import DICTS, DTYPES, field_problem, is_number
+from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged
@@ -276,3 +276,87 @@ def rewards_beyond_watchdog(config: GRPOSettings) -> str | None:
         f"reward_timeout_s={timeout_s:g}{retries} let a call take as long as hang_timeout_s={longest_s:g} lets the run "
         "be silent. Raise hang_timeout_s above that, or lower reward_timeout_s"
     )
+
+
+_TOKENS = ("eos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
+
+
+def generation_problem(c: GRPOSettings) -> str:
+    """Describes tokens in `generation_kwargs` that are no ids, and a length at which none could end."""
+    kwargs = {} if c.use_vllm else mapping(c.generation_kwargs)
+    texts = [
+        f"{key}={kwargs[key]!r} is neither a token id nor a list of some. Set it to whole numbers, such as those of "
+        "tokenizer.convert_tokens_to_ids"
+        for key in _TOKENS
+        if not _are_ids(kwargs.get(key))
+    ]
+    smallest, longest = kwargs.get("min_new_tokens"), kwargs.get("max_new_tokens", c.max_completion_length)
+    if is_number(smallest) and is_number(longest) and smallest > longest:
+        texts.append(
+            f"min_new_tokens={smallest} is above the {longest} tokens that a completion may have, so none could end. "
+            f"Set it to at most {longest}"
+        )
+    return "; ".join(texts)
+
+
+def _are_ids(value: Any) -> bool:
+    ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    return all(isinstance(number, int) and number >= 0 for number in ids)
+
+
+def switch_text(c: GRPOSettings) -> str | None:
+    """Finds a text in a dict that was meant to be True or False, since every text counts as true."""
+    for name in DICTS:
+        for key, value in mapping(getattr(c, name)).items():
+            if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
+                return f"{name} has {key}={value!r}"
+    return None
+
+
+FSDP_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
+"""Optimizers of torch, whose updates work number by number, so that a rank can update its shards alone."""
+
+_FSDP_KEYS = (
+    *("version", "reshard_after_forward", "activation_checkpointing", "transformer_layer_cls_to_wrap"),
+    *("auto_wrap_policy", "min_num_params", "cpu_offload", "offload_params"),
+)
+
+
+def other_wrapping(c: GRPOSettings) -> str:
+    """The setting by which parts other than layers would be sharded."""
+    settings = fsdp_settings(c)
+    policy = settings.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    if policy != "TRANSFORMER_BASED_WRAP":
+        return f"auto_wrap_policy {policy!r}"
+    return f"min_num_params {size}" if (size := settings.get("min_num_params")) else ""
+
+
+def unread_fsdp_keys(c: GRPOSettings) -> str:
+    """Lists the keys of `fsdp_config` that FSDP 2 does not have here."""
+    unset = (False, None, {}, "SHARDED_STATE_DICT")  # the launcher's configuration has options that are off too
+    unread = {key: value for key, value in fsdp_settings(c).items() if key not in _FSDP_KEYS and value not in unset}
+    return ", ".join(f"{key}={value!r}" for key, value in unread.items())
+
+
+def beside_fsdp(c: GRPOSettings) -> str:
+    """Lists settings that a model that FSDP shards excludes, with the values to set instead."""
+    conflicts = {
+        "fp16=True (set bf16=True, or neither)": c.fp16,
+        "stochastic_rounding=True (set it to False)": c.stochastic_rounding,
+        "save_in_background=True (set it to False)": c.save_in_background,
+        "sync_ref_model=True (set it to False)": c.sync_ref_model,
+        "cast_lm_head_to_fp32=True (set it to False)": c.cast_lm_head_to_fp32,
+        "torch_compile=True (set it to False)": c.torch_compile,
+        "use_transformers_continuous_batching=True (set it to False)": c.use_transformers_continuous_batching,
+        "gradient_checkpointing_kwargs with use_reentrant=True (set it to False)": mapping(
+            c.gradient_checkpointing_kwargs
+        ).get("use_reentrant"),
+    }
+    return ", ".join(text for text, is_set in conflicts.items() if is_set)
+
+
+def hybrid_shard(c: GRPOSettings) -> str:
+    """The option that shards within machines alone, if it is set; transformers may have parsed the options already."""
+    options = c.fsdp.split() if isinstance(c.fsdp, str) else c.fsdp if isinstance(c.fsdp, list) else []
+    names = [str(getattr(option, "value", option)) for option in options]
+    return next((name for name in names if name.startswith("hybrid_shard")), "")

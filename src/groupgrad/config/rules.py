@@ -2,8 +2,7 @@
 
 A new rule is one row in `RULES`: when it is broken, and a sentence with the values seen, the reason and the remedy. A
 rule that reads a setting whose own value is wrong is skipped. Rules about one setting alone are rows of
-`field_rules.py`, about values inside dicts of `nested_values.py`, about FSDP of `fsdp_rules.py`. Settings without
-effect beside the others are rows of `unused_settings.py`.
+`field_rules.py`. Settings without effect beside the others are rows of `unused_settings.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 from groupgrad.byte_sizes import parse_bytes
-from groupgrad.config import conditions, nested_values
-from groupgrad.config.conditions import Rule
+from groupgrad.config import conditions
+from groupgrad.config.conditions import FSDP_OPTIMIZERS, Rule
 from groupgrad.config.field_rules import DTYPES, field_problems, is_number
-from groupgrad.config.fsdp_rules import FSDP_RULES
-from groupgrad.config.launcher import uses_deepspeed, zero_stage
+from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.unused_settings import unused_settings
 from groupgrad.engines.generation_options import MOVED
@@ -26,7 +24,7 @@ from groupgrad.objectives import LOSSES
 RULES: tuple[Rule, ...] = (
     # --- models ---
     Rule(conditions.unknown_dtype, f"{{found}}, which models are not loaded in. Set it to one of {', '.join(DTYPES)}"),
-    Rule(nested_values.switch_text, "{found}, a text, which would count as true. Set it to True or False"),
+    Rule(conditions.switch_text, "{found}, a text, which would count as true. Set it to True or False"),
     Rule(
         lambda c: c.sync_ref_model and c.beta == 0,
         "sync_ref_model=True moves a reference, but beta=0.0 keeps none. Set beta above 0, or sync_ref_model=False",
@@ -42,7 +40,7 @@ RULES: tuple[Rule, ...] = (
         "generation_kwargs has {found}, which transformers 5 moved from generate to code on the Hub. Take it out",
     ),
     Rule(conditions.overridden_sampling, "in generation_kwargs, {found}"),
-    Rule(nested_values.generation_problem, "in generation_kwargs, {found}"),
+    Rule(conditions.generation_problem, "in generation_kwargs, {found}"),
     Rule(
         lambda c: c.use_transformers_continuous_batching and c.rollout_engine != "auto",
         "use_transformers_continuous_batching=True and rollout_engine={c.rollout_engine!r} name two engines. Set "
@@ -234,7 +232,55 @@ RULES: tuple[Rule, ...] = (
         "accelerator_config has num_steps={found}, which would change the step behind the batch arithmetic. Take it "
         "out and set gradient_accumulation_steps",
     ),
-    *FSDP_RULES,
+    # --- FSDP ---
+    Rule(
+        conditions.hybrid_shard,
+        "fsdp={found!r} is an option of FSDP 1, and only FSDP 2 is supported, which shards over all processes. Set "
+        "fsdp='full_shard'",
+    ),
+    Rule(
+        lambda c: (version := str(fsdp_settings(c).get("version", 2))) != "2" and version,
+        "fsdp is on with fsdp_version {found}, and only FSDP 2 is supported. Set fsdp_config={{'version': 2}}, or in "
+        "the launcher's configuration fsdp_version: 2",
+    ),
+    Rule(
+        lambda c: uses_fsdp(c) and c.world_size < 2,
+        "fsdp shards weights over several processes, and there is one. Start several (groupgrad train --num-processes "
+        "2), or leave fsdp unset",
+    ),
+    Rule(
+        lambda c: uses_fsdp(c) and uses_deepspeed(c),
+        "fsdp is on and so is deepspeed, which shards too. Leave one of the two unset",
+    ),
+    Rule(
+        conditions.other_wrapping,
+        "fsdp_config has {found}: a layer of the model is sharded at a time. Take it out, or set "
+        "transformer_layer_cls_to_wrap to the classes of the layers",
+    ),
+    Rule(
+        lambda c: fsdp_settings(c).get("activation_checkpointing") and c.gradient_checkpointing is False,
+        "fsdp_config has activation_checkpointing on and gradient_checkpointing=False says the opposite. Set both to "
+        "the same",
+    ),
+    Rule(
+        lambda c: uses_fsdp(c) and c.optimizer_name not in FSDP_OPTIMIZERS and ", ".join(FSDP_OPTIMIZERS),
+        "optim={c.optimizer_name!r} does not go with fsdp: it is not known to update a shard as it would the whole "
+        "weight. Set it to one of {found}",
+    ),
+    Rule(
+        lambda c: uses_fsdp(c) and c.use_vllm and c.vllm_mode == "colocate",
+        "vllm_mode='colocate' with fsdp is not part of this version. Set vllm_mode='server', or use_vllm=False",
+    ),
+    Rule(lambda c: uses_fsdp(c) and conditions.beside_fsdp(c), "fsdp does not go with {found}"),
+    Rule(
+        lambda c: uses_fsdp(c) and not conditions.parallel_sizes(c) and c.parallelism_config is not None,
+        "fsdp does not go with parallelism_config: FSDP shards over all processes. Leave parallelism_config unset",
+    ),
+    Rule(
+        conditions.unread_fsdp_keys,
+        "fsdp_config has settings without effect under FSDP 2: {found}",
+        warns=True,
+    ),
     # --- rewards ---
     Rule(
         conditions.unknown_failure_action,
