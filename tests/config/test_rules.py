@@ -137,7 +137,6 @@ BAD: list[tuple[dict, list[str]]] = [
     ({"num_completions_to_print": -1}, ["num_completions_to_print=-1", "0 or more"]),
     ({"generation_kwargs": "{bad"}, ["generation_kwargs='{bad'", "JSON text"]),
     ({"chat_template_kwargs": "[1]"}, ["chat_template_kwargs='[1]'", "JSON text"]),
-    ({"model_init_kwargs": {"dtype": "float8"}}, ["dtype='float8'", "bfloat16"]),
     ({"generation_kwargs": {"max_length": 9}}, ["max_length=9", "set max_completion_length"]),
     ({"generation_kwargs": {"num_return_sequences": 2}}, ["num_return_sequences=2", "set num_generations"]),
     ({"generation_kwargs": {"return_dict_in_generate": True}}, ["return_dict_in_generate=True", "Take it out"]),

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from groupgrad.config.field_rules import DICTS, DTYPES, field_problem, is_number
+from groupgrad.config.field_rules import DICTS, field_problem, is_number
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import has_comparable_logprobs, sampling_options, vllm_fields
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
@@ -60,16 +60,6 @@ OWNED_KEYS: dict[str, str] = {
     ),
 }
 """Keys of generation_kwargs that the trainer sets itself, and what to do instead."""
-
-
-def unknown_dtype(c: GRPOSettings) -> str | None:
-    """Finds a dtype in which models are not loaded."""
-    for name in ("model_init_kwargs", "reward_model_init_kwargs"):
-        kwargs = mapping(getattr(c, name))
-        dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
-        if dtype is not None and dtype not in DTYPES:
-            return f"{name} has dtype={dtype!r}"
-    return None
 
 
 def owned_keys(c: GRPOSettings) -> str:

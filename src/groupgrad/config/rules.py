@@ -14,7 +14,7 @@ from typing import Any
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.config import conditions
 from groupgrad.config.conditions import FSDP_OPTIMIZERS, Rule
-from groupgrad.config.field_rules import DTYPES, field_problems, is_number
+from groupgrad.config.field_rules import field_problems, is_number
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.unused_settings import unused_settings
@@ -23,7 +23,6 @@ from groupgrad.objectives import LOSSES
 
 RULES: tuple[Rule, ...] = (
     # --- models ---
-    Rule(conditions.unknown_dtype, f"{{found}}, which models are not loaded in. Set it to one of {', '.join(DTYPES)}"),
     Rule(conditions.switch_text, "{found}, a text, which would count as true. Set it to True or False"),
     Rule(
         lambda c: c.sync_ref_model and c.beta == 0,
