@@ -142,10 +142,8 @@ class Batch:
         """The rows of several batches of one optimizer step as one batch, each distinct prompt (ids, images) once.
 
         Numbers that only some of the batches know are NaN or -1 for the others; old and reference log-probs must be set
-        in all or in none (ValueError), and there must be at least one batch. The totals are those of the first.
+        in all or in none, and there must be at least one batch. The totals are those of the first.
         """
-        if not batches:
-            raise ValueError("there is no batch to join; give at least one")
         places: dict[tuple[tuple[int, ...], str], int] = {}
         media: list[Media | None] = []
         prompt_of_row: list[torch.Tensor] = []
@@ -246,11 +244,6 @@ def _joined(name: str, batches: Sequence[Batch]) -> torch.Tensor | None:
     present = [value for value in values if value is not None]
     if not present:
         return None
-    if len(present) < len(values) and name not in _UNKNOWN:
-        raise ValueError(
-            f"{len(present)} of {len(values)} batches have {name}, so they cannot be joined; set it in all of them or "
-            "in none"
-        )
     parts: list[torch.Tensor] = []
     for batch, value in zip(batches, values):
         size = batch.num_tokens if name in _TOKEN_FIELDS else batch.num_rows
