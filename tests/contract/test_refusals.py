@@ -314,8 +314,6 @@ def test_bad_settings_of_a_model_on_disk(
     assert_refused(lambda: make_trainer(settings, model=str(model_dir)), error, text)
 
 
-
-
 def test_a_best_metric_that_a_reward_function_may_log(make_trainer: MakeTrainer) -> None:
     """A name that the trainer does not know is doubtful; its own and a user's work."""
 
