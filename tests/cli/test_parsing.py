@@ -218,14 +218,22 @@ def test_numbers_with_an_exponent_are_numbers_within_a_dict_too(tmp_path, monkey
     text = "generation_kwargs: {min_p: 1e-2, stop_strings: ['1e-2'], eos_token_id: [1]}\nrun_name: 1e5\nbeta: 1e-3\n"
     text += "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs:\n  min_lr: 1E-7\nadam_epsilon: 2.5e7\n"
     argv = ["--config", write(tmp_path, text + "env: {RATE: 1e-3}\n"), "--set", "model_init_kwargs.dropout=1e-1"]
+    argv += ["--set", "reward_model_init_kwargs={classifier_dropout: 1e-1}", "--set", "hub_revision=1e5"]
     parsed = parse([*CPU, *argv])
     config = parsed.config
     assert config.generation_kwargs == {"min_p": 0.01, "stop_strings": ["1e-2"], "eos_token_id": [1]}
     assert config.lr_scheduler_kwargs == {"min_lr": 1e-7}
     assert config.model_init_kwargs == {"dropout": 0.1}
+    assert (config.reward_model_init_kwargs, config.hub_revision) == ({"classifier_dropout": 0.1}, "1e5")
     assert (config.beta, config.adam_epsilon, config.run_name) == (1e-3, 2.5e7, "1e5")
     assert os.environ["RATE"] == "1e-3"
     assert parsed.command["yaml"]["generation_kwargs"]["min_p"] == 0.01, "what `replay` reads again"
+
+
+def test_a_mapping_may_take_the_keys_of_another(tmp_path):
+    text = "model_init_kwargs: &base {dtype: float32}\nreward_model_init_kwargs: {<<: *base, num_labels: 1}\n"
+    config = parse([*CPU, "--config", write(tmp_path, text)]).config
+    assert config.reward_model_init_kwargs == {"dtype": "float32", "num_labels": 1}
 
 
 def test_set_reaches_into_mappings_and_wins_over_the_file(tmp_path):

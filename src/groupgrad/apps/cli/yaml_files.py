@@ -26,8 +26,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":  # `<<: *other`
+                continue
             name = self.construct_object(key, deep=True)
-            if isinstance(name, str) and name.replace("-", "_") in seen and name != "<<":
+            if isinstance(name, str) and name.replace("-", "_") in seen:
                 raise yaml.constructor.ConstructorError(
                     problem=f"the key {name!r} is there twice; remove one", problem_mark=key.start_mark
                 )
@@ -77,8 +79,8 @@ def read_setting(setting: str, *, numbers: bool = False) -> tuple[str, Any]:
             f"--set {setting}: the value is not YAML: {_one_line(error)}; put a text with such characters in quotes"
         ) from None
     name, point, inner = key.partition(".")
-    in_dict = float if point or numbers else str
-    return name.replace("-", "_") + point + inner, _converted({"": value}, in_dict)[""]
+    outside = float if point or numbers else str
+    return name.replace("-", "_") + point + inner, _converted(value, float, outside)
 
 
 def _converted(value: Any, in_dict: Callable[[Any], Any], kind: Callable[[Any], Any] = str) -> Any:
