@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 
 import pytest
 
@@ -38,6 +39,14 @@ def test_a_setting_that_does_not_exist_says_what_to_do(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown field '{name}'") as caught:
         parse_settings({name: 1})
     assert HINTS[name] in str(caught.value)
+
+
+def test_an_arm_has_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be those of the arms beside it too."""
+    monkeypatch.delenv("OF_AN_ARM", raising=False)
+    with pytest.raises(ValueError, match="env is of the whole process"):
+        parse_settings({"env": {"OF_AN_ARM": "1"}})
+    assert "OF_AN_ARM" not in os.environ
 
 
 def test_the_trainers_arguments_are_known() -> None:

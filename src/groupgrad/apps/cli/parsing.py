@@ -338,6 +338,8 @@ def parse_settings(settings: Mapping[str, Any]) -> Parsed:
     """Reads settings as the YAML file of `groupgrad train` would have them. ValueError, with what to change, if they
     cannot work."""
     parser = _SettingsParser(prog="groupgrad train", usage="", description="", epilog="")
+    if "env" in settings:
+        parser.error("env is of the whole process: set it outside of arms")
     parser.take_run(settings)
     script, model, config, *_ = parser.parse_args_into_dataclasses([], look_for_args_file=False)
     return Parsed(script=script, model=model, config=config, flags={})
