@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import socket
 import sqlite3
@@ -141,9 +142,12 @@ def _listen(host: str, port: int) -> socket.socket:
     family, reason = socket.AF_INET6 if ":" in host else socket.AF_INET, ""
     for number in [port] if port else [*range(8765, 8785), 0]:
         try:
-            return socket.create_server((host, number), family=family, backlog=64)
-        except OSError as error:
-            reason = error.strerror or str(error)
+            is_any = host == "::" and socket.has_dualstack_ipv6()
+            return socket.create_server((host, number), family=family, backlog=64, dualstack_ipv6=is_any)
+        except socket.gaierror as error:
+            reason = error.strerror
+        except OSError as error:  # create_server writes the address into its text
+            reason = os.strerror(error.errno) if error.errno else str(error)
     place = f"{host}, port {port}" if port else host
     raise OSError(
         f"a page cannot be served at {place} ({reason}); set --host to an address of this machine, or --port to a free "
