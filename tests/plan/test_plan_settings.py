@@ -111,6 +111,12 @@ def test_a_colocated_vllm_must_fit_beside_training(planned: Any, capsys: Any, ru
     planned("--config", run_file(**colocate), "--vllm-server", "--device", "5.5GB")
     assert capsys.readouterr().out == shown["server"], "a flag wins"
 
+    halved = run_file(**colocate, vllm_tensor_parallel_size=2)
+    for flags in ([], ["--vllm-colocate"]):
+        planned("--config", halved, "--devices", 2, "--device", "24GB", *flags)
+        shown[len(flags)] = capsys.readouterr().out
+    assert shown[0] == shown[1] != shown["colocate"], "a flag that repeats the file leaves its other settings"
+
 
 def test_the_share_of_the_file_is_kept_where_it_fits(planned: Any, capsys: Any, run_file: Any) -> None:
     for share, text in ((0.4, "=0.4 leaves"), (0.01, "(not 0.01) leaves")):

@@ -292,7 +292,8 @@ def _words(settings: dict[str, Any], given: set[str]) -> list[str]:
         del found["gradient-dtype"]
     if settings.get("use_vllm") and given.isdisjoint({"--vllm-server", "--vllm-colocate"}):
         found["vllm-server" if settings.get("vllm_mode") == "server" else "vllm-colocate"] = True
-    if found.get("vllm-colocate") and (size := settings.get("vllm_tensor_parallel_size")) is not None:
+    is_colocated = "--vllm-colocate" in given or found.get("vllm-colocate")
+    if is_colocated and (size := settings.get("vllm_tensor_parallel_size")) is not None:
         found["vllm-tensor-parallel-size"] = size
     found.setdefault("accumulation", 1)
     words = {name: f"--{name}={value}" for name, value in found.items()}
