@@ -159,6 +159,7 @@ def test_the_help_of_each_command_has_its_exit_codes(command: str, capsys: Any) 
         (["rollouts", ".", "--min-rewrd=1"], "unknown option '--min-rewrd'; did you mean --min-reward?"),
         (["demo", "--sed", "1"], "unknown option '--sed'; did you mean --seed?"),
         (["env", "extra"], "unrecognized arguments: extra"),
+        (["rollouts", ".", "--search", "--a b", "--min-reward", "x"], "invalid float value: 'x'"),
         (["replay", ".", "--stp", "3"], "unknown option '--stp'; did you mean --step?"),
         (["replay", "--stp=3"], "unknown option '--stp'; did you mean --step?"),
         (["replay", "."], "the following arguments are required: --step"),

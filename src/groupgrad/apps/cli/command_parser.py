@@ -136,9 +136,10 @@ class CommandParser(HelpfulParser):
         """Parses a command line. Exits with status 2, and the option that may have been meant, for an unknown one."""
         known = list(self._option_string_actions)
         words = [_spelled_as(word, known) for word in args]
-        for word in words:  # before argparse, which would name an option that is missing instead
+        # Before argparse, which would name an option that is missing instead. As there, a word with spaces is a value.
+        for word in words[: words.index("--")] if "--" in words else words:
             name = word.partition("=")[0]
-            if name.startswith("--") and name not in ("--", *known):
+            if name.startswith("--") and name not in known and " " not in name:
                 similar = nearest(name, known)
                 self.error(f"unknown option {name!r}" + (f"; did you mean {similar}?" if similar else ""))
         return super().parse_args(words, namespace)
