@@ -93,10 +93,12 @@ def test_a_configuration_takes_effect(two_processes):
 
 
 def test_settings_without_effect_are_named(two_processes):
-    unread = {"state_dict_type": "FULL_STATE_DICT", "reshard_after_forwart": True}
-    text = "without effect under FSDP 2: state_dict_type='FULL_STATE_DICT', reshard_after_forwart=True"
+    unread = {"state_dict_type": "FULL_STATE_DICT", "reshard_after_forwart": False}
+    text = "without effect under FSDP 2: state_dict_type='FULL_STATE_DICT', reshard_after_forwart=False"
     with pytest.warns(UserWarning, match=text):
         config(fsdp=True, fsdp_config=unread)
+    with pytest.warns(UserWarning, match="deals out the groups itself: even_batches=False"):
+        config(accelerator_config={"even_batches": False})
     with pytest.warns(UserWarning, match=r"ddp_bucket_cap_mb=7 \(FSDP joins the gradients\)"):
         config(fsdp=True, ddp_bucket_cap_mb=7)
 

@@ -215,6 +215,13 @@ def parallel_sizes(c: GRPOSettings) -> str:
     return entries({name: size for name in names if (size := getattr(c.parallelism_config, name, 1) or 1) > 1}, names)
 
 
+def loading_options(c: GRPOSettings) -> str:
+    """Lists accelerate's options of data loading that were changed."""
+    defaults = {"even_batches": True, "use_seedable_sampler": True, "non_blocking": False}
+    values = {name: getattr(c.accelerator_config, name, default) for name, default in defaults.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in values.items() if value != defaults[name])
+
+
 def accumulation_kwargs(c: GRPOSettings) -> dict[str, Any]:
     """Returns accelerate's options of gradient accumulation."""
     return mapping(getattr(c.accelerator_config, "gradient_accumulation_kwargs", None))
@@ -311,6 +318,9 @@ _FSDP_KEYS = (
     *("auto_wrap_policy", "min_num_params", "cpu_offload", "offload_params"),
 )
 
+_FSDP_FILLED_IN = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "activation_checkpointing_offload")
+"""Options that transformers and the launcher add where they are off."""
+
 
 def other_wrapping(c: GRPOSettings) -> str:
     """The setting by which parts other than layers would be sharded."""
@@ -323,9 +333,8 @@ def other_wrapping(c: GRPOSettings) -> str:
 
 def unread_fsdp_keys(c: GRPOSettings) -> str:
     """Lists the keys of `fsdp_config` that FSDP 2 does not have here."""
-    unset = (False, None, {}, "SHARDED_STATE_DICT")  # the launcher's configuration has options that are off too
-    unread = {key: value for key, value in fsdp_settings(c).items() if key not in _FSDP_KEYS and value not in unset}
-    return ", ".join(f"{key}={value!r}" for key, value in unread.items())
+    unread = {key: value for key, value in fsdp_settings(c).items() if key not in _FSDP_KEYS}
+    return ", ".join(f"{key}={value!r}" for key, value in unread.items() if value or key not in _FSDP_FILLED_IN)
 
 
 def beside_fsdp(c: GRPOSettings) -> str:

@@ -227,6 +227,11 @@ RULES: tuple[Rule, ...] = (
         "accelerator_config has {found[0]}=True: the trainer deals out the groups itself. Set {found[0]} to False",
     ),
     Rule(
+        conditions.loading_options,
+        "accelerator_config has settings without effect, since the trainer deals out the groups itself: {found}",
+        warns=True,
+    ),
+    Rule(
         lambda c: (steps := conditions.accumulation_kwargs(c).get("num_steps", 1)) != 1 and str(steps),
         "accelerator_config has num_steps={found}, which would change the step behind the batch arithmetic. Take it "
         "out and set gradient_accumulation_steps",
