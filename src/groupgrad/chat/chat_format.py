@@ -217,7 +217,8 @@ def _first_calls(spans: list[CallSpan]) -> list[CallSpan]:
 def _unknown_syntax(probes: ProbeRenderings) -> str:
     if not probes.one_call:
         return (
-            "the chat template shows no tool calls: an assistant message with tool_calls is rendered without them. "
+            "the chat template shows no tool calls: it renders an assistant message without its tool_calls, or cannot "
+            "render arguments that are no texts. "
             "Give the tokenizer a chat template with tools (tokenizer.chat_template = ...), or pass response_parser= "
             "to read calls that your prompts ask for in a form of their own"
         )
