@@ -117,7 +117,8 @@ def order_note(rows: Sequence[Result]) -> str:
 
 def table(store: Store) -> dict[str, Any]:
     """Returns the arms of a sweep, the best one first, and its cost, as plain types for page and terminal."""
-    arms, found, total = {arm.name: arm for arm in store.arms()}, results(store), cost(store)
+    found = results(store)  # before the arms, of which a clone may make more meanwhile
+    arms, total = {arm.name: arm for arm in store.arms()}, cost(store)
     steps, in_turn = steps_so_far(store), arms_in_turn(store)
     rows = [
         {
