@@ -48,7 +48,7 @@ class DaemonThreads(ThreadPoolExecutor):
             del future, function  # an idle thread keeps no arguments alive
 
 
-class OwnThread:
+class DedicatedThread:
     """Runs functions one after another on one daemon thread of its own, which ends when this object is dropped.
 
     For objects that work on one thread only, such as connections of sqlite3. The thread starts with the first function.

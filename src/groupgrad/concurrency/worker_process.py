@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from groupgrad.concurrency.daemon_threads import OwnThread
+from groupgrad.concurrency.daemon_threads import DedicatedThread
 from groupgrad.concurrency.running_time import slices
 from groupgrad.concurrency.worker_main import RemoteTraceback, serve
 from groupgrad.concurrency.workers import Outcome, late
@@ -58,7 +58,7 @@ class WorkerProcess:
     ):
         setup = None if initializer is None else cloudpickle.dumps(initializer)
         self._child = _Child(name, (tuple(functions), setup, memory_bytes), dict(environment or {}))
-        self._thread = OwnThread(name)  # the process ends with the thread that has started it
+        self._thread = DedicatedThread(name)  # the process ends with the thread that has started it
         # Before multiprocessing waits for its processes at exit.
         util.Finalize(self, _Child.end, args=(self._child,), exitpriority=10)
 

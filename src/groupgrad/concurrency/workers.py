@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupgrad.concurrency.callables import is_async
-from groupgrad.concurrency.daemon_threads import DaemonThreads, OwnThread
+from groupgrad.concurrency.daemon_threads import DaemonThreads, DedicatedThread
 from groupgrad.concurrency.deadline import DeadlinePassed, call_within
 from groupgrad.concurrency.event_loop import USER_LOOP, LoopThread
 from groupgrad.concurrency.running_time import slices
@@ -68,7 +68,7 @@ class _Call:
     then: Callable[[Any], Any] | None
     timeout_s: float
     name: str
-    thread: OwnThread | None = None
+    thread: DedicatedThread | None = None
     """The thread of a plain function; None: any."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     started: float | None = None
@@ -146,7 +146,7 @@ class Workers:
         timeout_s: float | None,
         then: Callable[[Any], Any] | None = None,
         name: str = "",
-        thread: OwnThread | None = None,
+        thread: DedicatedThread | None = None,
     ) -> Future[Outcome]:
         """Starts `function(**kwargs)`; the future is done by about `timeout_s` seconds after it started running.
 

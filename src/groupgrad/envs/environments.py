@@ -14,7 +14,7 @@ from typing import Any
 
 from groupgrad.chat.tool_messages import is_image
 from groupgrad.concurrency.callables import is_async
-from groupgrad.concurrency.daemon_threads import OwnThread
+from groupgrad.concurrency.daemon_threads import DedicatedThread
 from groupgrad.concurrency.workers import Outcome, Workers
 from groupgrad.data.values import copy_containers, real_number
 from groupgrad.envs.env_spec import (
@@ -58,7 +58,7 @@ class Environments:
         self._reuse = reuse
         self._chosen_by_column = isinstance(factories, Mapping)
         self._lock = threading.Lock()
-        self._alive: dict[int, tuple[Any, OwnThread]] = {}
+        self._alive: dict[int, tuple[Any, DedicatedThread]] = {}
         """Instances that have not been closed, each with the thread of its plain methods, by `id`."""
         self._close_timeout_s = close_timeout_s
         self._closers = Workers(16)
@@ -68,7 +68,7 @@ class Environments:
         try:
             by_name = dict(factories) if isinstance(factories, Mapping) else {None: factories}
             for name, factory in by_name.items():
-                thread = OwnThread("environment")
+                thread = DedicatedThread("environment")
                 instance = thread.submit(first_instance, factory, name).result()
                 self._add(instance, name or type(instance).__name__, thread)
                 spec = inspect_factory(instance, factory, name)
@@ -126,7 +126,7 @@ class Environments:
         spec, tools = self.spec_of(row), chosen_tools(self._tools, row)
         with self._lock:
             instance = spec.pool.pop() if spec.pool else None
-            thread = OwnThread("environment") if instance is None else self._alive[id(instance)][1]
+            thread = DedicatedThread("environment") if instance is None else self._alive[id(instance)][1]
         return EnvHandle(self, spec, instance, tools, thread)
 
     def release(self, handle: EnvHandle) -> None:
@@ -166,7 +166,7 @@ class Environments:
             self._closing -= late
         self._closers.close()
 
-    def create(self, spec: EnvSpec, thread: OwnThread) -> Any:
+    def create(self, spec: EnvSpec, thread: DedicatedThread) -> Any:
         """A new instance, whose methods run on `thread`, the calling one.
 
         EnvironmentFault if the factory fails or makes an instance of another class than at first.
@@ -184,7 +184,7 @@ class Environments:
         self._add(instance, spec.name, thread)
         return instance
 
-    def _add(self, instance: Any, name: str, thread: OwnThread) -> None:
+    def _add(self, instance: Any, name: str, thread: DedicatedThread) -> None:
         with self._lock:
             if id(instance) in self._alive:
                 raise EnvironmentFault(
@@ -196,7 +196,7 @@ class Environments:
                 # The reference also keeps this object alive until its instances have been closed.
                 atexit.register(self.close)
 
-    def _start_closing(self, instance: Any, thread: OwnThread) -> None:
+    def _start_closing(self, instance: Any, thread: DedicatedThread) -> None:
         close = getattr(instance, "close", None)
         if not callable(close):
             return
@@ -225,7 +225,7 @@ class EnvHandle:
     """
 
     def __init__(
-        self, environments: Environments, spec: EnvSpec, instance: Any, tools: Sequence[Tool], thread: OwnThread
+        self, environments: Environments, spec: EnvSpec, instance: Any, tools: Sequence[Tool], thread: DedicatedThread
     ):
         self.instance: Any = instance
         """The user's object, for reward functions; None until a first `reset` has made one."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from groupgrad.chat import ToolCall
 from groupgrad.chat.tool_messages import Content, NotJson, cut, render, returned
 from groupgrad.concurrency.callables import function_name
-from groupgrad.concurrency.daemon_threads import OwnThread
+from groupgrad.concurrency.daemon_threads import DedicatedThread
 from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers, call_here
 from groupgrad.data.values import short_repr
 from groupgrad.envs.schemas import argument_problem, describe
@@ -145,7 +145,7 @@ def _make_function_tool(function: Any, index: int) -> Tool:
 class MethodOwner(Protocol):
     """A rollout's environment, whose methods are tools."""
 
-    thread: OwnThread
+    thread: DedicatedThread
     """The thread on which its plain methods run."""
     must_discard: bool
     """Set to True when a call has timed out, since it may still run."""

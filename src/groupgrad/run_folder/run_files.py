@@ -136,7 +136,7 @@ class WriteBehind:
     """Runs jobs one after another on a daemon thread, so that a slow disk does not hold up training.
 
     Where `capacity` large jobs wait, further ones are dropped. `on_error` gets what a job raises, on that thread. Each
-    step puts two jobs, and the futures of an `OwnThread` would make that a quarter slower, so there are none.
+    step puts two jobs, and the futures of an `DedicatedThread` would make that a quarter slower, so there are none.
     """
 
     def __init__(self, on_error: Callable[[Exception], object], *, capacity: int = 8):
