@@ -81,7 +81,6 @@ def test_resuming_and_pushing():
         (["--use_cpu", "--reward_funcs", "json.__name__"], "is a str, not a reward function"),
         (["--use_cpu", "--reward_funcs", "accuracy_reward"], "no model is given; set model_name_or_path"),
         ([*BASE[:3], "--reward_funcs", "accuracy_reward", *BASE[3:5]], "set prompt_column"),
-        ([*BASE, "--reward_funcs", "accuracy_reward", "--model_name_or_path", "some/modle"], "mean 'some/model'?"),
         ([*BASE, "--reward_model_name_or_path", "./none"], "reward_model_name_or_path='./none': there is no such"),
         ([*BASE, "--reward_funcs", "accuracy_reward", "--load_in_4bit", "--load_in_8bit"], "are both True"),
     ],

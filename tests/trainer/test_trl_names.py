@@ -183,22 +183,6 @@ def test_a_defined_loss_gets_every_row_also_without_advantage(hook, train, make_
     assert model.lm_head.weight.detach().norm() < before
 
 
-def test_a_loss_that_reads_the_peers_dict_is_told_of_the_batch(make_trainer):
-    class Weighted(GRPOTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return super().compute_loss(model, inputs) * inputs[key].float().mean()
-
-    trainer = make_trainer(cls=Weighted, **ONE_GROUP)
-    for key, remedy in {
-        "advantages": r"batch\.advantages, \(B,\)",
-        "completion_mask": r"batch\.trained, \(L,\)",
-        "old_per_token_logps": r"batch\.old_logprobs, \(L,\)",
-        "input_ids": "its attributes",
-    }.items():
-        with pytest.raises(TypeError, match=rf"{key}.*{remedy}.*docs/from-trl\.md"):
-            trainer.train()
-
-
 def test_the_curriculum_of_the_page_follows_rewards(train):
     """The block of docs/from-trl.md: each generation batch has rows of the level that the last step has set."""
     names = {"make_problem": lambda level: f"{level}+{level}="}

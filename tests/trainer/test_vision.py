@@ -98,7 +98,7 @@ def test_paths_stay_below_image_root(make_seeing, tmp_path: Path):
     for path in ("../secret.png", "link.png", str(outside), f"file://{outside}"):
         with pytest.raises(ValueError, match=r"leads to .*secret.png', out of image_root="):
             make_seeing(train_dataset=data(path), image_root=str(inside))
-    with pytest.raises(ValueError, match=r"row 0 of train_dataset .*out of image_root="):
+    with pytest.raises(ValueError, match=r"row 0 of train_dataset: .*out of image_root="):
         make_seeing(train_dataset=data(str(outside), cast=True), image_root=str(inside))
 
 
