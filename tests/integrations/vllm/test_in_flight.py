@@ -14,7 +14,7 @@ from simulated_server import SimulatedServer, pool_of, pretend_vllm, servers_of
 
 from groupgrad import compat
 from groupgrad.engines.base import Request, Sample, SamplingOptions
-from groupgrad.integrations.vllm.http import ServerRefused, call
+from groupgrad.integrations.vllm.http import ServerRefused, Stream, call
 from groupgrad.integrations.vllm.vllm_policy import VLLMPolicy
 
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,))
@@ -105,19 +105,29 @@ def test_rows_that_arrive_during_a_push_wait_for_its_weights(servers: list[Simul
     assert server.engine.may_sample.is_set() and lines[0]["weight_versions"] == [[engine.weight_version, 2]]
 
 
-def test_a_push_without_rows_resumes_a_server_that_an_unfinished_one_has_paused(
+def test_rows_that_an_unfinished_push_has_paused_end_after_the_next_one(
     servers: list[SimulatedServer], model: Any
 ) -> None:
+    """A trainer has died in its push; the next one, in which nothing is sampled, would wait for rows to end."""
     server = servers[0]
     engine = server.engine_of()
-    engine.push(model, 0)
+    rows = {"weight_version": engine.push(model, 0), "sampling": {}, "prompts": [[5]]}
+    rows["rows"] = [{"row": 0, "prompt": 0, "seed": 7, "max_tokens": 500}]
+    lines: list[Any] = []
+    early = threading.Thread(target=lambda: lines.extend(Stream(server.address, "generate", rows, timeout_s=10.0)))
+    early.start()
+    until(lambda: 7 in server.engine.salts)
     info = call(server.address, "info", timeout_s=5.0)
     body = {"weight_version": "1-b", "push": info["next_push"], "tensors": [], "timeout_s": 5.0, "keeps_rows": True}
     call(server.address, "start", body, timeout_s=5.0)
-    resets = server.engine.num_resets
+    server.engine.token_s = 0.0
     VLLMPolicy(engine, model).refresh(1)
-    assert server.engine.may_sample.is_set() and server.engine.num_resets == resets + 1
-    assert len(engine.sample(ROWS, OPTIONS)) == 4
+    early.join(10.0)
+    assert lines[-1]["weight_versions"][-1][0] == engine.weight_version
+    assert server.engine.may_sample.is_set() and len(engine.sample(ROWS, OPTIONS)) == 4
+    resets = server.engine.num_resets
+    VLLMPolicy(engine, model).refresh(2)
+    assert server.engine.num_resets == resets + 1
 
 
 def test_a_vllm_that_records_no_versions_keeps_no_rows(

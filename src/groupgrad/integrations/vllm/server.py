@@ -106,13 +106,16 @@ class ServerWeights:
     """The process group that the workers were asked to join last."""
     push_is_waiting: bool = False
     """True while a push waits for rows to end."""
-    is_paused: bool = False
-    """True from the pause for a push that keeps rows until the next push ends."""
     keeps_rows: bool = False
     """True if the push under way, or the last one, keeps rows that have not ended."""
     outlived: set[str] = field(default_factory=set)
     """Weight versions before the last pushes that kept rows; rows that name one go on with the present weights."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def is_paused(self) -> bool:
+        """True from the start of a push that keeps rows until a push has been verified; rows end after that alone."""
+        return self.keeps_rows and not self.is_complete
 
     def not_complete(self) -> Refusal:
         """Refuses to sample before a push has ended."""
@@ -275,8 +278,8 @@ class Routes:
         body, weights = await _json(request, ROWS_BYTES), self._weights
         version = body["weight_version"]
         # Nothing is awaited from here on: no push can begin between the check of the version and the rows' start.
-        present = weights.pending_version if weights.keeps_rows and not weights.is_complete else weights.version
-        if not weights.is_complete and not weights.keeps_rows:
+        present = weights.pending_version if weights.is_paused else weights.version
+        if not weights.is_complete and not weights.is_paused:
             raise weights.not_complete()
         if version != present and version not in weights.outlived:
             raise Refusal(409, f"this server has the weights {weights.version!r}, not {version!r}")
@@ -310,6 +313,8 @@ class Routes:
             raise Refusal(400, f"vLLM {_vllm_version()} {story}")
         async with weights.lock:
             weights.check_announced(token)
+            # A push that broke off may have left rows paused. None of them ends before this push, so it keeps them too.
+            keeps_rows = keeps_rows or weights.is_paused
             await (self._pause(engine, timeout_s) if keeps_rows else self._drain(timeout_s))
             await self._end_update(engine)
             weights.begin(version, specs, keeps_rows=keeps_rows)
@@ -405,7 +410,6 @@ class Routes:
 
     async def _pause(self, engine: Any, timeout_s: float) -> None:
         """Stops sampling after the present step; rows under way stay where they are, with their keys and values."""
-        self._weights.is_paused = True
         try:
             await asyncio.wait_for(engine.pause_generation(mode="keep", clear_cache=False), timeout_s)
         except asyncio.TimeoutError:
@@ -425,10 +429,9 @@ class Routes:
             # Image features have a cache of their own.
             await engine.reset_encoder_cache()
         await engine.update_weight_version(version)
-        weights.version, weights.is_complete, weights.pending_version = version, True, None
         if weights.is_paused:
             await engine.resume_generation()
-            weights.is_paused = False
+        weights.version, weights.is_complete, weights.pending_version = version, True, None
 
 
 @contextmanager
