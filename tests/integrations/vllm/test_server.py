@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import tempfile
+import time
 import urllib.parse
 import zlib
 from pathlib import Path
@@ -18,7 +19,7 @@ from simulated_server import Receiver, Weights, pretend_weight_transfer
 from starlette.requests import Request
 
 from groupgrad.integrations.vllm import http
-from groupgrad.integrations.vllm.http import Address, ServerRefused
+from groupgrad.integrations.vllm.http import Address, ServerRefused, ServerTimeout
 from groupgrad.integrations.vllm.server import Refusal, Routes
 from groupgrad.integrations.vllm.transfer_plugin import FLAGS
 from groupgrad.integrations.vllm.wire import TensorSpec
@@ -76,6 +77,24 @@ def test_a_server_without_these_routes_is_told_the_flags(monkeypatch: pytest.Mon
     with pytest.raises(ServerRefused, match="has no /groupgrad/info") as refused:
         http.wait_until_up(Address.of(port=8000), timeout_s=1.0)
     assert shlex.split(str(refused.value).partition("`vllm serve` itself has to be given ")[2]) == list(FLAGS)
+
+
+def test_a_server_that_does_not_come_up_is_given_as_long_in_the_last_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt cut short by the deadline would be told as the server's last failure."""
+    waits: set[float] = set()
+
+    def wait(*given: Any, timeout_s: float) -> dict[str, Any]:
+        time.sleep(0.05)
+        waits.add(timeout_s)
+        raise ServerTimeout(f"no answer within {timeout_s:g} s")
+
+    monkeypatch.setattr(http, "call", wait)
+    monkeypatch.setattr(http, "POLL_S", 0.01)
+    with pytest.raises(
+        TimeoutError, match=r"no vLLM server came up .* within 0\.3 s \(last: no answer within 0\.3 s\)"
+    ):
+        http.wait_until_up(Address.of(port=8000), timeout_s=0.3)
+    assert waits == {0.3}
 
 
 def test_workers_that_another_trainer_has_met_since_get_nothing() -> None:

@@ -238,14 +238,13 @@ def wait_until_up(
 ) -> dict[str, Any]:
     """The answer of `/groupgrad/info`, as soon as there is one.
 
-    TimeoutError, with the last failure, after `timeout_s`; ServerRefused for a server that is not groupgrad's;
-    RuntimeError once `is_given_up` returns True.
+    TimeoutError, with the last failure, when the attempt that is under way after `timeout_s` has failed; ServerRefused
+    for a server that is not groupgrad's; RuntimeError once `is_given_up` returns True.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        time_left = deadline - time.monotonic()
         try:
-            return call(address, "info", timeout_s=min(max(1.0, time_left), LOOK_TIMEOUT_S))
+            return call(address, "info", timeout_s=min(timeout_s, LOOK_TIMEOUT_S))
         except (ServerRefused, ConnectionError) as error:
             if isinstance(error, ServerRefused) and error.status in (404, 405):
                 raise ServerRefused(
