@@ -114,6 +114,13 @@ def test_what_hangs_ends_the_run_with_its_name(make_trainer, place):
     assert "groupgrad-watch" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.slow
+def test_what_hangs_in_an_evaluation_outside_of_training_ends_it_with_its_name(make_trainer, tools):
+    trainer = make_trainer(hang_timeout_s=2.0, reward_funcs=asynchronous, trainer={"eval_dataset": tools.prompts(1)})
+    with pytest.raises(HangError, match=r"the reward function 'asynchronous' has run for \d+ s \(step 0, rank 0"):
+        trainer.evaluate()
+
+
 def test_work_that_shows_signs_of_life_may_take_its_time(tmp_path):
     with Watch(tmp_path, lambda: 1, 1.0), activity.doing("sampling"):
         for _ in range(6):
@@ -156,14 +163,14 @@ def on_rank_1(action: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: action() if dist.rank() == 1 else None
 
 
-def train_and_tell(trainer: Any, out: Path, *, stays_s: float = 0.0) -> None:
-    """Trains; writes the error, the time and the activity of this rank down, and lets its process live on for a while.
+def train_and_tell(trainer: Any, out: Path, *, method: str = "train", stays_s: float = 0.0) -> None:
+    """Trains or evaluates; writes the error and the time of this rank down, and lets its process live on for a while.
 
     A process that ends closes its connections, which would end the other rank without any word.
     """
     rank = dist.rank()
     try:
-        trainer.train()
+        getattr(trainer, method)()
     except BaseException as error:
         (out / f"error_{rank}").write_text(f"{type(error).__name__}: {error}")
         (out / f"time_{rank}").write_text(str(time.monotonic()))
@@ -240,6 +247,28 @@ def test_an_error_on_one_rank_ends_all_with_its_text(ranks, tmp_path, phase):
 
     with forked_ranks(action, tmp_path) as both:
         assert both.wait(60) == [1, 1], both.log(0) + both.log(1)
+    check_end(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "an exception on one rank in `evaluate()` or `predict()`, called outside of training",
+    "every other rank ends within 10 s with that rank's name, process and text, also if the failed process lives on",
+    "nothing",
+)
+def test_an_error_on_one_rank_of_an_evaluation_ends_all_with_its_text(ranks, tmp_path):
+    def action(rank: int) -> None:
+        trainer = ranks.build("evaluation", tmp_path, eval="sets")
+        on_rank_1(lambda: setattr(trainer.eval_metric_store, "add", Mock(side_effect=ZeroDivisionError(TEXT))))()
+        train_and_tell(trainer, tmp_path, method="evaluate", stays_s=2 * DEADLINE_S)
+
+    with forked_ranks(action, tmp_path) as both:
+        assert both.wait(60) == [1, 1], both.log(0) + both.log(1)
+    check_end(tmp_path)
+
+
+def check_end(tmp_path: Path) -> None:
+    """Rank 1 has failed by itself, and soon afterwards rank 0 with the text of rank 1."""
     first, second = ((tmp_path / f"error_{rank}").read_text() for rank in range(2))
     assert TEXT in second
     assert first.startswith("RankError: stopped because rank 1") and TEXT in first

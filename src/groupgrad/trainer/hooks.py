@@ -314,17 +314,24 @@ class Hooks(TRLNames, Trainer):
 
     def _invalidate_vllm(self) -> None:
         """Makes vLLM get the weights again before sampling outside of training, where their changes are not noticed."""
-        if self.vllm_policy is not None and not self.is_in_train:
+        if self.vllm_policy is not None:
             self.vllm_policy.invalidate()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        self._invalidate_vllm()
-        try:
+        """Collective at its start outside of training, where the ranks are watched as `train` has them watched."""
+        if self.is_in_train:
             yield
+            return
+        self._invalidate_vllm()
+        folder = os.path.join(self._start_folder, str(self.args.output_dir))
+        try:
+            with Watch(folder, lambda: self.state.global_step, self.args.hang_timeout_s), doing("the evaluation"):
+                yield
+        except Hung as hang:
+            raise HangError(str(hang)) from hang
         finally:
-            if not self.is_in_train:
-                self.components.collector.close()
+            self.components.collector.close()
 
     @contextmanager
     def _training_passes(self, *, is_last: bool) -> Iterator[None]:
