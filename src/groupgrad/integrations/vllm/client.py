@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -39,8 +37,6 @@ from groupgrad.integrations.vllm.wire import (
 from groupgrad.models.unwrapping import base_model, unwrap
 from groupgrad.models.weights import adapter_files
 
-logger = logging.getLogger(__name__)
-
 
 class ServerClient:
     """Looks at one vLLM server, checks that it fits, and pushes weights to it. `timeout_s` bounds every wait."""
@@ -62,7 +58,6 @@ class ServerClient:
         """The policy, and its longest prompt and completion together (0: unknown), which the server has to fit."""
         self.info: dict[str, Any] = {}
         """The server's answer to the last request for its `info`: `vocab_size`, `dtype`, ..."""
-        self._checked: list[dict[str, Any]] = []
 
     def connect(self, model: nn.Module, num_tokens: int, is_given_up: Callable[[], bool]) -> None:
         """Waits for the server, and checks that it serves this model and contexts of `num_tokens`.
@@ -76,20 +71,16 @@ class ServerClient:
 
     def check(self, fields: dict[str, Any], regex: str | None) -> None:
         """ValueError if the server refuses these sampling options."""
-        if fields in self._checked:
-            return
         try:
             call(self.address, "check", {"sampling": fields}, timeout_s=self.timeout_s)
         except ServerRefused as refused:
             raise refusal(refused, fields, regex) from None
-        self._checked.append(fields)
 
     def push(self, push: Push, base_version: str) -> None:
         """Sends the weights or the adapter; the server does not sample until everything has arrived and was verified.
 
         The weights below an adapter, of version `base_version`, are sent once to each start of the server.
         """
-        started = time.monotonic()
         try:
             if push.kind == "weights":
                 self.push_weights(PolicyWeights(push.model), push.weight_version, keeps_rows=push.keeps_rows)
@@ -98,7 +89,6 @@ class ServerClient:
         except (ServerUnreachable, ServerTimeout, ServerRefused, GroupBroken) as error:
             error.args = (f"pushing version {push.policy_step} to {self.address} failed: {error}{_remedy(error)}",)
             raise
-        logger.debug("pushed %s in %.2f s", push.weight_version, time.monotonic() - started)
 
     def close(self) -> None:
         """Leaves the server; it keeps its weights, and another trainer may push to it."""

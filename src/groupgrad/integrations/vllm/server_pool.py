@@ -365,39 +365,31 @@ class PoolSession(TicketSession):
 
     def _assign_unsent(self) -> None:
         """Sends the requests that no server has to the remaining servers."""
-        while self._unsent:
-            try:
-                self._pool.wait_for_one()
-            except ConnectionError as error:
-                raise ConnectionError(f"{error}; {open_rows(self._open)}") from None
-            parts = [rows for member in self._pool.live if (rows := self._rows_of(member)) is not None]
-            if not parts:
-                continue
-            tickets, self._unsent = sorted(self._unsent), []
-            loads = [sum(map(self._cost, rows.requests)) for rows in parts]
-            places = assign_rows(list(map(self._cost, tickets)), loads)
-            for number, rows in enumerate(parts):
-                requests = {ticket: self._open[ticket] for ticket, place in zip(tickets, places) if place == number}
-                if requests:
-                    rows.send(requests)
+        if not self._unsent:
+            return
+        try:
+            self._pool.wait_for_one()
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}; {open_rows(self._open)}") from None
+        parts = list(map(self._rows_of, self._pool.live))
+        tickets, self._unsent = sorted(self._unsent), []
+        loads = [sum(map(self._cost, rows.requests)) for rows in parts]
+        places = assign_rows(list(map(self._cost, tickets)), loads)
+        for number, rows in enumerate(parts):
+            requests = {ticket: self._open[ticket] for ticket, place in zip(tickets, places) if place == number}
+            if requests:
+                rows.send(requests)
 
     def _cost(self, ticket: int) -> int:
         """The most tokens that a row may sample, for the balance of loads."""
         return self._open[ticket].max_new_tokens
 
-    def _rows_of(self, member: Member) -> ServerRows | None:
-        """A server's rows, begun at its first; None if the server is lost meanwhile."""
+    def _rows_of(self, member: Member) -> ServerRows:
+        """A server's rows, begun at its first."""
         if member not in self._parts:
-            pool, client = self._pool, member.client
-            try:
-                client.check(self._fields, pool.regex)
-            except _LOSSES as error:
-                self._lose(member, error)
-                return None
-            wait_s = WAIT_S / len(pool.members)
-            self._parts[member] = ServerRows(
-                client.address, self._pushed, self._fields, timeout_s=pool.timeout_s, wait_s=wait_s
-            )
+            pool, address = self._pool, member.client.address
+            limits = {"timeout_s": pool.timeout_s, "wait_s": WAIT_S / len(pool.members)}
+            self._parts[member] = ServerRows(address, self._pushed, self._fields, **limits)
         return self._parts[member]
 
     def _lose(self, member: Member, error: Exception) -> None:
