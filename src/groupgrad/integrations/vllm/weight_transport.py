@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -83,8 +83,7 @@ class GroupTransport(HttpTransport):
     """Broadcasts buckets over a process group of this rank and all workers: NCCL from a GPU, gloo from the CPU.
 
     The group is formed before the first push, at `port` of the server's machine, which its first worker opens. After an
-    error of `send`, such as ServerRefused from workers that have met another trainer since, the group is closed, and
-    the next push forms another.
+    error of `send` the group is closed, and another push, if there is one, forms another.
     """
 
     def __init__(self, port: int = GROUP_PORT, device: torch.device | None = None):
@@ -168,21 +167,15 @@ def _query(weight_version: str, bucket: Bucket, **more: Any) -> dict[str, Any]:
     return {"weight_version": weight_version, "first": bucket.first, "count": bucket.count, **more}
 
 
-def _error(future: Future[Any]) -> BaseException | None:
-    """The exception that the future's function has raised so far."""
-    return future.exception() if future.done() else None
-
-
 def _run_both(here: Callable[[], None], there: Callable[[], Any], timeout_s: float) -> None:
     """Runs both actions at once. GroupBroken, with the state of both, as soon as one fails or after `timeout_s`."""
     sides = {"here": _THREADS.submit(here), "the server": _THREADS.submit(there)}
-    if wait(sides.values(), timeout_s, return_when=FIRST_EXCEPTION).not_done or any(map(_error, sides.values())):
-        # The other side may be about to report its reason.
-        wait(sides.values(), 0.2)
-        states = {name: _error(side) if side.done() else "still waiting" for name, side in sides.items()}
-        problems = [f"{name}: {state}" for name, state in states.items() if state is not None]
-        if problems:
-            raise GroupBroken("; ".join(problems))
+    wait(sides.values(), timeout_s, return_when=FIRST_EXCEPTION)
+    wait(sides.values(), 0.2)  # the other side may be about to report its reason
+    states = {name: side.exception() if side.done() else "still waiting" for name, side in sides.items()}
+    problems = [f"{name}: {state}" for name, state in states.items() if state is not None]
+    if problems:
+        raise GroupBroken("; ".join(problems))
 
 
 class WeightGroup:
