@@ -228,9 +228,9 @@ class Routes:
             status, answer = 200, await handler(engine, Request(scope, _timely(receive)))
         except Refusal as refusal:
             status, answer = refusal.status, {"error": str(refusal)}
-        except (LookupError, TypeError, ValueError) as error:  # a field that is missing, or cannot be
+        except (LookupError, TypeError, ValueError, RecursionError) as error:  # a field that is missing, or cannot be
             status, answer = 400, {"error": f"the route {route} does not take this: {type(error).__name__}: {error}"}
-        except Exception as error:  # vLLM's own failures, reported to the trainer as they are
+        except Exception as error:  # failures in vLLM's engine, which come as plain Exceptions from its process
             status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
         if isinstance(answer, RowStream):
             await _stream(answer, scope, receive, send)
@@ -298,7 +298,7 @@ class Routes:
         group = body.pop("group", "")
         if "port" in body:
             _timeout(body)
-        rendezvous = Rendezvous(**body, host=_server_host(request) if "port" in body else "")
+        rendezvous = Rendezvous(**body, host=request.scope["server"][0] if "port" in body else "")
         async with weights.lock:
             if rendezvous.port:
                 weights.group = group
@@ -336,7 +336,7 @@ class Routes:
             specs = specs_to_json(weights.next_bucket(first, count))
             if query.get("group", weights.group) != weights.group:  # another trainer has met the workers meanwhile
                 story = f"the workers are in the process group {weights.group!r}, not {query['group']!r}"
-                raise Refusal(409, story)
+                raise Refusal(409, f"{story}: another trainer has met them; give each trainer a server of its own")
             await self._update(engine, specs=specs, **source)
             weights.num_tensors += count
 
@@ -371,7 +371,6 @@ class Routes:
         query, timeout_s = request.query_params, _timeout(request.query_params)
         version, base_version, token = query["weight_version"], query["base_version"], query["push"]
         config_bytes, checksum = int(query["config_bytes"]), int(query["checksum"])
-        self._weights.check_announced(token)
         data = await _read(request, ADAPTER_BYTES)
         if zlib.crc32(data) != checksum:
             raise Refusal(422, f"the adapter {version!r} arrived with another checksum than it was sent with")
@@ -477,10 +476,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 async def _json(request: Request, max_bytes: int = JSON_BYTES) -> dict[str, Any]:
     """The body as a JSON object."""
-    try:
-        return dict(json.loads(await _read(request, max_bytes)))
-    except RecursionError as error:
-        raise Refusal(400, f"the body is no JSON: {error}") from None
+    return dict(json.loads(await _read(request, max_bytes)))
 
 
 def _timeout(values: Mapping[str, Any]) -> float:
@@ -492,19 +488,9 @@ def _timeout(values: Mapping[str, Any]) -> float:
     return seconds
 
 
-def _server_host(request: Request) -> str:
-    """The address of this machine at which the caller has reached the server."""
-    host, port = request.scope.get("server") or (None, None)
-    if not host or port is None:
-        raise Refusal(409, "this server listens at no network address, so no process group can meet there")
-    return str(host)
-
-
-def _late(story: str) -> Refusal:
-    return Refusal(408, story)
-
-
-def _timely(exchange: Callable[..., Any], late: Callable[[str], Exception] = _late) -> Callable[..., Any]:
+def _timely(
+    exchange: Callable[..., Any], late: Callable[[str], Exception] = lambda story: Refusal(408, story)
+) -> Callable[..., Any]:
     """ASGI's `receive` or `send`, which fails with `late` if the caller sends or reads nothing for `PATIENCE_S`."""
 
     async def limited(*message: Any) -> Any:
