@@ -191,11 +191,9 @@ class Routes:
         """
         samples = scope["method"] == "POST"
         try:
-            if samples:
-                self._check_sampling()
             body = await _read(Request(scope, _timely(receive)), ROWS_BYTES)
             if samples:
-                self._check_sampling()  # a push may have begun meanwhile
+                self._check_sampling()
         except Refusal as refusal:
             await _reply(refusal.status, {"error": str(refusal)}, scope, receive, send)
             return
