@@ -19,9 +19,13 @@ class TaskArguments:
 
     # --- Data ---
     dataset_name: str | None = _option(
-        None, "Data set: a hub id, a local folder, or a .json, .jsonl, .parquet or .csv file."
+        None,
+        "Data set: a hub id, a local folder, a .json, .jsonl, .parquet or .csv file, or reasoning_gym:TASK, which "
+        "brings its reward along.",
     )
-    dataset_config: str | None = _option(None, "Configuration (subset) of the data set.")
+    dataset_config: dict | str | None = _option(
+        None, "Configuration (subset) of the data set; of reasoning_gym a mapping: size, test_size, seed, settings."
+    )
     dataset_train_split: str = _option("train", "Split to train on.")
     dataset_test_split: str = _option("test", "Split to evaluate on, if eval_strategy asks for evaluation.")
     dataset_test_name: str | None = _option(

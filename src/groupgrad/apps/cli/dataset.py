@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from groupgrad.apps.cli.arguments import TaskArguments
+from groupgrad.integrations import reasoning_gym
 
 FILES: dict[str, str] = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """File suffix -> loader of `datasets`."""
@@ -19,7 +20,8 @@ def load_splits(script: TaskArguments, evaluate: bool) -> tuple[Any, Any]:
     """
     if not script.dataset_name:
         raise ValueError(
-            "no data set is given; set dataset_name to a hub id, a folder, or a .json, .jsonl, .parquet or .csv file"
+            "no data set is given; set dataset_name to a hub id, a folder, a .json, .jsonl, .parquet or .csv file, or "
+            f"{reasoning_gym.PREFIX}TASK"
         )
     train = _load(script.dataset_name, script.dataset_train_split, script, "dataset_train_split")
     if script.max_train_rows is not None:
@@ -42,6 +44,14 @@ def load_splits(script: TaskArguments, evaluate: bool) -> tuple[Any, Any]:
 def _load(name: str, split: str, script: TaskArguments, setting: str) -> Any:
     import datasets
 
+    if name.startswith(reasoning_gym.PREFIX):
+        dataset = reasoning_gym.named_dataset(name, script.dataset_config, split, script.system_prompt)
+        return dataset.to_iterable_dataset() if script.dataset_streaming else dataset
+    if isinstance(script.dataset_config, dict):
+        raise ValueError(
+            f"dataset_config={script.dataset_config!r} is a mapping, which only {reasoning_gym.PREFIX}TASK takes; set "
+            "it to the name of a configuration"
+        )
     path = Path(name).expanduser()
     if path.suffix in FILES:
         if not path.is_file():

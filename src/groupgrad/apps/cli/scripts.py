@@ -20,6 +20,7 @@ from groupgrad.apps.cli.parsing import FieldParser
 from groupgrad.apps.cli.train import peft_config as get_peft_config
 from groupgrad.apps.cli.train import quantization_config as get_quantization_config
 from groupgrad.config import GRPOConfig, legacy
+from groupgrad.integrations import reasoning_gym
 
 __all__ = [
     "DatasetConfig",
@@ -87,10 +88,13 @@ class ModelConfig(_ModelFields):
 
 @dataclass
 class DatasetConfig:
-    """One data set of a mixture: arguments of `datasets.load_dataset`, its columns and its share."""
+    """One data set of a mixture: arguments of `datasets.load_dataset`, its columns and its share.
+
+    The path may be `reasoning_gym:TASK`, whose name is a mapping of settings; its reward is `reasoning_gym_reward`.
+    """
 
     path: str
-    name: str | None = None
+    name: dict | str | None = None
     data_dir: str | None = None
     data_files: Any = None
     split: str = "train"
@@ -134,14 +138,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         raise ValueError("test_split_size needs the number of rows, which a stream does not have; set streaming=False")
     loaded: list[Any] = []
     for part in parts:
-        dataset: Any = load_dataset(
-            part.path,
-            name=part.name,
-            data_dir=part.data_dir,
-            data_files=part.data_files,
-            split=part.split,
-            streaming=streaming,
-        )
+        dataset = _load_part(part, streaming)
         loaded.append(dataset if part.columns is None else dataset.select_columns(part.columns))
     known = [share for share in shares if share is not None]
     if known:
@@ -156,6 +153,21 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     if mixture_config.test_split_size is not None:
         return joined.train_test_split(test_size=mixture_config.test_split_size, seed=0)
     return DatasetDict({"train": joined})
+
+
+def _load_part(part: DatasetConfig, streaming: bool) -> Any:
+    if part.path.startswith(reasoning_gym.PREFIX):
+        dataset = reasoning_gym.named_dataset(part.path, part.name, part.split)
+        return dataset.to_iterable_dataset() if streaming else dataset
+    name: Any = part.name
+    return load_dataset(
+        part.path,
+        name=name,
+        data_dir=part.data_dir,
+        data_files=part.data_files,
+        split=part.split,
+        streaming=streaming,
+    )
 
 
 def get_kbit_device_map() -> dict[str, int] | None:

@@ -25,6 +25,7 @@ from groupgrad.config.field_rules import DTYPES, changed
 from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.config.settings import mapping
 from groupgrad.errors import EXIT_CHECKPOINT_NOT_SAVED, CheckpointError, CheckpointNotSaved
+from groupgrad.integrations.reasoning_gym import PREFIX, reasoning_gym_reward
 from groupgrad.models.model_names import check_model_name
 from groupgrad.rewards import REWARD_FUNCTIONS
 from groupgrad.spelling import did_you_mean
@@ -51,6 +52,8 @@ _ADAPTER_FLAGS: dict[str, dict[str, str]] = {
 
 parser = train_parser
 """Makes the parser of this command."""
+
+_BUILT_IN = {**REWARD_FUNCTIONS, "reasoning_gym_reward": reasoning_gym_reward}
 
 _FOUR_BIT_FLAGS = ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
 
@@ -140,13 +143,18 @@ def run(trainer: Any, parsed: Parsed) -> None:
 
 
 def load_rewards(script: TaskArguments) -> list[Any]:
-    """Loads the named reward functions; a reward model stays a name. ValueError if there are none or one is unknown."""
+    """Loads the named reward functions; a reward model stays a name. ValueError if there are none or one is unknown.
+
+    A task of reasoning-gym brings its reward along, unless others are named.
+    """
     rewards: list[Any] = [load_reward(name) for name in script.reward_funcs or []]
     if script.reward_model_name_or_path:
         rewards.append(script.reward_model_name_or_path)
+    if not rewards and (script.dataset_name or "").startswith(PREFIX):
+        return [reasoning_gym_reward]
     if not rewards:
         raise ValueError(
-            f"no reward is given; set reward_funcs to built-in names ({', '.join(REWARD_FUNCTIONS)}) or dotted "
+            f"no reward is given; set reward_funcs to built-in names ({', '.join(_BUILT_IN)}) or dotted "
             f"paths of your own functions, or set reward_model_name_or_path"
         )
     return rewards
@@ -154,13 +162,13 @@ def load_rewards(script: TaskArguments) -> list[Any]:
 
 def load_reward(name: str) -> Callable[..., Any]:
     """Returns a built-in reward function by its name, or imports one by its dotted path from the current folder."""
-    if name in REWARD_FUNCTIONS:
-        return REWARD_FUNCTIONS[name]
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
     module_name, _, attribute = name.replace(":", ".").rpartition(".")
     if not module_name:
-        hint = did_you_mean(name, REWARD_FUNCTIONS, before="; ")
+        hint = did_you_mean(name, _BUILT_IN, before="; ")
         raise ValueError(
-            f"there is no built-in reward function {name!r}{hint}. Built in are {', '.join(REWARD_FUNCTIONS)}; "
+            f"there is no built-in reward function {name!r}{hint}. Built in are {', '.join(_BUILT_IN)}; "
             f"your own are given as module.function"
         )
     if os.getcwd() not in sys.path:
