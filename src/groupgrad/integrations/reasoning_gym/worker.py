@@ -26,13 +26,12 @@ COMPOSITE = "composite"
 
 
 def prepare() -> None:
-    """Loads reasoning-gym in a new process, whose output is dropped: tasks print while they make rows."""
-    import reasoning_gym  # noqa: F401
-
+    """Loads reasoning-gym in a new process, whose output is dropped: its libraries and tasks print remarks."""
     logging.disable(logging.WARNING)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    import reasoning_gym  # noqa: F401
 
 
 def system_prompt(name: str) -> str:
