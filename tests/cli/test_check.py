@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupgrad import dist
-from groupgrad.apps.check.round_findings import round_findings
+from groupgrad.apps.check.round_findings import before_training, round_findings
 from groupgrad.apps.check.round_memory import Usage, fullest
 from groupgrad.apps.check.small_round import Round
 from groupgrad.apps.cli import check
@@ -62,6 +62,42 @@ def judged(ranks: int = 1, **metrics: Any) -> dict[str, Finding]:
         rounding=Rounding(2**-23),
     )
     return {finding.topic: finding for finding in round_findings(trainer, done, PLAN, num_steps=1800)}
+
+
+@pytest.mark.parametrize(
+    ("group_rewards", "text"),
+    [
+        # Student's interval of 0.2, 0.4, 0.6: mean 0.4, standard error 0.2 / sqrt(3), 4.303 of them.
+        ([0.2, 0.4, 0.6], "the model before training scores -0.0969 to 0.897 (95 % interval, 3 prompts)"),
+        ([0.0, 1.0] * 50, "the model before training scores 0.4 to 0.6 (95 % interval, 100 prompts)"),
+        # 0.05 ** (1 / 4) is 0.47.
+        ([0.0] * 4, "each of 4 prompts has this mean; before training less than 53 % of prompts have another"),
+        ([0.5], "a single prompt does not show what the model scores before training: raise generation_batch_size"),
+    ],
+)
+def test_what_the_model_scores_before_training(group_rewards: list[float], text: str) -> None:
+    assert before_training(group_rewards).startswith(text)
+
+
+def test_the_interval_covers_the_true_score_in_95_of_100_rounds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for number in (2, 4, 9, 30):
+        rounds = torch.randn(2000, number, generator=generator, dtype=torch.float64).tolist()
+        ends = [re.findall(r"scores (\S+) to (\S+) \(", before_training(rewards))[0] for rewards in rounds]
+        covered = sum(float(low) <= 0 <= float(high) for low, high in ends) / len(ends)
+        assert covered == pytest.approx(0.95, abs=0.015), number
+
+
+def test_the_groups_of_a_round_are_those_of_its_prompts(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
+    """Each completion gets a number of its prompt, so two groups that differ by d have an interval of 12.706 d."""
+    text = "def number(answer, **kwargs):\n    return [float(text) for text in answer]\n"
+    (tmp_path / "numbers_of_prompts.py").write_text(text)
+    main(["check", *run_flags, "--reward_funcs", "numbers_of_prompts.number", "--reward_weights", "1.0"])
+    shown = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"the model before training scores (\S+) to (\S+) \(95 % interval, 2 prompts\)", shown)
+    assert found is not None, shown
+    difference = (float(found[2]) - float(found[1])) / 12.706
+    assert round(difference) >= 1 and difference == pytest.approx(round(difference), rel=0.01)
 
 
 def test_a_run_that_truncates_all_completions_is_an_error(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupgrad.apps.check.small_round import DIFFERENCE, Round
@@ -26,7 +26,7 @@ def round_findings(trainer: Any, done: Round, plan: GenerationPlan, num_steps: i
     return [
         Finding("round", _round_in_words(done, plan)),
         ending(trainer, done.metrics),
-        *_rewards(done.metrics, advices, trainer.rewards.names),
+        *_rewards(done, advices, trainer.rewards.names),
         _agreement(trainer, done.metrics, advices),
         *(Finding("advice", found.text, "warning", found.setting) for found in further),
         _seconds(done, plan, num_steps),
@@ -40,9 +40,9 @@ def _round_in_words(done: Round, plan: GenerationPlan) -> str:
     return f"{text}; {done.sample}" if done.sample else text
 
 
-def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Advice], names: list[str]) -> list[Finding]:
+def _rewards(done: Round, advices: Mapping[str, Advice], names: list[str]) -> list[Finding]:
     """Findings about the rewards, the groups with variance and the seconds of the reward functions."""
-    found = []
+    metrics, found = done.metrics, []
     means = {name: metrics.get(f"rewards/{name}/mean") for name in names}
     silent = [name for name, mean in means.items() if mean is None or math.isnan(mean)]
     numbers = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items() if name not in silent)
@@ -51,6 +51,8 @@ def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Advice], names: l
     parts = [f"mean {metrics['reward']:.3g}{spread}"] if counts else []
     if len(names) > 1 and counts:
         parts[0] += f" ({numbers})"
+    if counts and done.group_rewards:
+        parts.append(before_training(done.group_rewards))
     if silent:
         text = "; ".join([*parts, f"{', '.join(silent)} gave no number for any completion."])
         mend = "Check the columns that the function reads, or take it out."
@@ -66,6 +68,31 @@ def _rewards(metrics: Mapping[str, Any], advices: Mapping[str, Advice], names: l
         share = percent(took / metrics["step_time"])
         found.append(Finding("scoring", f"{seconds}, {share} of the round.", "warning", slow.setting))
     return found
+
+
+def before_training(group_rewards: Sequence[float]) -> str:
+    """Says in words what a model scores by the mean reward of each group: Student's interval over the prompts.
+
+    Completions of a prompt resemble each other, so a prompt counts once. Where all prompts have the same mean, the
+    spread of others cannot be estimated: with 95 % confidence, less than `1 - 0.05 ** (1 / n)` of prompts have another.
+    """
+    number, mean = len(group_rewards), math.fsum(group_rewards) / len(group_rewards)
+    if number == 1:
+        return "a single prompt does not show what the model scores before training: raise generation_batch_size"
+    squares = math.fsum((reward - mean) ** 2 for reward in group_rewards)
+    if squares <= number * (1e-8 * max(1.0, abs(mean))) ** 2:
+        return (
+            f"each of {number} prompts has this mean; before training less than "
+            f"{percent(1 - 0.05 ** (1 / number))} of prompts have another (95 % confidence)"
+        )
+    half = _student(number - 1) * math.sqrt(squares / (number - 1) / number)
+    return f"the model before training scores {mean - half:.3g} to {mean + half:.3g} (95 % interval, {number} prompts)"
+
+
+def _student(freedom: int) -> float:
+    """Half the width of a 95 % interval in standard errors: Student's distribution (Abramowitz and Stegun, 26.7.5)."""
+    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
+    return table[freedom - 1] if freedom <= len(table) else 1.96 + 2.372 / freedom + 2.823 / freedom**2
 
 
 def _agreement(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, Advice]) -> Finding:

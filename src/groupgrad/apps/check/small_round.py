@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
+from groupgrad import dist
 from groupgrad.apps.check.round_memory import MemoryWatch, Usage
 from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.objectives.measure import maximum_where, mean_where
@@ -39,6 +42,8 @@ class Round:
     """Memory of the machine or accelerator that was closest to full."""
     num_places: int = 1
     """Number of machines or accelerators."""
+    group_rewards: list[float] = field(default_factory=list)
+    """Mean reward of each group that was scored, over all ranks."""
 
 
 def make_round(trainer: Any, num_prompts: int) -> Round:
@@ -74,6 +79,7 @@ def make_round(trainer: Any, num_prompts: int) -> Round:
         sample=_sample(Path(config.output_dir)),
         memory=memory,
         num_places=num_places,
+        group_rewards=comparison.group_rewards,
     )
 
 
@@ -107,14 +113,15 @@ def _tell_deepspeed(trainer: Any) -> None:
 
 
 class _Comparison(TrainerCallback):
-    """Scores all that the round has sampled and compares the log-probs with the sampler's.
+    """Scores all that the round has sampled, compares the log-probs with the sampler's, and keeps the groups' rewards.
 
-    Training measures that only where the sampler is exact and a row has a gradient.
+    Training measures log-probs only where the sampler is exact and a row has a gradient.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._gap: dict[str, float] = {}
+        self.group_rewards: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Makes the comparison. Collective. The step's times have been taken already."""
@@ -129,6 +136,20 @@ class _Comparison(TrainerCallback):
                 store.add({MISMATCH: maximum_where(distance, gap.measured)})
                 store.add({DIFFERENCE: mean_where(distance, gap.measured)})
         self._gap = store.flush()
+        self.group_rewards = self._mean_of_groups()
+
+    def _mean_of_groups(self) -> list[float]:
+        """The mean reward of each group with a reward. Collective, since ranks may share a group."""
+        size, groups = self._trainer.plan.num_generations, defaultdict(list)
+        rows = [
+            (rollout.index // size, reward)
+            for experience in self._trainer._step_log.experiences
+            for rollout, reward in zip(experience.rollouts, experience.combined_rewards)
+        ]
+        for group, reward in itertools.chain(*dist.all_gather_objects(rows)):
+            if not math.isnan(reward):
+                groups[group].append(reward)
+        return [sum(rewards) / len(rewards) for rewards in groups.values()]
 
     def numbers(self, event: dict[str, Any]) -> dict[str, float]:
         """Returns the largest gap of a sampler that is exact, of others the mean one, unless `event` has it."""
