@@ -65,8 +65,9 @@ def test_a_run_has_the_reward_of_its_task_and_held_out_rows(write: Any) -> None:
     changes = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2, "dataset_config": {**COMPOSITE, "size": 40}}
     assert main(["train", "--config", write(**changes, dataset_name="reasoning_gym:composite")]) == 0
     events = {key: value for event in logged("out") for key, value in event.items()}
-    assert events["rewards/reasoning_gym_reward/mean"] == 0.0 and "reasoning_gym/chain_sum" in events
-    assert events["reasoning_gym/answered"] == 0.0 and events["eval_reward"] == 0.0
+    # The verifier of rush_hour gives 0.01 for any text.
+    assert 0 <= events["rewards/reasoning_gym_reward/mean"] < 0.1 and "reasoning_gym/chain_sum" in events
+    assert events["reasoning_gym/tagged"] == 0.0 and 0 <= events["eval_reward"] < 0.1
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_and_is_replayed(write: Any, capsys: Any) -> None:

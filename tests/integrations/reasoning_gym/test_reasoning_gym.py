@@ -62,17 +62,19 @@ def test_right_answers_get_1_and_wrong_or_missing_ones_0() -> None:
     assert scores(rows, tagged(answers)) == [1.0] * 4
     chats = [[{"role": "assistant", "content": text}] for text in tagged(answers)]
     assert scores(rows, chats) == [1.0] * 4
-    # The last tag counts; an answer outside of tags does not.
-    texts = [f"<answer>no</answer> <answer> {answers[0]} </answer>", answers[1], f"<answer>{answers[2]}", ""]
-    assert scores(rows, texts) == [1.0, 0.0, 0.0, 0.0]
+    # The last tags count, and the last line of a completion without tags.
+    texts = [f"<answer>no</answer> <answer> {answers[0]} </answer>\n7", f"I think\n {answers[1]}\n ", "no", ""]
+    assert scores(rows, texts) == [1.0, 1.0, 0.0, 0.0]
+    # The verifier gives a part for the right number among other letters.
+    assert scores(rows, [f"{answers[0]} or so"]) == [len(answers[0]) / len(f"{answers[0]} or so")]
 
 
 def test_answers_and_the_share_of_completions_with_tags_are_logged() -> None:
     rows, columns, metrics = reasoning_gym_dataset("chain_sum", size=2), {}, {}
     texts = [tagged(rows["answer"][:])[0], "no tags"]
     scores(rows, texts, log_extra=columns.__setitem__, log_metric=metrics.__setitem__)
-    assert columns == {"answer_parsed": [rows["answer"][0], None]}
-    assert metrics == {"reasoning_gym/answered": 0.5}
+    assert columns == {"answer_parsed": [rows["answer"][0], "no tags"]}
+    assert metrics == {"reasoning_gym/tagged": 0.5}
 
 
 @pytest.mark.parametrize(

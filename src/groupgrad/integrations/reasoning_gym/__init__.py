@@ -63,8 +63,8 @@ def reasoning_gym_dataset(
         size: Number of rows to train on.
         test_size: Number of held-out rows.
         seed: Seed of the first row; most tasks make row i from `seed + i`.
-        system_prompt: The name of a system prompt of reasoning-gym, such as `default`, `direct` or `DeepSeekZero`, or
-            a text. It has to ask for the answer in `<answer>` tags.
+        system_prompt: The name of a system prompt of reasoning-gym, such as `default`, `direct` or `DeepSeekZero`,
+            which ask for the answer in `<answer>` tags, or a text.
         **settings: The task's settings, such as `max_terms`.
 
     Returns:
@@ -125,8 +125,10 @@ def named_dataset(name: str, config: Any = None, split: str = "train", system_pr
         )
     if taken := {"task", "split", "system_prompt"} & (values or {}).keys():
         raise ValueError(f"dataset_config has {taken.pop()!r}, which is no setting of the task; take it out there")
-    prompts = {} if system_prompt is None else {"system_prompt": system_prompt}
-    return reasoning_gym_dataset(task, split, **(values or {}), **prompts)
+    settings: dict[str, Any] = dict(values or {})
+    if system_prompt is not None:
+        settings["system_prompt"] = system_prompt
+    return reasoning_gym_dataset(task, split, **settings)
 
 
 def reasoning_gym_reward(
@@ -140,11 +142,12 @@ def reasoning_gym_reward(
     """The score, 0 to 1, that the verifier of each row's task gives to the answer of the completion.
 
     `completions` are texts or message lists, of which the assistant's last message counts. The answer is the text in
-    its last `<answer>...</answer>`, as `reasoning_gym.utils.extract_answer` finds it. Without tags the verifier gets
-    None, for which it gives 0 (three tasks give 0.01). A completion gets 0 if the verifier raises, or takes more than
-    10 seconds. Logs the column `answer_parsed`, and as metrics `reasoning_gym/answered` (share with tags),
-    `reasoning_gym/failed` (share for which the verifier raised or took too long, if there are any), and
-    `reasoning_gym/TASK` for each task of a composite. RewardError for rows that another release has made.
+    its last `<answer>...</answer>`, as `reasoning_gym.utils.extract_answer` finds it, or else the last line. For an
+    empty completion the verifier gets None, for which it gives 0 (three tasks give 0.01). A completion gets 0 if the
+    verifier raises, or takes more than 10 seconds. Logs the column `answer_parsed`, and as metrics
+    `reasoning_gym/tagged` (share with tags), `reasoning_gym/failed` (share for which the verifier raised or took too
+    long, if there are any), and `reasoning_gym/TASK` for each task of a composite. RewardError for rows that another
+    release has made.
     """
     calls, parts = [], []
     for reference, asked, completion in zip(reasoning_gym, question, completions):
@@ -162,20 +165,20 @@ def reasoning_gym_reward(
     if not_started := [outcome for outcome in outcomes if isinstance(outcome.error, WorkerNotStarted)]:
         _answer(not_started[0])
     failed = [outcome.error for outcome in outcomes if outcome.error is not None]
-    scored = [(0.0, None) if outcome.error is not None else outcome.value for outcome in outcomes]
+    scored = [(0.0, None, False) if outcome.error is not None else outcome.value for outcome in outcomes]
     if failed:
         text = f"the verifier failed for {len(failed)} of {len(outcomes)} completions, which get 0; one of them: "
         logger.warning("%s%s: %s", text, type(failed[0]).__name__, failed[0])
     if log_extra is not None:
-        log_extra("answer_parsed", [answer for _, answer in scored])
+        log_extra("answer_parsed", [answer for _, answer, _ in scored])
     if log_metric is not None:
-        log_metric("reasoning_gym/answered", sum(answer is not None for _, answer in scored) / len(scored))
+        log_metric("reasoning_gym/tagged", sum(is_tagged for *_, is_tagged in scored) / len(scored))
         if failed:
             log_metric("reasoning_gym/failed", len(failed) / len(scored))
-        for (value, _), part in zip(scored, parts):
+        for (value, *_), part in zip(scored, parts):
             if part is not None:
                 log_metric(f"reasoning_gym/{part}", value)
-    return [value for value, _ in scored]
+    return [value for value, *_ in scored]
 
 
 def _check_ready() -> None:

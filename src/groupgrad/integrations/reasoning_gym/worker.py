@@ -64,12 +64,15 @@ def make_entries(spec: str) -> list[tuple[dict[str, Any], bytes]]:
     return [(_columns(entry), pickle.dumps(entry)) for entry in entries]
 
 
-def score(spec: str, entry: bytes, text: str) -> tuple[float, str | None]:
-    """The score of a completion by the verifier of its task, and the answer that was found in it, if any."""
+def score(spec: str, entry: bytes, text: str) -> tuple[float, str | None, bool]:
+    """The score of a completion by the verifier of its task, the answer in it, if any, and whether that is in tags."""
     from reasoning_gym.utils import extract_answer
 
-    answer = extract_answer(text)
-    return float(_dataset(spec).score_answer(answer, pickle.loads(entry))), answer
+    answer = tagged = extract_answer(text)
+    if tagged is None and text.strip():
+        # A small model seldom writes tags, and never would if its answers without them had no reward.
+        answer = text.strip().splitlines()[-1].strip()
+    return float(_dataset(spec).score_answer(answer, pickle.loads(entry))), answer, tagged is not None
 
 
 class _Unknown(ValueError):
@@ -105,7 +108,7 @@ def _dataset(spec: str) -> Any:
         for part in settings.get("datasets") or []:
             part = {"weight": 1, "config": {}, **part}
             _check_names("key", part, _fields(DatasetSpec), f"a part of {place}")
-            name = part.get("name")
+            name: Any = part.get("name")
             _check_name("task", name, DATASETS.keys() - {COMPOSITE}, f"a part of {place}")
             # The seeds of parts follow from that of the whole, so that the held-out rows have other ones.
             known = _fields(DATASETS[name][1]) - {"seed", "size"}
