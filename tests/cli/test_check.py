@@ -100,6 +100,26 @@ def test_the_groups_of_a_round_are_those_of_its_prompts(tmp_path: Path, run_flag
     assert round(difference) >= 1 and difference == pytest.approx(round(difference), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("flags", "completions"),
+    [
+        # 2 steps of a run, 8 prompts, 4 completions each.
+        (["--eval_strategy", "steps", "--eval_steps", "1"], 64),
+        (["--eval_strategy", "steps", "--eval_steps", "0.6", "--num_generations_eval", "2", "--eval_on_start"], 32),
+        (["--eval_strategy", "epoch"], 32),
+        ([], 0),
+    ],
+)
+def test_the_time_of_evaluations_is_told(flags: list[str], completions: int, run_flags: list[str], capsys: Any) -> None:
+    main(["check", *run_flags, "--dataset_test_name", "rows.jsonl", *flags])
+    shown = " ".join(capsys.readouterr().out.split())
+    found = re.search(
+        r"and 2 steps [\d.]+ s(?:; (\d+) completions in evaluations take [\d.]+ (?:s|min) more)? ok", shown
+    )
+    assert found is not None, shown
+    assert int(found[1] or 0) == completions
+
+
 def test_a_run_that_truncates_all_completions_is_an_error(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:
     """The round makes no file in the run's folder, and it uses the run's own limits."""
     weights = (tmp_path / "model" / "model.safetensors").read_bytes()

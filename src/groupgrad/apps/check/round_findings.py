@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
+
+from transformers.trainer_utils import IntervalStrategy
 
 from groupgrad.apps.check.small_round import DIFFERENCE, Round
 from groupgrad.batching.generation_plan import GenerationPlan
@@ -19,8 +21,10 @@ _REWARD_SECONDS = "time/rewards"
 _HAVE_ROWS = (TRUNCATED, NO_VARIANCE, _REWARD_SECONDS, DIFFERENCE)
 
 
-def round_findings(trainer: Any, done: Round, plan: GenerationPlan, num_steps: int) -> list[Finding]:
-    """Returns what a small round shows of a run with this plan and number of steps."""
+def round_findings(
+    trainer: Any, done: Round, plan: GenerationPlan, num_steps: int, num_evaluated: int = 0
+) -> list[Finding]:
+    """Returns what a small round shows of a run with this plan, number of steps and of completions in evaluations."""
     advices = advice_on_step(done.metrics)
     further = [found for metric, found in advices.items() if metric not in _HAVE_ROWS]
     return [
@@ -29,7 +33,7 @@ def round_findings(trainer: Any, done: Round, plan: GenerationPlan, num_steps: i
         *_rewards(done, advices, trainer.rewards.names),
         _agreement(trainer, done.metrics, advices),
         *(Finding("advice", found.text, "warning", found.setting) for found in further),
-        _seconds(done, plan, num_steps),
+        _seconds(done, plan, num_steps, num_evaluated),
         _memory(done, plan),
     ]
 
@@ -113,7 +117,22 @@ def _agreement(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, A
     return Finding("agreement", f"{text}.", "warning", "Set rollout_engine='transformers', which samples another way.")
 
 
-def _seconds(done: Round, plan: GenerationPlan, num_steps: int) -> Finding:
+def evaluated_completions(trainer: Any, num_steps: int) -> int:
+    """The completions that evaluations sample in a run of `num_steps`; 0 if nobody knows how many prompts there are."""
+    config, given = trainer.args, trainer.eval_dataset
+    datasets = list(given.values()) if isinstance(given, dict) else [given]
+    if not config.evaluates or not all(isinstance(dataset, Sized) for dataset in datasets):
+        return 0
+    times = int(bool(config.eval_on_start))
+    if config.eval_strategy == IntervalStrategy.STEPS:
+        every = config.eval_steps if config.eval_steps >= 1 else math.ceil(num_steps * config.eval_steps)
+        times += int(num_steps // every)
+    elif config.eval_strategy == IntervalStrategy.EPOCH:
+        times += math.ceil(config.num_train_epochs) if config.max_steps <= 0 else 1
+    return times * sum(map(len, datasets)) * config.num_generations_eval_resolved
+
+
+def _seconds(done: Round, plan: GenerationPlan, num_steps: int, num_evaluated: int) -> Finding:
     metrics = done.metrics
     parts = ", ".join(
         f"{key.removeprefix('time/')} {value:.2g} s" for key, value in metrics.items() if key.startswith("time/")
@@ -122,7 +141,11 @@ def _seconds(done: Round, plan: GenerationPlan, num_steps: int) -> Finding:
     step = metrics["step_time"] * step_rows / done.rows
     text = f"the round took {metrics['step_time']:.2g} s ({parts})"
     text += f"; a step of {step_rows:,} completions takes about {_duration(step)} at this rate"
-    return Finding("time", f"{text}, and {num_steps:,} steps {_duration(step * num_steps)}")
+    text += f", and {num_steps:,} steps {_duration(step * num_steps)}"
+    if num_evaluated:
+        one = (metrics["step_time"] - metrics.get("time/training", 0.0)) / done.rows
+        text += f"; {num_evaluated:,} completions in evaluations take {_duration(one * num_evaluated)} more"
+    return Finding("time", text)
 
 
 def _memory(done: Round, plan: GenerationPlan) -> Finding:

@@ -125,7 +125,7 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
     """Reports on the data and on a small round. Returns False if the round has failed."""
     from groupgrad import activity, stopping
     from groupgrad.apps.check.data_findings import data_findings
-    from groupgrad.apps.check.round_findings import round_findings
+    from groupgrad.apps.check.round_findings import evaluated_completions, round_findings
     from groupgrad.apps.check.small_round import make_round
 
     plan = trainer.plan
@@ -133,6 +133,7 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
     if parsed.flags["no_round"]:
         return True
     num_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+    num_evaluated = evaluated_completions(trainer, num_steps)
 
     def end_with(reason: str) -> None:
         report.fail(reason)
@@ -149,7 +150,7 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
         else:
             report.fail(f"{type(error).__name__}: {error}")
         return False
-    report.add(*round_findings(trainer, done, plan, num_steps))
+    report.add(*round_findings(trainer, done, plan, num_steps, num_evaluated))
     return True
 
 
