@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from two_ranks import run_on_two
+from forked_ranks import run_on
 
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.checkpoints.manifest import Manifest
@@ -37,7 +37,7 @@ def ending(out: Path, name: str) -> dict[str, Any]:
 def runs(request, tmp_path_factory) -> tuple[Path, int]:
     """The folder of the runs that nothing killed, and their stage."""
     out = tmp_path_factory.mktemp(f"zero_{request.param}")
-    run_on_two(SCRIPT, out, request.param, "whole", timeout_s=180)
+    run_on(2, SCRIPT, out, request.param, "whole", timeout_s=180)
     return out, request.param
 
 
@@ -50,11 +50,11 @@ def runs(request, tmp_path_factory) -> tuple[Path, int]:
 def test_a_killed_save_is_resumed_bit_for_bit(runs):
     out, stage = runs
     with pytest.raises(AssertionError):
-        run_on_two(SCRIPT, out, stage, "killed", timeout_s=180)
+        run_on(2, SCRIPT, out, stage, "killed", timeout_s=180)
     run = out / "run" / "stopped"
     assert not (run / "checkpoint-3").exists()
     assert choose(run, True).folder.name == "checkpoint-2"
-    run_on_two(SCRIPT, out, stage, "again", timeout_s=180)
+    run_on(2, SCRIPT, out, stage, "again", timeout_s=180)
     again, straight = ending(out, "stopped"), ending(out, "whole")
     assert list(again["weights"]) == list(straight["weights"])
     assert all(torch.equal(again["weights"][key], straight["weights"][key]) for key in straight["weights"])

@@ -1,13 +1,16 @@
-"""Runs a function on ranks that are forked from this process, so that nothing is imported again."""
+"""Runs a function on ranks that are forked from this process, so that nothing is imported again.
+
+`run_on` starts a script by torch's launcher instead: for what reads the launcher's environment as it is imported.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import logging
 import os
-import runpy
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -16,8 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from two_ranks import run_on
+from made_once import made_once
+
+_LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
 
 class ForkedRanks:
@@ -118,47 +124,30 @@ def on_ranks(
         torch.save(action(rank), folder / f"result_{rank}.pt")
 
     with forked_ranks(act, folder, num_ranks) as ranks:
-        codes = ranks.wait(timeout_s)
+        codes, end = ranks.wait(0.0), time.monotonic() + timeout_s
+        while None in codes and not any(codes) and time.monotonic() < end:
+            codes = ranks.wait(0.1)
+        codes = ranks.wait(2.0 if any(codes) else 0.0)  # the others of one that has failed
         failed = [rank for rank in range(num_ranks) if codes[rank] != 0]
         assert not failed, "\n".join(f"rank {rank} ({codes[rank]}): {ranks.log(rank)[-3000:]}" for rank in failed)
+    return results_of(folder, num_ranks)
+
+
+def results_of(folder: Path, num_ranks: int) -> list[Any]:
+    """What each rank wrote to `result_<rank>.pt`."""
     return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
-def script_on_ranks(num_ranks: int, script: Path, *arguments: object, timeout_s: float) -> None:
-    """Runs `script` on CPU ranks as `two_ranks.run_on` does; AssertionError with the output of a rank that fails.
+def two_once(
+    factory: pytest.TempPathFactory, name: str, action: Callable[[Path], Any], *, connect: bool = False
+) -> tuple[Path, list[Any]]:
+    """The results of `action(folder)` on two ranks, made once for all of pytest-xdist's workers, with the folder."""
 
-    The output of the ranks is beside the folder that is the first argument. Where this process has started CUDA, which
-    a fork cannot use, `run_on` runs the script.
-    """
-    if torch.cuda.is_initialized():
-        return run_on(num_ranks, script, *arguments, timeout_s=timeout_s)
+    def make(out: Path) -> None:
+        on_ranks(lambda rank: action(out), out, 2, timeout_s=500.0, connect=connect)
 
-    def act(rank: int) -> None:
-        os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        sys.argv = [str(script), *map(str, arguments)]
-        _forget_modules_of(script.parent)
-        runpy.run_path(str(script), run_name="__main__")
-
-    out = Path(str(arguments[0]))
-    logs = out.with_name(f"{out.name}.logs")
-    logs.mkdir(exist_ok=True)
-    end = time.monotonic() + timeout_s
-    with forked_ranks(act, logs, num_ranks) as ranks:
-        codes = ranks.wait(0.0)
-        while None in codes and not any(codes) and time.monotonic() < end:
-            codes = ranks.wait(0.1)
-        ended = ranks.wait(2.0 if any(codes) else 0.0)  # the others of one that has failed
-        assert not any(ended) and None not in ended, "\n".join(
-            f"rank {rank} ({code}): {ranks.log(rank)[-3000:]}" for rank, code in enumerate(ended)
-        )
-    return None
-
-
-def _forget_modules_of(folder: Path) -> None:
-    """Lets modules of this folder be imported again, which may read the rank while they are."""
-    for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or "").parent == folder:
-            del sys.modules[name]
+    folder = made_once(factory, name, make)
+    return folder, results_of(folder, 2)
 
 
 def wait_for(path: Path, seconds: float = 60.0) -> None:
@@ -166,3 +155,25 @@ def wait_for(path: Path, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.01)
+
+
+def run_on(num_ranks: int, script: Path, *arguments: object, timeout_s: float, **environment: str) -> None:
+    """Has torch's launcher run `script` on CPU ranks; AssertionError with their output if one of them fails.
+
+    `environment` overrides variables of this process.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *_LAUNCHER, str(num_ranks), str(script), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _, output = process.communicate(timeout=timeout_s)
+    except BaseException:
+        # SIGTERM makes the launcher end its ranks; SIGKILL would leave them running.
+        process.terminate()
+        process.communicate()
+        raise
+    assert process.returncode == 0, output[-6000:]

@@ -81,7 +81,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 LOSSES = {"luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy"}
-"""Cases that differ from others in their loss alone; they are run apart."""
+"""Cases that differ from others in their loss alone."""
+SLOW = {*LOSSES, "grpo", "dynamic_sampling", "reward_model", "cut_groups", "images", "hybrid"}
+"""Cases of the slow tests."""
 
 
 def few_vary(completion_ids: list[list[int]], row: list[int]) -> list[float]:

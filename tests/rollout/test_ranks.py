@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import on_ranks
-from made_once import made_once
-
-WORKER = Path(__file__).with_name("ranks_worker.py")
+import rollout_ranks
+from forked_ranks import two_once
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, make_model: Any, make_tokenizer: Any) -> dict[str, Any]:
     """Results of a run with one process and of a run with two, by rank and world size."""
-    spec = importlib.util.spec_from_file_location("ranks_worker", WORKER)
-    assert spec is not None and spec.loader is not None
-    worker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(worker)
-
-    def make(folder: Path) -> None:
-        make_model().save_pretrained(folder / "model")
-        make_tokenizer().save_pretrained(folder / "model")
-        for size in (1, 2):
-            on_ranks(lambda rank: worker.main(rank, size, folder), folder, size, timeout_s=200, connect=False)  # noqa: B023
-
-    folder = made_once(tmp_path_factory, "rollout-ranks", make)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("0of1", "0of2", "1of2")}
+    make = lambda: rollout_ranks.main(make_model().eval(), make_tokenizer())  # noqa: E731
+    _, (first, second) = two_once(tmp_path_factory, "rollout-ranks", lambda out: make(), connect=True)
+    return {"0of1": make(), "0of2": first, "1of2": second}
 
 
 def test_ranks_sample_and_score_the_rows_that_one_process_would(results):
@@ -61,7 +46,7 @@ def test_failed_rollouts_are_counted_over_all_ranks(results):
     """Three of one rank's four rows, but of eight in all; and five of eight, which every rank raises alike."""
     alone, first, second = (results[name]["failed"] for name in ("0of1", "0of2", "1of2"))
     together = {**first["rows"], **second["rows"]}
-    assert {row for row, (_, advantage) in together.items() if advantage == 0} >= {"5", "6", "7"}
+    assert {row for row, (_, advantage) in together.items() if advantage == 0} >= {5, 6, 7}
     assert together.keys() == alone["rows"].keys()
     for rank in (first, second):
         assert rank["mean_reward"] == pytest.approx(alone["mean_reward"], rel=1e-12)

@@ -1,20 +1,14 @@
-"""The runs that `test_fsdp.py` makes under FSDP on several processes (arguments: OUT FROM CASES).
-
-Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
-"""
+"""The runs that `test_fsdp.py` makes under FSDP on several processes."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 from transformers import TrainerCallback
-
-sys.path.insert(0, str(Path(__file__).parent))
-import ranks
 
 from groupgrad.integrations.sharding.fsdp import local_part
 from groupgrad.integrations.sharding.sharding import gather_all, is_sharded, num_parameters
@@ -160,20 +154,16 @@ EXTRA = {"half_precision": half_precision, "full_disk": full_disk, "served": ser
 """Runs of a kind of their own."""
 
 
-def main(out: Path, checkpoint: str | None, names: list[str]) -> None:
-    """Makes the runs of these cases, by default of all, or continues one from `checkpoint` to its end."""
-    torch.set_num_threads(1)
-    rank = os.environ["RANK"]
-    for name in names or CASES:
+def found(names: list[str], out: Path, checkpoint: Path | None = None) -> dict[str, Any]:
+    """What this rank ended with, by case; with `checkpoint` the case goes on from there."""
+    results = {}
+    for name in names:
         if name in EXTRA:
-            torch.save(EXTRA[name](out), out / f"{name}_{rank}.pt")
+            results[name] = EXTRA[name](out)
         elif checkpoint is None:
-            torch.save(run(name, out), out / f"{name}_{rank}.pt")
+            results[name] = run(name, out)
         else:
             trainer = build(name, out, save_strategy="no")
-            trainer.train(checkpoint)
-            torch.save(result(trainer), out / f"{name}_{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), None if sys.argv[2] == "from-start" else sys.argv[2], sys.argv[3:])
+            trainer.train(str(checkpoint))
+            results[name] = result(trainer)
+    return results

@@ -1,24 +1,21 @@
-"""Two processes of `test_processes_memory.py` (argument: OUT): runs whose memory
-runs out on one rank or both, and runs that must be equal to them.
-
-Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
+"""Two processes of `test_processes_memory.py`: runs whose memory runs out on one rank or both, and runs that must be
+equal to them. A rank imports this module once it is one.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-import ranks
 
 from groupgrad import dist
 from groupgrad.integrations.sharding.sharding import is_sharded
@@ -268,23 +265,20 @@ def sent_early(dtype: torch.dtype, *, overlaps: bool) -> dict[str, Any]:
     return found
 
 
-def main(out: Path) -> None:
-    torch.set_num_threads(1)
+OTHERS: dict[str, Callable[[Path], Any]] = {
+    "resumed": resume,
+    "joined": joined,
+    "half_precision_sum": lambda out: half_precision_sum(),
+    **{
+        f"sent_early_{dtype}": lambda out, dtype=dtype: [sent_early(dtype, overlaps=x) for x in (True, False)]
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+    **{f"hopeless_{where}": partial(hopeless, where) for where in HOPELESS},
+}
+"""What is not one of `CASES`."""
+
+
+def found(names: Iterable[str], out: Path) -> dict[str, Any]:
+    """What this rank ended with, by name."""
     gc.freeze()  # what was imported need not be looked through after each failure
-
-    def save(name: str, result: Any) -> None:
-        torch.save(result, out / f"{name}_{RANK}.pt")
-
-    for name in CASES:
-        save(name, run(name, out))
-    save("resumed", resume(out))
-    save("joined", joined(out))
-    save("half_precision_sum", half_precision_sum())
-    for dtype in (torch.float32, torch.bfloat16):
-        save(f"sent_early_{dtype}", [sent_early(dtype, overlaps=overlaps) for overlaps in (True, False)])
-    for where in HOPELESS:
-        save(f"hopeless_{where}", hopeless(where, out))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return {name: OTHERS[name](out) if name in OTHERS else run(name, out) for name in names}

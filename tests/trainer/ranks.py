@@ -1,7 +1,4 @@
-"""The runs that `test_processes.py` makes on one process and on two (argument: OUT).
-
-Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
-"""
+"""The runs that `test_processes.py` makes on one process and on two."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from groupgrad.checkpoints import host_copies
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import base_fixtures as BASE
 import small_runs as HELP
-from rank_cases import CASES, LOSSES, few_vary  # noqa: F401  # other scripts take `few_vary` from here
+from rank_cases import CASES, few_vary  # noqa: F401  # other scripts take `few_vary` from here
 
 
 def make_scorer() -> Any:
@@ -221,28 +218,12 @@ def refuse_a_save(out: Path) -> dict[str, Any]:
     }
 
 
-def main(out: Path, checkpoint: str | None = None) -> None:
-    """Makes all runs but those of `LOSSES`, or these alone ("losses"), or continues the one of `checkpoint`."""
-    torch.set_num_threads(1)
-    rank = os.environ.get("RANK", "0")
-    if checkpoint == "losses":
-        for name in sorted(LOSSES):
-            torch.save(run(name, out), out / f"{name}_{rank}.pt")
-        return
-    if checkpoint is not None:
-        trainer = build("resumed", out, save_strategy="no")
-        trainer.train(checkpoint)
-        numbers = HELP.without_times(trainer.state.log_history)
-        torch.save({"weights": HELP.weights(trainer.model), "log": numbers}, out / f"continued_{rank}.pt")
-        return
-    for name in [name for name in CASES if name not in LOSSES]:
-        torch.save(run(name, out), out / f"{name}_{rank}.pt")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        torch.save(refuse_a_save(out), out / f"full_{rank}.pt")
-        torch.save(fail_on_last_rank(out), out / f"failing_{rank}.pt")
-        torch.save(hang_on_last_rank(out), out / f"hanging_{rank}.pt")
-        torch.save(spoil_one_loss(out), out / f"nonfinite_{rank}.pt")
+def go_on(out: Path, checkpoint: Path) -> dict[str, Any]:
+    """Continues the run of `checkpoint` to its end."""
+    trainer = build("resumed", out, save_strategy="no")
+    trainer.train(str(checkpoint))
+    return {"weights": HELP.weights(trainer.model), "log": HELP.without_times(trainer.state.log_history)}
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+TROUBLE = {"full": refuse_a_save, "failing": fail_on_last_rank, "nonfinite": spoil_one_loss}
+"""Runs of two processes in which something fails on one of them."""

@@ -1,6 +1,7 @@
-"""The runs that `test_sharded.py` makes on two processes which share a model (arguments: OUT KIND CASES).
+"""The runs that `test_sharded.py` makes on two processes which share a model.
 
-KIND is `fsdp2` or `zero3`. Every rank writes what it ended with to `OUT/<case>_<rank>.pt`.
+DeepSpeed reads what a launcher puts into the environment, so ZeRO-3 runs this as a script (arguments: OUT CASES). Every
+rank writes what it ended with to `OUT/result_<rank>.pt`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from groupgrad.integrations.sharding.sharding import gather_all
 from groupgrad.models.weights import checkpoint_weights
 from groupgrad.scoring import gradient_checkpointing
 
-RANK = int(os.environ.get("RANK", "0"))
 SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 2}
 PLAIN = {**SGD, "beta": 0.1}
 
@@ -73,7 +73,7 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
     import oom_ranks
 
     free_bytes = gradient_checkpointing.free_bytes
-    if name == "by_need" and RANK == 1:
+    if name == "by_need" and os.environ["RANK"] == "1":
         gradient_checkpointing.free_bytes = lambda device: 1000
     trainer = build(name, out, kind)
     where, on, most = CASES[name].get("short", ("forward", (0, 1), 10**6))
@@ -99,15 +99,14 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
     }
 
 
-def main(out: Path, kind: str, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    if kind == "zero3":
-        from zero_ranks import start_deepspeed
-
-        start_deepspeed()
-    for name in names or CASES:
-        torch.save(run(name, out, kind), out / f"{name}_{RANK}.pt")
+def found(kind: str, names: list[str], out: Path) -> dict[str, Any]:
+    """What this rank ended with, by case."""
+    return {name: run(name, out, kind) for name in names}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    from zero_ranks import start_deepspeed
+
+    torch.set_num_threads(1)
+    start_deepspeed()
+    torch.save(found("zero3", sys.argv[2:], Path(sys.argv[1])), Path(sys.argv[1]) / f"result_{os.environ['RANK']}.pt")

@@ -12,20 +12,18 @@ import fsdp_ranks as script
 import pytest
 import ranks
 import torch
-from forked_ranks import script_on_ranks
-from made_once import made_once
+from forked_ranks import on_ranks, two_once
 from transformers import AutoModelForCausalLM
 
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.checkpoints.manifest import Manifest
 from groupgrad.errors import CheckpointError
 
-SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
-FAST = ["saved", "saved_lora"]
 SLOW = [
     *("dapo", "grpo", "luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy", "flat_groups", "reward_model"),
     *("cut_groups", "agents", "hybrid", "clipped", "lora", "reference", "images", "bnpo"),
 ]
+SAVED = ["saved", pytest.param("saved_lora", marks=pytest.mark.slow)]
 Results = list[dict[str, Any]]
 
 
@@ -46,20 +44,22 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the results of two processes."""
-    return made_once(tmp_path_factory, "fsdp", lambda out: made(2, out, FAST))
+def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Results]]:
+    """`two(case)`: the folder of two processes that saved, and what they ended with."""
+
+    def found(case: str) -> tuple[Path, Results]:
+        folder, ranks = two_once(tmp_path_factory, f"fsdp-{case}", lambda out: script.found([case], out))
+        return folder, [rank[case] for rank in ranks]
+
+    return found
 
 
-def made(num_ranks: int, out: Path, cases: list[str], checkpoint: Path | str = "from-start") -> Path:
-    """Runs the cases, from `checkpoint` on if it is one, and returns `out`."""
+def on(num_ranks: int, out: Path, cases: list[str], checkpoint: Path | None = None) -> dict[str, Results]:
+    """Runs the cases, from `checkpoint` on if there is one: what the ranks ended with, by case."""
     out.mkdir(exist_ok=True)
-    script_on_ranks(num_ranks, SCRIPT, out, checkpoint, *cases, timeout_s=500)
-    return out
-
-
-def results(out: Path, case: str, num_ranks: int = 2) -> Results:
-    return [torch.load(out / f"{case}_{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+    make = lambda rank: script.found(cases, out, checkpoint)  # noqa: E731
+    ranks = on_ranks(make, out, num_ranks, timeout_s=500, connect=False)
+    return {case: [rank[case] for rank in ranks] for case in cases}
 
 
 def assert_equal(found: Results, expected: dict[str, Any], tools: Any) -> None:
@@ -73,10 +73,10 @@ def assert_equal(found: Results, expected: dict[str, Any], tools: Any) -> None:
         torch.testing.assert_close(found[0]["pushed"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", FAST)
+@pytest.mark.parametrize("case", SAVED)
 def test_two_processes_with_shards_equal_one(one, two, tools, case):
     """The native engine samples, and training uses the layout with shared prompts and the tiled head."""
-    found = results(two, case)
+    _, found = two(case)
     assert_equal(found, one(case), tools)
     for rank in found:
         is_sharded, own, all_of_them = rank["sharded"]
@@ -89,17 +89,17 @@ def test_two_processes_with_shards_equal_one(one, two, tools, case):
     "it continues bit for bit",
     "nothing",
 )
-@pytest.mark.parametrize("case", ["saved", "saved_lora"])
+@pytest.mark.parametrize("case", SAVED)
 def test_a_resumed_run_continues_bit_for_bit(two, case):
-    for rank in results(two, case):
+    for rank in two(case)[1]:
         assert torch.equal(rank["again"]["weights"], rank["weights"])
         assert rank["again"]["log"][:-1] == rank["log"][:-1]
 
 
 def test_what_save_model_writes_is_whole(two, tools):
-    saved = AutoModelForCausalLM.from_pretrained(two / "run" / "fsdp_saved" / "final")
+    saved = AutoModelForCausalLM.from_pretrained(two("saved")[0] / "run" / "fsdp_saved" / "final")
     assert type(saved).__name__ == "Qwen3ForCausalLM"
-    assert torch.equal(tools.weights(saved), results(two, "saved")[0]["weights"])
+    assert torch.equal(tools.weights(saved), two("saved")[1][0]["weights"])
 
 
 @pytest.mark.fault(
@@ -107,11 +107,12 @@ def test_what_save_model_writes_is_whole(two, tools):
     "it continues with the same prompts, to the same weights",
     "metrics of the steps since the last log",
 )
-@pytest.mark.parametrize("case", ["saved", "saved_lora"])
+@pytest.mark.parametrize("case", SAVED)
 def test_a_checkpoint_in_shards_is_resumed_on_one_process(two, tools, tmp_path, case):
     trainer = script.build(case, tmp_path, save_strategy="no")
-    trainer.train(str(two / "run" / f"fsdp_{case}" / "checkpoint-2"))
-    assert tools.relative(tools.weights(trainer.model), results(two, case)[0]["weights"]) < 1e-5
+    folder, found = two(case)
+    trainer.train(str(folder / "run" / f"fsdp_{case}" / "checkpoint-2"))
+    assert tools.relative(tools.weights(trainer.model), found[0]["weights"]) < 1e-5
 
 
 OTHER_MODELS = {
@@ -130,7 +131,8 @@ OTHER_MODELS = {
 @pytest.mark.parametrize("age", OTHER_MODELS)
 def test_a_checkpoint_in_shards_of_another_model_is_refused(two, tmp_path, age):
     """Also one of an earlier release, which does not name what is trained, so that torch finds the difference."""
-    checkpoint = Path(shutil.copytree(two / "run" / "fsdp_saved" / "checkpoint-2", tmp_path / "checkpoint-2"))
+    source = two("saved")[0] / "run" / "fsdp_saved" / "checkpoint-2"
+    checkpoint = Path(shutil.copytree(source, tmp_path / "checkpoint-2"))
     if age == "older":
         found = Manifest.read(checkpoint)
         assert found is not None and found.trained is not None
@@ -142,7 +144,7 @@ def test_a_checkpoint_in_shards_of_another_model_is_refused(two, tmp_path, age):
 
 
 def test_a_checkpoint_lists_its_shards_and_a_damaged_one_is_named(two, tmp_path):
-    source = two / "run" / "fsdp_saved"
+    source = two("saved")[0] / "run" / "fsdp_saved"
     found: Any = choose(source, True)
     manifest = found.manifest
     shards = {f"sharded/{part}/__{rank}_0.distcp" for part in ("model", "optimizer") for rank in range(2)}
@@ -161,11 +163,11 @@ def test_a_checkpoint_lists_its_shards_and_a_damaged_one_is_named(two, tmp_path)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_loss_and_kind_of_run(one, tools, tmp_path, num_ranks):
-    assert {*FAST, *SLOW} == set(script.CASES)
-    out = made(num_ranks, tmp_path, SLOW)
+    assert {"saved", "saved_lora", *SLOW} == set(script.CASES)
+    found = on(num_ranks, tmp_path, SLOW)
     for case in SLOW:
         split = {"micro_batches": num_ranks} if case == "bnpo" else {}
-        assert_equal(results(out, case, num_ranks), one(case, **split), tools)
+        assert_equal(found[case], one(case, **split), tools)
 
 
 @pytest.mark.slow
@@ -174,7 +176,7 @@ def test_half_precision_keeps_float32_weights_and_reduces_gradients_in_float32(t
 
     The weights go where one process in bfloat16 takes them; its passes keep other intermediate results in float32.
     """
-    found = results(made(2, tmp_path, ["half_precision"]), "half_precision")
+    found = on(2, tmp_path, ["half_precision"])["half_precision"]
     alone = script.half_precision(tmp_path / "one")
     for rank in found:
         assert rank["gradients"] == rank["dtypes"] == {torch.float32}
@@ -187,7 +189,7 @@ def test_half_precision_keeps_float32_weights_and_reduces_gradients_in_float32(t
 
 @pytest.mark.slow
 def test_save_only_model_writes_whole_weights_that_a_run_with_shards_loads(tools, tmp_path):
-    for rank in results(made(2, tmp_path, ["weights_only"]), "weights_only"):
+    for rank in on(2, tmp_path, ["weights_only"])["weights_only"]:
         assert torch.equal(rank["again"], rank["weights"]) and not torch.equal(rank["first"], rank["weights"])
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "weights_only" / "checkpoint-1")
     assert torch.equal(tools.weights(saved), rank["weights"])
@@ -195,7 +197,7 @@ def test_save_only_model_writes_whole_weights_that_a_run_with_shards_loads(tools
 
 @pytest.mark.slow
 def test_an_engine_with_weights_of_its_own_gets_those_of_all_ranks(one, tools, tmp_path):
-    for rank in results(made(2, tmp_path, ["served"]), "served"):
+    for rank in on(2, tmp_path, ["served"])["served"]:
         assert tools.relative(rank["weights"], one("lora")["weights"]) < 1e-5
 
 
@@ -206,7 +208,7 @@ def test_an_engine_with_weights_of_its_own_gets_those_of_all_ranks(one, tools, t
     "that checkpoint",
 )
 def test_a_full_disk_on_one_rank_costs_one_checkpoint(tmp_path):
-    first, second = results(made(2, tmp_path, ["full_disk"]), "full_disk")
+    first, second = on(2, tmp_path, ["full_disk"])["full_disk"]
     assert torch.equal(first["weights"], second["weights"])
     assert first["found"] == ["checkpoint-1", "checkpoint-3"]
     newest: Any = choose(tmp_path / "full", True)
@@ -222,8 +224,8 @@ def test_a_full_disk_on_one_rank_costs_one_checkpoint(tmp_path):
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
 def test_a_checkpoint_in_shards_is_resumed_on_other_numbers(one, tools, tmp_path, before, after):
     cases = ["saved", "saved_lora"]
-    first = made(before, tmp_path / "first", cases)
+    on(before, tmp_path / "first", cases)
     for case in cases:
-        second = made(after, tmp_path / "second", [case], first / "run" / f"fsdp_{case}" / "checkpoint-2")
-        for rank in results(second, case, after):
+        checkpoint = tmp_path / "first" / "run" / f"fsdp_{case}" / "checkpoint-2"
+        for rank in on(after, tmp_path / "second", [case], checkpoint)[case]:
             assert tools.relative(rank["weights"], one(case)["weights"]) < 1e-5

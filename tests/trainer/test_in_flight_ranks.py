@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import run_on
 from simulated_server import SimulatedServer, pretend_vllm, servers_of
-from two_ranks import run_on_two
 
 SCRIPT = Path(__file__).with_name("in_flight_ranks.py")
 
@@ -36,7 +36,7 @@ def test_rows_of_all_ranks_go_on_over_a_push(
         await renamed(version)
 
     monkeypatch.setattr(engine, "update_weight_version", recorded)
-    run_on_two(SCRIPT, tmp_path, server.url, timeout_s=200)
+    run_on(2, SCRIPT, tmp_path, server.url, timeout_s=200)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
 
     assert first["pushed"] == second["pushed"] and [int(version[0]) for version in first["pushed"]] == [0, 1, 2, 3, 4]

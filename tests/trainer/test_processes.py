@@ -10,27 +10,35 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from forked_ranks import script_on_ranks
-from made_once import made_once
-from rank_cases import CASES, LOSSES
+from forked_ranks import on_ranks, two_once
+from rank_cases import CASES, SLOW
 
 from groupgrad.checkpoints.choosing import choose
 from groupgrad.errors import CheckpointError
 
-CASES = [case for case in CASES if case != "rows_stay"]  # of which the costs alone are compared, below
-SCRIPT = Path(__file__).with_name("ranks.py")
+QUICK = [case for case in CASES if case not in SLOW]
+COMPARED = [case for case in CASES if case != "rows_stay"]  # of which the costs alone are compared, below
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the results of two processes."""
-    return made_once(tmp_path_factory, "processes", lambda out: script_on_ranks(2, SCRIPT, out, timeout_s=240))
+def two(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folder and results of two processes."""
+
+    def action(out: Path) -> dict[str, Any]:
+        found = {case: ranks.run(case, out) for case in QUICK}
+        return {**found, **{case: trouble(out) for case, trouble in ranks.TROUBLE.items()}}
+
+    return two_once(tmp_path_factory, "processes", action)
 
 
 @pytest.fixture(scope="module")
-def two_with_losses(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_slow(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The same of the slow cases."""
-    return made_once(tmp_path_factory, "losses", lambda out: script_on_ranks(2, SCRIPT, out, "losses", timeout_s=240))
+
+    def action(out: Path) -> dict[str, Any]:
+        return {"hanging": ranks.hang_on_last_rank(out), **{case: ranks.run(case, out) for case in sorted(SLOW)}}
+
+    return two_once(tmp_path_factory, "slow-processes", action)
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +48,15 @@ def one(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return lambda case: (ranks.run(case, out), out)
 
 
-def results(out: Path, case: str) -> list[dict[str, Any]]:
-    return [torch.load(out / f"{case}_{rank}.pt", weights_only=False) for rank in range(2)]
+def results(two: Any, case: str) -> list[dict[str, Any]]:
+    return [rank[case] for rank in two[1]]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in LOSSES)) for case in CASES])
+@pytest.mark.quick(*QUICK)
+@pytest.mark.parametrize("case", COMPARED)
 def test_two_processes_equal_one(one, request, tools, case):
     """Final weights to 1e-5 relative and equal on both ranks; every logged number, evaluation included, to 1e-4."""
-    two = request.getfixturevalue("two_with_losses" if case in LOSSES else "two")
+    two = request.getfixturevalue("two_slow" if case in SLOW else "two")
     (alone, out), (first, second) = one(case), results(two, case)
     assert torch.equal(first["weights"], second["weights"])
     assert tools.relative(first["weights"], alone["weights"]) < 1e-5
@@ -58,8 +67,8 @@ def test_two_processes_equal_one(one, request, tools, case):
     if case == "reward_model":
         assert 0 < alone["log"][0]["rewards/LlamaForSequenceClassification/truncated"] < 1
     if case == "dapo":
-        assert_same_completions(two / "run" / case / "completions", out / "run" / case / "completions")
-        assert_same_rollouts(two / "run" / case / "rollouts", out / "run" / case / "rollouts")
+        assert_same_completions(two[0] / "run" / case / "completions", out / "run" / case / "completions")
+        assert_same_rollouts(two[0] / "run" / case / "rollouts", out / "run" / case / "rollouts")
         last = {key for entry in alone["log"] for key in entry}
         assert {"eval_five_reward", "eval_five_loss", "eval_one_reward", "eval_one_loss", "eval_one_entropy"} <= last
 
@@ -117,17 +126,18 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_both(two):
     assert {*first["skipped"], *second["skipped"]} == {"step_000002_rank_0.jsonl", "step_000002_rank_1.jsonl"}
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a reward function hangs on one rank",
     "after `hang_timeout_s` all ranks write their stacks and end within 10 s, with the function, step, rank and rows",
     "the steps since the last checkpoint",
 )
-def test_a_hang_on_one_rank_ends_both_with_its_name(two):
-    first, second = results(two, "hanging")
+def test_a_hang_on_one_rank_ends_both_with_its_name(two_slow):
+    first, second = results(two_slow, "hanging")
     assert second["error"].startswith("HangError: the reward function 'judge' has run for ")
     assert "rank 1" in first["error"] and "'judge' has run for" in first["error"]
     assert all(result["seconds"] < 3 + 10 for result in (first, second))
-    stacks = [(two / "run" / "hanging" / f"hang_step_000002_rank_{rank}.txt").read_text() for rank in range(2)]
+    stacks = [(two_slow[0] / "run" / "hanging" / f"hang_step_000002_rank_{rank}.txt").read_text() for rank in range(2)]
     assert "in all_gather_objects" in stacks[0] and "in judge" in stacks[1]
 
 
@@ -149,7 +159,7 @@ def test_an_error_on_one_rank_ends_both(two):
 )
 def test_a_checkpoint_of_two_processes_is_resumed_on_one(ranks, two, tools, tmp_path, caplog):
     trainer = ranks.build("resumed", tmp_path, save_strategy="no")
-    trainer.train(str(two / "run" / "resumed" / "checkpoint-2"))
+    trainer.train(str(two[0] / "run" / "resumed" / "checkpoint-2"))
     straight = results(two, "resumed")[0]
     assert tools.relative(tools.weights(trainer.model), straight["weights"]) < 1e-5
     # The logged loss averages steps before and after the checkpoint; other metrics start after it.
@@ -167,7 +177,7 @@ def test_a_checkpoint_of_two_processes_is_resumed_on_one(ranks, two, tools, tmp_
 )
 def test_a_damaged_rank_state_is_named(two, tmp_path):
     for step in (1, 2):
-        shutil.copytree(two / "run" / "resumed" / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+        shutil.copytree(two[0] / "run" / "resumed" / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
     assert choose(tmp_path, True).manifest.world_size == 2
     for name in ("groupgrad_state_1.pt", "rng_state_1.pth"):
         (tmp_path / "checkpoint-2" / name).unlink()
@@ -186,7 +196,7 @@ def test_a_full_disk_on_one_rank_costs_one_checkpoint(two):
     assert torch.equal(first["weights"], second["weights"])
     checkpoints = [name for name in first["found"] if name.startswith("checkpoint")]
     assert checkpoints == ["checkpoint-1", "checkpoint-3"]
-    assert choose(two / "run" / "full", True).folder.name == "checkpoint-3"
+    assert choose(two[0] / "run" / "full", True).folder.name == "checkpoint-3"
 
 
 @pytest.mark.slow
@@ -197,7 +207,7 @@ def test_a_full_disk_on_one_rank_costs_one_checkpoint(two):
 )
 def test_a_checkpoint_of_one_process_is_resumed_on_two(ranks, tools, tmp_path):
     alone = ranks.run("resumed", tmp_path / "one")
-    script_on_ranks(2, SCRIPT, tmp_path, tmp_path / "one" / "run" / "resumed" / "checkpoint-2", timeout_s=240)
-    for result in results(tmp_path, "continued"):
+    checkpoint = tmp_path / "one" / "run" / "resumed" / "checkpoint-2"
+    for result in on_ranks(lambda rank: ranks.go_on(tmp_path, checkpoint), tmp_path, 2, connect=False):
         assert tools.relative(result["weights"], alone["weights"]) < 1e-5
         assert result["log"][0]["loss"] == pytest.approx(alone["log"][0]["loss"], rel=1e-4)

@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 import sharded_ranks as script
 import torch
-from forked_ranks import script_on_ranks
+from forked_ranks import results_of, run_on, two_once
 from made_once import made_once
 from transformers import AutoModelForImageTextToText
-from two_ranks import run_on
 
 from groupgrad.models.weights import checkpoint_weights
 
 SCRIPT = Path(__file__).with_name("sharded_ranks.py")
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 ZERO = [*SLOW, pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]
-FAST = ["cut", "images", "offload", "by_need", "too_large"]
+FAST = ["cut", "too_large"]
 MORE = [case for case in script.CASES if case not in FAST]
 TOGETHER = {"fsdp2": [FAST, MORE], "zero3": [[case for case in MORE + FAST if case != "offload"]]}
 """Cases of each kind that two processes run one after the other. The processes end with `too_large`."""
@@ -37,6 +36,7 @@ CASES = [
     if case != "too_large"
 ]
 KINDS = ["fsdp2", pytest.param("zero3", marks=ZERO)]
+SLOW_KINDS = [pytest.param("fsdp2", marks=SLOW), pytest.param("zero3", marks=ZERO)]
 Results = list[dict[str, Any]]
 
 
@@ -63,11 +63,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Result
 
     def found(kind: str, case: str) -> Results:
         cases = next(tuple(cases) for cases in TOGETHER[kind] if case in cases)
-        # DeepSpeed reads what its launcher puts into the environment.
-        make = partial(run_on if kind == "zero3" else script_on_ranks, 2, SCRIPT, timeout_s=500)
-        folder = made_once(tmp_path_factory, f"{kind}-{cases[0]}", lambda out: make(out, kind, *cases))
-        ranks = [torch.load(folder / f"{case}_{rank}.pt", weights_only=False) for rank in range(2)]
-        return [{**rank, "folder": folder} for rank in ranks]
+        if kind == "zero3":
+            folder = made_once(tmp_path_factory, kind, lambda out: run_on(2, SCRIPT, out, *cases, timeout_s=500))
+            ranks = results_of(folder, 2)
+        else:
+            folder, ranks = two_once(tmp_path_factory, f"{kind}-{cases[0]}", partial(script.found, kind, cases))
+        return [{**rank[case], "folder": folder} for rank in ranks]
 
     return found
 
@@ -87,7 +88,7 @@ def test_two_processes_that_share_a_model_equal_one(one, two, tools, kind, case)
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_a_model_that_takes_images_is_saved_as_other_programs_read_it(two, tools, kind):
     """Its weights have other names in files than in memory."""
     result = two(kind, "images")[0]
@@ -109,7 +110,7 @@ def test_a_pass_that_does_not_fit_ends_all_processes(two, kind):
     assert re.match(r"RankError: stopped because rank 1.* failed with RuntimeError: a pass .* does not fit", first)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_activations_that_do_not_fit_on_one_rank_are_recomputed_on_all(two, kind):
     """Ranks that share a model compute it in the same way; `by_need` leaves rank 1 alone without memory."""
     assert [rank["recomputes"] for rank in two(kind, "by_need")] == [True, True]

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import zero_ranks
+from forked_ranks import run_on
 from transformers import AutoModelForCausalLM
-from two_ranks import run_on_two
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
@@ -33,7 +33,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the results of both kinds of runs."""
     out = tmp_path_factory.mktemp("zero")
     for kind in ("plain", "zero"):
-        run_on_two(SCRIPT, out, kind, timeout_s=900)
+        run_on(2, SCRIPT, out, kind, timeout_s=900)
     return out
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import run_on
 from real_vllm import Served
-from two_ranks import run_on_two
 from vllm_ranks import CASES, relative, run
 
 from groupgrad.integrations.vllm.vllm_policy import policy_step_of
@@ -34,7 +34,7 @@ def ranks(large_server: Callable[[], Served], tmp_path_factory: pytest.TempPathF
             done.add(needs_deepspeed)
             cases = [name for name, settings in CASES.items() if ("deepspeed" in settings) == needs_deepspeed]
             path = os.pathsep.join([str(DEEPSPEED)] * needs_deepspeed + [os.environ.get("PYTHONPATH", "")])
-            run_on_two(WORKER, folder, large_server().port, *cases, timeout_s=500, PYTHONPATH=path)
+            run_on(2, WORKER, folder, large_server().port, *cases, timeout_s=500, PYTHONPATH=path)
         return [torch.load(folder / f"{case}_{rank}.pt", weights_only=False) for rank in range(2)]
 
     return results

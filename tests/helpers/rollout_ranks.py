@@ -1,15 +1,12 @@
-"""One rank: a generation batch and an evaluation, written as JSON."""
+"""One rank: generation batches and an evaluation."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from collectors import make_collector
-from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from groupgrad import dist
 from groupgrad.batching.eval_loader import EvalBatch
@@ -51,13 +48,9 @@ def reward(completion_ids: list[list[int]], broken: list[bool], **kwargs: Any) -
     return [float(len(ids)) + ids[0] / 10 for ids in completion_ids]
 
 
-def main(rank: int, world_size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    if world_size > 1:
-        where = f"file://{folder}/meet{world_size}"
-        torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
-    model = Qwen3ForCausalLM.from_pretrained(folder / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+def main(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What this rank found, by name."""
+    world_size = dist.world_size()
     sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)
     scoring = ScoringOptions((1.0,))
@@ -67,7 +60,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         return make_collector(Failing(rollouts, *rows), RewardRunner(reward), scoring)
 
     plan = GenerationPlan(4 // world_size, world_size, 1, 2, 1, 2)
-    results = {
+    return {
         "batch": one_batch(maker, plan, ROWS),
         # Only the last rank has group 3.
         "broken": one_batch(maker, plan, [*ROWS[:3], {**ROWS[3], "broken": True}]),
@@ -76,9 +69,6 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         "mostly failed": one_batch(failing(*range(5)), plan, ROWS),
         "evaluation": evaluation(model, maker),
     }
-    (folder / f"{rank}of{world_size}.json").write_text(json.dumps(results))
-    if world_size > 1:
-        torch.distributed.destroy_process_group()
 
 
 def one_batch(maker: ExperienceCollector, plan: GenerationPlan, dataset: list[dict[str, Any]]) -> Any:
