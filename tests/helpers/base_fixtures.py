@@ -6,11 +6,13 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate.utils import memory as accelerate_memory
 from tiny_hybrids import GATED_NORM_EPS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -63,21 +65,11 @@ def make_model(seed: int = 0, **config: object) -> Qwen3ForCausalLM:
 
 
 def pytest_collection_finish() -> None:
-    _skip_in_garbage_collection()
-    gc.enable()
-
-
-def _skip_in_garbage_collection() -> None:
-    """Takes all that is loaded out of garbage collection, which accelerate runs before each training."""
+    """Takes all that is loaded out of garbage collection, of which accelerate runs a whole one before each training."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_modules_searched() -> None:
-    """Takes what earlier test files have imported out of garbage collection too: about a second of each training."""
-    if not gc.get_freeze_count() or len(gc.get_objects()) > 100_000:
-        _skip_in_garbage_collection()
+    gc.enable()
+    accelerate_memory.gc = SimpleNamespace(collect=lambda: gc.collect(1))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.fixture(autouse=True)
