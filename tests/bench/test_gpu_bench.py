@@ -86,6 +86,7 @@ def test_a_tiny_model_is_measured(tmp_path):
         assert sum(step["phases"][part] for part in ("sampling", "training")) == pytest.approx(step["seconds"])
 
 
+@pytest.mark.slow
 def test_the_fast_path_is_checked_on_a_simulated_card(tmp_path, monkeypatch):
     """In half precision on the simulated device, with and without the kernels that the fast path needs."""
 
@@ -150,6 +151,7 @@ def stage(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_stages_that_fail_stop_nothing_and_are_counted(stage, tmp_path, capsys):
     stage("smoke", "print('on the way', flush=True); sys.exit(3)")
     stage("decode", "answer.write_text('{\"steps\": []}'); print('waits', flush=True); time.sleep(60)", limit=3)
@@ -162,6 +164,7 @@ def test_stages_that_fail_stop_nothing_and_are_counted(stage, tmp_path, capsys):
     assert "on the way" in (output / "gpu.log").read_text() and "on the way" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_nothing_runs_where_groupgrad_cannot(stage, tmp_path):
     """Unless the check was merely too slow."""
     stage("check", "sys.exit(1)")

@@ -65,6 +65,7 @@ def test_half_of_the_prompts_are_flat_and_all_have_the_length_they_say():
         assert min(ids) >= 2 and tokenizer.decode(ids).split() == row["prompt"].split()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_completions_end_with_the_probability_asked_for(small, tied):
     tokenizer = make_words(small.vocab_size)

@@ -78,7 +78,8 @@ def test_options_stand_in_groups_as_those_of_train_do(command: str, titles: list
     assert len(examples) >= 2 and all(line.startswith(f"  groupgrad {command} ") for line in examples)
 
 
-@pytest.mark.parametrize("flags", [pytest.param(["completion", "bash"], marks=pytest.mark.slow), ["train", "--help"]])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["completion", "bash"], ["train", "--help"]])
 def test_output_that_is_read_in_part_ends_without_a_traceback(flags: list[str]) -> None:
     command = [sys.executable, "-c", AS_A_COMMAND, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -210,6 +211,7 @@ main(["train", "--num-processes", "2"])
     assert "01-a" in ended.stdout
 
 
+@pytest.mark.slow
 def test_commands_that_import_peft_say_nothing_of_a_kernel(tmp_path: Path) -> None:
     words = [["replay", "none", "--step", "1"], ["bisect", "none", "none"]]
     code = f"from groupgrad.apps.cli.main import main; print([main(words) for words in {words!r}])"

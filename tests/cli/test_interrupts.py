@@ -68,6 +68,7 @@ def terminals() -> Iterator[list[Terminal]]:
         os.close(terminal.keys)
 
 
+@pytest.mark.slow
 def test_a_page_is_served_here_alone_and_ended_without_a_word(tmp_path: Path, terminals: list[Terminal]) -> None:
     terminals.append(terminal := Terminal("view", str(write_run(tmp_path / "run", steps=2, rows=4)), "--port", "0"))
     shown = terminal.read(b"(Ctrl-C ends it)\r\n")

@@ -21,14 +21,10 @@ from safetensors.torch import load_file
 
 from groupgrad.apps.cli.main import main
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SLOW = pytest.mark.slow
 NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-SHARDED = [
-    pytest.param("fsdp2", marks=SLOW),
-    *(pytest.param(name, marks=[SLOW, NEEDS_DEEPSPEED]) for name in ("zero1", "zero2", "zero3")),
-]
+PROFILES = ["ddp", "fsdp2", *(pytest.param(name, marks=NEEDS_DEEPSPEED) for name in ("zero1", "zero2", "zero3"))]
 CONFIG = {
     "dataset_name": "rows.jsonl",
     "reward_funcs": ["own_rewards.first_token"],
@@ -90,7 +86,7 @@ def weights(folder: Path) -> torch.Tensor:
     return torch.cat([found[key].reshape(-1) for key in sorted(found)])
 
 
-@pytest.mark.parametrize("profile", ["ddp", *SHARDED])
+@pytest.mark.parametrize("profile", PROFILES)
 def test_two_processes_train_what_one_trains(groupgrad: Any, model_dir: Path, tmp_path: Path, profile: str) -> None:
     """The KL of the second step depends on the update of the first, so both losses are compared."""
     run = ["train", "--config", "run.yaml", "--output_dir", "one", "--per_device_train_batch_size", "8"]
@@ -121,7 +117,7 @@ def agreement(shown: str) -> float:
     return float(gap[1])
 
 
-@pytest.mark.parametrize("profile", [pytest.param("ddp", marks=SLOW), *SHARDED])
+@pytest.mark.parametrize("profile", PROFILES)
 def test_a_check_makes_its_round_on_all_processes(groupgrad: Any, tmp_path: Path, profile: str) -> None:
     """Its numbers are those of both. Sharded training computes what is known from sampling again, and measures no gap
     to it, so the round does."""
@@ -134,7 +130,6 @@ def test_a_check_makes_its_round_on_all_processes(groupgrad: Any, tmp_path: Path
     assert shown.count("an optimizer step") == 1 and not (tmp_path / "out").exists()
 
 
-@SLOW
 @pytest.mark.parametrize(
     ("profile", "reward", "reason"),
     [
@@ -150,7 +145,6 @@ def test_a_failure_of_one_process_is_in_the_table(groupgrad: Any, profile: str, 
     assert re.search(rows, done.stdout, re.MULTILINE), done.stdout
 
 
-@SLOW
 @NEEDS_DEEPSPEED
 def test_a_check_replaces_the_sizes_of_a_zero_configuration(groupgrad: Any, tmp_path: Path) -> None:
     """Its optimizer is DeepSpeed's; with a learning rate of its own the round would change weights before it scores."""

@@ -74,6 +74,7 @@ def work(tmp_path: Path, make_model: Any, make_tokenizer: Any, monkeypatch: pyte
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_of_the_command_is_repeated_and_compared(work: Path, capsys: Any, monkeypatch: Any) -> None:
     """The stored command line is enough: its file may change, and the replay starts in another folder."""
     assert main(["train", "--config", "run.yaml", "--hub_token", "hf_private"]) == 0
@@ -145,6 +146,7 @@ def test_a_run_of_several_processes_is_refused_before_anything_is_loaded(work: P
     assert main(["bisect", "out", "out"]) == 0
 
 
+@pytest.mark.slow
 def test_a_script_of_ones_own_is_run_up_to_its_training(work: Path, capsys: Any, monkeypatch: Any) -> None:
     (work / "mine.py").write_text(SCRIPT)
     with monkeypatch.context() as patch:
@@ -174,6 +176,7 @@ def test_a_script_that_trains_another_run_first_is_refused(work: Path, capsys: A
     assert f"two.py trains another run first, that of {other}, and second is to be" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_of_the_demo_is_repeated(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     demo = ["demo", "--seed", "3", "--output-dir", "runs/demo", "--warm-up-steps", "2", "--grpo-steps", "2"]

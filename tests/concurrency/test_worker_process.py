@@ -154,6 +154,7 @@ print(*(worker.pid for worker in workers), flush=True)
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "raise SystemExit(3)"])
 @pytest.mark.fault(
     "the process is killed, or ends, while a worker process of a reward function is idle or computes",

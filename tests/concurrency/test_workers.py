@@ -217,6 +217,7 @@ def test_an_async_function_that_blocks_the_loop_is_answered_and_the_loop_replace
     other.close()
 
 
+@pytest.mark.slow
 def test_a_cancelled_function_cleans_up_on_a_loop_that_is_given_up(workers: Workers):
     """Its loop is blocked by another call and replaced while it cleans up."""
     cleaned = threading.Event()
@@ -345,6 +346,7 @@ print("running")
 """
 
 
+@pytest.mark.slow
 def test_hanging_calls_do_not_keep_the_interpreter_from_ending():
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", EXIT], check=False, capture_output=True, text=True, timeout=60)
@@ -388,6 +390,7 @@ print(*(future.result().value for future in called), *answers, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a scheduler suspends the process (SIGSTOP) for longer than a tool's `tool_timeout_s`, and lets it go on",
     "the tool goes on: time in which the process is suspended does not count",

@@ -11,6 +11,7 @@ from datasets import Dataset
 from groupgrad.rewards import code_reward
 
 
+@pytest.mark.slow
 def test_code_is_tested_as_part_of_a_run(make_trainer: Any) -> None:
     reward = code_reward(tests="checks", extract="all", python=sandbox_escapes.holding("auto"))
     data = Dataset.from_list(

@@ -23,6 +23,7 @@ from safetensors.torch import load as load_tensors
 
 from groupgrad.run_folder.run_card import last_metrics
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("hub_script.py")
 
 

@@ -298,6 +298,7 @@ def test_quick_start(hub: Path, run: Any) -> None:
     assert [step["reward"] for step in steps_of(trainer)] == [0.0] * 4
 
 
+@pytest.mark.slow
 def test_quick_start_under_accelerate_launch(hub: Path, make_model: Any, run: Any) -> None:
     pytest.importorskip("math_verify")
     # Here nothing is patched: the ids are local folders of those names, and the script takes all defaults. A short
@@ -485,6 +486,7 @@ def test_environments_as_written(with_template: Path, calling: Any, run: Any) ->
     assert all("Counter reset to 0." in engine.tokenizer.decode(request.prompt_ids) for request in first)
 
 
+@pytest.mark.slow
 def test_environments_as_written_with_the_real_tokenizer(hub: Path, shared: Path, run: Any) -> None:
     """Nothing is scripted: the template of Qwen3 and the engine that samples from the model."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "qwen3-tokenizer")

@@ -177,6 +177,7 @@ def test_a_tool_that_fails_on_the_main_thread_too_is_repeated_once(train: Any) -
     assert threads.count(False) == 16
 
 
+@pytest.mark.slow
 def test_a_tool_on_the_main_thread_has_a_deadline(train: Any) -> None:
     def wait_long(number: int) -> str:
         """Waits.

@@ -108,6 +108,7 @@ def conversations() -> list[Conversation]:
 # ------------------------------------------------------------------------------------------- equal completions
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -318,6 +319,7 @@ def test_rows_that_come_wait_a_few_steps_for_each_other(num_new: int, num_waited
 # ------------------------------------------------------------------------------------------- memory pressure
 
 
+@pytest.mark.quick("180")
 @pytest.mark.parametrize("name", ["qwen3", "mistral (sliding window)"])
 @pytest.mark.parametrize("tokens", [180, 300])
 def test_when_memory_is_short_what_is_kept_goes_and_rows_give_way_and_say_the_same(name: str, tokens: int, build):
@@ -478,7 +480,7 @@ ROWS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=30, derandomize=True, database=None)
+@settings(deadline=None, max_examples=15, derandomize=True, database=None)
 @given(
     rows=ROWS,
     choices=st.lists(st.integers(0, 11), max_size=40),

@@ -320,6 +320,7 @@ workers.call(handles[0].method("hang"), {}, timeout_s=60)
 """
 
 
+@pytest.mark.slow
 def test_the_interpreters_end_closes_open_environments():
     done = subprocess.run([sys.executable, "-c", EXIT], check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "closed\n" * 3), done.stderr

@@ -208,7 +208,8 @@ def test_wanderers_seldom_find_anything(hunting) -> None:
 # ---------------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("name", ["calculator", pytest.param("hunting", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["calculator", "hunting"])
 def test_a_short_run_fails_honestly_and_leaves_its_files(request, name, tmp_path, capsys) -> None:
     """Far too short to learn anything: it says so, fails, and writes all that it promises."""
     example = request.getfixturevalue(name)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo_in_one_file.py"
 
 
+@pytest.mark.slow
 def test_it_learns(from_examples):
     history = from_examples("grpo_in_one_file").train(steps=60, seed=0)
     assert sum(history[:5]) / 5 < 0.25

@@ -68,6 +68,7 @@ def test_only_careful_pupils_are_right(example, tokenizer, habit) -> None:
         assert all(turn.calls[0].problem for turn in turns)
 
 
+@pytest.mark.slow
 def test_a_short_run_fails_honestly_and_leaves_its_files(example, tmp_path, capsys) -> None:
     """Far too short to learn anything. The hybrid is sampled and scored by the fast paths."""
     arguments = ["--output_dir", str(tmp_path), "--warm_up_steps", "2", "--grpo_steps", "1"]

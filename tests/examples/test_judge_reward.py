@@ -34,6 +34,7 @@ def test_the_rating_doubles(example, tmp_path, capsys) -> None:
     assert rows == int(sent.replace(",", ""))
 
 
+@pytest.mark.slow
 def test_a_judge_with_an_address_is_asked_and_a_short_run_says_that_it_was(example, tmp_path, capsys) -> None:
     with example.stub_server() as url:
         assert example.main(["--output_dir", str(tmp_path), "--steps", "1", "--base_url", url]) == 1

@@ -51,6 +51,7 @@ def test_the_prompt_has_a_token_for_each_patch(example) -> None:
     assert "<unknown>" not in tokens
 
 
+@pytest.mark.slow
 def test_a_short_run_writes_what_it_says(example, tmp_path, capsys) -> None:
     folder = tmp_path / "run"
     status = example.main(["--output_dir", str(folder), "--warm_up_steps", "4", "--grpo_steps", "2"])

@@ -141,6 +141,7 @@ FOUND_WHILE_LOADING = set(CASES) - {"same number and shapes", "another layer", "
 """The cases in which weights or the optimizer's state of a checkpoint without names do not fit."""
 
 
+@pytest.mark.quick("another rank", "deeper", "none, now an adapter", "tied, now not")
 @pytest.mark.fault(
     "a run is resumed with another set of trained parameters, adapter, or model than the checkpoint's",
     "an error before anything is loaded: what was added, removed and changed, and what to set",
@@ -160,6 +161,7 @@ def test_another_set_of_parameters_is_refused_by_name(case, saved, tmp_path, cap
     assert "missing keys" not in caplog.text
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_set_resumes_bit_for_bit_without_a_remark(kind, runs, tmp_path, caplog):
     saved, expected = runs(kind)
@@ -305,6 +307,7 @@ def test_a_callback_may_change_an_interval_when_training_begins(resumed, saved, 
     assert checkpoints(tmp_path) == [3, 6, 7]
 
 
+@pytest.mark.quick("full")
 @pytest.mark.fault(
     "a run with a KL term is resumed with its checkpoint, or another model, given as the model",
     "an error that names the model that the KL was measured from; allow_partial_resume=True takes the new reference",

@@ -258,6 +258,7 @@ def test_another_micro_batch_continues_the_data(second, straight, new_trainer, w
     assert "sampled again" not in caplog.text and "not used" not in caplog.text
 
 
+@pytest.mark.quick("map")
 @pytest.mark.parametrize("stream", [False, True], ids=["map", "stream"])
 @pytest.mark.fault(
     "a run is resumed with another number of rows a step where a generation batch ends",

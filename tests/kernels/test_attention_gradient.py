@@ -126,6 +126,7 @@ def test_gradients_are_those_of_float64(
     assert all(map(torch.equal, found, again)), "threads change no bit"
 
 
+@pytest.mark.slow
 def test_rows_longer_than_a_tile_of_keys(kernels: ctypes.CDLL):
     torch.manual_seed(0)
     rows, num_tokens = make_rows([2000], [(0, 30), (-1, 1500)])

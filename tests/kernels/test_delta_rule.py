@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -154,6 +154,8 @@ def random_states(number: int, sizes: Sizes) -> torch.Tensor:
     return torch.randn(number, heads, key_width, value_width)
 
 
+SIZES: list[Any] = [(2, 2, 8, 8), (4, 2, 16, 24), (3, 1, 33, 20)]
+"""Heads, heads of keys, and widths of keys and values."""
 NAMES = ("output", "final states", "vectors", "decay", "strength", "initial states")
 
 
@@ -167,7 +169,7 @@ def assert_close(found: torch.Tensor, want: torch.Tensor, name: str) -> None:
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=2e-6 * scale, msg=lambda m: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 8, 8), (4, 2, 16, 24), (3, 1, 33, 20), (1, 1, 128, 128)], ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, pytest.param((1, 1, 128, 128), marks=pytest.mark.slow)], ids=str)
 def test_outputs_and_gradients_are_those_of_the_tokens_in_turn(sizes: Sizes, kernels: ctypes.CDLL) -> None:
     inputs = random_inputs(MIXED, sizes)
     wanted = expected(MIXED, inputs, sizes)
@@ -213,7 +215,7 @@ def test_rows_begin_with_given_states_and_leave_final_ones(sizes: Sizes, kernels
     )
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 8, 8), (6, 2, 16, 24), (3, 1, 33, 20), (2, 1, 128, 64)], ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, pytest.param((2, 1, 128, 64), marks=pytest.mark.slow)], ids=str)
 def test_mamba2_is_that_of_the_tokens_in_turn(sizes: Sizes, kernels: ctypes.CDLL) -> None:
     source, decay, _ = random_inputs(MIXED, sizes)
     decay[::2] = (decay[::2] + 0.9).clamp(max=0) * 0.1  # nothing is forgotten of some tokens

@@ -41,6 +41,7 @@ print(inside, outside)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(heap._glibc() is None, reason="glibc's allocator alone, where the environment does not set it")
 def test_large_tensors_between_small_ones_are_given_back() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
@@ -70,6 +71,7 @@ print(left, resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(heap._glibc(), "mallinfo2"), reason="glibc 2.33 or newer alone says how much is free")
 def test_free_blocks_of_the_heap_are_given_back_where_they_are_many() -> None:
     def megabytes(blocks: int) -> list[int]:

@@ -39,6 +39,7 @@ def test_counts_are_those_of_the_model(make_model: Any) -> None:
     assert shape.all_layers_bytes == 2 * shape.layer_bytes and shape.state_bytes == 0
 
 
+@pytest.mark.quick("lfm2", "mamba", "minimax", "nemotron_h", "qwen3_5")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_hybrid_is_the_sum_of_its_kinds_of_layers(family: str) -> None:
     """Keys, values and states are those that the native engine stores, and activations those of a pass of the model."""
@@ -303,6 +304,7 @@ def test_the_command_plans_from_a_configuration_alone(tmp_path: Path, make_model
     assert "Nothing fits." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_file_of_a_run_gives_the_model_and_its_sizes(tmp_path: Path, make_model: Any, capsys: Any) -> None:
     make_model(vocab_size=500_000).config.save_pretrained(tmp_path / "model")
     model, file = str(tmp_path / "model"), tmp_path / "run.yaml"
@@ -369,6 +371,7 @@ def test_a_file_that_cannot_be_planned_for_is_told_why(tmp_path: Path, capsys: A
         assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_server_that_samples_and_more_devices_are_named_where_they_make_a_way_fit(plan_of: Any, capsys: Any) -> None:
     """A model in shards has to fit whole where the native engine samples."""
     sizes = {"model_type": "qwen2", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}

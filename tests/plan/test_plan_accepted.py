@@ -74,6 +74,7 @@ def _launched(shown: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> dict
     return yaml.safe_load(Path(command[4]).read_text())
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -162,6 +163,7 @@ def test_no_more_than_eight_times_the_devices_are_proposed(planned: Any, capsys:
     assert planned(f"{words} --devices {int(number) // 2}") == 1
 
 
+@pytest.mark.slow
 def test_devices_that_train_rows_together_are_named_where_they_make_a_way_fit(planned: Any, capsys: Any) -> None:
     long = "--device 24GB --devices 8 --completion 60000 --micro-batch 1 --vllm-server"
     assert planned(long) == 1

@@ -26,6 +26,7 @@ def planned(plan_of: Any) -> Any:
     return lambda *flags: plan_of({**SMALL, **HEADS}, " ".join(map(str, flags)))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("flags", "devices"),
     [

@@ -38,10 +38,8 @@ def files_of(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
 
 
-QUICK = ("plain", "reused_rollouts")
-
-
-@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.quick("plain", "reused_rollouts")
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_every_kind_of_run_has_the_same_bits(run_of, tmp_path, kind):
     folder = run_of(kind)
     before = files_of(folder)

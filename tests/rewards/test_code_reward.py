@@ -78,6 +78,7 @@ def test_functions_and_scripts_are_scored_as_part_of_a_run(make_rollouts):
     assert table.metrics["code/no_code"].value == 0.25
 
 
+@pytest.mark.slow
 def test_a_test_gets_values_errors_and_objects_of_the_code(reward):
     code = """
 import math
@@ -229,6 +230,7 @@ UNCALLED = [
 ]
 
 
+@pytest.mark.slow
 def test_test_functions_and_classes_that_a_text_does_not_call_are_run(reward):
     right, wrong = "def half(x): return x // 2", "def half(x): return 7"
     rewards, failures = score(reward, [right], [UNCALLED])
@@ -236,6 +238,7 @@ def test_test_functions_and_classes_that_a_text_does_not_call_are_run(reward):
     assert score(reward, [wrong], [UNCALLED])[0] == [0.0]
 
 
+@pytest.mark.slow
 def test_a_text_that_calls_nothing_ends_the_run(reward):
     for text, problem in (
         ("LIMIT = 3\ndef check(candidate):\n    assert candidate(4) == 2", "defines check and calls nothing"),
@@ -249,6 +252,7 @@ def test_a_text_that_calls_nothing_ends_the_run(reward):
             score(reward, ["def half(x): return 7"], [[text]])
 
 
+@pytest.mark.slow
 def test_code_that_ends_is_started_again_and_code_that_hangs_is_not(reward):
     code = "import os\ndef f(x):\n    while x == 9: pass\n    return os._exit(0) if x == 1 else x"
     tests = [f"assert f({x}) == {x}" for x in (0, 1, 2, 9, 3)]
@@ -332,12 +336,13 @@ def test_white_space_behind_a_fence_takes_no_more_than_its_length_in_time() -> N
     assert time.process_time() - began < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a call of `code_reward` is cancelled, or its process is killed, while code runs",
     "every process of its sandboxes ends with it",
     "nothing",
 )
-@pytest.mark.parametrize("mechanism", ["auto", *(pytest.param(m, marks=pytest.mark.slow) for m in MECHANISMS)])
+@pytest.mark.parametrize("mechanism", ["auto", *MECHANISMS])
 def test_code_ends_with_a_cancelled_call_and_with_its_trainer(mechanism):
     name = f"end{os.getpid()}"
     code = f"""
@@ -372,6 +377,7 @@ time.sleep(300)
     wait_for(lambda: not processes_named(name), 5)
 
 
+@pytest.mark.slow
 def test_calls_leave_no_open_file(reward):
     for _ in range(2):
         score(reward, ["print(1)", "import os; os._exit(1)"], [[["", "1"]], ["assert f(1) == 1"]])

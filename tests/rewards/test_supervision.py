@@ -61,6 +61,7 @@ def numbers(table: Any) -> dict[str, float | None]:
     return {name: metric.read() for name, metric in table.metrics.items() if not name.startswith("time/")}
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize(
     ("function", "num_workers"),
     [(sleeping, 0), (lambda completions: time.sleep(30), 1), (sleeping_async, 0), (blocking_async, 0)],

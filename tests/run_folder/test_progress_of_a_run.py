@@ -58,6 +58,7 @@ def make_trainer(model_dir: Path, tmp_path: Path) -> Callable[..., GRPOTrainer]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_the_line_of_a_run_changes_at_most_twice_a_second(
     make_trainer: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch

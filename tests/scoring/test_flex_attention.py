@@ -338,6 +338,7 @@ def test_a_soft_cap_is_part_of_the_kernel(recording):
     assert [x.dim() for x in floats] == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_the_trial_compiles_what_training_uses(recording, monkeypatch):
     """The first step compiles nothing. Gradients, which torch supports on GPUs alone, run uncompiled."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)

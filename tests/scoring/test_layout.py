@@ -104,6 +104,7 @@ def policies(make_model: Callable[..., Any]) -> dict[tuple[bool, bool], Any]:
     return made
 
 
+@pytest.mark.quick("dapo", "luspo", "vespo")
 @pytest.mark.parametrize("loss_type", sorted(LOSSES))
 @settings(max_examples=2, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=batches(), level=st.sampled_from(["token", "sequence"]))

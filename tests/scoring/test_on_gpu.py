@@ -56,6 +56,7 @@ def compare(model: nn.Module, batch: Any, way: ForwardOptions) -> None:
     assert float((gradient.inner - expected[1]).norm() / expected[1].norm()) < 1e-5
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_and_heads_compute_on_the_gpu_alone(kind: str, build, batch):
     model = build(kind)
@@ -99,6 +100,7 @@ def test_scores_of_training_are_not_rounded_to_half_precision():
     assert max(errors[1:]) < 0.02
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "llava_next"])
 def test_images_are_computed_on_the_gpu(name: str):
     vlm = make_vlm_setup(name)

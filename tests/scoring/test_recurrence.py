@@ -27,6 +27,7 @@ from groupgrad.scoring.self_check import check_layout
 OPTIONS = ForwardOptions(layout="shared")
 
 
+@pytest.mark.quick("lfm2", "mamba", "minimax", "nemotron_h", "qwen3_5")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_log_probs_and_gradients_are_those_of_one_pass_a_row(family: str, row_logits: Any) -> None:
     assert_scored_as_one_pass_a_row(make_hybrid(family), batch_of(1), row_logits)

@@ -58,6 +58,7 @@ PATHS = [(name, "lora_all") for name in (*NAMES, HYBRID)]
 PATHS += [(name, adapters) for name in FEW for adapters in ("full", "lora_text")]
 
 
+@pytest.mark.quick("gemma3-full", "qwen3_vl-lora_text", "qwen2_5_vl-lora_all", "qwen3_5-lora_all")
 @pytest.mark.parametrize(("name", "adapters"), PATHS)
 def test_path(name: str, adapters: str):
     """Adapters everywhere include those of the language model; alone these train without the vision tower."""

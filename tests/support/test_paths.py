@@ -129,6 +129,7 @@ def greedy(model: nn.Module, prompt: Sequence[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
+@pytest.mark.quick("qwen3", "gemma4 (shared keys and values)", "gpt2", "lfm2 (convolution)")
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize("layout", ["dense", "packed", "shared"])
 @pytest.mark.parametrize("name", NAMES)
@@ -143,6 +144,7 @@ def test_training_path(name: str, layout: InputLayout, adapters: str):
     assert float((actual - expected.gradient).norm() / expected.gradient.norm()) <= 1e-5
 
 
+@pytest.mark.quick("qwen3", "gemma4 (shared keys and values)", "gpt2", "lfm2 (convolution)")
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 @pytest.mark.parametrize("name", NAMES)

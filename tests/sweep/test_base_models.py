@@ -17,6 +17,7 @@ def frozen(model: nn.Module) -> dict[str, int]:
     return {name: p.data_ptr() for name, p in model.named_parameters() if not p.requires_grad}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("given", ["name", "object"])
 def test_the_base_is_loaded_once_with_the_bits_of_runs_alone(
     make_sweep: Any, train_alone: Any, arguments: Any, tools: Any, tmp_path: Any, monkeypatch: Any, given: str

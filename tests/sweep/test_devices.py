@@ -162,6 +162,7 @@ def test_an_arm_stays_with_its_worker_and_idle_workers_take_others(processes, mo
     assert processes.started[0].calls[-1] == ("drop", 1)
 
 
+@pytest.mark.slow
 def test_a_sweep_on_two_workers_decides_as_on_none(make_sweep, tools, processes, halved, tmp_path):
     spread = make_sweep(tools.rates, halving=tools.halving, devices=2).run()
     assert [(result.name, result.state, result.reason) for result in spread] == [

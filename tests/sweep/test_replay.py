@@ -40,6 +40,7 @@ def times_of(folder: str) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in Path(folder).rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_an_arm_is_replayed_and_bisected(content: dict[str, Any], capsys: Any, monkeypatch: Any) -> None:
     content["base"] |= {"max_steps": 3, "env": {"SWEEP_JUDGE": "here", "SWEEP_API_KEY": "old"}}
     content["cache_rewards"] = ["letters"]
@@ -68,6 +69,7 @@ def test_an_arm_is_replayed_and_bisected(content: dict[str, Any], capsys: Any, m
     assert times_of("out") == before
 
 
+@pytest.mark.slow
 def test_an_arm_of_a_script_is_replayed_by_it(content: dict[str, Any], capsys: Any) -> None:
     Path("mine.py").write_text(SCRIPT)
     exec(compile(SCRIPT, "mine.py", "exec"), {"__name__": "__main__"})

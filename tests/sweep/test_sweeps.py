@@ -114,6 +114,7 @@ def test_a_command_ends_the_turn_after_the_present_step(make_sweep, tools, tmp_p
     assert store.arms()[0].state == "stopped"
 
 
+@pytest.mark.slow
 def test_a_failing_arm_is_reported_and_the_others_go_on(make_sweep, tools, tmp_path, caplog):
     def fails(completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
         if trainer_state.global_step == 3:
@@ -174,6 +175,7 @@ def test_commands_are_taken_between_turns(make_sweep, tools, tmp_path):
     assert not tools.equal_files(*(tmp_path / "sweep/arms" / arms[number].name for number in (4, 5)))
 
 
+@pytest.mark.slow
 def test_a_stopped_and_resumed_arm_and_clones_equal_runs_alone(make_sweep, train_alone, tools, tmp_path):
     sweep = make_sweep(RATES, turn_steps=2)
     sweeper, store = sweep._sweeper, Store(tmp_path / "sweep")
@@ -192,6 +194,7 @@ def test_a_stopped_and_resumed_arm_and_clones_equal_runs_alone(make_sweep, train
         assert tools.equal_files(folders[number], tmp_path / name), name
 
 
+@pytest.mark.slow
 def test_a_sweep_made_again_goes_on_and_refuses_to_become_another_one(make_sweep, train_alone, tools, tmp_path):
     sweep = make_sweep(RATES, turn_steps=2)
     for _ in range(3):

@@ -57,6 +57,7 @@ def logprobs(model: Any) -> torch.Tensor:
     return score_without_gradient(model, random_batch(model), ForwardOptions()).logprobs
 
 
+@pytest.mark.quick("LoRA", "experts", "whole head")
 @pytest.mark.parametrize("kind", KINDS)
 def test_trained_saved_and_resumed(kind: str, build, tools, tmp_path: Path):
     """Nothing but the adapter moves and is saved; the model without it is the reference; a resumed run is bit-equal."""
@@ -129,6 +130,7 @@ def test_a_kept_scale_changes_no_bit_of_a_dora_layer(bias: bool):
 QUICK = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "save_strategy": "no"}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["LoRA on the head, with dropout", "IA3", "experts"])
 def test_gradient_checkpointing_changes_nothing(kind: str, build, tools):
     finals = []

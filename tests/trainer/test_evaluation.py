@@ -45,6 +45,7 @@ def test_evaluation_while_training_changes_nothing(make_trainer, make_policy, to
     assert entries[3]["eval_reward"] != before["eval_reward"] and entries[3]["eval_entropy"] != before["eval_entropy"]
 
 
+@pytest.mark.slow
 def test_time_spent_evaluating_is_no_time_of_a_step(make_trainer, tools, monkeypatch):
     trainer = make_trainer(trainer={"eval_dataset": tools.prompts(1)}, max_steps=2, **EVERY_STEP)
     score = trainer.rewards.score

@@ -85,6 +85,7 @@ def assert_same(runs, tools) -> None:
         tools.assert_like(other_log, log, 1e-4)
 
 
+@pytest.mark.quick("dapo", "luspo")
 @pytest.mark.parametrize(("loss_type", "optimizer"), [*((name, SGD) for name in LOSSES), ("grpo", ADAMW)], ids=str)
 def test_losses_do_not_depend_on_the_micro_batch(run, tools, loss_type, optimizer):
     ceiling = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
@@ -102,6 +103,7 @@ def test_the_ratio_moves_within_a_generation_batch(run):
     assert moved[1] > 0.05 and moved[3] > 0.05
 
 
+@pytest.mark.quick("clipping_and_kl", "entropy_of_top_tokens", "masked_rows")
 @pytest.mark.parametrize("optimizer", [SGD, pytest.param(STEADY_ADAMW, marks=pytest.mark.slow)], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_do_not_depend_on_the_micro_batch(run, tools, feature, optimizer):
@@ -114,6 +116,7 @@ def test_bnpo_is_local_by_definition(run, tools):
     assert tools.relative(cut, whole) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_generation_batch_may_be_cut_in_any_way_between_steps(run, tools):
     """Generation batches of 32 rows and steps of 8: S is 4 at one micro-batch a step, 8 at two, 16 at four."""
     splits = [(8, 1), (4, 2), (2, 4)]
@@ -122,6 +125,7 @@ def test_a_generation_batch_may_be_cut_in_any_way_between_steps(run, tools):
     assert_same([by_name, run((4, 2), generation_batch_size=32, max_steps=5, **ADAMW)], tools)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("splits", "settings"),
     [
@@ -170,6 +174,7 @@ def dense_loss(logprobs, old, ref, mask, advantages, *, loss_type: str, beta: fl
     return per_token.sum() / mask.sum()
 
 
+@pytest.mark.quick("dapo-rows")
 @pytest.mark.parametrize(("loss_type", "shuffle_rows"), [("grpo", "groups"), ("dapo", "groups"), ("dapo", "rows")])
 def test_equals_a_plain_dense_trainer(train, make_policy, tokenizer, tools, loss_type, shuffle_rows):
     """Four steps of AdamW on the recorded rollouts, in two batches of two, with a KL term at temperature 0.8."""

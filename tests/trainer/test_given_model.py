@@ -73,6 +73,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("adapter", "by need")
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_but_weights_is_changed(
     make_trainer: Any, tokenizer: Any, tools: Any, monkeypatch: Any, tmp_path: Path, case: str
@@ -120,6 +121,7 @@ def _wrapped_by_accelerate(precision: str) -> Any:
     return model
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("first", "then"), [("a trainer", "no"), ("accelerate", "no"), ("accelerate", "bf16")])
 def test_the_precision_of_an_earlier_trainer_is_not_kept(train: Any, tools: Any, first: str, then: str) -> None:
     """The second one trains the model as it trains a fresh one, to the bit."""

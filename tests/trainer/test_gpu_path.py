@@ -60,6 +60,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.quick("default")
 @pytest.mark.parametrize(
     "fields",
     [{}, {"gradient_checkpointing": True, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])}],
@@ -84,6 +85,7 @@ def test_training_samples_by_the_direct_form(fields, steps, make_gpu_trainer, tm
     assert steps["direct"] >= 3 and steps["modules"] == 1
 
 
+@pytest.mark.slow
 def test_a_known_family_without_its_direct_form_says_so_once(steps, make_gpu_trainer, tmp_path, caplog, capsys):
     """The form is lost after the first step, which is an event; old log-probs of bfloat16 are a training pass's."""
 
@@ -135,6 +137,7 @@ def test_a_forward_method_of_the_user_is_called(make_model):
         assert form == "the forward method of Qwen3ForCausalLM was replaced"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0.02, 0.2])
 def test_logits_are_compared_by_the_type_that_computes_them(shift: float, steps, make_gpu_trainer):
     """Largest logits are below 1: bfloat16 explains 0.02 of it, float32 would not, and nothing explains 0.2."""

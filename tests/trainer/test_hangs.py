@@ -80,9 +80,8 @@ PLACES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=pytest.mark.slow if p.startswith("regular") else ()) for p in PLACES]
-)
+@pytest.mark.quick("reward", "async reward", "callback")
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.fault(
     "a reward function, plain or async, hangs",
     "after `hang_timeout_s` an error names function, step, rank and rows; all stacks are in `hang_step_*.txt`",
@@ -226,12 +225,10 @@ PHASES: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
     "saving": (at("run_state", "save"), SAVING),
     "evaluation": (at("eval_metric_store", "add"), {"eval": "sets", "eval_steps": 2}),
 }
-DEFAULT = ("callback",)
 
 
-@pytest.mark.parametrize(
-    "phase", [phase if phase in DEFAULT else pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES]
-)
+@pytest.mark.quick("callback")
+@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.fault(
     "an exception on one rank, wherever in a step, in a callback, a save or an evaluation",
     "every other rank ends within 10 s with that rank's name, process and text, also if the failed process lives on",

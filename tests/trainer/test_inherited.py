@@ -30,6 +30,7 @@ class Watch(TrainerCallback):
 # ------------------------------------------------------------------------------------------------- length, schedule
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -96,6 +97,7 @@ def test_gradients_are_clipped(train, make_policy, tools):
 # ----------------------------------------------------------------------------------------------------- log events
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -170,6 +172,7 @@ def test_memory_is_measured_when_asked_for(make_trainer):
 # ------------------------------------------------------------------------------------------- evaluation, checkpoints
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -199,6 +202,7 @@ def checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -257,6 +261,7 @@ def test_data_of_a_resumed_run(train, make_trainer, recorder, tmp_path):
         assert sorted(set(recorder.take("row"))) == rows
 
 
+@pytest.mark.slow
 def test_a_checkpoint_asked_for_by_a_signal(make_trainer, make_policy, tools, tmp_path):
     """Wherever in the second step the request comes, the run stops with a checkpoint that it can go on from."""
     stateful = {**tools.STATEFUL, "steps_per_generation": 4, "max_steps": 4}
@@ -358,6 +363,7 @@ def test_activation_checkpointing(train, make_policy, monkeypatch, name):
     assert given[0]["activation_checkpointing_kwargs"] == options
 
 
+@pytest.mark.slow
 def test_compiled(make_policy, train, tools):
     """The training pass runs through the compiler: no weight differs by more than rounding, and after the second shape
     no further batch is compiled anew."""

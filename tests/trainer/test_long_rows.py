@@ -50,6 +50,7 @@ def test_rows_of_a_group_are_cut_into_passes(make_trainer: Any, make_policy: Any
     assert all(prompt + tokens <= 300 for prompt, _, tokens in parts)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", ["attention", "qwen3_5"])
 def test_the_size_of_a_pass_changes_no_weight(
     family: str, make_trainer: Any, make_policy: Any, tools: Any, tmp_path: Any

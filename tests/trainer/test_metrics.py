@@ -246,6 +246,7 @@ def test_step_time_is_a_mean_over_steps_and_includes_sampling(make_trainer, monk
     assert 0.2 < entry["step_time"] < 0.2 + trainer.state.log_history[-1]["train_runtime"] / 2
 
 
+@pytest.mark.slow
 def test_collectives_do_not_grow_with_micro_batches(train, monkeypatch):
     """Collectives run per step, per generation batch and per log event, never per micro-batch."""
     calls: list[str] = []

@@ -144,6 +144,7 @@ def clipped_share(args: Any, log_ratio: torch.Tensor, mask: torch.Tensor, a: tor
     return ((low_side & (a < 0)) | (high_side & (a > 0)))[mask].double().mean().item()
 
 
+@pytest.mark.quick("dapo: two widths, KL", "entropy bonus", "vespo", "luspo: off-policy mask")
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_of_two_steps(train, make_policy, tokenizer, case):
     seen: list[tuple[list[str], list[list[int]], torch.Tensor]] = []

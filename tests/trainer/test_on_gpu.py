@@ -28,7 +28,7 @@ def lengths(completions: list[str], **_: Any) -> list[float]:
             {"num_iterations": 2, "gradient_accumulation_steps": 2, "loss_type": "grpo", "entropy_coef": 0.01},
             marks=pytest.mark.slow,
         ),
-        {"bf16": True, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
+        pytest.param({"bf16": True, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])}, marks=pytest.mark.slow),
     ],
     ids=["reference, checkpointing", "old policy", "bfloat16, adapter"],
 )

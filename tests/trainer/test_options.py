@@ -60,6 +60,7 @@ def final(final_weights):
     return lambda **settings: final_weights(**{**ROUND_TRIP, **settings})
 
 
+@pytest.mark.quick("learning_rate", "shuffle_rows", "sync_ref_model")
 @pytest.mark.filterwarnings("ignore:.*no effect.*:UserWarning")
 @pytest.mark.parametrize("field", OBJECTIVE)
 def test_it_changes_the_weights(final, tools, field):
@@ -235,6 +236,7 @@ def test_num_generations_is_the_group_size(train, recorder):
         assert len({rows[0] for rows in groups}) == len(groups)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("settings", "calls"),
     [

@@ -133,6 +133,7 @@ def test_what_a_patched_model_brings_is_found_out(make_trainer: Any, make_policy
     assert modes and all(modes)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("place", ["instance", "class", "library"])
 def test_a_generate_that_is_replaced_later_samples_the_next_generation_batch(
     make_trainer: Any, monkeypatch: Any, place: str

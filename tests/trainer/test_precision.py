@@ -54,6 +54,7 @@ def test_the_engine_samples_in_the_type_that_training_computes_in(case, make_tra
     assert max(entry["sampling/logp_mismatch"] for entry in trainer.state.log_history[:-1]) < gap
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_clipped_where_the_policy_has_not_moved(case, make_trainer, make_policy, monkeypatch):
     """Each batch serves four steps at a learning rate of 0; the bounds are tighter than rounding is.
@@ -199,6 +200,7 @@ def test_other_types_and_optimizers_are_refused(make_trainer, make_policy):
         make_trainer(model=policy, stochastic_rounding=True, trainer={"optimizers": given})
 
 
+@pytest.mark.slow
 def test_adapters_over_bfloat16_weights(make_trainer, make_policy):
     """They are float32, as peft makes them, and sampled as they are trained; rounded stochastically they are bfloat16,
     which one that was made before must be."""

@@ -84,6 +84,7 @@ def packed(model: Any) -> list[torch.Tensor]:
     return [p.detach().clone().view(torch.uint8) for p in model.parameters() if is_packed(p)]
 
 
+@pytest.mark.quick("8 bits", "nf4")
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_training_equals_that_over_the_same_weights_in_full(kind: str, make_trainer, quantized, base: Path):
     """Log-probs of sampling and training, the reference's, and the adapter after three steps; nothing else changes."""
@@ -111,6 +112,7 @@ def test_training_equals_that_over_the_same_weights_in_full(kind: str, make_trai
             assert ours[key] == pytest.approx(other[key], abs=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["nf4", "8 bits"])
 def test_by_name_saved_alone_and_resumed(kind: str, make_trainer, quantized, base: Path, tmp_path: Path):
     runs = []
@@ -204,6 +206,7 @@ def test_nothing_is_merged_into_quantized_weights(kind: str, quantized):
     assert all(torch.equal(a, b) for a, b in zip(packed(model), before, strict=True))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("adapter", "kind"), [("rsLoRA", "8 bits"), ("whole head", "nf4"), ("IA3", "8 bits")])
 def test_other_adapters_over_quantized_weights(adapter: str, kind: str, make_trainer, quantized):
     configs = {
@@ -234,6 +237,7 @@ def test_a_quantization_config_given_twice(make_trainer, base: Path):
 # ------------------------------------------------------------------------------------------------ command, optimizers
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("flags", [["--load_in_4bit", "--use_bnb_nested_quant"], ["--load_in_8bit"]])
 def test_the_command(flags: list[str], base: Path, tmp_path: Path):
     rows = [{"prompt": text} for text in ("a", "bc", "def", "gh")]
@@ -288,6 +292,7 @@ def state_bytes(state: dict[str, Any]) -> int:
     return total
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optim", NARROW_STATE)
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_optimizers_with_narrow_state(optim: str, make_trainer, make_policy, tools, tmp_path: Path, monkeypatch):

@@ -49,6 +49,7 @@ def test_a_file_is_a_configuration_as_it_is(name: str, tmp_path: Path) -> None:
     GRPOConfig(**settings | {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"})
 
 
+@pytest.mark.quick("dapo", "gdpo", "moving_reference", "truncated_importance_sampling")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_trains(name: str, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {key: value for key, value in read(name).items() if key not in NOT_OF_THE_CONFIGURATION}

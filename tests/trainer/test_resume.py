@@ -96,6 +96,7 @@ def completions(folder: Path) -> dict[str, Any]:
     return {path.name: pq.read_table(path).to_pylist() for path in sorted((folder / "completions").glob("*.parquet"))}
 
 
+@pytest.mark.quick("evaluated", "inside_a_generation_batch", "stream", "synced_adapter")
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_equals_an_uninterrupted_one(build, tools, tmp_path, case):
     settings, step = CASES[case]
@@ -134,6 +135,7 @@ def test_the_mean_loss_of_a_resumed_run_is_that_of_its_own_steps(build, tmp_path
     assert resumed.state.log_history[0]["loss"] == pytest.approx(sum(losses[:3]) / 3, abs=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("weights_alone", [False, True])
 def test_tokens_and_generation_batches_are_counted_on(build, recorder, tmp_path, caplog, weights_alone):
     """`num_tokens` counts the run, and a resume within a generation batch samples nothing until the next one; where
@@ -196,6 +198,7 @@ def test_the_best_model_is_loaded_at_the_end(build, tools, tmp_path):
     assert torch.equal(tools.weights(trainer.model), tools.weights(saved))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("length", [{"max_steps": 2}, {"max_steps": -1, "num_train_epochs": 1}], ids=str)
 def test_a_finished_run_takes_no_further_step(make_trainer, caplog, length):
     settings = {**length, "save_strategy": "steps", "save_steps": 1}

@@ -54,11 +54,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], None], int, str, str]] =
     "late in a worker": (failing, sleep, 1, LATE, "timeouts"),
     "crashed worker": (failing, crash, 1, CRASHED, "failures"),
 }
-DEFAULT = {("late", "error"), ("late on the loop", "none")}
-
-
-def cases(action: str) -> list[Any]:
-    return [c if (c, action) in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 
 
 def train(ranks: Any, rank: int, out: Path, case: str, **options: Any) -> Any:
@@ -70,7 +65,8 @@ def train(ranks: Any, rank: int, out: Path, case: str, **options: Any) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("case", cases("error"))
+@pytest.mark.quick("late")
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.fault(
     "a reward function is later than `reward_timeout_s`, or its worker process crashes, on one rank",
     "every rank ends with an error that names rank, function, step and rows",
@@ -93,7 +89,8 @@ def test_a_failure_on_one_rank_ends_both_with_its_name(ranks, tmp_path, case):
     assert first.startswith("RankError: stopped because rank 1 ") and text in first
 
 
-@pytest.mark.parametrize("case", cases("none"))
+@pytest.mark.quick("late on the loop")
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.fault(
     "the same with on_reward_failure='none'",
     "the rows of that call on that rank are unscored and counted, and every rank goes on, to equal weights",

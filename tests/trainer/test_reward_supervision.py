@@ -117,9 +117,8 @@ def slow_judge(place: str, begun: str) -> Any:
     return asynchronous if place == "loop" else judge
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=[] if p == "thread" else pytest.mark.slow) for p in ("thread", "loop", "worker")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["thread", "loop", "worker"])
 @pytest.mark.fault(
     "a scheduler suspends all processes of a run (SIGSTOP) for longer than `reward_timeout_s`, and lets them go on",
     "the reward function goes on and the run too: time in which it is suspended does not count",
@@ -143,6 +142,7 @@ def test_a_suspended_run_goes_on(train, tmp_path, place):
     assert os.waitpid(pid, 0)[1] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a reward function hangs in a worker process and has no deadline",
     "after `hang_timeout_s` the run ends with its name, and the worker with it",

@@ -101,6 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick("masked", "num_iterations", "top_entropy")
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_of_sampling_change_nothing(train, tools, case):
     plain, weights = train(exact=False, share=False, **CASES[case])

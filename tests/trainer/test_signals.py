@@ -166,6 +166,7 @@ def test_a_signal_in_the_last_step_is_no_reason_to_begin_again(train):
     assert trainer.state.global_step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a signal comes in a step after which an evaluation is due, or in the evaluation",
     "the run stops without it, and a resumed run makes up for it before the next step",
@@ -274,6 +275,7 @@ def test_a_folder_of_an_earlier_run_is_not_taken_for_that_of_the_stop(make_train
     assert resumed.state.global_step == 2
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_first_step_of_an_epoch_goes_on_as_if_it_had_not_been(make_trainer, make_policy, tools, tmp_path):
     """The start of an epoch draws nothing from the global random stream, which a resume restores before it."""
 

@@ -108,6 +108,7 @@ def signal_warnings(caplog):
     return [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("reward", "reason", "remedy"),
     [
@@ -124,6 +125,7 @@ def test_a_run_without_a_gradient_is_warned_once(train, caplog, reward, reason, 
     assert remedy in message
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("reward", "settings"), [(lengths, {}), (constant, {"beta": 0.1})])
 def test_no_warning_where_there_is_a_gradient(train, caplog, reward, settings):
     with caplog.at_level(logging.WARNING):

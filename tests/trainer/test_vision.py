@@ -53,6 +53,7 @@ def make_seeing(make_trainer):
     return make
 
 
+@pytest.mark.quick("gemma3", "qwen2_5_vl", "qwen3_5")
 @pytest.mark.parametrize("name", [*tiny_vlms.NAMES, tiny_vlms.HYBRID])
 def test_a_vision_language_model_trains(name: str, make_seeing):
     """Sampling and training agree on every token, the reference is the model at first, and what looks at pictures is
@@ -169,6 +170,7 @@ def test_stored_completions_have_a_marker_for_each_image(make_seeing, tmp_path: 
     assert stored == {name for row in rows for name in row["images"]}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3"])
 def test_a_run_resumed_within_a_generation_batch_goes_on_bit_for_bit(name: str, make_seeing, tools, tmp_path: Path):
     """Also where weights are saved under other names than the model's, as those of Qwen2.5-VL are."""
@@ -258,6 +260,7 @@ def look(place: str) -> Image.Image:
     return BLUE
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
 def test_what_tools_show_is_trained_on_as_it_was_sampled(name: str, make_seeing):
     """Every turn calls the tool until it may no more; its images are seen in later turns, by sampler and trainer."""

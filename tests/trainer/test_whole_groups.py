@@ -39,9 +39,8 @@ def are_whole(calls: list[list[int]]) -> bool:
     return all(rows[at : at + 4] == [rows[at]] * 4 for rows in calls for at in range(0, len(rows), 4))
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "in order" else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.quick("in order")
+@pytest.mark.parametrize("case", CASES)
 def test_functions_see_whole_groups_and_training_is_that_of_one_process(ranks, tmp_path, case):
     def action(rank: int) -> None:
         torch.save(train(ranks, tmp_path / "two", case), tmp_path / f"ending_{rank}.pt")

@@ -28,6 +28,7 @@ ZOOM = "document.querySelector('.chart').zoom()"
 """The steps that the first chart is zoomed to."""
 
 
+@pytest.mark.slow
 def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
     folder = write_run(tmp_path / "first", steps=8, rows=16, tokens=20, hostile=True, ended=False, evaluated=[8])
     with served(folder) as address:
@@ -84,6 +85,7 @@ def test_a_run_is_shown_and_nothing_of_it_runs(tmp_path, open_page):
         assert page.evaluate("window.hacked") is None
 
 
+@pytest.mark.slow
 def test_a_link_opens_its_own_run_or_says_that_it_is_missing(tmp_path, open_page):
     """Whatever runs have come since, or have gone, or have the same name."""
     linked, other = (write_run(tmp_path / name, steps=steps, rows=8, tokens=8) for name, steps in (("b", 2), ("c", 4)))
@@ -115,6 +117,7 @@ def test_a_link_opens_its_own_run_or_says_that_it_is_missing(tmp_path, open_page
         wait_until(page, "document.querySelector('main').innerText.startsWith('This page has no run')")
 
 
+@pytest.mark.slow
 def test_the_link_to_the_content_stays_on_its_page(tmp_path, open_page):
     with served(write_run(tmp_path / "first", steps=2, rows=8, tokens=8)) as address:
         page = open_page(address + "#/rollouts")
@@ -124,6 +127,7 @@ def test_the_link_to_the_content_stays_on_its_page(tmp_path, open_page):
         assert page.evaluate("[document.activeElement.id, location.hash]") == ["main", "#/rollouts"]
 
 
+@pytest.mark.slow
 def test_images_and_tool_replies_stand_with_their_rollout(tmp_path, open_page):
     folder = write_run(tmp_path / "first", steps=3, rows=16, tokens=20, images=True)
 
@@ -167,6 +171,7 @@ def test_images_and_tool_replies_stand_with_their_rollout(tmp_path, open_page):
         assert page.locator(".detail > header img").count() == 0 and page.locator(".card img").count() == 8 + 2
 
 
+@pytest.mark.slow
 def test_charts_are_walked_by_keyboard(tmp_path, open_page):
     folder = write_run(tmp_path / "first", steps=8, rows=8, tokens=8, ended=False)
     chart = "document.querySelector('.chart .plot')"
@@ -219,6 +224,7 @@ def test_charts_are_walked_by_keyboard(tmp_path, open_page):
         assert page.evaluate(f"{focused}.id") == "main"  # so that Tab goes on in the new page
 
 
+@pytest.mark.slow
 def test_several_runs_are_named_by_text_and_a_chart_opens_the_run_that_has_the_step(tmp_path, open_page):
     low, high = (write_run(tmp_path / name, steps=n, rows=8, tokens=8) for name, n in (("low", 2), ("high", 4)))
     for folder, steps, reward in ((low, 2, 0.0), (high, 4, 1.0)):
@@ -263,6 +269,7 @@ def test_a_run_without_metrics_has_dashes_for_numbers(tmp_path, open_page):
     assert tiles[tiles.index("length") + 1 :][:2] == ["–", "– truncated"]
 
 
+@pytest.mark.slow
 def test_ticks_of_an_axis_differ_and_shares_end_at_one(tmp_path, open_page):
     folder = write_run(tmp_path / "first", steps=1, rows=8, tokens=8)
     metrics = folder / "metrics.jsonl"

@@ -22,6 +22,7 @@ pytestmark = NEEDS_BROWSER
 ORDERS = ("", "ascending")
 
 
+@pytest.mark.slow
 def test_conversations_of_a_report_are_listed_and_searched_by_what_was_said(tmp_path, open_page):
     folder, report = write_run(tmp_path / "chat", steps=2, rows=8, tokens=8, turns=2), tmp_path / "report.html"
     path = folder / "rollouts" / "step_000002.0.parquet"
@@ -86,6 +87,7 @@ def conversation(path: Path) -> None:
     pq.write_table(table.set_column(place, table.field(place), [is_messages]), path)
 
 
+@pytest.mark.slow
 def test_page_report_and_terminal_find_the_same_texts(tmp_path, open_page, capsys):
     folder, report = write_run(tmp_path / "chat", steps=1, rows=8, tokens=8), tmp_path / "report.html"
     conversation(folder / "rollouts" / "step_000001.0.parquet")
@@ -125,6 +127,7 @@ def test_a_report_lists_rollouts_in_the_order_of_the_live_page(tmp_path, open_pa
     assert all("evaluation eval" in item for item in listed["gradient_share", ""][0][16:])
 
 
+@pytest.mark.slow
 def test_tool_calls_of_a_rollout_show_their_arguments(tmp_path, open_page):
     folder = write_run(tmp_path / "chat", steps=1, rows=8, tokens=8, turns=2)
     path = folder / "rollouts" / "step_000001.0.parquet"
@@ -160,6 +163,7 @@ SHORT_TIMES = {0.0: "0 ms", 2e-5: "<0.1 ms", 2.1e-4: "0.2 ms", 0.00996: "10 ms",
 """Seconds, and how they are shown."""
 
 
+@pytest.mark.slow
 def test_a_short_time_is_not_shown_as_none(tmp_path, open_page):
     """Each row of a group has a time of its own."""
     folder = write_run(tmp_path / "run", steps=1, rows=8, tokens=8, turns=2)
@@ -181,6 +185,7 @@ def test_a_short_time_is_not_shown_as_none(tmp_path, open_page):
             assert page.inner_text(f"#item-{row} .text").startswith(f"{text} · ")
 
 
+@pytest.mark.slow
 def test_a_row_that_is_chosen_before_it_has_come_is_opened_then(tmp_path, open_page):
     """By mouse or keyboard. Rows that could not be read are asked for again."""
     folder = write_run(tmp_path / "long", steps=15, rows=16, tokens=4)
@@ -217,6 +222,7 @@ def test_a_row_that_is_chosen_before_it_has_come_is_opened_then(tmp_path, open_p
         assert page.get_attribute("#item-153", "aria-selected") == "true"
 
 
+@pytest.mark.slow
 def test_a_row_keeps_its_element_while_the_list_is_scrolled(tmp_path, open_page):
     """A browser drops a click whose button goes down and up over two elements."""
     folder = write_run(tmp_path / "long", steps=5, rows=16, tokens=4)
@@ -232,6 +238,7 @@ def test_a_row_keeps_its_element_while_the_list_is_scrolled(tmp_path, open_page)
         assert len(ids) == len(set(ids)) == page.locator(".item:not([hidden])").count()
 
 
+@pytest.mark.slow
 def test_a_list_that_was_left_asks_for_nothing_more(tmp_path, open_page):
     """Neither for the rest of its rows, after an odd number of answers, nor for rows that could not be read."""
     folder, asked = write_run(tmp_path / "run", steps=1, rows=8, tokens=4), []

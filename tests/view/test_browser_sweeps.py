@@ -36,6 +36,7 @@ def test_the_table_of_a_sweep_can_be_read_at_any_width(tmp_path, open_page):
             page.close()
 
 
+@pytest.mark.slow
 def test_the_order_of_arms_at_unlike_steps_is_called_provisional(tmp_path, open_page):
     store, panel = make_sweep_folder(tmp_path / "rates")
     with served(tmp_path / "rates", sweeps=[panel]) as address:
@@ -46,6 +47,7 @@ def test_the_order_of_arms_at_unlike_steps_is_called_provisional(tmp_path, open_
         wait_until(page, "document.querySelector('.sweep').innerText.includes('race have made 3 to 5 steps')")
 
 
+@pytest.mark.slow
 def test_arms_of_a_sweep_are_given_commands_by_keyboard(tmp_path, open_page):
     store, panel = make_sweep_folder(tmp_path / "rates")
     with served(tmp_path / "rates", sweeps=[panel]) as address:
@@ -94,6 +96,7 @@ def test_arms_of_a_sweep_are_given_commands_by_keyboard(tmp_path, open_page):
         assert page.inner_text(".count").startswith("24 rollouts")
 
 
+@pytest.mark.slow
 def test_a_command_of_a_sweep_is_given_once_however_often_it_is_asked_for(tmp_path, open_page):
     store, panel = make_sweep_folder(tmp_path / "rates")
     held: list[Any] = []

@@ -270,6 +270,7 @@ def test_mixed_precision_does_not_disturb_the_first_use(quick: Path):
         assert library() is not None
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_of_two_processes_one_compiles_and_the_other_waits(quick: Path):
     small = f"import pathlib; compile._SOURCES = [pathlib.Path({str(build._SOURCES[0])!r})]"

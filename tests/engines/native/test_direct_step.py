@@ -40,6 +40,7 @@ def test_every_family_is_tried():
     assert {f"{name}ForCausalLM" for name in CHANGES} == CAUSAL_LMS
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("family", sorted(CHANGES))
 @pytest.mark.parametrize("adapted", [False, True])
 def test_direct_steps_give_the_texts_of_the_models_own(family: str, adapted: bool, monkeypatch, caplog):

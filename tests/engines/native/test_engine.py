@@ -62,6 +62,7 @@ def generated(model: nn.Module, request: Request) -> list[int]:
 # ------------------------------------------------------------------------------------------- models
 
 
+@pytest.mark.quick("qwen3", "gemma2 (soft caps)", "gpt2", "gpt-oss (experts, sinks)", "falcon (alibi)")
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *MORE])
 def test_greedy_equals_generate_and_sampling_the_other_engine(name: str, monkeypatch):
     monkeypatch.setattr(base_fixtures, "ARCHITECTURES", {**ARCHITECTURES, **MORE})

@@ -141,6 +141,7 @@ def assert_trained_alike(model: Any, rows: Sequence[Row], temperature: float = 1
     return batch
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("kind", "num_threads"), [(kind, 1 + i % 2) for i, kind in enumerate(sorted(KINDS))])
 def test_trained_as_sampled(kind: str, num_threads: int, threads: Callable[[int], None]):
     threads(num_threads)
@@ -324,6 +325,7 @@ def make_other(family: str) -> Any:
     return enlarged(model)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", sorted(OTHERS))
 def test_other_decoders(family: str):
     model = make_other(family)

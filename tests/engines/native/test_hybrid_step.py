@@ -121,6 +121,7 @@ def by_modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     return sample
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [*CHANGES, *OTHERS])
 def test_compiled_steps_give_the_texts_of_the_models_own(name: str, by_modules: Any, monkeypatch, caplog) -> None:
     model, counts = make_other(name) if name in OTHERS else make(**CHANGES[name]), {"steps": 0}

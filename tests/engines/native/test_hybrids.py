@@ -40,6 +40,7 @@ def requests(num_rows: int = 4, max_new_tokens: int = 12) -> list[Request]:
     ]
 
 
+@pytest.mark.quick("lfm2", "mamba", "minimax", "nemotron_h", "qwen3_5")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_log_probs_are_those_of_the_dense_pass(family: str) -> None:
     model, asked = make_hybrid(family), requests(3)
@@ -49,6 +50,7 @@ def test_log_probs_are_those_of_the_dense_pass(family: str) -> None:
     torch.testing.assert_close(sampled_logprobs(samples), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.quick("lfm2", "mamba", "minimax", "nemotron_h", "qwen3_5")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_greedy_text_is_that_of_generate(family: str) -> None:
     model = make_hybrid(family)

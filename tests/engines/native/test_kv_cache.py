@@ -26,6 +26,7 @@ def make_cache(max_tokens: int) -> KVCache:
     return KVCache({0: LayerShape(1, 1, 1, torch.float32, torch.device("cpu"))}, max_tokens * 8)
 
 
+@pytest.mark.quick("qwen3")
 @pytest.mark.parametrize("name", ["qwen3", "gemma4 (shared keys and values)"])
 def test_when_memory_is_short_rows_wait_and_give_way_and_say_the_same(name: str, build):
     model = build(name, max_position_embeddings=256)

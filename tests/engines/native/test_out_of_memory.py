@@ -80,6 +80,7 @@ def texts(model: Any, options: SamplingOptions = OPTIONS, **bounds: Any) -> list
     return [(sample.ids, sample.finish_reason, sample.logprobs) for sample in samples]
 
 
+@pytest.mark.quick("qwen3-prefill", "qwen3_5-prefill")
 @pytest.mark.fault(
     "the device has no memory left while the native engine samples",
     "half as many rows run at a time, with the same texts; an error where one row alone does not fit",
@@ -117,6 +118,7 @@ def conversation(engine: NativeEngine, options: SamplingOptions) -> list[list[in
     return sorted(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_whichever_allocation_fails_the_texts_are_the_same(penalty, build, monkeypatch):
     model, options = build("qwen3"), replace(OPTIONS, extra={"repetition_penalty": penalty})

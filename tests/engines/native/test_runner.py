@@ -51,6 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "bounds"),
     [
@@ -76,6 +77,7 @@ def test_recorded_steps_give_the_same_texts(name: str, bounds: dict[str, int], b
     assert Graph.num_recorded <= engine.statistics.num_steps / 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "keep"), [("qwen3", True), ("qwen3_5", False), ("qwen3_5", True)])
 def test_the_host_reads_the_tokens_of_several_steps_at_once(name: str, keep: bool, build, gpu, monkeypatch):
     """Steps are launched ahead for an eighth of the tokens so far, not where a state has to end with its row."""
@@ -148,6 +150,7 @@ def test_memory_for_casts_is_left_beside_keys_and_values(build, gpu):
         assert cast_bytes(model, torch.device("cpu")) == 0
 
 
+@pytest.mark.slow
 def test_rows_that_arrive_one_after_the_other_are_recorded_few_times(build, gpu):
     engine = NativeEngine(to_cuda(long_context(build, "qwen3")))
     with engine.session(replace(OPTIONS, max_new_tokens=50, eos_ids=())) as session:
@@ -160,6 +163,7 @@ def test_rows_that_arrive_one_after_the_other_are_recorded_few_times(build, gpu)
     assert Graph.num_recorded <= 14
 
 
+@pytest.mark.slow
 def test_a_ragged_batch_is_recorded_few_times(build, gpu):
     """128 rows in groups of 16, lengths geometric up to 120: 128, 96, 64, ..., 1 rows, 64 or 120 places."""
     lengths = random.Random(0)

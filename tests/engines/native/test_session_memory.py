@@ -63,6 +63,7 @@ def models(build: Callable[..., Any], name: str) -> Any:
     return make_hybrid(name) if name in CONFIGS else build(name)
 
 
+@pytest.mark.quick("qwen3_5")
 @pytest.mark.parametrize("name", ["adapter", "gemma2 (soft caps)", "qwen3_5"])
 def test_nothing_of_a_session_lives_on(name: str, build, alive):
     """Though the caller keeps the session, whose rows are partly retained for further turns."""

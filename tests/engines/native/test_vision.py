@@ -65,6 +65,7 @@ def mismatch(model: Any, vlm: VLMSetup, samples: list[Sample], prompts: Sequence
     return float((scores - sampled).abs().max())
 
 
+@pytest.mark.quick("gemma3-full", "qwen2_5_vl-lora_all", "qwen3_5-lora_all")
 @pytest.mark.parametrize(
     ("name", "adapters"), [*((name, "lora_all") for name in (*NAMES, HYBRID)), *((name, "full") for name in FEW)]
 )

@@ -75,6 +75,7 @@ def use(patch: pytest.MonkeyPatch, family: str, sizes: list[list[int]], calls: l
     patch.setitem(recurrent_layers._COUNTERPARTS, FUNCTIONS[family], by_package)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", [*FUNCTIONS, *MAMBA2])
 def test_log_probs_and_gradients_are_those_of_shared_prompts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, results, sizes, calls = make_hybrid(family), [], [], []
@@ -107,6 +108,7 @@ def test_log_probs_and_gradients_are_those_of_shared_prompts(family: str, monkey
         torch.testing.assert_close(by_package[name], value, rtol=1e-5, atol=1e-5 * scale, msg=name)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", [*FUNCTIONS, *MAMBA2])
 def test_prompts_and_replies_leave_their_states_to_decode_steps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt, reply = make_hybrid(family), [3 + place % 40 for place in range(75)], [7, 8, 9]

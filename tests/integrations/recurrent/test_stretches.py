@@ -49,6 +49,7 @@ def long_batch() -> Any:
     return build_batch(prompts, [prompt for prompt, _ in rows], completions)
 
 
+@pytest.mark.quick("lfm2", "mamba", "minimax", "nemotron_h", "qwen3_5")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_log_probs_and_gradients_are_those_of_one_pass_a_row(
     family: str, row_logits: Any, short_stretches: list[int]
@@ -91,6 +92,7 @@ SEGMENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(SEGMENTS, st.integers(64, 300), st.integers(0, 2**16))
 def test_states_and_inputs_go_on_from_stretch_to_stretch(

@@ -94,6 +94,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_four_ranks_have_the_loss_of_one_whatever_it_sums_over(build: Callable[..., Any], tmp_path):
     """Each rank has all scores, so a loss over whole rows is the plain one; some rank has no loss token at all."""
     one_token = torch.zeros(ragged().num_tokens, dtype=torch.bool)

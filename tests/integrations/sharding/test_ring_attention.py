@@ -111,6 +111,7 @@ def on_ring(group: dist.RankGroup, seed: int, kind: str, dtype: torch.dtype) -> 
     return {"places": places[~is_filling], "output": output.detach()[~is_filling], "grads": grads}
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_outputs_and_gradients_are_those_of_dense_attention(num_ranks, tmp_path, monkeypatch):
     """Random ragged layouts in tiles of a few tokens; every rank has queries, keys and values of its tokens alone."""

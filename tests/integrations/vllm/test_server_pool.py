@@ -176,6 +176,7 @@ def test_a_server_that_comes_back_in_the_middle_of_a_generation_batch_samples_ag
     assert len(pool.live) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "all of several vLLM servers are gone",
     "they are waited for (`vllm_server_timeout`); if none comes back an error names each with its cause",
@@ -199,6 +200,7 @@ def test_when_all_servers_are_gone_each_is_named_with_its_cause(servers: list[Si
         pool.push(model, 1)
 
 
+@pytest.mark.slow
 def test_when_all_servers_are_gone_one_that_comes_back_gets_all_rows(
     servers: list[SimulatedServer], pool: VLLMServerPool, expected: list[Sample]
 ) -> None:
@@ -215,6 +217,7 @@ def test_when_all_servers_are_gone_one_that_comes_back_gets_all_rows(
     assert [samples[ticket] for ticket in tickets] == expected and sampled(servers)[2] == 24
 
 
+@pytest.mark.slow
 def test_weights_that_the_policy_has_left_behind_are_not_pushed(
     servers: list[SimulatedServer], pool: VLLMServerPool, model: Any
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_body_without_a_length_is_refused_when_it_is_too_long(server: Simulate
     assert status == 413 and "takes at most 1048576" in answer["error"]
 
 
+@pytest.mark.slow
 def test_a_slow_body_is_given_up_and_holds_nothing_up(
     server: SimulatedServer, trainer: VLLMServerPool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

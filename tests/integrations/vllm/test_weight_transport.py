@@ -215,6 +215,7 @@ def test_workers_wait_a_minute_for_a_trainer_whatever_a_push_may_take(monkeypatc
     assert time.monotonic() - started < 10.0
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_or_that_nobody_opens_is_named() -> None:
     with socket.socket() as other:
         other.bind(("", 0))
