@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+
+def few_vary(completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:
+    """Gives equal rewards within a group, except for every fifth prompt."""
+    return [float(len(ids) + ids[0] % 3) if number % 5 == 0 else 0.5 for ids, number in zip(completion_ids, row)]
+
+
 TWO_STEPS = {"generation_batch_size": 32, "max_steps": 4}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -45,19 +51,19 @@ CASES: dict[str, dict[str, Any]] = {
     "flat_groups": {
         **TWO_STEPS,
         "shuffle_rows": "groups",
-        "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
+        "reward": few_vary,
     },
     # Flat groups of both ranks give place to others, in rounds in which one rank may have no rows.
     "dynamic_sampling": {
         **TWO_STEPS,
-        "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
+        "reward": few_vary,
         "dynamic_sampling_rounds": 2,
         "max_steps": 2,
     },
     "rows_stay": {
         **TWO_STEPS,
         "shuffle_rows": "groups",
-        "reward": lambda completion_ids, row, **_: few_vary(completion_ids, row),
+        "reward": few_vary,
         "balance_ranks": False,
     },
     # Some texts are longer than the 8 tokens that it reads.
@@ -84,8 +90,3 @@ LOSSES = {"luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy"}
 """Cases that differ from others in their loss alone."""
 SLOW = {*LOSSES, "grpo", "dynamic_sampling", "reward_model", "cut_groups", "images", "hybrid"}
 """Cases of the slow tests."""
-
-
-def few_vary(completion_ids: list[list[int]], row: list[int]) -> list[float]:
-    """Gives equal rewards within a group, except for every fifth prompt."""
-    return [float(len(ids) + ids[0] % 3) if number % 5 == 0 else 0.5 for ids, number in zip(completion_ids, row)]

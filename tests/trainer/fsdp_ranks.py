@@ -22,14 +22,14 @@ SAVED = {**TWO_STEPS, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
 OWN: dict[str, dict[str, Any]] = {
     # A norm of the gradient far above the bound, and trained weights that two modules share.
     "clipped": {**TWO_STEPS, "loss_type": "grpo", "max_grad_norm": 0.1, "tied": True, **LARGE},
-    "reference": {**TWO_STEPS, "beta": 0.1, "flat": True, "num_iterations": 2, **LARGE},
+    "reference": {**TWO_STEPS, "beta": 0.1, "reward": ranks.few_vary, "num_iterations": 2, **LARGE},
     "lora": {**TWO_STEPS, "peft": True, "beta": 0.1, "gradient_checkpointing": True},
     # Defined by its micro-batch: one of each process, which are as many micro-batches of one process.
     "bnpo": {"loss_type": "bnpo", "micro_batches": 1, "num_iterations": 2, "max_steps": 4, **LARGE},
     # One evaluation set has one prompt, so that one rank has nothing to measure.
     "saved": {**SAVED, "eval": "sets", "eval_steps": 2, "beta": 0.1},
     # Few groups have a signal and rows stay on their ranks, so that a rank is without a gradient now and then.
-    "saved_lora": {**SAVED, "peft": True, "flat": True, "shuffle_rows": "groups", "balance_ranks": False},
+    "saved_lora": {**SAVED, "peft": True, "reward": ranks.few_vary, "shuffle_rows": "groups", "balance_ranks": False},
 }
 """Cases beside those of `ranks.py`."""
 
@@ -53,8 +53,6 @@ def build(name: str, out: Path, **changes: Any) -> Any:
     """The case's trainer: under FSDP on several processes, plain on one."""
     settings = {**CASES[name], **changes}
     settings.setdefault("fsdp", int(os.environ.get("WORLD_SIZE", "1")) > 1 or None)
-    if settings.pop("flat", False):
-        settings["reward"] = lambda completion_ids, row, **_: ranks.few_vary(completion_ids, row)
     if settings.pop("tied", False):
         settings["model"] = ranks.BASE.make_model(0, initializer_range=0.15, tie_word_embeddings=True)
     return ranks.build(f"fsdp_{name}", out, **settings)

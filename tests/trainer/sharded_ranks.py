@@ -28,9 +28,9 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "adapter": {**PLAIN, "peft": True, "learning_rate": 1.0},
     # Few groups have a signal, so that a rank has no gradient now and then.
-    "no_signal": {**SGD, "flat": True, "balance_ranks": False},
+    "no_signal": {**SGD, "reward": ranks.few_vary, "balance_ranks": False},
     # Flat groups give place to others, in a round in which a rank may have no rows.
-    "drawn_again": {**SGD, "flat": True, "dynamic_sampling_rounds": 1},
+    "drawn_again": {**SGD, "reward": ranks.few_vary, "dynamic_sampling_rounds": 1},
     "by_need": {**PLAIN, "gradient_checkpointing": None},
     "cut": {**PLAIN, "max_tokens_per_pass": 16},
     "images": {"images": True, "optim": "sgd", "learning_rate": 0.1, "max_steps": 2},
@@ -54,8 +54,6 @@ def build(name: str, out: Path, kind: str | None) -> Any:
     """The case's trainer; without `kind` the plain one, for one process."""
     settings = dict(CASES[name])
     settings.pop("short", None)
-    if settings.pop("flat", False):
-        settings["reward"] = lambda completion_ids, row, **_: ranks.few_vary(completion_ids, row)
     offload = settings.pop("offload", False)
     if kind == "fsdp2":
         settings |= {"fsdp": True, "fsdp_config": {"cpu_offload": True} if offload else None}

@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "loaded": {**COMMON, **MEASURED, "stage": 3, "beta": 0.1, "num_iterations": 2, "from_disk": True},
     # All parameters are small enough to stay whole between passes.
     "small": {**COMMON, **MEASURED, "stage": 3, "beta": 0.1, "from_disk": True, "persistent": True},
-    "flat_groups": {**COMMON, "stage": 3, "few_vary": True, "entropy_coef": 0.1, "from_disk": True},
+    "flat_groups": {**COMMON, "stage": 3, "reward": ranks.few_vary, "entropy_coef": 0.1, "from_disk": True},
     "checkpointing": {**COMMON, "stage": 3, "gradient_checkpointing": True},
     # A reward model by its name, on texts of which some are longer than it reads.
     "reward_model": {**COMMON, "stage": 3, "reward": "saved", "reward_model_batch_tokens": 20},
@@ -126,13 +126,10 @@ def deepspeed_config(stage: int, persistent: bool) -> dict[str, Any]:
 
 def build(name: str, kind: str, out: Path) -> Any:
     settings = dict(CASES[name])
-    stage, few_vary = settings.pop("stage"), settings.pop("few_vary", False)
-    persistent = settings.pop("persistent", False)
+    stage, persistent = settings.pop("stage"), settings.pop("persistent", False)
     settings.pop("resume_from", None)
     if name == "bnpo":  # it is defined by the micro-batch: the same rows on one process and on two
         settings["micro_batches"] = 2 // int(os.environ["WORLD_SIZE"])
-    if few_vary:
-        settings["reward"] = lambda completion_ids, row, **_: ranks.few_vary(completion_ids, row)
     if kind == "zero":
         settings["deepspeed"] = deepspeed_config(stage, persistent)
     if settings.get("reward") == "saved":
