@@ -42,8 +42,7 @@ DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py test
 	tests/cli/test_profiles.py
 
 # Slow tests that other commands run, or that are run by hand since they take long or want a machine of their own.
-NOT_IN_SLOW = docs view vllm test_mutate.py bench/test_worker.py contract/test_doc_blocks.py rewards/test_code_reward_escapes.py \
-	replay kernels/test_levels.py kernels/test_threads.py \
+NOT_IN_SLOW = view vllm replay test_mutate.py bench/test_worker.py rewards/test_code_reward_escapes.py kernels/test_levels.py kernels/test_threads.py \
 	$(addprefix faults/test_,damaged_files.py kill_during_save.py kills_in_training.py long_run.py zero_saves.py) \
 	$(addprefix sweep/test_,command.py device_workers.py exactness.py page.py) \
 	$(addprefix trainer/test_,context_parallel.py hangs.py in_flight_ranks.py reward_ranks.py run_folder.py whole_groups.py \
@@ -77,8 +76,8 @@ help:
 	@echo "make recipes       train the demo's task with six recipes, three seeds each, and draw them"
 	@echo "make test          run the test suite without its slow tests"
 	@echo "make test-all      run the whole test suite"
-	@echo "make test-pages    run the slow tests of the documents, the notebooks and the page of runs (about four minutes)"
-	@echo "make test-slow     run slow tests of several processes, whole commands and sweeps, and further cases (about eight minutes)"
+	@echo "make test-pages    run the slow tests of the page of runs (about two minutes)"
+	@echo "make test-slow     run the slow tests of documents, several processes, commands, sweeps and further cases (about ten minutes)"
 	@echo "make test-vllm     run the tests on a real vLLM, on CPUs"
 	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
@@ -119,8 +118,6 @@ test-slow: $(VENV)/.groupgrad-dev
 
 # The page of runs is measured, so its tests run alone.
 test-pages: $(VENV)/.groupgrad-dev
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m slow \
-		tests/docs tests/contract/test_doc_blocks.py $(TEST_ARGS)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m slow tests/view $(TEST_ARGS)
 
 test-vllm: $(VLLM_VENV)/.groupgrad-vllm

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
     }
 
 
-def found(kind: str, names: list[str], out: Path) -> dict[str, Any]:
+def found(kind: str, names: Iterable[str], out: Path) -> dict[str, Any]:
     """What this rank ended with, by case."""
     return {name: run(name, out, kind) for name in names}
 
