@@ -117,7 +117,7 @@ def agreement(shown: str) -> float:
     return float(gap[1])
 
 
-@pytest.mark.parametrize("profile", PROFILES[1:])  # that of ddp fails below
+@pytest.mark.parametrize("profile", PROFILES)
 def test_a_check_makes_its_round_on_all_processes(groupgrad: Any, tmp_path: Path, profile: str) -> None:
     """Its numbers are those of both. Sharded training computes what is known from sampling again, and measures no gap
     to it, so the round does."""
