@@ -66,8 +66,11 @@ def assert_equal(found: Results, expected: dict[str, Any], tools: Any) -> None:
     """Weights to 1e-5 relative and equal on all ranks, every logged number to 1e-5."""
     assert all(torch.equal(rank["weights"], found[0]["weights"]) for rank in found)
     assert tools.relative(found[0]["weights"], expected["weights"]) < 1e-5
-    # What is known from sampling is computed again, and no gap to it is measured.
-    tools.assert_like(found[0]["log"], expected["log"], 1e-5, optional=["sampling/logp_mismatch"])
+    # What is known from sampling is computed again, and no gap to it is measured. Rows with images are decoded by the
+    # modules, and one of the processes may have none.
+    tools.assert_like(
+        found[0]["log"], expected["log"], 1e-5, without=["sampling/path/"], optional=["sampling/logp_mismatch"]
+    )
     assert list(found[0]["pushed"]) == list(expected["pushed"])
     for name, tensor in expected["pushed"].items():
         torch.testing.assert_close(found[0]["pushed"][name], tensor, rtol=1e-4, atol=1e-5)
