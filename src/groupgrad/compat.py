@@ -48,6 +48,7 @@ SUPPORTED: dict[str, Supported] = {
     "vllm": Supported(tested=("0.30", "0.33"), extra="vllm"),
     "bitsandbytes": Supported("0.45", extra="quant"),
     "deepspeed": Supported("0.16", extra="deepspeed"),
+    "gguf": Supported("0.10", extra="real"),
     "wandb": Supported(extra="wandb"),
     "trackio": Supported(extra="trackio"),
     "openai": Supported("1.60", extra="judge"),

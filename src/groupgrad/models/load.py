@@ -29,7 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, find_
 from groupgrad import compat
 from groupgrad.errors import UnavailableError
 from groupgrad.models.adapters import is_adapted, load_adapter
-from groupgrad.models.model_names import check_model_name
+from groupgrad.models.model_names import check_gguf_file, check_model_name
 from groupgrad.models.quantized import is_quantized, make_trainable_on_cpu
 from groupgrad.models.unwrapping import is_multimodal
 
@@ -55,6 +55,7 @@ def load_policy(
     fit.
     """
     check_model_name("model", model_id)
+    check_gguf_file("model", model_id, init_kwargs.get("gguf_file"))
     base_id = _adapter_base_id(model_id, init_kwargs)
     if base_id is not None:
         base = load_policy(
@@ -72,11 +73,15 @@ def load_policy(
         if "quantization_config" in kwargs:
             raise ValueError("quantization_config is given both as an argument and in model_init_kwargs; give it once")
         kwargs["quantization_config"] = quantization_config
+    if kwargs.get("gguf_file") and hasattr(transformers, "GgufConfig"):
+        # Later releases of transformers make a quantized model of the file unless told otherwise: it cannot be saved,
+        # and weights of some architectures stay packed. Earlier ones always dequantize, and have no such argument.
+        kwargs.setdefault("quantization_config", transformers.GgufConfig(dequantize=True))
     if on_device and torch.cuda.is_available():
         kwargs.setdefault("device_map", {"": torch.cuda.current_device()})
-    revision = {"revision": kwargs["revision"]} if "revision" in kwargs else {}
+    where = {name: kwargs[name] for name in ("revision", "gguf_file") if name in kwargs}
     try:
-        config = AutoConfig.from_pretrained(model_id, trust_remote_code=kwargs["trust_remote_code"], **revision)
+        config = AutoConfig.from_pretrained(model_id, trust_remote_code=kwargs["trust_remote_code"], **where)
     except OSError as error:
         raise OSError(f"model={model_id!r} cannot be loaded: {error}") from error
     if getattr(config, "is_encoder_decoder", False):
@@ -151,12 +156,17 @@ def _saved_names(folder: Path) -> set[str]:
         return set(file.keys())
 
 
-def load_tokenizer(model: nn.Module, model_id: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+def load_tokenizer(
+    model: nn.Module, model_id: str, *, revision: str | None, trust_remote_code: bool, gguf_file: str | None = None
+) -> Any:
     """Loads the processor of a VLM, the tokenizer of any other model. ValueError if the model id has neither.
 
-    A VLM whose processor cannot be loaded gets the tokenizer, with a warning that names the reason.
+    With `gguf_file` the tokenizer and its chat template are read from that file of the model's folder. A VLM whose
+    processor cannot be loaded gets the tokenizer, with a warning that names the reason.
     """
     kwargs = {"trust_remote_code": trust_remote_code, **({"revision": revision} if revision else {})}
+    if gguf_file:
+        kwargs["gguf_file"] = gguf_file
     loaders = (AutoProcessor, AutoTokenizer) if is_multimodal(model) else (AutoTokenizer, AutoProcessor)
     problem: Exception | None = None
     for loader in loaders:

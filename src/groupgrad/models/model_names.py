@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
+
+from groupgrad import compat
 
 REMEDY = "set it to a folder with a config.json, or to a name on the hub"
 
@@ -27,6 +30,22 @@ def check_model_name(setting: str, name: str) -> None:
     why = missing_because(name)
     if why is not None:
         raise ValueError(f"{setting}={name!r}: {why}; {REMEDY}")
+
+
+def check_gguf_file(setting: str, name: str, gguf_file: str | None) -> None:
+    """ValueError for a GGUF file that is meant but not named; ImportError if one is named and cannot be read."""
+    if gguf_file:
+        compat.require("gguf", f"{setting}={name!r} with gguf_file={gguf_file!r}")
+        return
+    path = Path(name)
+    found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if not found or any((path / file).exists() for file in ("config.json", "adapter_config.json")):
+        return
+    file = found[0].name
+    raise ValueError(
+        f"{setting}={name!r} has its weights in a GGUF file; set {setting}={str(found[0].parent)!r} and "
+        f"model_init_kwargs={{'gguf_file': {file!r}}} (for env and plan: --gguf-file {file})"
+    )
 
 
 def missing_because(name: str) -> str | None:

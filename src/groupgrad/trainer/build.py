@@ -494,5 +494,6 @@ def _load_processing_class(model: Any, config: GRPOConfig, processing_class: Any
             name,
             revision=mapping(config.model_init_kwargs).get("revision"),
             trust_remote_code=config.trust_remote_code,
+            gguf_file=mapping(config.model_init_kwargs).get("gguf_file"),
         )
     return processing_class, load.inner_tokenizer(processing_class)

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     if name is None:
         return 0
     try:
-        lines = model_lines(name, arguments.dtype, arguments.trust_remote_code)
+        lines = model_lines(name, arguments.dtype, arguments.trust_remote_code, arguments.gguf_file)
     except (OSError, ValueError, ImportError) as error:
         return refuse("env", ValueError(f"{name!r} cannot be loaded: {error}"), 1)
     print("", *in_columns(lines), sep="\n")
@@ -41,12 +41,13 @@ def parser() -> argparse.ArgumentParser:
         examples="groupgrad env\ngroupgrad env --model Qwen/Qwen2.5-0.5B-Instruct",
     )
     parser.add_argument("--model_name_or_path", "--model", help="also print how this model would be sampled and scored")
+    parser.add_argument("--gguf_file", metavar="NAME", help="GGUF file in the model's folder that has its weights")
     parser.add_argument("--dtype", default="float32", help="precision to load it in")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     return parser
 
 
-def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str]:
+def model_lines(name: str, dtype: str, trust_remote_code: bool, gguf_file: str | None = None) -> dict[str, str]:
     """Describes how the model would be sampled and scored, tried on random tokens and, for a VLM, on an image."""
     import torch
 
@@ -58,11 +59,14 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool) -> dict[str, str
     from groupgrad.scoring.forward import ForwardOptions
     from groupgrad.scoring.self_check import check_layout
 
+    file = {"gguf_file": gguf_file} if gguf_file else {}
     model: Any = load.load_policy(
-        name, {"dtype": dtype}, trust_remote_code=trust_remote_code, quantization_config=None, on_device=False
+        name, {"dtype": dtype, **file}, trust_remote_code=trust_remote_code, quantization_config=None, on_device=False
     )
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = functools.partial(load.load_tokenizer, model, name, revision=None, trust_remote_code=trust_remote_code)
+    tokenizer = functools.partial(
+        load.load_tokenizer, model, name, revision=None, trust_remote_code=trust_remote_code, **file
+    )
     example, images = _example(tokenizer) if is_multimodal(model) else (None, "")
     report = check_layout(model, ForwardOptions(), example=example)
     engine = choose_engine(model, EngineOptions(), SamplingOptions(max_new_tokens=8), example=example)

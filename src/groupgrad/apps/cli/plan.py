@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
                 f"--context-parallel-size {options.context_parallel_size} devices train each row together, and "
                 f"--devices {options.devices} is no multiple of it; give a multiple"
             )
-        config = read_config(options.model)
+        config = read_config(options.model, options.gguf_file)
         shape = model_shape(options.model, config, half=sizes.half)
         obstacle = whole_rows(config, sizes.settings)
         if options.context_parallel_size > 1 and obstacle is not None:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         found = choices(shape, sizes, options.device)
         if all(choice.refused for choice in found):
             raise ValueError(found[0].refused)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         return refuse("plan", error)
     print(_table(shape, sizes, options.device, found))
     if (remark := _context_remark(shape, sizes)) is not None:

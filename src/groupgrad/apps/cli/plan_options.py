@@ -78,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--model", required=True, help="folder with a config.json, a config.json, or a name in the cache"
     )
+    model.add_argument("--gguf-file", metavar="NAME", help="GGUF file in the folder that has the weights")
     model.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
     _add_count(model, "lora-r", 16, "rank of adapters, on all linear layers")
     devices = parser.add_argument_group("Devices")
@@ -286,6 +287,8 @@ def _words(settings: dict[str, Any], given: set[str]) -> list[str]:
     }
     loading = settings.get("model_init_kwargs") or {}
     dtype = loading.get("dtype") or loading.get("torch_dtype") if isinstance(loading, dict) else None
+    if isinstance(loading, dict) and loading.get("gguf_file"):
+        found["gguf-file"] = loading["gguf_file"]
     if (dtype := dtype or found.get("dtype")) is not None:
         found["dtype"] = str(dtype).removeprefix("torch.")
     if found.get("gradient-dtype") == "auto":

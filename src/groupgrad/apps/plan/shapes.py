@@ -16,7 +16,7 @@ from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.models.layer_configs import common_field, layer_configs, layer_overrides
 from groupgrad.models.load import max_context, turn_off_dropout
-from groupgrad.models.model_names import missing_because
+from groupgrad.models.model_names import check_gguf_file, missing_because
 from groupgrad.scoring.attention import flat_obstacle, whole_rows_reason
 from groupgrad.scoring.aux_loss import configured_aux_loss_weight, effective_aux_loss_weight
 from groupgrad.scoring.forward import ForwardOptions, build_batch
@@ -106,13 +106,18 @@ class _Costs:
         return _Costs(self.saved - other.saved, self.kv_values - other.kv_values, self.state_bytes - other.state_bytes)
 
 
-def read_config(name: str) -> Any:
-    """Loads a configuration from a folder, a config.json or the hub's cache. ValueError with what to give instead."""
+def read_config(name: str, gguf_file: str | None = None) -> Any:
+    """Loads a configuration from a folder, a config.json or the hub's cache. ValueError with what to give instead.
+
+    With `gguf_file` it is read from the head of that file, of which the folder may have nothing else.
+    """
     wanted = "give a folder with a config.json, or a config.json"
     if (why := missing_because(name)) is not None:
         raise ValueError(f"--model {name}: {why}; {wanted}")
+    file = {"gguf_file": gguf_file} if gguf_file else {}
+    check_gguf_file("model", name, gguf_file)
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, **file)
     except Exception as error:  # configurations check themselves in many ways
         raise ValueError(f"--model {name}: {_first_line(error)}; {wanted}") from error
 
