@@ -89,7 +89,7 @@ def test_a_command_says_that_it_was_interrupted(tmp_path: Path, terminals: list[
 
 @pytest.mark.slow
 def test_the_demo_is_interrupted_while_it_makes_its_model(tmp_path: Path, terminals: list[Terminal]) -> None:
-    terminals.append(terminal := Terminal("demo", "--output-dir", str(tmp_path), "--warm-up-steps", "100000"))
+    terminals.append(terminal := Terminal("demo", "--tiny", "--output-dir", str(tmp_path), "--warm-up-steps", "100000"))
     terminal.read(b"1. Base model:")
     status, shown = terminal.interrupted()
     assert status == 130 and shown.endswith("\ngroupgrad demo: interrupted\n") and "Traceback" not in shown

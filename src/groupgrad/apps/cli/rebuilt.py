@@ -58,15 +58,22 @@ def trainer_of(records: RunRecords, advice: str) -> Any:
 
 
 def _trainer_of_demo(records: RunRecords, argv: Sequence[str], folder: str) -> Any:
-    """The trainer of a run of `groupgrad demo`, whose model was warmed up and stored in the run's folder."""
-    from groupgrad.apps.demo.run import BASE, make_trainer
+    """The trainer of a run of `groupgrad demo`; the tiny model was warmed up and stored in the run's folder."""
+    from groupgrad.apps.demo import pretrained, run
 
-    base = records.path / BASE
-    if not base.is_dir():
-        raise ReplayError(f"{records.name} has no {BASE}/, the model that it started from; run `groupgrad demo` again")
-    options = demo.parser().parse_args(argv)
+    base, options = records.path / run.BASE, demo.parser().parse_args(argv)
+    options.tiny |= base.is_dir()  # runs of earlier releases, which had no other model
+    options = demo.completed(options)
     options.output_dir = folder
-    return make_trainer(options, str(base))
+    if not options.tiny:
+        if (missing := pretrained.missing_because()) is not None:
+            raise ReplayError(f"the model that {records.name} started from is not here: {missing}")
+        return pretrained.make_trainer(options)
+    if not base.is_dir():
+        raise ReplayError(
+            f"{records.name} has no {run.BASE}/, the model that it started from; run `groupgrad demo --tiny` again"
+        )
+    return run.make_trainer(options, str(base))
 
 
 def sweep_folder(records: RunRecords) -> Path | None:

@@ -44,6 +44,8 @@ from groupgrad.config import GRPOConfig
 from groupgrad.run_folder.timings import Timings
 from groupgrad.trainer import GRPOTrainer
 
+GRPO_STEPS, WARM_UP_STEPS = 200, 800
+
 MAX_BEFORE, MIN_AFTER = 0.40, 0.85
 """Sampled held-out accuracy that the base model may have at most, and the trained model must have at least."""
 
@@ -178,17 +180,21 @@ def report(before: Measured, after: Measured, problems: list[Problem], timings: 
     print("\nThe first of them:")
     for problem, first, second in list(zip(problems, before.sampled.completions, after.sampled.completions))[:4]:
         print(f"  {problem.prompt}\n    before  {first}\n    after   {second}")
-    seconds = timings.take()
-    times = ", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.items())
-    print(f"\nTime: {times}; {sum(seconds.values()):.0f} s in all")
-    picture = "rewards.png, " if DRAWS else ""
-    files = f"the model and tokenizer (from_pretrained), {picture}metrics.jsonl, rollouts/, completions/, {BASE}/"
-    print(f"Files in {output_dir}/: {files}")
-    if not DRAWS:
-        print("(`pip install 'groupgrad[plot]'` adds the picture of the rewards)")
-    print(f"Look at them: groupgrad view {output_dir}")
+    print_end(timings, output_dir, f"the model and tokenizer (from_pretrained), {BASE}/")
     if before.sampled.accuracy > MAX_BEFORE or after.sampled.accuracy < MIN_AFTER:
         print(f"Missed: accuracy should go from at most {MAX_BEFORE:.0%} to at least {MIN_AFTER:.0%}.")
         return 1
     print(f"Met: accuracy went from at most {MAX_BEFORE:.0%} to at least {MIN_AFTER:.0%}.")
     return 0
+
+
+def print_end(timings: Timings, output_dir: Path, files: str) -> None:
+    """Prints the seconds of each phase, what is in the folder beside `files`, and how to look at it."""
+    seconds = timings.take()
+    times = ", ".join(f"{name} {spent:.0f} s" for name, spent in seconds.items())
+    print(f"\nTime: {times}; {sum(seconds.values()):.0f} s in all")
+    picture = ", rewards.png" if DRAWS else ""
+    print(f"Files in {output_dir}/: {files}{picture}, metrics.jsonl, rollouts/, completions/")
+    if not DRAWS:
+        print("(`pip install 'groupgrad[plot]'` adds the picture of the rewards)")
+    print(f"Look at them: groupgrad view {output_dir}")
