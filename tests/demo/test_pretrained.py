@@ -41,6 +41,21 @@ def test_it_trains_reports_and_can_be_repeated(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.endswith("0 bits differ.\n")
 
 
+@pytest.mark.real
+@pytest.mark.timeout(250)
+@pytest.mark.usefixtures("smollm2_wheel")
+def test_the_model_of_the_wheel_answers_in_language(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pretrained, "NUM_HELD_OUT", 5)
+    main(["demo", "--output-dir", str(tmp_path), "--grpo-steps", "1"])
+    assert "SmolLM2-135M-Instruct: 134,515,008 parameters" in capsys.readouterr().out
+    for step in (0, 1):
+        words = " ".join(pretrained.answers(tmp_path, step)["answer"]).split()
+        assert sum(word.isalpha() for word in words) > 20, words
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == 134_515_008
+
+
 def test_without_the_wheel_the_tiny_model_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("groupgrad.apps.demo.pretrained.find_spec", lambda name: None)
     ran = []
