@@ -45,7 +45,7 @@ def _fakes(monkeypatch, tmp_path):
     FakeTrainer.instances = []
     monkeypatch.setitem(sys.modules, "groupgrad.trainer", types.SimpleNamespace(GRPOTrainer=FakeTrainer))
     rewards = {"accuracy_reward": len, "think_format_reward": max}
-    monkeypatch.setattr(train, "REWARD_FUNCTIONS", rewards)
+    monkeypatch.setattr(train, "_BUILT_IN", rewards)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])

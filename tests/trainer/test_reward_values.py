@@ -15,6 +15,8 @@ import pytest
 from datasets import Dataset
 
 from groupgrad.apps.check.round_findings import _rewards
+from groupgrad.apps.check.round_memory import Usage
+from groupgrad.apps.check.small_round import Round
 
 INF, NAN = math.inf, math.nan
 
@@ -65,7 +67,8 @@ def test_a_reward_of_weight_0_is_logged_and_counts_for_nothing(make_trainer, agg
 
 def test_check_reports_a_round_that_only_a_reward_of_weight_0_scored():
     metrics = {"rewards/seen/mean": 3.0, "frac_reward_zero_std": 1.0, "time/rewards": 0.1, "step_time": 1.0}
-    (first, *_) = _rewards(metrics, {}, ["judge", "seen"])
+    done = Round(metrics, rows=8, micro_batch_rows=8, sample="", memory=Usage("host", False, 2, 1, 4))
+    (first, *_) = _rewards(done, {}, ["judge", "seen"])
     assert first.status == "error" and "judge gave no number for any completion" in first.text
 
 
