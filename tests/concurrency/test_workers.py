@@ -400,6 +400,7 @@ def test_time_in_which_the_process_is_suspended_does_not_count() -> None:
     with subprocess.Popen([sys.executable, "-c", SUSPENDED], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert [child.stdout.readline() for _ in range(5)] == ["begun\n"] * 5
+        time.sleep(0.2)  # until their supervisors wait for them
         child.send_signal(signal.SIGSTOP)
         time.sleep(4.5)  # longer than the deadlines, of which the suspension takes at most a second
         child.send_signal(signal.SIGCONT)
