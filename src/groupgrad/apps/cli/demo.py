@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         ("seed", int, 0, "data and sampling follow from it, and the tiny model"),
         ("output-dir", str, "runs/demo", "where everything is written"),
         ("warm-up-steps", int, None, "supervised steps of the tiny model, 64 rows each (default: 800)"),
-        ("grpo-steps", int, None, "GRPO steps (default: 60 of 32 answers; tiny: 200 of 256)"),
+        ("grpo-steps", int, None, "GRPO steps (default: 40 of 32 answers; tiny: 200 of 256)"),
     ):
         parser.add_argument(f"--{flag}", type=kind, default=default, help=text)
     return parser
