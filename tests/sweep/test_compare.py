@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from groupgrad.apps.sweep.compare import compared_steps, difference, judge, student_tail
+from groupgrad.apps.runs.student import student_tail
+from groupgrad.apps.sweep.compare import compared_steps, difference, judge
 from groupgrad.apps.sweep.store import PromptRewards
 from groupgrad.apps.sweep.sweep_plan import Halving
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from groupgrad.apps.runs.student import student_tail
 from groupgrad.apps.sweep.store import PromptRewards
 from groupgrad.apps.sweep.sweep_plan import Halving
 
@@ -120,24 +121,6 @@ def _difference(mean: float, error: float, num: int, freedom: float, *, is_paire
     if error == 0.0:
         return MeanDifference(mean, 0.0, 0.0 if mean > 0 else 1.0, num, is_paired)
     return MeanDifference(mean, error, student_tail(mean / error, freedom), num, is_paired)
-
-
-def student_tail(t: float, freedom: float) -> float:
-    """P(T >= t) of Student's distribution.
-
-    With T = sqrt(freedom) tan(a), the angle a has a density in proportion to cos(a)^(freedom - 1), which is integrated
-    by Simpson's rule.
-    """
-
-    def area(low: float, high: float) -> float:
-        angles = np.linspace(low, high, 4001)
-        heights = np.cos(angles).clip(min=0.0) ** (freedom - 1)
-        weights = np.ones_like(angles)
-        weights[1:-1:2], weights[2:-1:2] = 4.0, 2.0
-        return float((heights * weights).sum() * (angles[1] - angles[0]) / 3)
-
-    tail = area(math.atan(abs(t) / math.sqrt(freedom)), math.pi / 2) / (2 * area(0.0, math.pi / 2))
-    return tail if t >= 0 else 1 - tail
 
 
 def judge(
