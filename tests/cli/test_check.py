@@ -68,7 +68,7 @@ def judged(ranks: int = 1, **metrics: Any) -> dict[str, Finding]:
     ("group_rewards", "text"),
     [
         # Student's interval of 0.2, 0.4, 0.6: mean 0.4, standard error 0.2 / sqrt(3), 4.303 of them.
-        ([0.2, 0.4, 0.6], "the model before training scores -0.0969 to 0.897 (95 % interval, 3 prompts)"),
+        ([0.2, 0.4, 0.6], "the model before training scores -0.0968 to 0.897 (95 % interval, 3 prompts)"),
         ([0.0, 1.0] * 50, "the model before training scores 0.4 to 0.6 (95 % interval, 100 prompts)"),
         # 0.05 ** (1 / 4) is 0.47.
         ([0.0] * 4, "each of 4 prompts has this mean; before training less than 53 % of prompts have another"),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from groupgrad.apps.runs.student import student_tail
+from groupgrad.apps.runs.student import student_quantile, student_tail
 from groupgrad.apps.sweep.compare import compared_steps, difference, judge
 from groupgrad.apps.sweep.store import PromptRewards
 from groupgrad.apps.sweep.sweep_plan import Halving
@@ -27,6 +27,7 @@ def steps(*means: float, prompts: str = "p") -> dict[int, PromptRewards]:
 def test_students_tail(t, freedom, tail):
     assert student_tail(t, freedom) == pytest.approx(tail, rel=2e-3)
     assert student_tail(-t, freedom) == pytest.approx(1 - tail, rel=2e-3)
+    assert student_quantile(tail, freedom) == pytest.approx(t, rel=1e-3, abs=1e-6)
     assert student_tail(t, 1) == pytest.approx(0.5 - math.atan(t) / math.pi, abs=1e-6)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from transformers.trainer_utils import IntervalStrategy
 
 from groupgrad.apps.check.small_round import DIFFERENCE, Round
+from groupgrad.apps.runs.student import student_quantile
 from groupgrad.batching.generation_plan import GenerationPlan
 from groupgrad.run_folder.advice import Advice, Finding, advice_on_step
 from groupgrad.trainer.sampler_logprobs import MISMATCH
@@ -89,14 +90,8 @@ def before_training(group_rewards: Sequence[float]) -> str:
             f"each of {number} prompts has this mean; before training less than "
             f"{percent(1 - 0.05 ** (1 / number))} of prompts have another (95 % confidence)"
         )
-    half = _student(number - 1) * math.sqrt(squares / (number - 1) / number)
+    half = student_quantile(0.025, number - 1) * math.sqrt(squares / (number - 1) / number)
     return f"the model before training scores {mean - half:.3g} to {mean + half:.3g} (95 % interval, {number} prompts)"
-
-
-def _student(freedom: int) -> float:
-    """Half the width of a 95 % interval in standard errors: Student's distribution (Abramowitz and Stegun, 26.7.5)."""
-    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
-    return table[freedom - 1] if freedom <= len(table) else 1.96 + 2.372 / freedom + 2.823 / freedom**2
 
 
 def _agreement(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, Advice]) -> Finding:
@@ -118,7 +113,7 @@ def _agreement(trainer: Any, metrics: Mapping[str, Any], advices: Mapping[str, A
 
 
 def evaluated_completions(trainer: Any, num_steps: int) -> int:
-    """The completions that evaluations sample in a run of `num_steps`; 0 if nobody knows how many prompts there are."""
+    """Counts the completions that evaluations sample in a run of `num_steps`; 0 for sets without a length."""
     config, given = trainer.args, trainer.eval_dataset
     datasets = list(given.values()) if isinstance(given, dict) else [given]
     if not config.evaluates or not all(isinstance(dataset, Sized) for dataset in datasets):

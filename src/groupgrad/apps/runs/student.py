@@ -23,3 +23,14 @@ def student_tail(t: float, freedom: float) -> float:
 
     tail = area(math.atan(abs(t) / math.sqrt(freedom)), math.pi / 2) / (2 * area(0.0, math.pi / 2))
     return tail if t >= 0 else 1 - tail
+
+
+def student_quantile(tail: float, freedom: float) -> float:
+    """The t, 0 or more, with P(T >= t) = `tail`, which is above 0 and at most 0.5."""
+    low, high = 0.0, 1.0
+    while student_tail(high, freedom) > tail:
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_tail(middle, freedom) > tail else (low, middle)
+    return high
