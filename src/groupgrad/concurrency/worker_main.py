@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import logging
 import os
 import pickle
 import signal
@@ -20,6 +21,14 @@ import cloudpickle
 
 PR_SET_PDEATHSIG = 1
 """Option of Linux's `prctl`: the signal that a process gets when the thread that started it ends."""
+
+
+def drop_output() -> None:
+    """Drops what this child process prints and logs below an error, for libraries that print remarks."""
+    logging.disable(logging.WARNING)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
 
 
 class RemoteTraceback(Exception):

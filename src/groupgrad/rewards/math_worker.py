@@ -7,11 +7,11 @@ comparison runs in a process that can be killed.
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import re
 from functools import lru_cache
 from typing import Any
+
+from groupgrad.concurrency.worker_main import drop_output
 
 _MATH_DELIMITER = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
 _PLAIN_NUMBER = re.compile(r"[-+]?\d[\d ,]*(\.\d+)?\s*%?")
@@ -78,10 +78,7 @@ def prepare() -> None:
     """Loads math-verify in a new process, whose output is dropped: libraries print remarks about formulas."""
     import math_verify  # noqa: F401
 
-    logging.disable(logging.WARNING)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    drop_output()
 
 
 def _source(parsed: Any) -> str:

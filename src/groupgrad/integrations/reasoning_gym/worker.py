@@ -1,4 +1,4 @@
-"""What runs in the process of reasoning-gym: it makes the rows of a task, and scores answers.
+"""Makes the rows of a task and scores answers, in the process of reasoning-gym.
 
 A formula such as 9**9**9**9 keeps some verifiers inside one call that no timeout in Python can interrupt, others raise
 for an answer of the wrong form, and some rows follow Python's hash order and its global random stream. So the package
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import os
 import pickle
 import random
 from collections.abc import Iterable, Mapping
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from groupgrad.concurrency.worker_main import drop_output
 from groupgrad.spelling import did_you_mean
 
 COMPOSITE = "composite"
@@ -27,10 +26,7 @@ COMPOSITE = "composite"
 
 def prepare() -> None:
     """Loads reasoning-gym in a new process, whose output is dropped: its libraries and tasks print remarks."""
-    logging.disable(logging.WARNING)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    drop_output()
     import reasoning_gym  # noqa: F401
 
 
