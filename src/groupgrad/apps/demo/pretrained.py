@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from groupgrad import compat
 from groupgrad.apps.demo.curves import plot_rewards
-from groupgrad.apps.demo.run import DRAWS, mismatch, print_end, seconds_of_a_step
+from groupgrad.apps.demo.run import DRAWS, ON_A_CPU, mismatch, print_end, seconds_of_a_step
 from groupgrad.config import GRPOConfig
 from groupgrad.run_folder.timings import Timings
 from groupgrad.trainer import GRPOTrainer
@@ -102,21 +102,13 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         max_completion_length=32,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
-        beta=0.0,
         eval_on_start=True,
         eval_strategy="steps",
         eval_steps=options.grpo_steps,
         per_device_eval_batch_size=NUM_HELD_OUT,
         num_generations_eval=1,
         logging_steps=1,
-        log_completions=True,
-        num_completions_to_print=0,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        dataloader_pin_memory=False,
+        **ON_A_CPU,
     )
 
 
@@ -143,7 +135,7 @@ def run(options: argparse.Namespace, command: dict[str, Any] | None = None) -> i
 
 
 def answers(output_dir: Path, step: int) -> pd.DataFrame:
-    """What the model answered to the held-out questions at this step: `question`, `answer` and `right` (0 or 1)."""
+    """Reads the answers to the held-out questions at a step: `question`, `answer` and `right` (0 or 1)."""
     table = pd.read_parquet(output_dir / "completions" / f"eval_{step:05d}.parquet")
     return pd.DataFrame(
         {

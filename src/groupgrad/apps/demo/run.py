@@ -46,6 +46,19 @@ from groupgrad.trainer import GRPOTrainer
 
 GRPO_STEPS, WARM_UP_STEPS = 200, 800
 
+ON_A_CPU: dict[str, Any] = {
+    "beta": 0.0,
+    "log_completions": True,
+    "num_completions_to_print": 0,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "dataloader_pin_memory": False,
+}
+"""What the tiny model and the pretrained one train with alike."""
+
 MAX_BEFORE, MIN_AFTER = 0.40, 0.85
 """Sampled held-out accuracy that the base model may have at most, and the trained model must have at least."""
 
@@ -131,16 +144,8 @@ def make_config(options: argparse.Namespace, **more: Any) -> GRPOConfig:
         max_completion_length=MAX_COMPLETION_LENGTH,
         learning_rate=6e-4,
         adam_beta2=0.98,  # gradients shrink quickly once the format is learned; a long memory would hold the steps back
-        beta=0.0,
         logging_steps=5,
-        log_completions=True,
-        num_completions_to_print=0,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        dataloader_pin_memory=False,
+        **ON_A_CPU,
         **more,
     )
 
