@@ -123,7 +123,7 @@ def test_objects_are_exchanged_in_the_way_of_each_backend(ranks):
 
 
 def test_processes_with_gloo_sleep_once_at_exit(ranks):
-    """Where the group still exists at the end, about every third process aborted without the sleep."""
+    """Without the sleep about every third process aborted whose group still existed at the end."""
     assert both(ranks, "at_exit") == [0, 1, 1]
     assert dist.GLOO_EXIT_DELAY_S <= 0.5
 

@@ -40,7 +40,7 @@ _MOVED = {
 
 
 def find(name: str, where: str) -> Any:
-    """What `groupgrad` exports under a name that a script imports from `trl.<where>`; AttributeError for any other."""
+    """Returns groupgrad's export of a name that a script imports from `trl.<where>`; AttributeError if it has none."""
     package = import_module(_PACKAGE)
     if name in package._MODULES:
         return getattr(package, name)

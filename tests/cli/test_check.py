@@ -67,7 +67,7 @@ def judged(ranks: int = 1, **metrics: Any) -> dict[str, Finding]:
 @pytest.mark.parametrize(
     ("group_rewards", "text"),
     [
-        # Student's interval of 0.2, 0.4, 0.6: mean 0.4, standard error 0.2 / sqrt(3), 4.303 of them.
+        # Student's interval of 0.2, 0.4, 0.6: mean 0.4, standard error 0.2 / sqrt(3), 4.3027 of them.
         ([0.2, 0.4, 0.6], "the model before training scores -0.0968 to 0.897 (95 % interval, 3 prompts)"),
         ([0.0, 1.0] * 50, "the model before training scores 0.4 to 0.6 (95 % interval, 100 prompts)"),
         # 0.05 ** (1 / 4) is 0.47.

@@ -134,7 +134,7 @@ def on_ranks(
 
 
 def results_of(folder: Path, num_ranks: int) -> list[Any]:
-    """What each rank wrote to `result_<rank>.pt`."""
+    """Reads what each rank wrote to `result_<rank>.pt`."""
     return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 

@@ -49,7 +49,7 @@ def reward(completion_ids: list[list[int]], broken: list[bool], **kwargs: Any) -
 
 
 def main(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What this rank found, by name."""
+    """Returns what this rank found, by name."""
     world_size = dist.world_size()
     sampling = SamplingOptions(max_new_tokens=5, eos_ids=(1, *range(40, 60)))
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), TransformersEngine(model), sampling, seed=0)

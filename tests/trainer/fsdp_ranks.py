@@ -154,7 +154,7 @@ EXTRA = {"half_precision": half_precision, "full_disk": full_disk, "served": ser
 
 
 def found(names: list[str], out: Path, checkpoint: Path | None = None) -> dict[str, Any]:
-    """What this rank ended with, by case; with `checkpoint` the case goes on from there."""
+    """Runs the cases on this rank, and returns what each ended with; with `checkpoint` the case goes on from there."""
     results = {}
     for name in names:
         if name in EXTRA:

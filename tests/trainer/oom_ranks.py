@@ -275,10 +275,10 @@ OTHERS: dict[str, Callable[[Path], Any]] = {
     },
     **{f"hopeless_{where}": partial(hopeless, where) for where in HOPELESS},
 }
-"""What is not one of `CASES`."""
+"""Runs beside `CASES`, which need more than settings."""
 
 
 def found(names: Iterable[str], out: Path) -> dict[str, Any]:
-    """What this rank ended with, by name."""
+    """Runs the cases on this rank, and returns what each ended with."""
     gc.freeze()  # what was imported need not be looked through after each failure
     return {name: OTHERS[name](out) if name in OTHERS else run(name, out) for name in names}

@@ -99,7 +99,7 @@ def run(name: str, out: Path, kind: str) -> dict[str, Any]:
 
 
 def found(kind: str, names: Iterable[str], out: Path) -> dict[str, Any]:
-    """What this rank ended with, by case."""
+    """Runs the cases on this rank, and returns what each ended with."""
     return {name: run(name, out, kind) for name in names}
 
 

@@ -265,7 +265,7 @@ def test_an_error_on_one_rank_of_an_evaluation_ends_all_with_its_text(ranks, tmp
 
 
 def check_end(tmp_path: Path) -> None:
-    """Rank 1 has failed by itself, and soon afterwards rank 0 with the text of rank 1."""
+    """Checks that rank 1 failed by itself, and that rank 0 ended soon afterwards with the text of rank 1."""
     first, second = ((tmp_path / f"error_{rank}").read_text() for rank in range(2))
     assert TEXT in second
     assert first.startswith("RankError: stopped because rank 1") and TEXT in first

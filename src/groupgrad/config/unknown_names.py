@@ -1,5 +1,7 @@
-"""What to do about a name that is no setting, on the command line, in its files and in sweeps: the setting that was
-meant, or the place where the value belongs."""
+"""Finds what a name that is no setting was meant to be: another setting, or a value that belongs elsewhere.
+
+For the command line, its files and sweeps.
+"""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ MESSAGES_REMEDY = (
     'make the prompt a list of messages, [{"role": "user", "content": ...}], to which the trainer applies the chat '
     "template itself"
 )
-"""What to do about a text where a conversation is needed."""
+"""The mend for a text where a conversation is needed."""
 
 
 def _block_text(block: Any) -> str | None:

@@ -203,7 +203,7 @@ MUCH_DROPPED = 0.25
 
 
 class MismatchWatch:
-    """Looks at this rank's step metrics, and gives each kind of warning once, and again when its cause has grown.
+    """Warns of this rank's step metrics: once of each kind, and again when its cause has grown.
 
     A gap above `tolerance` (nats) is warned of again for each tenfold growth. A mismatch correction that drops more
     than a quarter of a step is warned of again when it drops more than half. `is_native` tells of the engine.
