@@ -14,6 +14,7 @@ from datasets import Dataset
 
 from groupgrad.apps.check.data_findings import data_findings
 from groupgrad.rewards.reward_runner import RewardRunner
+from groupgrad.trainer import run_summary
 from groupgrad.trainer.run_summary import columns_in_words
 
 
@@ -117,18 +118,30 @@ def test_the_first_batch_of_a_process_tells_how_decode_steps_run(make_trainer: A
 
 
 @pytest.mark.parametrize(
-    ("dtype", "settings", "line"),
+    ("dtype", "settings", "times", "line"),
     [
-        ("float16", {}, "weights in float16: few CPUs .* Load the model with dtype='float32' if memory allows"),
-        ("float32", {"bf16": True}, "bf16=True: few CPUs .* Set bf16=False if memory allows"),
-        ("float32", {}, None),
+        (
+            "float16",
+            {},
+            3.0,
+            "weights in float16: .* takes 3 times as long as in float32 .* Load the model with dtype='float32' if",
+        ),
+        ("float32", {"bf16": True}, 0.25, "bf16=True: .* takes 0.25 times as long .* so compare the times of both"),
+        ("float32", {}, 3.0, None),
     ],
 )
-def test_half_precision_on_a_cpu_is_told(train: Any, capfd: Any, dtype: str, settings: Any, line: str | None) -> None:
-    """At the start of a run, as a line; by `groupgrad check`, as a warning."""
+def test_half_precision_on_a_cpu_is_told(
+    train: Any, monkeypatch: Any, capfd: Any, dtype: str, settings: Any, times: float, line: str | None
+) -> None:
+    """At the start of a run, as a line; by `groupgrad check`, as a warning where a product in float32 is faster."""
+    monkeypatch.setattr(run_summary, "product_seconds", lambda kind: 1.0 if kind == torch.float32 else times)
     trainer = train(model=make_model().to(getattr(torch, dtype)), max_steps=1, learning_rate=0.0, **settings)
     shown = capfd.readouterr()
     printed = re.search("precision +(.*)", shown.out + shown.err)
     found = [finding.status for finding in data_findings(trainer) if finding.topic == "precision"]
-    assert found == ["warning"] * (line is not None)
+    assert found == ([] if line is None else ["warning" if times >= 1 else "ok"])
     assert printed is None if line is None else printed is not None and re.match(line, printed[1])
+
+
+def test_the_time_of_a_product_grows_with_its_rows() -> None:
+    assert run_summary.product_seconds(torch.float32, rows=4096) > run_summary.product_seconds(torch.float32, rows=16)
