@@ -1,13 +1,19 @@
-"""Rounds of training of a pretrained model: a tool through its chat template, LoRA with a KL term, a killed run."""
+"""Rounds of training of a pretrained model: a tool and its chat template, LoRA with a KL term, a kill, learning."""
 
 from __future__ import annotations
 
+import math
+import os
+import signal
+import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
 import small_runs
 import torch
 from datasets import Dataset
+from forked_ranks import ForkedRanks
 from transformers import AutoTokenizer, TrainerCallback
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(200)]
@@ -80,22 +86,59 @@ def test_lora_trains_with_a_kl_term(make) -> None:
     assert first["kl"] == pytest.approx(0, abs=1e-6) and second["grad_norm"] > 0
 
 
-class _Ends(TrainerCallback):
-    """Ends the run as a kill does: nothing is saved after the step."""
+class _Kill(TrainerCallback):
+    """Writes the weights of the second step aside, and kills the process before the step is saved."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
         if state.global_step == 2:
-            raise RuntimeError("ended")
+            torch.save(small_runs.weights(model), self.path)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_run_that_ended_resumes_bit_for_bit(make, tmp_path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(make, tmp_path) -> None:
     settings = {"max_steps": 2, "optim": "sgd", "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 1}
-    ended = make(**settings)
-    ended.add_callback(_Ends)
-    with pytest.raises(RuntimeError, match="ended"):
-        ended.train()
-    weights = small_runs.weights(ended.model)  # those of the second step, which the disk does not have
-    del ended
+
+    def train(rank: int) -> None:
+        trainer = make(**settings)
+        trainer.add_callback(_Kill(tmp_path / "weights.pt"))
+        trainer.train()
+
+    run = ForkedRanks(train, tmp_path, num_ranks=1)
+    assert run.wait(150) == [-signal.SIGKILL], run.log(0)
     resumed = make(**settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    assert torch.equal(small_runs.weights(resumed.model), weights)
+    resumed.train(resume_from_checkpoint=True)
+    (first,) = (entry["step"] for entry in resumed.state.log_history if entry.get("step") == 1 and "loss" in entry)
+    assert first == 1 and resumed.state.global_step == 2
+    assert torch.equal(small_runs.weights(resumed.model), torch.load(tmp_path / "weights.pt"))
+
+
+@pytest.mark.timeout(900)
+def test_thirty_steps_raise_the_reward(smollm2, make_trainer) -> None:
+    """The reward is the share of digits. Of three seeds the last ten steps have more than the first ten, p < 0.01."""
+
+    def share(completions: list[str], **_: Any) -> list[float]:
+        return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
+
+    gains = []
+    for seed in range(3):
+        trainer = make_trainer(
+            model=str(smollm2),
+            train_dataset=Dataset.from_dict({"prompt": ["Numbers:", "The year was", "My answer is", "A list of"]}),
+            reward_funcs=share,
+            trainer={"processing_class": None},
+            seed=seed,
+            max_steps=30,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=4,
+            learning_rate=2e-5,
+            lr_scheduler_type="constant",
+        )
+        trainer.train()
+        rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+        gains.append(sum(rewards[-10:]) / 10 - sum(rewards[:10]) / 10)
+    # Student's t with two degrees of freedom exceeds 6.965 with a probability of 0.01.
+    assert statistics.mean(gains) > 6.965 * statistics.stdev(gains) / math.sqrt(3), gains
