@@ -34,6 +34,10 @@ class NonFiniteError(RuntimeError):
     """Losses, gradients or weights are NaN or infinite, so training cannot go on and nothing is saved."""
 
 
+class NoSignalError(RuntimeError):
+    """The first generation batches of a run had no group whose rewards differ (`stop_without_signal`)."""
+
+
 class HangError(RuntimeError):
     """A phase of training has shown no sign of life for longer than `hang_timeout_s`; the message names it."""
 

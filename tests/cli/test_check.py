@@ -246,6 +246,7 @@ def test_conversations_whose_turns_end_with_another_token(
         ({"completions/clipped_ratio": 1.0}, "ended", "error", "all completions were truncated"),
         ({"frac_reward_zero_std": 0.25}, "variance", "ok", "75 % of groups have rewards that differ"),
         ({"frac_reward_zero_std": 0.75}, "variance", "warning", "75 % of groups have no variance"),
+        ({"frac_reward_zero_std": 1.0}, "variance", "warning", "stop_without_signal=10 ends a run that stays so"),
         ({"rewards/one/mean": float("nan"), "reward": None}, "rewards", "error", "one gave no number"),
         ({"reward_std": None}, "rewards", "ok", "mean 0.5, of a single completion"),
         ({"time/rewards": 1.5}, "scoring", "warning", "took 1.5 s, 75 % of the round. Make slow"),

@@ -98,6 +98,7 @@ SHOWN = {  # fields that no row of tests/mutations.yaml disconnects, and the tes
     "allow_partial_resume": "tests/faults/test_resuming.py::test_allow_partial_resume_goes_on_and_says_what_is_new",
     "resume_learning_rate": "tests/faults/test_resuming.py::test_changed_options_are_listed",
     "dynamic_sampling_rounds": "tests/trainer/test_dynamic_sampling.py::test_the_groups_that_train_have_a_signal",
+    "stop_without_signal": ("tests/trainer/test_step_log.py::test_a_run_whose_first_rewards_are_equal_ends_by_option"),
     "balance_ranks": "tests/trainer/test_processes.py::test_ranks_share_the_work_of_long_rows",
     "special_tokens_in_prompts": "tests/trainer/test_options.py::test_special_tokens_in_prompts",
     "hang_timeout_s": "tests/trainer/test_hangs.py::test_what_hangs_ends_the_run_with_its_name",

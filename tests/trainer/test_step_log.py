@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from groupgrad import dist
+from groupgrad.errors import NoSignalError
 from groupgrad.metrics import average, maximum, mean_of, merge_all, minimum
 from groupgrad.models.rounding import Rounding
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
@@ -61,6 +62,30 @@ def test_groups_without_variance_are_warned_of_once_and_not_by_a_resumed_run(mak
     with caplog.at_level(logging.WARNING):
         make_trainer(max_steps=3, **settings).train(resume_from_checkpoint=True)
     assert not warnings_of(caplog)
+
+
+def test_a_run_whose_first_rewards_are_equal_ends_by_option(make_trainer, train, tmp_path):
+    settings = {"max_steps": 5, "stop_without_signal": 2, "save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(
+        NoSignalError, match=r"stop_without_signal=2: .* the rewards of each group were equal"
+    ) as raised:
+        train(reward_funcs=constant, **settings)
+    assert "partial rewards" in str(raised.value)
+    trainer = make_trainer(reward_funcs=constant, **settings)
+    trainer.train(resume_from_checkpoint=True)  # of a run that is past its beginning
+    assert trainer.state.global_step == 5
+
+
+def test_a_run_goes_on_once_a_group_had_a_signal(train):
+    """The rewards differ in the second generation batch alone, and batches serve two steps."""
+    calls = []
+
+    def once(completions, **kwargs):
+        calls.append(len(completions))
+        return [float(len(calls) == 2 and place == 0) for place, _ in enumerate(completions)]
+
+    trainer = train(reward_funcs=once, max_steps=8, steps_per_generation=2, stop_without_signal=2)
+    assert trainer.state.global_step == 8 and len(calls) == 4
 
 
 def test_a_run_without_findings_is_silent(train, caplog):

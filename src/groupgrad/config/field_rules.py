@@ -121,6 +121,7 @@ RANGES: dict[str, tuple[Range, str]] = {
     "vllm_tensor_parallel_size": (COUNT, "it counts accelerators"),
     "vllm_sleep_level": (Range(lambda x: x in (1, 2), "1 or 2", whole=True), "vLLM frees nothing at other levels"),
     "dynamic_sampling_rounds": (COUNT_OR_ZERO, "it counts rounds of sampling"),
+    "stop_without_signal": (COUNT_OR_ZERO, "it counts generation batches"),
     "rollout_ahead": (COUNT_OR_ZERO, "it counts generation batches"),
     "vllm_importance_sampling_clip_max": (or_none(POSITIVE), "ratios are positive"),
     "vllm_importance_sampling_clip_min": (or_none(NOT_NEGATIVE), "ratios are positive"),

@@ -126,6 +126,11 @@ class GRPOSettings(LegacyArguments):
         "Further rounds of sampling in which groups whose rewards are all equal give place to groups of other prompts, "
         "drawn at random by data_seed or seed (DAPO's dynamic sampling); 0: such groups stay and teach nothing.",
     )
+    stop_without_signal: int = _option(
+        0,
+        "End a new run with an error if its first generation batches, this many, have no group whose rewards differ; "
+        "0: go on.",
+    )
     balance_ranks: bool = _option(
         True,
         "Several ranks give each other rows of a step, after sampling, so that all have about equal work. No result "

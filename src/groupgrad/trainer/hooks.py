@@ -95,7 +95,7 @@ from groupgrad.trainer.resuming import Resume
 from groupgrad.trainer.run_recorder import RunRecorder
 from groupgrad.trainer.run_summary import StartLines
 from groupgrad.trainer.saves import Saves
-from groupgrad.trainer.step_log import FirstBatch, LearningSignalWatch, StepLog, StepWatches
+from groupgrad.trainer.step_log import FirstBatch, LearningSignalWatch, StepLog, StepWatches, StopWithoutSignal
 from groupgrad.trainer.stochastic_adamw import StochasticAdamW
 from groupgrad.trainer.stops import Stops
 from groupgrad.trainer.trl_names import TRLNames, check_overrides
@@ -233,7 +233,7 @@ class Hooks(TRLNames, Trainer):
         self.changed_options = ChangedOptions(self.args)
         self.saves, self.resume, self.stops = Saves(self), Resume(self), Stops(self)
         self._loss_window, self.recorder = LossWindow(self), RunRecorder(self)
-        watches = StepWatches(self), FirstBatch(self)
+        watches = StepWatches(self), FirstBatch(self), StopWithoutSignal(self)
         for callback in (self._loss_window, self.stops.due_evaluation, *watches, self.recorder, StartLines(self)):
             self.add_callback(callback)
 

@@ -2,7 +2,7 @@
 
 `StepLog` collects the rollouts, losses and durations of a step. `FirstBatch` judges the completions of a run's first
 step, `LearningSignalWatch` notices that nothing is learned, `MismatchWatch` that sampling and training differ. Each
-warns on its own; none changes a step.
+warns on its own; none changes a step. `StopWithoutSignal` ends a run whose first rewards tell nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from groupgrad import dist
+from groupgrad.errors import NoSignalError
 from groupgrad.metrics import Metric, average, merge_all
 from groupgrad.models.rounding import Rounding
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, PolicyLoss
@@ -135,6 +136,36 @@ class FirstBatch(TrainerCallback):
         for finding in found:
             if finding.status != "ok":
                 logger.warning("step 1: %s %s", finding.text, finding.setting)
+
+
+class StopWithoutSignal(TrainerCallback):
+    """Ends a new run if none of its first generation batches has a group whose rewards differ: NoSignalError."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._num_left = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Counts the batches of a new run; a resumed one is past its beginning."""
+        self._num_left = args.stop_without_signal if state.global_step == 0 else 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Collective until a group of any rank has a signal. Raises on all ranks."""
+        experiences = self._trainer._step_log.experiences
+        if self._num_left <= 0 or not experiences:
+            return
+        shares = [experience.metrics[NO_VARIANCE].read() for experience in experiences]
+        if any(dist.all_gather_objects(any(share is not None and share < 1 for share in shares))):
+            self._num_left = 0
+            return
+        self._num_left -= len(experiences)
+        if self._num_left <= 0:
+            raise NoSignalError(
+                f"stop_without_signal={args.stop_without_signal}: in the first {args.stop_without_signal} generation "
+                "batches the rewards of each group were equal, or missing, so nothing was learned. Choose tasks that "
+                "the model sometimes solves, give partial rewards, raise num_generations or temperature; to go on "
+                "nevertheless, raise stop_without_signal or set it to 0"
+            )
 
 
 def percent(share: float) -> str:

@@ -64,7 +64,7 @@ def _rewards(done: Round, advices: Mapping[str, Advice], names: list[str]) -> li
         found.append(Finding("rewards", text, "warning" if counts else "error", mend))
     else:
         found.append(Finding("rewards", "; ".join(parts)))
-    found.append(variance(metrics))
+    found.append(_signal(metrics))
     took, slow = float(metrics[_REWARD_SECONDS]), advices.get(_REWARD_SECONDS)
     seconds = f"reward functions took {took:.2g} s"
     if slow is None:
@@ -73,6 +73,15 @@ def _rewards(done: Round, advices: Mapping[str, Advice], names: list[str]) -> li
         share = percent(took / metrics["step_time"])
         found.append(Finding("scoring", f"{seconds}, {share} of the round.", "warning", slow.setting))
     return found
+
+
+def _signal(metrics: Mapping[str, Any]) -> Finding:
+    """The finding about variance; where no group had any, with what ends such a run by itself."""
+    seen = variance(metrics)
+    if metrics[NO_VARIANCE] < 1:
+        return seen
+    mend = f"{seen.setting} A higher --prompts shows more of them; stop_without_signal=10 ends a run that stays so."
+    return Finding(seen.topic, seen.text, seen.status, mend)
 
 
 def before_training(group_rewards: Sequence[float]) -> str:
