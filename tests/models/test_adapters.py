@@ -58,8 +58,9 @@ def test_an_incompatible_setting_is_rejected_by_name(case: str, build):
 
 
 def test_adalora_is_rejected(build):
-    with pytest.raises(ValueError, match=r"peft_config is an AdaLoraConfig.*use LoraConfig"):
-        add_adapter(build("qwen3"), peft.AdaLoraConfig(target_modules=["q_proj"], total_step=5))
+    model = add_adapter(build("qwen3"), peft.AdaLoraConfig(target_modules=["q_proj"], total_step=5))
+    with pytest.raises(ValueError, match=r"is a AdaLoraConfig \(ADALORA\), which moves .*use peft\.LoraConfig"):
+        check_adapter(model)
 
 
 def test_unknown_feedforward_modules_are_rejected(build):

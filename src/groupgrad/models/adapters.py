@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from groupgrad.models.quantized import is_packed
+
 _TASKS = (None, "CAUSAL_LM")
 
 _INITS_OVER_UNCHANGED_BASE = frozenset({"gaussian", "eva"})
 """LoRA initialisations that leave the base weights unchanged; others subtract the adapter from them."""
+
+_MERGE_TOLERANCE = 0.1
+"""Relative difference allowed between an adapted layer and its merged weights: bfloat16 makes 0.007, noise about 1."""
 
 
 def is_adapted(model: Any) -> bool:
@@ -174,7 +179,7 @@ class _KeptScale:
 
 
 def check_adapter(model: Any) -> None:
-    """ValueError for an adapter that is merged into the weights or inactive.
+    """ValueError for an adapter that is merged into the weights or inactive, or of a kind that cannot be trained here.
 
     Warns if the base model's name differs from the one the adapter was trained on, which may be a copy of the same
     weights, and if weights of the base model train, since they are not saved with an adapter.
@@ -187,6 +192,13 @@ def check_adapter(model: Any) -> None:
             f"the adapter is merged into the weights ({merged[0]} and others), so that training it would change "
             "nothing; call model.unmerge_adapter() first"
         )
+    for config in model.peft_config.values():
+        if (obstacle := _kind_obstacle(model, config)) is not None:
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            raise ValueError(
+                f"the adapter is a {type(config).__name__} ({kind}), which {obstacle}; use peft.LoraConfig, or another "
+                "kind that the table of adapters in docs/models.md has"
+            )
     _check_trained_parameters(model)
     base = model.get_base_model()
     for name in active_adapters(model):
@@ -197,6 +209,59 @@ def check_adapter(model: Any) -> None:
                 f"the adapter {name!r} was trained on {trained_on}, and the model was loaded from {loaded}; on other "
                 "weights than its own it means nothing"
             )
+
+
+def _kind_obstacle(model: Any, config: Any) -> str | None:
+    """Why an adapter of this kind cannot be trained; None for a learned prompt, and for a change of weights.
+
+    A change of weights acts on each token alone and can be merged, so sampling and training see one policy in every
+    layout. Adapters begin as zero, so no comparison of the whole model shows what they will compute later.
+    """
+    tuner = model.base_model
+    if hasattr(config, "num_tasks"):
+        return "needs task_ids with each row, and no data set here has them"
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        return None
+    if hasattr(tuner, "update_and_allocate") and getattr(config, "use_asa", True):
+        return "moves its ranks between layers (update_and_allocate, or use_asa=True) in a training loop of its own"
+    if hasattr(config, "adapters"):
+        return "weighs other adapters by what stands in the text, so it is no change of weights"
+    kind = getattr(tuner, "tuner_layer_cls", ())  # a model with adapters of several kinds names none
+    layers = [x for x in model.modules() if isinstance(x, kind) and all(map(_is_here, x.parameters()))]
+    return _merge_obstacle(min(layers, key=_num_weights), config) if layers else None
+
+
+@torch.no_grad()
+def _merge_obstacle(layer: Any, config: Any) -> str | None:
+    """Why an adapted layer is not what its merged weights are, tried on a copy with a trained adapter's values."""
+    trial = copy.deepcopy(layer)
+    trial.train(not any("dropout" in name and value for name, value in vars(config).items()))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trial.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    base = trial.get_base_layer()
+    inputs = torch.randn(2, 5, base.in_features, generator=generator) if type(base) is nn.Linear else None
+    try:
+        separate = None if inputs is None else trial(inputs.to(base.weight))
+        trial.merge()
+    except Exception as error:  # peft has several for what a kind, or a kind on such a layer, cannot do
+        return f"cannot be merged into a {type(base).__name__}: {type(error).__name__}: {error}".rstrip(": ")
+    if inputs is None or separate is None:
+        return None
+    merged = trial(inputs.to(base.weight))
+    if torch.allclose(separate, merged, rtol=0, atol=_MERGE_TOLERANCE * float(merged.abs().max())):
+        return None
+    return "computes something else in training than its merged weights do, by noise or from other tokens"
+
+
+def _is_here(parameter: Any) -> bool:
+    """True for a whole parameter in floating point: no quantized one, and none that ZeRO-3 or FSDP holds elsewhere."""
+    return not (is_packed(parameter) or parameter.is_meta or hasattr(parameter, "ds_id"))
+
+
+def _num_weights(layer: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters())
 
 
 def _check_trained_parameters(model: Any) -> None:
@@ -224,11 +289,6 @@ def _check_config(model: nn.Module, config: Any) -> None:
     if task not in _TASKS:
         raise ValueError(
             f"peft_config.task_type is {task!r}, which wraps the model in a head of another kind; set it to 'CAUSAL_LM'"
-        )
-    if getattr(config.peft_type, "value", config.peft_type) == "ADALORA":
-        raise ValueError(
-            "peft_config is an AdaLoraConfig, whose ranks are moved between layers by the loss of a plain language "
-            "model; use LoraConfig (use_rslora=True, or rank_pattern for ranks by layer)"
         )
     modules = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters()]
