@@ -1,7 +1,7 @@
-"""Writes the support table of docs/models.md from test results: `python bench/support_table.py`.
+"""Writes the two support tables of docs/models.md from test results: `python bench/support_table.py`.
 
 `TESTS` compare every path of every architecture with plain calls of the model. A cell is yes (passed), no with a number
-(skipped, with the reason below the table), or FAILED.
+(skipped, with the reason below the table), or FAILED. `ADAPTER_TESTS` train every kind of adapter that peft has.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
+BEGIN, END = "<!-- {} table: begin -->", "<!-- {} table: end -->"
 TESTS = (
     "tests/support/test_paths.py",
     "tests/scoring/test_vlm.py::test_path",
     "tests/engines/native/test_vision.py::test_path",
 )
+ADAPTER_TESTS = ("tests/trainer/test_adapter_kinds.py::test_kind",)
 PATHS = {
     "dense": "training, dense",
     "packed": "training, packed",
@@ -35,15 +36,15 @@ Results = dict[tuple[str, str, str], str]
 """Outcome of each architecture, adapter and path: "" for passed, "FAILED", or the reason of a skip."""
 
 
-def run_tests() -> Results:
-    """Runs the tests; RuntimeError if they could not be run."""
+def run_tests(tests: tuple[str, ...]) -> str:
+    """The JUnit report of these tests; RuntimeError if they could not be run."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", f"--junitxml={report}", *TESTS]
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", f"--junitxml={report}", *tests]
         process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if not report.exists():
             raise RuntimeError(f"the tests did not run:\n{process.stdout[-2000:]}\n{process.stderr[-2000:]}")
-        return read_report(report.read_text())
+        return report.read_text()
 
 
 def read_report(text: str) -> Results:
@@ -82,6 +83,27 @@ _TRAINED_WEIGHTS = {
 }
 
 
+def adapter_table(text: str) -> str:
+    """The table of adapters as Markdown, from a JUnit report: one line for each kind."""
+    lines = ["| kind | trains | merges into the weights |", "|---|---|---|"]
+    for case in sorted(ElementTree.fromstring(text).iter("testcase"), key=lambda case: case.get("name", "")):
+        match = re.fullmatch(r"test_kind\[(\w+)\]", case.get("name", ""))
+        if match is None:
+            continue
+        found = {entry.get("name"): entry.get("value", "") for entry in case.iter("property")}
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            cells = "FAILED | "
+        elif skipped is not None:
+            cells = f"not tried: {skipped.get('message', '')} | "
+        elif "refused" in found:
+            cells = f"refused: it {found['refused']} | "
+        else:
+            cells = f"yes | {found.get('merged', 'no: a learned prompt')}"
+        lines.append(f"| {match[1]} | {cells} |".replace("  |", " |"))
+    return "\n".join(lines)
+
+
 def _cell(result: str | None, reasons: list[str]) -> str:
     if result is None:
         return ""
@@ -94,15 +116,23 @@ def _cell(result: str | None, reasons: list[str]) -> str:
     return f"no ({reasons.index(result) + 1})"
 
 
+def _write(name: str, lines: str) -> None:
+    begin, end = BEGIN.format(name), END.format(name)
+    before, _, rest = PAGE.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    PAGE.write_text(f"{before}{begin}\n{lines}\n{end}{after}")
+
+
 def main() -> int:
-    """Runs the tests and updates the table; 1 if any failed."""
-    results = run_tests()
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+    """Runs the tests and updates the tables; 1 if any failed."""
+    results = read_report(run_tests(TESTS))
+    kinds = adapter_table(run_tests(ADAPTER_TESTS))
+    _write("support", table(results))
+    _write("adapter", kinds)
     failed = [key for key, result in results.items() if result == "FAILED"]
-    print(f"{len(results)} cells, {len(failed)} failed; written to {PAGE.relative_to(ROOT)}")
-    return 1 if failed or not results else 0
+    num_failed = len(failed) + kinds.count("FAILED")
+    print(f"{len(results)} cells, {num_failed} failed; written to {PAGE.relative_to(ROOT)}")
+    return 1 if num_failed or not results else 0
 
 
 if __name__ == "__main__":

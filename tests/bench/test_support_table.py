@@ -1,4 +1,4 @@
-"""The support table: what a report of tests becomes, and that the page in the repository has every architecture."""
+"""The support tables: what a report of tests becomes, and that the page has every architecture and kind of adapter."""
 
 from __future__ import annotations
 
@@ -28,6 +28,26 @@ def test_a_report_becomes_a_table() -> None:
     ]
 
 
+ADAPTERS = """<testsuites><testsuite>
+<testcase name="test_kind[LORA]"><properties><property name="merged" value="yes"/></properties></testcase>
+<testcase name="test_kind[A_PROMPT]"/>
+<testcase name="test_kind[NOISY]"><properties><property name="refused" value="draws noise"/></properties></testcase>
+<testcase name="test_kind[PACKED]"><skipped message="needs a package"/></testcase>
+<testcase name="test_kind[WRONG]"><failure message="no"/></testcase>
+<testcase name="test_other"/>
+</testsuite></testsuites>"""
+
+
+def test_a_report_becomes_a_table_of_adapters() -> None:
+    assert support_table.adapter_table(ADAPTERS).splitlines()[2:] == [
+        "| A_PROMPT | yes | no: a learned prompt |",
+        "| LORA | yes | yes |",
+        "| NOISY | refused: it draws noise | |",
+        "| PACKED | not tried: needs a package | |",
+        "| WRONG | FAILED | |",
+    ]
+
+
 def test_the_page_has_every_architecture_of_the_tests() -> None:
     sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "helpers")]
     try:
@@ -38,3 +58,13 @@ def test_the_page_has_every_architecture_of_the_tests() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
     assert [name for name in (*NAMES, *SEEING) if f"| {name} |" not in page] == []
     assert "FAILED" not in page
+
+
+def test_the_page_has_every_kind_of_adapter() -> None:
+    from test_adapter_kinds import MERGED, PROMPTS, REFUSED
+
+    page = (ROOT / "docs" / "models.md").read_text()
+    rows = [f"| {name} | yes | yes |" for name in MERGED if name != "ADAMSS"]
+    rows += [f"| {name} | yes | no: a learned prompt |" for name in PROMPTS]
+    rows += [f"| {name} | refused: it " for name in REFUSED]
+    assert [row for row in (*rows, "| ADAMSS |") if row not in page] == []
