@@ -25,7 +25,7 @@ RUN = """
 import sys, pytest
 from groupgrad.kernels import compile
 level, *arguments = sys.argv[1:]
-compile._TARGET = f"-march={level}"
+compile._TARGET = level
 sys.exit(pytest.main(arguments))
 """
 

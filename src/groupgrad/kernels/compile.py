@@ -12,35 +12,30 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
 
+from groupgrad.kernels import build
+
 logger = logging.getLogger(__name__)
 
 SWITCH = "GROUPGRAD_NATIVE_KERNELS"
 """Environment variable; 0 turns compiled kernels off."""
 
-TIMEOUT_S = 1200.0
-"""Time limit of one compiler run, which takes about ten seconds, on a busy machine minutes. It ends a hung compiler."""
-
 LOCK = "kernels.lock"
 """File beside the cache folder that a process locks while it compiles, so that others wait for its library."""
 
-LOCK_S = 2 * TIMEOUT_S
+LOCK_S = 2 * build.TIMEOUT_S
 """Time limit of the wait for another process that compiles."""
 
-_SOURCES, _HEADERS = (sorted(Path(__file__).parent.glob(pattern)) for pattern in ("*.cpp", "*.h"))
-_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
-_TARGET = "-march=native"
+_TARGET = "native"
 
 _reason = "not compiled yet"
 
@@ -88,7 +83,7 @@ def load() -> ctypes.CDLL:
     if runtime is None:
         raise _CannotBuildError("torch has loaded no OpenMP runtime")
     failures = []
-    for compiler in _compilers():
+    for compiler in build.compilers():
         name = f"{_key(compiler, runtime)}.so"
         cached = _read(cache_folder() / name)
         if cached is not None:
@@ -134,12 +129,6 @@ def _tell(text: str) -> None:
     print(f"groupgrad: {text}", file=sys.stderr, flush=True)
 
 
-def _compilers() -> Iterator[str]:
-    """Paths of the compilers to try, each once."""
-    paths = (shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))
-    yield from dict.fromkeys(os.path.realpath(path) for path in paths if path)
-
-
 def openmp_runtime() -> str | None:
     """Path of the OpenMP runtime that torch has loaded; None if there is none, and on other systems than Linux."""
     if sys.platform != "linux":
@@ -154,15 +143,15 @@ def openmp_runtime() -> str | None:
 
 def _key(compiler: str, runtime: str) -> str:
     """Digest of everything that the library depends on."""
-    version = _run([compiler, "--version"]) if os.access(compiler, os.X_OK) else ""
+    version = build.run([compiler, "--version"]) if os.access(compiler, os.X_OK) else ""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     cpu = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
     parts = [
-        *(file.read_text() for file in _SOURCES + _HEADERS),
-        *_FLAGS,
+        *(file.read_text() for file in build.SOURCES + build.HEADERS),
+        *build.FLAGS,
         _TARGET,
         compiler,
         version,
@@ -197,7 +186,7 @@ def _read(path: Path) -> ctypes.CDLL | None:
 def _build(compiler: str, runtime: str, name: str) -> ctypes.CDLL:
     # Linux keeps a loaded file open for the process, so the folder can be deleted.
     with tempfile.TemporaryDirectory(prefix="groupgrad-") as folder:
-        built = _compile(compiler, runtime, Path(folder))
+        built = build.build(compiler, _TARGET, runtime, Path(folder))
         content = built.read_bytes()
         built.write_bytes(content + hashlib.sha256(content).digest())
         return _keep(built, name) or ctypes.CDLL(str(built))
@@ -214,25 +203,6 @@ def _keep(built: Path, name: str) -> ctypes.CDLL | None:
         logger.info("the compiled kernels cannot be kept for the next run (%s)", error)
         return None
     return _read(cache_folder() / name)
-
-
-def _compile(compiler: str, runtime: str, folder: Path) -> Path:
-    modules, built = [folder / f"{source.stem}.o" for source in _SOURCES], folder / "kernels.so"
-    commands = [
-        [compiler, *_FLAGS, _TARGET, "-c", str(source), "-o", str(module)] for source, module in zip(_SOURCES, modules)
-    ]
-    with ThreadPoolExecutor(max_workers=min(len(_SOURCES), os.cpu_count() or 1)) as pool:
-        list(pool.map(_run, commands))
-    _run([compiler, "-shared", *map(str, modules), runtime, "-o", str(built)])
-    return built
-
-
-def _run(command: list[str]) -> str:
-    """The command's output; RuntimeError with its error output if it fails."""
-    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    if process.returncode:
-        raise RuntimeError(f"{Path(command[0]).name} ended with {process.returncode}: {process.stderr.strip()[:500]}")
-    return process.stdout
 
 
 def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:

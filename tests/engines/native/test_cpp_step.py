@@ -24,8 +24,8 @@ from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, runner
 from groupgrad.engines.native.cpp_step import CompiledModel
 from groupgrad.engines.native.direct_step import DirectModel
-from groupgrad.kernels import compile as build
-from groupgrad.kernels import library, status
+from groupgrad.kernels import build, library, status
+from groupgrad.kernels import compile as loading
 
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
 BASE: dict[str, Any] = {
@@ -61,10 +61,10 @@ needs_kernels = pytest.mark.skipif(library() is None, reason=status())
 def fresh(monkeypatch, tmp_path):
     """No kernel has been loaded in this process, and the cache folder is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build._library.cache_clear()
+    loading._library.cache_clear()
     yield tmp_path / "groupgrad" / "kernels"
     monkeypatch.undo()
-    build._library.cache_clear()
+    loading._library.cache_clear()
 
 
 SMALL_LINEAR = """
@@ -81,11 +81,11 @@ extern "C" void groupgrad_linear(const float *input, const float *weight, const 
 @pytest.fixture
 def quick(fresh, monkeypatch, tmp_path):
     """The same, and of the kernels only the one that is tested when they are loaded computes anything."""
-    sources = "".join(source.read_text() for source in build._SOURCES)
+    sources = "".join(source.read_text() for source in build.SOURCES)
     others = set(re.findall(r"\b(groupgrad_\w+)\(", sources)) - {"groupgrad_linear"}
     small = tmp_path / "small.cpp"
     small.write_text(SMALL_LINEAR + "".join(f'extern "C" void {name}() {{}}\n' for name in sorted(others)))
-    monkeypatch.setattr(build, "_SOURCES", [small])
+    monkeypatch.setattr(build, "SOURCES", [small])
     return fresh
 
 
@@ -258,7 +258,7 @@ def test_a_library_is_kept_and_a_damaged_one_replaced(quick: Path):
     content = path.read_bytes()
     path.unlink()  # a loaded library must not change
     path.write_bytes(content[:-100])
-    build._library.cache_clear()
+    loading._library.cache_clear()
     assert library() is not None
     assert [p.name for p in quick.iterdir()] == [path.name]
     assert len(path.read_bytes()) == len(content)
@@ -273,11 +273,11 @@ def test_mixed_precision_does_not_disturb_the_first_use(quick: Path):
 @pytest.mark.slow
 @needs_kernels
 def test_of_two_processes_one_compiles_and_the_other_waits(quick: Path):
-    small = f"import pathlib; compile._SOURCES = [pathlib.Path({str(build._SOURCES[0])!r})]"
-    code = f"from groupgrad.kernels import compile, status; {small}; print(status())"
+    small = f"import pathlib; build.SOURCES = [pathlib.Path({str(build.SOURCES[0])!r})]"
+    code = f"from groupgrad.kernels import build, status; {small}; print(status())"
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ.copy()}
     quick.mkdir(parents=True)
-    with FileLock(quick.parent / build.LOCK):  # both meet while a third process compiles
+    with FileLock(quick.parent / loading.LOCK):  # both meet while a third process compiles
         started = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]
         first_words = [process.stderr.readline() for process in started if process.stderr is not None]
     said = [process.communicate(timeout=120) for process in started]
@@ -289,12 +289,12 @@ def test_of_two_processes_one_compiles_and_the_other_waits(quick: Path):
 
 @needs_kernels
 def test_a_process_that_has_waited_too_long_compiles_by_itself(quick: Path, monkeypatch, capsys):
-    monkeypatch.setattr(build, "LOCK_S", 0.2)
+    monkeypatch.setattr(loading, "LOCK_S", 0.2)
     quick.mkdir(parents=True)
-    with FileLock(quick.parent / build.LOCK, thread_local=False):
+    with FileLock(quick.parent / loading.LOCK, thread_local=False):
         assert library() is not None
     first, second = capsys.readouterr().err.splitlines()
-    assert "waiting" in first and str(quick.parent / build.LOCK) in first
+    assert "waiting" in first and str(quick.parent / loading.LOCK) in first
     assert "compiling" in second
 
 
@@ -349,6 +349,6 @@ def test_the_first_compile_says_what_it_does_and_happens_once(quick, capsys):
     assert capsys.readouterr().err == (
         f"groupgrad: compiling its kernels for this CPU, about ten seconds, once; kept in {quick}\n"
     )
-    build._library.cache_clear()
+    loading._library.cache_clear()
     assert library() is not None
     assert capsys.readouterr().err == ""
