@@ -23,8 +23,10 @@ def compilers() -> Iterator[str]:
     yield from dict.fromkeys(os.path.realpath(path) for path in paths if path)
 
 
-def build(compiler: str, target: str, runtime: str, folder: Path) -> Path:
+def build(compiler: str, target: str, folder: Path) -> Path:
     """Compiles the library into `folder` for a processor, as the compiler's option `-march` names it.
+
+    It is linked without an OpenMP runtime: `compile.py` lets it find torch's when it is loaded.
 
     RuntimeError with the compiler's error output if it fails.
     """
@@ -35,7 +37,7 @@ def build(compiler: str, target: str, runtime: str, folder: Path) -> Path:
     ]
     with ThreadPoolExecutor(max_workers=min(len(SOURCES), os.cpu_count() or 1)) as pool:
         list(pool.map(run, commands))
-    run([compiler, "-shared", *map(str, modules), runtime, "-o", str(built)])
+    run([compiler, "-shared", *map(str, modules), "-o", str(built)])
     return built
 
 

@@ -1,7 +1,7 @@
 """Compiles the kernels with the user's C++ compiler and caches the library on disk.
 
-The library is linked with the OpenMP runtime that torch has loaded, so that both share one pool of threads. With two
-pools on few cores, the threads of one would spin while the other works.
+The library uses the OpenMP runtime that torch has loaded, so that both share one pool of threads. With two pools on few
+cores, the threads of one would spin while the other works.
 """
 
 from __future__ import annotations
@@ -82,9 +82,12 @@ def load() -> ctypes.CDLL:
     runtime = openmp_runtime()
     if runtime is None:
         raise _CannotBuildError("torch has loaded no OpenMP runtime")
+    # Libraries name no OpenMP runtime, since its file has another name in each build of torch. Their calls find the one
+    # that this makes visible to all.
+    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     failures = []
     for compiler in build.compilers():
-        name = f"{_key(compiler, runtime)}.so"
+        name = f"{_key(compiler)}.so"
         cached = _read(cache_folder() / name)
         if cached is not None:
             return cached
@@ -94,7 +97,7 @@ def load() -> ctypes.CDLL:
                 if cached is not None:
                     return cached
                 _tell(f"compiling its kernels for this CPU, about ten seconds, once; kept in {cache_folder()}")
-                return _build(compiler, runtime, name)
+                return _build(compiler, name)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             failures.append(f"{compiler}: {error}")
     if not failures:
@@ -141,7 +144,7 @@ def openmp_runtime() -> str | None:
     return None
 
 
-def _key(compiler: str, runtime: str) -> str:
+def _key(compiler: str) -> str:
     """Digest of everything that the library depends on."""
     version = build.run([compiler, "--version"]) if os.access(compiler, os.X_OK) else ""
     try:
@@ -155,7 +158,6 @@ def _key(compiler: str, runtime: str) -> str:
         _TARGET,
         compiler,
         version,
-        runtime,
         platform.machine(),
         *cpu,
     ]
@@ -183,10 +185,10 @@ def _read(path: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _build(compiler: str, runtime: str, name: str) -> ctypes.CDLL:
+def _build(compiler: str, name: str) -> ctypes.CDLL:
     # Linux keeps a loaded file open for the process, so the folder can be deleted.
     with tempfile.TemporaryDirectory(prefix="groupgrad-") as folder:
-        built = build.build(compiler, _TARGET, runtime, Path(folder))
+        built = build.build(compiler, _TARGET, Path(folder))
         content = built.read_bytes()
         built.write_bytes(content + hashlib.sha256(content).digest())
         return _keep(built, name) or ctypes.CDLL(str(built))

@@ -265,6 +265,13 @@ def test_a_library_is_kept_and_a_damaged_one_replaced(quick: Path):
 
 
 @needs_kernels
+def test_the_kernels_compute_on_the_threads_of_torch():
+    command = [sys.executable, str(Path(__file__).parents[2] / "helpers/one_pool.py")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stdout == f"{status()}; 0; 1\n", run.stderr
+
+
+@needs_kernels
 def test_mixed_precision_does_not_disturb_the_first_use(quick: Path):
     with torch.autocast("cpu", torch.bfloat16):
         assert library() is not None
