@@ -11,15 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from groupgrad.kernels import library, status
+from groupgrad.kernels import build, library, status
 
 TESTS = Path(__file__).parents[1]
-LEVELS = {
-    "x86-64-v2": "sse4_2 ssse3 popcnt",
-    "x86-64-v3": "avx2 fma bmi2 f16c movbe abm",
-    "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
-}
-"""Level -> the flags of processors that have it beyond the level below, as Linux names them."""
+LEVELS = {"x86-64-v2": "sse4_2 ssse3 popcnt", **build.LEVELS}
+"""Level -> flags of processors that have it, as Linux names them: an older level beside those of a wheel."""
 
 RUN = """
 import sys, pytest

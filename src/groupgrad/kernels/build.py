@@ -13,6 +13,10 @@ FOLDER = Path(__file__).parent
 SOURCES, HEADERS = (sorted(FOLDER.glob(pattern)) for pattern in ("*.cpp", "*.h"))
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 
+_V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"
+LEVELS = {"x86-64-v3": _V3, "x86-64-v4": f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"}
+"""Level of x86-64 that a wheel has a library for -> the flags of processors that have it, as Linux names them."""
+
 TIMEOUT_S = 1200.0
 """Time limit of one compiler run, which takes about ten seconds, on a busy machine minutes. It ends a hung compiler."""
 
@@ -21,6 +25,11 @@ def compilers() -> Iterator[str]:
     """Paths of the compilers to try, each once."""
     paths = (shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++"))
     yield from dict.fromkeys(os.path.realpath(path) for path in paths if path)
+
+
+def packaged(level: str) -> Path:
+    """The library of a level, beside this file in a wheel's installation."""
+    return FOLDER / f"{level}.so"
 
 
 def build(compiler: str, target: str, folder: Path) -> Path:

@@ -1,6 +1,6 @@
-"""Compiles the kernels with the user's C++ compiler and caches the library on disk.
+"""Loads the kernels: the library that came with the wheel, or one that the user's C++ compiler makes and a cache keeps.
 
-The library uses the OpenMP runtime that torch has loaded, so that both share one pool of threads. With two pools on few
+Either uses the OpenMP runtime that torch has loaded, so that both share one pool of threads. With two pools on few
 cores, the threads of one would spin while the other works.
 """
 
@@ -37,7 +37,7 @@ LOCK_S = 2 * build.TIMEOUT_S
 
 _TARGET = "native"
 
-_reason = "not compiled yet"
+_status = "not loaded"
 
 
 class _CannotBuildError(Exception):
@@ -45,35 +45,42 @@ class _CannotBuildError(Exception):
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they cannot be built. Compiled once per process at most, cached on disk."""
+    """The compiled kernels, or None where there are none and they cannot be built. Loaded once per process."""
     return None if os.environ.get(SWITCH) == "0" else _library()
 
 
 def status() -> str:
-    """One line for reports: the compiled kernels are in use, or the reason why not."""
-    if os.environ.get(SWITCH) == "0":
-        return f"off: {SWITCH}=0"
-    return "compiled" if library() is not None else f"not in use: {_reason}"
+    """One line for reports: which library is in use, or the reason why there is none."""
+    library()
+    return status_so_far()
+
+
+def status_so_far() -> str:
+    """The same, without loading a library for it: where no model has needed one, `not loaded`."""
+    return f"off: {SWITCH}=0" if os.environ.get(SWITCH) == "0" else _status
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    global _reason  # noqa: PLW0603
+    global _status  # noqa: PLW0603
     try:
-        return _declare(load())
+        kernels, _status = load()
+        return kernels
     except _CannotBuildError as error:
-        _reason = str(error)
+        _status = f"not in use: {error}"
         logger.info("models on the CPU run without compiled kernels: %s", error)
     except Exception as error:
-        _reason = f"{type(error).__name__}: {error}"
+        _status = f"not in use: {type(error).__name__}: {error}"
         logger.warning(
-            "the kernels cannot be compiled: sampling is slower and rounds otherwise than training (%s)", _reason
+            "the kernels cannot be compiled: sampling is slower and rounds otherwise than training (%s)",
+            f"{type(error).__name__}: {error}",
         )
     return None
 
 
-def load() -> ctypes.CDLL:
-    """Loads the kernels from the cache, or compiles them into it.
+def load() -> tuple[ctypes.CDLL, str]:
+    """Returns the library and where it is from: the wheel, for the best level of x86-64 that this processor has, else
+    the cache, else the compiler.
 
     _CannotBuildError without a compiler or OpenMP, OSError or RuntimeError if compiling or loading fails.
     """
@@ -85,6 +92,18 @@ def load() -> ctypes.CDLL:
     # Libraries name no OpenMP runtime, since its file has another name in each build of torch. Their calls find the one
     # that this makes visible to all.
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+    for level, flags in reversed(build.LEVELS.items()):
+        path = build.packaged(level)
+        if path.exists() and set(flags.split()) <= set(" ".join(_processor()).split()):
+            try:
+                return _declare(ctypes.CDLL(str(path))), f"packaged for {level}"
+            except (OSError, RuntimeError, AttributeError) as error:
+                logger.warning("the kernels of the wheel cannot be used on this machine: %s", error)
+    return _declare(_compiled()), "compiled here"
+
+
+def _compiled() -> ctypes.CDLL:
+    """Loads the kernels from the cache, or compiles them into it. Errors are those of `load`."""
     failures = []
     for compiler in build.compilers():
         name = f"{_key(compiler)}.so"
@@ -147,11 +166,6 @@ def openmp_runtime() -> str | None:
 def _key(compiler: str) -> str:
     """Digest of everything that the library depends on."""
     version = build.run([compiler, "--version"]) if os.access(compiler, os.X_OK) else ""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    cpu = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
     parts = [
         *(file.read_text() for file in build.SOURCES + build.HEADERS),
         *build.FLAGS,
@@ -159,9 +173,18 @@ def _key(compiler: str) -> str:
         compiler,
         version,
         platform.machine(),
-        *cpu,
+        *_processor(),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _processor() -> list[str]:
+    """The lines of Linux on the processor's model and its flags."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
 
 
 def cache_folder() -> Path:
@@ -208,7 +231,10 @@ def _keep(built: Path, name: str) -> ctypes.CDLL | None:
 
 
 def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """Declares the argument types of the functions; RuntimeError if a test product is wrong."""
+    """Declares the argument types of the functions.
+
+    RuntimeError if a test product is wrong, or if a row of it has other bits alone than among others.
+    """
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     kernels.groupgrad_chunk_rows.argtypes, kernels.groupgrad_chunk_rows.restype = [number], number
     kernels.groupgrad_decode.argtypes = [pointer] * 5 + [ctypes.c_int]
@@ -242,4 +268,8 @@ def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
         expected = torch.addmm(bias, inputs.view(9, 37), weight.view(29, 37).T)
     if not torch.allclose(output.view(9, 29), expected, rtol=1e-4, atol=1e-4):
         raise RuntimeError("a product by the compiled kernels differs from torch's")
+    alone = torch.empty(29, dtype=torch.float32, device="cpu")
+    kernels.groupgrad_linear(inputs[-37:].data_ptr(), *pointers[1:3], alone.data_ptr(), 1, 37, 29, 1)
+    if not torch.equal(alone, output[-29:]):
+        raise RuntimeError("a row of a product by the compiled kernels depends on the other rows")
     return kernels

@@ -288,7 +288,7 @@ def test_of_two_processes_one_compiles_and_the_other_waits(quick: Path):
         started = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]
         first_words = [process.stderr.readline() for process in started if process.stderr is not None]
     said = [process.communicate(timeout=120) for process in started]
-    assert [output.strip() for output, _ in said] == ["compiled"] * 2
+    assert [output.strip() for output, _ in said] == ["compiled here"] * 2
     assert all("waiting for another process that compiles the kernels" in words for words in first_words)
     assert sum("compiling its kernels" in errors for _, errors in said) == 1
     assert len(list(quick.iterdir())) == 1
@@ -317,6 +317,51 @@ def test_a_cache_that_cannot_be_written_is_done_without(quick: Path, has_home: b
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", homeless)
     assert library() is not None
+
+
+@pytest.fixture
+def wheel(quick: Path, monkeypatch, tmp_path) -> Path:
+    """The same in an installed wheel, whose library suits every processor."""
+    built = build.build(next(build.compilers()), "native", tmp_path)
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    monkeypatch.setattr(build, "LEVELS", {"x86-64-v3": ""})
+    return built.rename(build.packaged("x86-64-v3"))
+
+
+@needs_kernels
+def test_the_library_of_a_wheel_is_used_and_nothing_is_compiled(wheel: Path, quick: Path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert status() == "packaged for x86-64-v3"
+    assert capsys.readouterr().err == "" and not quick.exists()
+
+
+@needs_kernels
+def test_the_best_level_of_a_wheel_that_the_processor_has_is_used(wheel: Path, monkeypatch):
+    for better in ("x86-64-v4", "x86-64-v5"):
+        build.packaged(better).write_bytes(wheel.read_bytes())
+    monkeypatch.setattr(build, "LEVELS", {"x86-64-v3": "", "x86-64-v4": "", "x86-64-v5": "not_of_this_world"})
+    assert status() == "packaged for x86-64-v4"
+
+
+WRONG = "output[i] += bias[i % outputs];", "output[i] += rows == 1 ? 1e-6f : 0;"
+"""Changes of the product: a sum that has the bias twice, and a row that has other bits alone."""
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", [*WRONG, None], ids=["wrong", "other bits alone", "damaged"])
+def test_a_library_of_a_wheel_that_cannot_be_used_is_replaced(wheel: Path, tmp_path, monkeypatch, caplog, change):
+    if change is None:
+        wheel.write_bytes(b"")
+    else:
+        (source,) = build.SOURCES
+        wrong = tmp_path / "wrong.cpp"
+        wrong.write_text(source.read_text().replace("width + k];", f"width + k];\n{change}"))
+        with monkeypatch.context() as context:
+            context.setattr(build, "SOURCES", [wrong])
+            build.build(next(build.compilers()), "native", tmp_path).rename(wheel)
+    assert status() == "compiled here"
+    assert "the kernels of the wheel cannot be used on this machine" in caplog.text
 
 
 def test_without_a_compiler_everything_stays_as_it_is(fresh: Path, monkeypatch, caplog):
