@@ -7,6 +7,7 @@ import tiny_vlms
 from scripted_agents import with_tools
 
 from groupgrad.apps.cli import main as cli
+from groupgrad.kernels import status
 from groupgrad.kernels.compile import cache_folder
 
 
@@ -20,6 +21,7 @@ def test_it_describes_how_a_model_would_run(model_dir, capsys):
     assert "native engine: it samples from the modules that train, and its log-probs agree" in text
     assert "shared layout, output head in tiles (within" in text
     assert "because" not in text
+    assert ["CPU", "kernels", *status().split()] in [line.split() for line in text.splitlines()]
     assert ["kernel", "cache", str(cache_folder())] in [line.split() for line in text.splitlines()]
 
 

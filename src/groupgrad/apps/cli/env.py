@@ -9,6 +9,7 @@ from typing import Any
 
 from groupgrad import compat
 from groupgrad.apps.cli.command_parser import CommandParser, in_columns, refuse
+from groupgrad.kernels import status
 from groupgrad.kernels.compile import cache_folder
 
 
@@ -19,7 +20,8 @@ def main(argv: Sequence[str]) -> int:
     cannot be loaded.
     """
     arguments = parser().parse_args(argv)
-    print(*in_columns(compat.environment() | {"kernel cache": str(cache_folder())}), sep="\n")
+    kernels = {"CPU kernels": status(), "kernel cache": str(cache_folder())}
+    print(*in_columns(compat.environment() | kernels), sep="\n")
     for text in compat.unsupported_versions():
         print(f"warning: {text}")
     name = arguments.model_name_or_path
@@ -53,7 +55,6 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool, gguf_file: str |
 
     from groupgrad.engines.base import SamplingOptions
     from groupgrad.engines.selection import EngineOptions, choose_engine
-    from groupgrad.kernels import compile as kernels
     from groupgrad.models import load
     from groupgrad.models.unwrapping import is_multimodal
     from groupgrad.scoring.forward import ForwardOptions
@@ -75,7 +76,6 @@ def model_lines(name: str, dtype: str, trust_remote_code: bool, gguf_file: str |
     lines = {
         "model": f"{type(model).__name__}, {model.num_parameters():,} parameters",
         "sampled by": f"{engine.name} engine: {engine.reason}",
-        "CPU kernels": kernels.status(),
         "scored in": f"{report.layout} layout, output head {head}{agreement}",
     }
     if engine.engine.path:
