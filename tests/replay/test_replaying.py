@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from replay_rounds import numbers_of, random_replays
 
 from groupgrad.apps.replay import ReplayError, replay
 from groupgrad.apps.replay.wording import replay_report
+from groupgrad.kernels import status
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +178,10 @@ def test_other_versions_and_settings_are_noted(run_of, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(run_of("plain"), folder)
     config = folder / "run_config.json"
-    import torch
-
-    config.write_text(config.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
+    record = json.loads(config.read_text())
+    record["versions"] |= {"torch": "1.0", "CPU kernels": "packaged for another processor"}
+    config.write_text(json.dumps(record))
     result = replay(make_trainer(tmp_path / "unused", learning_rate=5e-3), folder, 5)
     report = replay_report(result)
+    assert f"note: CPU kernels was packaged for another processor and is {status()}, which may change bits" in report
     assert "note: torch was 1.0 and is" in report and "note: learning_rate was 0.01 and is 0.005" in report

@@ -19,6 +19,7 @@ import pytest
 from transformers import TrainerCallback
 
 from groupgrad.config.hidden_secrets import without_secrets
+from groupgrad.kernels import status
 from groupgrad.run_folder.rollout_files import RolloutFiles
 from groupgrad.run_folder.run_files import parse_rollout_file, read_lines
 from groupgrad.trainer.run_recorder import RunRecorder
@@ -63,6 +64,7 @@ def test_a_run_leaves_metrics_rollouts_events_and_settings(train, tokenizer, tmp
     text = (folder / "run_config.json").read_text()
     assert "hf_private" not in text
     assert json.loads(text)["settings"]["num_generations"] == 4
+    assert json.loads(text)["versions"]["CPU kernels"] == status()
 
 
 def test_the_last_steps_have_a_loss_where_they_fill_no_window(train, tmp_path):

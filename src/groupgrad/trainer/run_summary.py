@@ -18,6 +18,7 @@ from groupgrad.config.hidden_secrets import without_secrets
 from groupgrad.data.columns import is_transformed
 from groupgrad.data.completions import THINK, opened_by
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
+from groupgrad.kernels.compile import status_so_far
 from groupgrad.models.adapters import adapter_settings
 from groupgrad.models.load import inner_tokenizer
 from groupgrad.models.model_names import model_source
@@ -140,13 +141,18 @@ def run_configuration(
         "adapter": adapter_settings(model),
         "rewards": list(trainer.rewards.names),
         "reward_functions": trainer.rewards.origins,
-        "versions": compat.environment(),
+        "versions": versions_in_use(),
         "threads": torch.get_num_threads(),
         "sampling": sampling_settings(trainer),
         "data": data,
         "command": command,
         "settings": without_secrets(trainer.args.to_dict() | {"derived_settings": None}),
     }
+
+
+def versions_in_use() -> dict[str, str]:
+    """Returns versions and devices of this machine, and the kernels for CPUs: each may change the bits of a run."""
+    return {**compat.environment(), "CPU kernels": status_so_far()}
 
 
 def columns_in_words(trainer: Any, names: Sequence[str] | None = None) -> str:

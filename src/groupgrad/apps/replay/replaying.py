@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from groupgrad import compat, dist
+from groupgrad import dist
 from groupgrad.apps.replay.differences import Compared, compare_settings, compare_step, compare_weights
 from groupgrad.apps.replay.run_records import RunRecords
 from groupgrad.checkpoints.manifest import Manifest, damage_of
@@ -28,7 +28,7 @@ from groupgrad.models.unwrapping import unwrap
 from groupgrad.models.weights_digest import weights_digest
 from groupgrad.trainer import build
 from groupgrad.trainer.changed_options import deciding
-from groupgrad.trainer.run_summary import StartLines
+from groupgrad.trainer.run_summary import StartLines, versions_in_use
 from groupgrad.trainer.step_log import FirstBatch
 from groupgrad.types import RewardTable
 
@@ -267,7 +267,7 @@ def notes_on(records: RunRecords, trainer: Any) -> list[str]:
     config, notes = records.config, []
     if not config:
         return [f"{records.name} has no run_config.json, so versions, data and settings could not be checked"]
-    for name, (then, now) in compare_settings(config.get("versions", {}), compat.environment()).items():
+    for name, (then, now) in compare_settings(config.get("versions", {}), versions_in_use()).items():
         notes.append(f"{name} was {then} and is {now}, which may change bits")
     names = list(trainer.rewards.names)
     if config.get("rewards", names) != names:
