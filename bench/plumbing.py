@@ -27,6 +27,7 @@ TORCH = "torch==2.13.0"
 """The build that groupgrad is tested with. It is installed first and pinned, because other packages would install a
 CUDA build of several gigabytes."""
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 CPU_RUN: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
@@ -37,6 +38,12 @@ CPU_RUN: dict[str, Any] = {
     "save_strategy": "no",
 }
 """Settings of a run in float32 on a CPU that leaves nothing behind; TRL knows them all too."""
+
+
+def set_environment() -> None:
+    """Defaults of this process and of the workers that it starts, which inherit them."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def make_trl_environment(folder: Path) -> Path:

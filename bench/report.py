@@ -95,8 +95,8 @@ def render(results: Results, notes: str = "") -> str:
 _HOW = (
     "Both trainers run the same configuration through their common public API: float32, AdamW, on-policy, `beta=0`, "
     "no gradient checkpointing (slower for TRL here), transformers' own attention for TRL. Models are of the Qwen3 "
-    "architecture with random weights, the demo's apart. Seconds are those of a whole optimizer step, medians; "
-    "the ratio is TRL's seconds over ours."
+    "architecture with random weights; those of `demo` and `real` are trained. Seconds are those of a whole optimizer "
+    "step, medians; the ratio is TRL's seconds over ours."
 )
 _MEMORY = (
     "The most resident memory during a step above what stays in use between steps (weights, optimizer state, the "

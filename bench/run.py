@@ -13,30 +13,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from plumbing import BENCH, LOGS, MODELS, Series, Worker, describe_machine, make_trl_environment, set_environment
+
 if __name__ == "__main__":  # before torch comes; whoever only imports this keeps his environment
-    os.environ.setdefault("OMP_NUM_THREADS", "2")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    set_environment()
 
 from floor import floors_of, measure_machine
 from materials import prepare
-from plumbing import BENCH, LOGS, MODELS, Series, Worker, describe_machine, make_trl_environment
 from report import Result, Results, checkout_table, render, write_report
 from workloads import WORKLOADS, Workload
 
 
-def start_worker(name: str, python: Path, workload: Workload, folder: Path, *, checkout: Path = BENCH.parent) -> Worker:
+def start_worker(
+    name: str, python: Path, workload: Workload, folder: Path, *, checkout: Path = BENCH.parent, seed: int = 0
+) -> Worker:
     """Start a checkout's worker on that checkout's groupgrad, or on TRL."""
     trainer = "trl" if name == "trl" else "groupgrad"
     command = [str(python), str(checkout / "bench" / "worker.py"), "--trainer", trainer]
     command += ["--workload", workload.name, "--folder", str(folder)]
+    command += ["--seed", str(seed)] if seed else []  # an older checkout does not know it
     environment = {} if checkout == BENCH.parent else {"PYTHONPATH": str(checkout / "src")}
     return Worker.launch(name, command, LOGS / f"{workload.name}-{name}.log", environment)
 

@@ -14,6 +14,8 @@ import argparse
 import functools
 import importlib
 import os
+import random
+import re
 import sys
 import tempfile
 import time
@@ -27,7 +29,7 @@ from datasets import Dataset
 from materials import import_demo_task, read_rows
 from plumbing import CPU_RUN, PeakMemory, open_answers, send
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from workloads import WORKLOADS, Workload, scattered_reward
+from workloads import LEARNING, WORKLOADS, Workload, scattered_reward
 
 
 class Stop(Exception):
@@ -96,15 +98,23 @@ def random_reward(completion_ids: list[list[int]], flat: list[bool], **_: Any) -
     return [0.5 if same else scattered_reward(ids) for ids, same in zip(completion_ids, flat)]
 
 
+def last_number_is_right(completions: list[Any], solution: list[int], **_: Any) -> list[float]:
+    """1 for an answer whose last number is the solution, else 0; the demo's reward, which TRL's environment has not."""
+    answers = [re.findall(r"\d+", messages[-1]["content"]) for messages in completions]
+    return [float(numbers[-1:] == [str(right)]) for numbers, right in zip(answers, solution)]
+
+
 def reward_functions(workload: Workload) -> list[Callable[..., list[float]]]:
     """The workload's reward functions."""
     if workload.source == "demo":
         task = import_demo_task()
         return [task.correctness_reward, task.format_reward]
+    if workload == LEARNING:
+        return [last_number_is_right]
     return [random_reward]
 
 
-def config_fields(workload: Workload, output_dir: str) -> dict[str, Any]:
+def config_fields(workload: Workload, output_dir: str, seed: int = 0) -> dict[str, Any]:
     """The configuration, the same for both trainers: on-policy, float32, AdamW, no KL term."""
     return {
         **CPU_RUN,
@@ -114,13 +124,13 @@ def config_fields(workload: Workload, output_dir: str) -> dict[str, Any]:
         "num_generations": workload.num_generations,
         "max_completion_length": workload.limit,
         "temperature": 1.0,
-        "learning_rate": 1e-6,
+        "learning_rate": workload.learning_rate,
         "lr_scheduler_type": "constant",
         "beta": 0.0,
         "max_steps": 1_000_000,
         "logging_steps": 1,
         "shuffle_dataset": False,
-        "seed": 0,
+        "seed": seed,
     }
 
 
@@ -145,16 +155,20 @@ def time_calls(owner: Any, name: str) -> Callable[[], float]:
 
 def main() -> None:
     """Build the trainer, then step on demand until the input ends."""
+    known = {**WORKLOADS, LEARNING.name: LEARNING}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainer", choices=("groupgrad", "trl"), required=True)
-    parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
+    parser.add_argument("--workload", choices=sorted(known), required=True)
     parser.add_argument("--folder", type=Path, required=True, help="what materials.prepare made")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling, and of the order of prompts unless it is 0")
     options = parser.parse_args()
     answers = open_answers()
     Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this process shall be the one that goes
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
-    workload = WORKLOADS[options.workload]
+    workload, rows = known[options.workload], read_rows(options.folder)
+    if options.seed:
+        random.Random(options.seed).shuffle(rows)
     library = importlib.import_module(options.trainer)
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32)
     recorder = Recorder()
@@ -163,8 +177,8 @@ def main() -> None:
     trainer: Any = library.GRPOTrainer(
         model=model,
         reward_funcs=[recorder.wrap(function) for function in reward_functions(workload)],
-        args=library.GRPOConfig(**config_fields(workload, output.name)),
-        train_dataset=Dataset.from_list(read_rows(options.folder)),
+        args=library.GRPOConfig(**config_fields(workload, output.name, options.seed)),
+        train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(options.folder),
     )
     if options.trainer == "trl":

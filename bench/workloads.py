@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Source = Literal["random words", "gsm8k", "demo"]
+Source = Literal["random words", "gsm8k", "demo", "SmolLM2"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,14 +113,20 @@ class Workload:
     """None: prompts have their own lengths."""
     mean_length: float | None = None
     """Mean of the geometric lengths before they are cut at the limit; None: each completion reaches the limit, or,
-    with the demo's model, ends where the model ends it."""
+    with a trained model, ends where the model ends it."""
     half_flat: bool = False
     """Every second group gets the same reward for all its rows."""
     micro_batches: int = 1
     """Over which a step's rows are accumulated; more than one where TRL would not fit into 24 GB otherwise."""
     source: Source = "random words"
+    learning_rate: float = 1e-6
     target: float | None = None
     """TRL's step time over ours that a step shall reach."""
+
+    @property
+    def is_trained(self) -> bool:
+        """The model has been trained, so it ends its completions itself."""
+        return self.source in ("demo", "SmolLM2")
 
     @property
     def num_groups(self) -> int:
@@ -133,7 +139,7 @@ class Workload:
         if self.mean_length:
             completion = f"lengths geometric, mean {self.mean_length:g}, limit {self.limit}"
         else:
-            completion = f"completion {'up to ' if self.source == 'demo' else ''}{self.limit}"
+            completion = f"completion {'up to ' if self.is_trained else ''}{self.limit}"
         flat = ", half of the groups without reward variance" if self.half_flat else ""
         micro = f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return f"{prompt}, {completion}, group {self.num_generations}, batch {self.batch_rows}{micro}{flat}"
@@ -194,6 +200,17 @@ DEMO = ModelShape(
     tied=True,
 )
 """The model of `groupgrad.apps.demo.task`."""
+SMOLLM2 = ModelShape(
+    vocab_size=49_152,
+    hidden_size=576,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    tied=True,
+)
+"""SmolLM2-135M-Instruct, a Llama with pretrained weights."""
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
@@ -243,8 +260,22 @@ WORKLOADS: dict[str, Workload] = {
         Workload("hybrid_mamba", HYBRID_MAMBA, prompt_tokens=64, limit=128, num_generations=8, batch_rows=32),
         Workload("gsm8k", WIDE_VOCABULARY, limit=256, mean_length=96, num_generations=8, batch_rows=32, source="gsm8k"),
         Workload("demo", DEMO, limit=40, num_generations=16, batch_rows=256, source="demo"),
+        Workload(
+            "real",
+            SMOLLM2,
+            limit=256,
+            num_generations=8,
+            batch_rows=32,
+            micro_batches=2,
+            source="SmolLM2",
+            target=10,
+        ),
     )
 }
+LEARNING = Workload(
+    "learning", SMOLLM2, limit=32, num_generations=8, batch_rows=16, source="SmolLM2", learning_rate=1e-5
+)
+"""What `bench/beside_trl.py` trains: the questions of `real`, with a reward for right answers."""
 
 
 @dataclass(slots=True, frozen=True)

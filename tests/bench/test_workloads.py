@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from materials import NEVER, make_model, make_words, prepare, random_rows, read_rows, set_ending
+from transformers import AutoConfig
 from workloads import WORKLOADS, GroupWork, ModelShape, Workload, groups_of, scattered_reward
 
+from groupgrad.apps.demo import pretrained
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.native.engine import NativeEngine
 
@@ -33,6 +35,7 @@ def test_targets():
         "hybrid_mamba": None,
         "gsm8k": None,
         "demo": None,
+        "real": 10,
     }
 
 
@@ -121,3 +124,20 @@ def test_hybrids_are_counted_as_they_are_made(name: str) -> None:
     numbers = [torch.Size(state.shape[1:]).numel() for state in states if state.dim() == 4]
     assert shape.recurrent is not None and sum(numbers) == shape.recurrent.state_numbers
     assert set_ending(model, 1, 1 / 20, num_tokens=64) == pytest.approx(1 / 20, rel=0.05)
+
+
+def test_without_the_wheel_the_real_workload_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "missing_because", lambda: "it is not there (pip install it)")
+    with pytest.raises(FileNotFoundError, match=r"SmolLM2-135M-Instruct, but it is not there \(pip install it\)"):
+        prepare(WORKLOADS["real"], tmp_path)
+    assert not (tmp_path / "real" / "recipe.txt").exists()
+
+
+@pytest.mark.real
+def test_the_real_model_has_the_shape_of_its_workload(smollm2):
+    config, shape = AutoConfig.from_pretrained(smollm2), WORKLOADS["real"].model
+    assert config.tie_word_embeddings == shape.tied
+    for size in ("vocab_size", "hidden_size", "intermediate_size", "head_dim"):
+        assert getattr(config, size) == getattr(shape, size)
+    layers = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
+    assert layers == (shape.num_layers, shape.num_heads, shape.num_kv_heads)
