@@ -1,6 +1,6 @@
 """Trains SmolLM2-135M-Instruct with groupgrad and with TRL on sums of two numbers, and draws both learning curves.
 
-    python bench/beside_trl.py [--seeds 3] [--steps 40] [--trl_python PYTHON]
+    python bench/beside_trl.py [--seeds 3] [--steps 30] [--trl_python PYTHON]
 
 The trainers have the same model, questions, reward and hyper-parameters, and take their steps in turn, so that a change
 in the machine's speed meets both. `bench/.logs/beside-trl.jsonl` has a line for each seed that is done; a later call
@@ -29,7 +29,7 @@ from workloads import LEARNING
 TRAINERS = {"groupgrad": "#2563a8", "trl": "#b4552d"}
 RESULTS, PICTURE = LOGS / "beside-trl.jsonl", BENCH.parent / "docs" / "beside-trl.png"
 SPAN = 5
-"""Steps that a running average is over: a step's accuracy is that of 16 answers."""
+"""Steps that a running average is over: a step's accuracy is that of 32 answers."""
 LEVELS = (0.2, 0.3, 0.4, 0.5, 0.6)
 """Accuracies that are looked for in the curves."""
 
@@ -111,7 +111,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
             label = {"groupgrad": "groupgrad", "trl": "TRL"}[name] if is_mean else None
             panels[0].plot(range(1, len(rewards) + 1), rewards, label=label, **look)
             panels[1].plot(passed, rewards, label=label, **look)
-    panels[0].set_title("the same curve by step", loc="left", fontsize=10)
+    panels[0].set_title("by optimizer step", loc="left", fontsize=10)
     panels[0].set_xlabel("optimizer step")
     panels[0].set_ylabel(f"right answers (mean of {SPAN} steps)")
     panels[1].set_title("by the clock", loc="left", fontsize=10)
@@ -128,7 +128,7 @@ def main() -> int:
     """Train the seeds that are missing, then draw and print; 1 if the model cannot be had."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... (default 3)")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of 16 answers (default 40)")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of 32 answers (default 30)")
     parser.add_argument("--trl_python", type=Path, help="an interpreter that has TRL, instead of a new environment")
     options = parser.parse_args()
     runs = finished(RESULTS, options.steps)

@@ -273,7 +273,7 @@ WORKLOADS: dict[str, Workload] = {
     )
 }
 LEARNING = Workload(
-    "learning", SMOLLM2, limit=32, num_generations=8, batch_rows=16, source="SmolLM2", learning_rate=1e-5
+    "learning", SMOLLM2, limit=32, num_generations=8, batch_rows=32, source="SmolLM2", learning_rate=1e-5
 )
 """What `bench/beside_trl.py` trains: the questions of `real`, with a reward for right answers."""
 
