@@ -79,7 +79,7 @@ help:
 	@echo "make demo          train SmolLM2-135M with GRPO, show before and after (DEMO_ARGS=--tiny: a model made here)"
 	@echo "make agents        train two small agents: one with a calculator, one in an environment"
 	@echo "make vision        train a small vision-language model to describe images"
-	@echo "make recipes       train the demo's task with six recipes, three seeds each, and draw them"
+	@echo "make recipes       train SmolLM2-135M with six recipes on two tasks, three seeds each (about an hour; it says how long)"
 	@echo "make test          run the test suite without its slow tests"
 	@echo "make test-all      run the whole test suite"
 	@echo "make test-pages    run the slow tests of the page of runs (about two minutes)"
@@ -196,10 +196,13 @@ wheel: $(WHEEL_VENV)/.groupgrad-wheel
 docs: $(VENV)/.groupgrad-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
-recipes: $(VENV)/.groupgrad
+recipes: $(VENV)/.groupgrad-wheel
+	$(PIP) --editable ".[reasoning-gym]"
 	$(VENV)/bin/python recipes/compare.py $(RECIPES_ARGS)
 
+# Without network the workload `real` says that the wheel is missing.
 bench: $(VENV)/.groupgrad
+	@$(MAKE) --no-print-directory $(VENV)/.groupgrad-wheel || true
 	$(VENV)/bin/python bench/run.py $(BENCH_ARGS)
 
 gpu-counts: $(VENV)/.groupgrad-triton
