@@ -46,12 +46,12 @@ SHARED = ("gradient_accumulation_steps", "steps_per_generation", "reward_funcs",
 """Keys of a file that are sizes of a run; here they are equal for all."""
 TASKS: dict[str, dict[str, Any]] = {
     "products": {"max_terms": 2, "max_digits": 1, "size": 60, "system_prompt": "Output: digits only."},
-    "course_schedule": {"max_num_courses": 5, "system_prompt": "Answer True or False."},
+    "isomorphic_strings": {"system_prompt": "Answer True or False."},
 }
 """Tasks of reasoning-gym and their settings."""
 ROWS, HELD_OUT = 32, 100
 """Completions of a generation batch, and held-out questions, each of which gets one answer."""
-BUDGET, EVALUATIONS = 40_000, 4
+BUDGET, EVALUATIONS = 60_000, 3
 """Tokens of prompts and completions that an arm may spend, and evaluations on the way."""
 JOBS = 2
 """Arms that are trained side by side; each has an equal share of the cores."""
@@ -263,7 +263,7 @@ def render(results: Mapping[Arm, dict[str, Any]], options: argparse.Namespace) -
             f"| {task} | `{recipe}` | {before:.1%} | {mean:.1%} ± {half:.1%} | {tokens:,.0f} | {seconds:,.0f} |"
         )
     tasks = "\n".join(
-        f"- `{task}`: " + ", ".join(f"`{key}: {value}`" for key, value in settings.items() if key != "system_prompt")
+        f"- `{task}`: " + ", ".join(f"`{key}: {value}`" for key, value in settings.items())
         for task, settings in TASKS.items()
     )
     return (
