@@ -175,21 +175,32 @@ def finished(path: Path, plan: dict[str, Any]) -> dict[Arm, dict[str, Any]]:
     return {Arm(*result["arm"]): result for result in kept if result["plan"] == plan}
 
 
+def log_to(path: Path) -> None:
+    """In a process of the pool: writes what runs print to a file, so that arms side by side do not mix."""
+    file = path.open("a", encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file.fileno(), stream.fileno())
+
+
 def estimate(pool: ProcessPoolExecutor, missing: Sequence[Arm], tokens: int, folder: Path) -> float:
-    """Minutes that the missing arms take: each process trains one generation batch, and evaluates before and after."""
-    trials = [pool.submit(train_base, arm, 1, folder / "trial", 1) for arm in missing[:JOBS]]
-    each = []
-    for trial in (future.result() for future in trials):
+    """Minutes that the missing arms take, by one of each task that trains one generation batch, and evaluates twice."""
+    samples = {arm.task: arm for arm in reversed(missing)}
+    trials = {task: pool.submit(train_base, arm, 1, folder / "trial", 1) for task, arm in samples.items()}
+    seconds = 0.0
+    for task, trial in ((task, future.result()) for task, future in trials.items()):
         training, evaluation = trial["seconds"][-1], (trial["wall"] - trial["seconds"][-1]) / 2
-        each.append(training * math.ceil(tokens / trial["tokens"][-1]) + evaluation * (EVALUATIONS + 1))
-    return statistics.fmean(each) * math.ceil(len(missing) / JOBS) / 60
+        arm = training * math.ceil(tokens / trial["tokens"][-1]) + evaluation * (EVALUATIONS + 1)
+        seconds += arm * sum(one.task == task for one in missing)
+    return seconds / JOBS / 60
 
 
 def train_missing(missing: Sequence[Arm], options: argparse.Namespace, plan: dict[str, Any]) -> None:
     """Trains arms side by side, and adds a line to `results.jsonl` for each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // JOBS, 1)))  # of the processes, which inherit it
-    with ProcessPoolExecutor(JOBS, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn, log = multiprocessing.get_context("spawn"), options.output_dir / "log.txt"
+    with ProcessPoolExecutor(JOBS, spawn, log_to, (log,)) as pool:
+        print(f"measuring a step of each task; what the runs print goes to {log}", flush=True)
         minutes = estimate(pool, missing, options.tokens, options.output_dir)
         print(f"{len(missing)} arms, {JOBS} side by side: about {minutes:.0f} minutes", flush=True)
         futures = [pool.submit(train_base, arm, options.tokens, options.output_dir) for arm in missing]
