@@ -67,7 +67,7 @@ def curve(runs: Sequence[dict[str, Any]], trainer: str) -> tuple[Any, Any]:
     import pandas as pd
 
     passed = np.mean([np.cumsum(one[trainer]["seconds"]) for one in runs], axis=0)
-    rewards = pd.Series(np.mean([one[trainer]["rewards"] for one in runs], axis=0))
+    rewards: Any = pd.Series(np.mean([one[trainer]["rewards"] for one in runs], axis=0))
     return passed, rewards.rolling(SPAN, min_periods=1).mean().to_numpy()
 
 

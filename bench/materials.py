@@ -12,7 +12,6 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +223,7 @@ def load_smollm2() -> tuple[Any, Any, list[dict[str, Any]]]:
     return tokenizer, model, [with_length(row, tokenizer) for row in questions]
 
 
-def with_length(row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+def with_length(row: Any, tokenizer: Any) -> dict[str, Any]:
     """A row whose prompt is messages, with its `prompt_tokens`."""
     ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
     return {**row, "prompt_tokens": len(ids), "flat": False}
