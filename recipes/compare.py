@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -175,8 +176,14 @@ def finished(path: Path, plan: dict[str, Any]) -> dict[Arm, dict[str, Any]]:
     return {Arm(*result["arm"]): result for result in kept if result["plan"] == plan}
 
 
-def log_to(path: Path) -> None:
-    """In a process of the pool: writes what runs print to a file, so that arms side by side do not mix."""
+def start_process(path: Path) -> None:
+    """In a process of the pool: writes what runs print to a file, so that arms side by side do not mix.
+
+    The process ends when the one that started it is killed; it would keep its memory and wait for ever.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     file = path.open("a", encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file.fileno(), stream.fileno())
@@ -199,7 +206,7 @@ def train_missing(missing: Sequence[Arm], options: argparse.Namespace, plan: dic
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // JOBS, 1)))  # of the processes, which inherit it
     spawn, log = multiprocessing.get_context("spawn"), options.output_dir / "log.txt"
-    with ProcessPoolExecutor(JOBS, spawn, log_to, (log,)) as pool:
+    with ProcessPoolExecutor(JOBS, spawn, start_process, (log,)) as pool:
         print(f"measuring a step of each task; what the runs print goes to {log}", flush=True)
         minutes = estimate(pool, missing, options.tokens, options.output_dir)
         print(f"{len(missing)} arms, {JOBS} side by side: about {minutes:.0f} minutes", flush=True)
