@@ -54,6 +54,8 @@ ROWS, HELD_OUT = 32, 100
 """Completions of a generation batch, and held-out questions, each of which gets one answer."""
 BUDGET, EVALUATIONS = 60_000, 3
 """Tokens of prompts and completions that an arm may spend, and evaluations on the way."""
+DAPO_ROUNDS = 2
+"""Further rounds of sampling in place of the recipe's 10, which may spend a third of the budget on one batch."""
 JOBS = 2
 """Arms that are trained side by side; each has an equal share of the cores."""
 START, END = "<!-- comparison: written by `make recipes` -->", "<!-- end of the comparison -->"
@@ -130,7 +132,10 @@ def make_config(arm: Arm, tokens: int, folder: Path) -> GRPOConfig:
         "num_generations_eval": 1,
         "disable_tqdm": True,
     }
-    return GRPOConfig(**{**ON_A_CPU, **sizes, **method(arm.recipe)})
+    settings = {**ON_A_CPU, **sizes, **method(arm.recipe)}
+    if "dynamic_sampling_rounds" in settings:
+        settings["dynamic_sampling_rounds"] = DAPO_ROUNDS
+    return GRPOConfig(**settings)
 
 
 def train(arm: Arm, model: Any, tokenizer: Any, tokens: int, folder: Path, evaluations: int = EVALUATIONS) -> dict:
@@ -259,6 +264,8 @@ def draw(results: Mapping[Arm, dict[str, Any]], seeds: int, path: Path) -> None:
             (line,) = panel.plot(x, y, marker="o", markersize=3, label=recipe)
             half = interval([run["accuracy"][points - 1] for run in runs])[1]
             panel.errorbar(x[-1], y[-1], half, color=line.get_color(), capsize=3, alpha=0.6)
+        panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        panel.locator_params(axis="x", nbins=6)
         panel.set_xlabel({"tokens": "tokens of prompts and completions", "seconds": "seconds of training"}[unit])
         panel.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         panel.grid(alpha=0.3)
@@ -291,9 +298,9 @@ def render(results: Mapping[Arm, dict[str, Any]], options: argparse.Namespace) -
         "An answer that gets the verifier's whole score is right, and has the reward 1; others have 0. Accuracy is\n"
         f"the share of right answers, one to each of {HELD_OUT} held-out questions, at temperature 1; ± is the 95 %\n"
         "interval over seeds. Tokens are those of prompts and completions, those of groups that `dapo` replaces\n"
-        f"included. Seconds are those of training, with {JOBS} arms side by side. Only the method is the recipe's:\n"
-        f"generation batches of {ROWS} completions for two steps, the learning rate of 1e-5, prompts and seeds are\n"
-        "the same for all.\n\n"
+        f"included (in {DAPO_ROUNDS} rounds at most). Seconds are those of training, {JOBS} arms side by side. Only\n"
+        f"the method is the recipe's: generation batches of {ROWS} completions for two steps, learning rate 1e-5,\n"
+        "prompts and seeds are the same for all.\n\n"
         "| task | recipe | before | after | tokens | seconds |\n|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
         f"![Held-out accuracy by recipe, against tokens and seconds](../docs/recipes.png)\n{END}"
     )
