@@ -87,7 +87,7 @@ help:
 	@echo "make test-vllm     run the tests on a real vLLM, on CPUs"
 	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
-	@echo "make test-real     run the tests on a pretrained model of 135 million parameters (about three minutes)"
+	@echo "make test-real     run the tests on a pretrained model of 135 million parameters (about four minutes)"
 	@echo "make test-torchao  run the tests of torchao's optimizers"
 	@echo "make test-kernels  run the tests of the C++ kernels, compiled for x86-64-v2, v3 and v4 in turn (about two minutes)"
 	@echo "make test-triton   run the tests of the Triton kernels, on a CPU, and compile them for GPUs (about two minutes)"
@@ -142,7 +142,7 @@ test-deepspeed: $(VENV)/.groupgrad-deepspeed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(DEEPSPEED_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" -k zero $(DEEPSPEED_TESTS) $(TEST_ARGS)
 
 test-real: $(VENV)/.groupgrad-real
-	OMP_NUM_THREADS=1 GROUPGRAD_NEED_REAL=1 $(VENV)/bin/python -m pytest -n $(WORKERS) -m real tests $(TEST_ARGS)
+	OMP_NUM_THREADS=1 GROUPGRAD_NEED_REAL=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m real tests $(TEST_ARGS)
 
 test-torchao: $(VENV)/.groupgrad-torchao
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TORCHAO_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" \

@@ -117,7 +117,11 @@ def test_a_killed_run_resumes_bit_for_bit(make, tmp_path) -> None:
 
 @pytest.mark.timeout(900)
 def test_thirty_steps_raise_the_reward(smollm2, make_trainer) -> None:
-    """The reward is the share of digits. Of three seeds the last ten steps have more than the first ten, p < 0.01."""
+    """The reward is the share of digits. Of three seeds the last ten steps have more than the first ten, p < 0.01.
+
+    An adapter trains: with all weights the optimizer takes most of the time, and the reward rises as well.
+    """
+    peft = pytest.importorskip("peft")
 
     def share(completions: list[str], **_: Any) -> list[float]:
         return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
@@ -128,13 +132,16 @@ def test_thirty_steps_raise_the_reward(smollm2, make_trainer) -> None:
             model=str(smollm2),
             train_dataset=Dataset.from_dict({"prompt": ["Numbers:", "The year was", "My answer is", "A list of"]}),
             reward_funcs=share,
-            trainer={"processing_class": None},
+            trainer={
+                "processing_class": None,
+                "peft_config": peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+            },
             seed=seed,
             max_steps=30,
             per_device_train_batch_size=8,
             num_generations=4,
             max_completion_length=4,
-            learning_rate=2e-5,
+            learning_rate=1e-3,
             lr_scheduler_type="constant",
         )
         trainer.train()
