@@ -80,6 +80,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts back CC and CXX: peft's BOFT leaves its choice in the environment where it cannot compile for CUDA."""
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setenv("CXX", "c++")
+
+
 def logprobs(model: Any) -> torch.Tensor:
     return score_without_gradient(model, random_batch(model), ForwardOptions()).logprobs
 
