@@ -18,8 +18,8 @@ from groupgrad.apps.cli import check
 from groupgrad.apps.cli.check import as_text, in_numbers
 from groupgrad.apps.cli.main import main
 from groupgrad.batching.generation_plan import GenerationPlan
-from groupgrad.models.rounding import Rounding
 from groupgrad.run_folder.advice import Finding
+from groupgrad.scoring.rounding import Rounding
 
 PLAN = GenerationPlan(
     micro_batch_rows=8, world_size=1, accumulation=4, steps_per_generation=4, num_iterations=1, num_generations=4

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.engines.selection import EngineOptions, choose_engine
 from groupgrad.errors import ConfigError
-from groupgrad.models.rounding import Rounding
 from groupgrad.scoring.forward import ForwardOptions
+from groupgrad.scoring.rounding import Rounding
 from groupgrad.scoring.self_check import check_causal, check_layout
 
 pytestmark = pytest.mark.real

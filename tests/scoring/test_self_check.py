@@ -10,11 +10,11 @@ from simulated_cuda import to_cuda
 from transformers import BertConfig, BertLMHeadModel
 
 from groupgrad.errors import UnavailableError
-from groupgrad.models.rounding import TOLERANCE_FLOAT32, TOLERANCE_HALF, Rounding
 from groupgrad.scoring import flex_attention as flex
 from groupgrad.scoring import self_check as startup
 from groupgrad.scoring.forward import ForwardOptions
 from groupgrad.scoring.layout import flat_layout
+from groupgrad.scoring.rounding import TOLERANCE_FLOAT32, TOLERANCE_HALF, Rounding
 from groupgrad.scoring.self_check import check_causal, check_layout, random_batch
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from groupgrad import dist
 from groupgrad.errors import NoSignalError
 from groupgrad.metrics import average, maximum, mean_of, merge_all, minimum
-from groupgrad.models.rounding import Rounding
 from groupgrad.objectives import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS
+from groupgrad.scoring.rounding import Rounding
 from groupgrad.trainer.sampler_logprobs import MISMATCH, has_dropout
 from groupgrad.trainer.step_log import FirstBatch, LearningSignalWatch, MismatchWatch, tolerance
 

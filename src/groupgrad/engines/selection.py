@@ -23,10 +23,10 @@ from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
 from groupgrad.models.adapters import is_adapted
 from groupgrad.models.model_names import model_source
-from groupgrad.models.rounding import Rounding
 from groupgrad.models.unwrapping import base_model, is_multimodal, pretrained, unwrap
 from groupgrad.scoring.attention import flat_obstacle
 from groupgrad.scoring.forward import ForwardOptions, evaluation_mode, score_tokens
+from groupgrad.scoring.rounding import Rounding
 from groupgrad.scoring.self_check import build_batch, random_ids
 from groupgrad.types import Media, Prompt
 

@@ -15,11 +15,11 @@ from torch import nn
 from groupgrad.batch import Batch
 from groupgrad.errors import UnavailableError
 from groupgrad.integrations.sharding.sharding import is_sharded
-from groupgrad.models.rounding import TOLERANCE_FLOAT32, Rounding
 from groupgrad.models.unwrapping import base_model, is_multimodal, output_head, placeholder_ids, unwrap
 from groupgrad.scoring.attention import flat_obstacle
 from groupgrad.scoring.forward import ForwardOptions, InputLayout, build_batch, evaluation_mode, score_tokens
 from groupgrad.scoring.logit_transform import head_layer, logit_transform
+from groupgrad.scoring.rounding import TOLERANCE_FLOAT32, Rounding
 from groupgrad.types import Prompt
 
 TOLERANCE_HALF_BALANCE = 0.02

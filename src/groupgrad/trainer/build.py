@@ -41,7 +41,6 @@ from groupgrad.models.liger import apply_kernels
 from groupgrad.models.model_names import folder_as_text, model_source
 from groupgrad.models.policy_checks import check_language_model, check_vocabulary
 from groupgrad.models.reference import Reference, check_sharded_policy
-from groupgrad.models.rounding import Rounding
 from groupgrad.models.unwrapping import is_multimodal, unwrap
 from groupgrad.multimodal.vlm_prompts import (
     VisionPromptMaker,
@@ -62,6 +61,7 @@ from groupgrad.scoring.aux_loss import configured_aux_loss_weight, effective_aux
 from groupgrad.scoring.forward import ForwardOptions
 from groupgrad.scoring.gradient_checkpointing import CheckpointingByNeed
 from groupgrad.scoring.old_and_ref import OldAndRefScorer
+from groupgrad.scoring.rounding import Rounding
 from groupgrad.scoring.self_check import LayoutReport, check_causal, check_layout
 from groupgrad.spelling import did_you_mean
 from groupgrad.trainer import component_options

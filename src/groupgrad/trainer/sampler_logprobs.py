@@ -7,7 +7,6 @@ from torch import nn
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric
-from groupgrad.models.rounding import Rounding
 from groupgrad.objectives import (
     MismatchOptions,
     OnPolicyInfo,
@@ -21,6 +20,7 @@ from groupgrad.objectives import (
 from groupgrad.rollout.custom import CustomRollouts
 from groupgrad.rollout.requests import RolloutSource
 from groupgrad.scoring.early_gradients import PrecomputedGradient
+from groupgrad.scoring.rounding import Rounding
 
 MISMATCH = "sampling/logp_mismatch"
 """Key of the largest gap (nats) between sampling and training log-probs."""

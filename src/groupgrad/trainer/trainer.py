@@ -35,7 +35,6 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.integrations.sharding.fsdp import is_offloaded
 from groupgrad.integrations.sharding.sharding import is_sharded, num_parameters
 from groupgrad.metrics import merge_all
-from groupgrad.models.rounding import Rounding
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.objectives import (
     FORWARD_AND_BACKWARD,
@@ -54,6 +53,7 @@ from groupgrad.run_folder.progress import ProgressCallback
 from groupgrad.run_folder.timings import Timings
 from groupgrad.scoring.attention_cost import attention_cost
 from groupgrad.scoring.forward import errors_of_passes, score_tokens
+from groupgrad.scoring.rounding import Rounding
 from groupgrad.trainer import build, component_options, dataset_checks
 from groupgrad.trainer.callbacks import RunState, TrainerActions, put_first
 from groupgrad.trainer.checked_entry import follow_options, one_thread

@@ -33,7 +33,7 @@ from groupgrad.engines.native.run_ahead import RunAhead
 from groupgrad.engines.native.sampler import Sampler
 from groupgrad.kernels.fallbacks import fall_back
 from groupgrad.memory.oom import is_out_of_memory
-from groupgrad.models.rounding import Rounding
+from groupgrad.scoring.rounding import Rounding
 
 logger = logging.getLogger(__name__)
 
