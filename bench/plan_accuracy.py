@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "long completions": {"completion": 512, "group": 4, "layers": 6},
     "KL to a reference": {"reference": True, "hidden": 768},
     "bf16": {"half": True, "layers": 6},
-    "bf16 weights": {"half": True, "weight_bytes": 2, "layers": 4, "completion": 48},
+    "bf16 weights": {"weight_bytes": 2, "layers": 4, "completion": 48},
     "many short rows": {"completion": 32, "group": 32, "prompt": 16},
     "sampling 96 rows": {"completion": 256, "accumulation": 12, "checkpointing": True},
     "deep and narrow": {"layers": 20, "hidden": 256},

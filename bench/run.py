@@ -30,13 +30,21 @@ from workloads import WORKLOADS, Workload
 
 
 def start_worker(
-    name: str, python: Path, workload: Workload, folder: Path, *, checkout: Path = BENCH.parent, seed: int = 0
+    name: str,
+    python: Path,
+    workload: Workload,
+    folder: Path,
+    *,
+    checkout: Path = BENCH.parent,
+    seed: int = 0,
+    dtype: str = "float32",
 ) -> Worker:
     """Start a checkout's worker on that checkout's groupgrad, or on TRL."""
     trainer = "trl" if name == "trl" else "groupgrad"
     command = [str(python), str(checkout / "bench" / "worker.py"), "--trainer", trainer]
     command += ["--workload", workload.name, "--folder", str(folder)]
     command += ["--seed", str(seed)] if seed else []  # an older checkout does not know it
+    command += ["--dtype", dtype] if dtype != "float32" else []
     environment = {} if checkout == BENCH.parent else {"PYTHONPATH": str(checkout / "src")}
     return Worker.launch(name, command, LOGS / f"{workload.name}-{name}.log", environment)
 

@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=sorted(known), required=True)
     parser.add_argument("--folder", type=Path, required=True, help="what materials.prepare made")
     parser.add_argument("--seed", type=int, default=0, help="of sampling, and of the order of prompts unless it is 0")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     options = parser.parse_args()
     answers = open_answers()
     Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this process shall be the one that goes
@@ -170,7 +171,7 @@ def main() -> None:
     if options.seed:
         random.Random(options.seed).shuffle(rows)
     library = importlib.import_module(options.trainer)
-    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype))
     recorder = Recorder()
     # Of its own: a worker of another checkout trains at the same time.
     output = tempfile.TemporaryDirectory(prefix=f"output-{options.trainer}-")

@@ -16,6 +16,7 @@ from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.selection import EngineOptions, choose_engine
 from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError
+from groupgrad.kernels import library, status
 from groupgrad.models.load import cast_head_to_float32
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
@@ -132,3 +133,16 @@ def test_a_model_that_it_samples_wrongly_is_refused(build, name, reason):
         model = build(name)
     with pytest.raises(ConfigError, match=f"use_transformers_continuous_batching=True does not work .*{reason}"):
         choose_engine(model, EngineOptions(continuous_batching={}), OPTIONS)
+
+
+@pytest.mark.skipif(library() is None, reason=status())
+@pytest.mark.parametrize("engine", ["transformers", "continuous batching"])
+def test_a_decoder_in_bfloat16_is_sampled_as_it_is_trained(build, engine, caplog):
+    """In float32 on a CPU, whichever engine samples."""
+    model = build("qwen3").bfloat16()
+    weight = model.lm_head.weight
+    options = {"transformers": {"engine": "transformers"}, "continuous batching": {"continuous_batching": {}}}[engine]
+    chosen = choose_engine(model, EngineOptions(**options), OPTIONS)
+    assert chosen.gap is not None and chosen.gap < 1e-4
+    assert not caplog.records
+    assert model.lm_head.weight is weight and weight.dtype == torch.bfloat16

@@ -80,6 +80,18 @@ def test_log_probs_are_those_of_a_dense_pass_and_the_trainers_bits(model, sample
         assert torch.equal(actual, scored)
 
 
+@pytest.mark.skipif(library() is None, reason="without a compiler both sides round by themselves")
+def test_log_probs_of_weights_in_bfloat16_are_the_trainers_bits(smollm2, tokenizer, prompts) -> None:
+    half = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).eval()
+    samples = sampled(half, tokenizer, [prompts[group] for group in GROUPS], 16)
+    actual = torch.tensor([value for sample in samples for value in sample.logprobs or []])
+    batch = build_batch(prompts, GROUPS, [sample.ids for sample in samples])
+    scores = score_tokens(half.train(), batch, ForwardOptions())
+    assert torch.equal(actual, scores.logprobs.detach())
+    scores.logprobs.sum().backward()
+    assert {parameter.grad.dtype for parameter in half.parameters()} == {torch.bfloat16}
+
+
 def test_the_gradient_of_shared_prompts_is_that_of_padded_rows(model, batch) -> None:
     weights = torch.linspace(-1, 2, batch.num_tokens)
 

@@ -15,7 +15,7 @@ torch.set_num_threads(4)
 before = len(os.listdir("/proc/self/task"))
 kernels = library()
 assert kernels is not None, status()
-kernels.groupgrad_linear(inputs.data_ptr(), weight.data_ptr(), None, output.data_ptr(), 64, 512, 512, 4)
+kernels.groupgrad_linear(inputs.data_ptr(), weight.data_ptr(), None, output.data_ptr(), 64, 512, 512, False, 4)
 started = len(os.listdir("/proc/self/task")) - before
 assert torch.equal(output, expected)
 files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine
 from groupgrad.engines.native.cpp_step import CompiledStep
+from groupgrad.kernels import layers
 from groupgrad.kernels.layers import Activation, gated, gated_linear, linear, norm
 
 HALF_UNIT = 2.0**-24
@@ -95,6 +96,37 @@ def test_inputs_may_have_any_strides(kernels: ctypes.CDLL):
     assert torch.equal(linear(kernels, moved, tall, every_second), expected)
     assert torch.equal(linear(kernels, wide, weight, bias), expected)
     assert torch.equal(linear(kernels, inputs[:1].expand(4, -1, -1, -1), weight, bias)[3], expected[0])
+
+
+@pytest.mark.parametrize(("width", "outputs"), [(1, 3), (37, 29), (515, 97), (5000, 7)])
+def test_weights_in_bfloat16_give_the_products_of_float32(
+    width: int, outputs: int, kernels: ctypes.CDLL, threads: Callable[[int], None]
+):
+    torch.manual_seed(width)
+    inputs, weight, bias = torch.randn(150, width), torch.randn(outputs, width).bfloat16(), torch.randn(outputs)
+    threads(1 + width % 3)
+    for rows in (1, 4, 5, 9, 16, 24, 32, 49, 64, 150):  # blocks of every size
+        found = linear(kernels, inputs[:rows], weight, bias.bfloat16())
+        assert torch.equal(found, linear(kernels, inputs[:rows], weight.float(), bias.bfloat16().float())), rows
+
+
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_gradients_of_weights_in_bfloat16_are_rounded_once_or_products_of_rounded_factors(
+    has_instructions: bool, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(layers, "multiplies_bfloat16", lambda: has_instructions)
+    torch.manual_seed(0)
+    inputs, bias = torch.randn(70, 48, requires_grad=True), torch.randn(33).bfloat16().requires_grad_()
+    weight, grad_output = torch.randn(33, 48).bfloat16().requires_grad_(), torch.randn(70, 33)
+    found = torch.autograd.grad(linear(kernels, inputs, weight, bias), [inputs, weight, bias], grad_output)
+    assert [grad.dtype for grad in found] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    factor, state = (x.detach().bfloat16() if has_instructions else x.detach() for x in (grad_output, inputs))
+    wide = weight.detach().double()
+    expected = [factor.double() @ wide, factor.double().t() @ state.double(), grad_output.double().sum(0)]
+    # Numbers in bfloat16 have eight bits, so rounding moves one by 2^-8 of it at most. Sums are in float32.
+    for grad, want, is_half in zip(found, expected, (has_instructions, True, True)):
+        rounding = 2.0**-8 if is_half else 1e-5
+        torch.testing.assert_close(grad.double(), want, rtol=1.1 * rounding, atol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (70,), (2, 9)])

@@ -12,7 +12,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 from groupgrad.engines.native.attention_layouts import DecodeLayout, PrefillLayout
+from groupgrad.kernels import library, status
 from groupgrad.scoring.block_attention import BlockLayout
+from groupgrad.scoring.fused_modules import computes_in_float32
+from groupgrad.scoring.rounding import Rounding
 from groupgrad.trainer.stochastic_adamw import StochasticAdamW
 
 PLANS = {"prompts": PrefillLayout, "sampled tokens": DecodeLayout, "training": BlockLayout}
@@ -36,7 +39,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
 CASES = {
     "float32": ({}, torch.float32, torch.float32, 1e-5),
     "mixed": ({"bf16": True}, torch.float32, torch.bfloat16, 0.1),
-    "bfloat16 alone": ({}, torch.bfloat16, torch.bfloat16, 0.1),
+    "bfloat16 alone": ({}, torch.bfloat16, torch.float32, 1e-5),
 }
 
 
@@ -59,7 +62,7 @@ def test_the_engine_samples_in_the_type_that_training_computes_in(case, make_tra
 def test_nothing_is_clipped_where_the_policy_has_not_moved(case, make_trainer, make_policy, monkeypatch):
     """Each batch serves four steps at a learning rate of 0; the bounds are tighter than rounding is.
 
-    Old log-probs are the engine's in float32 and a training pass's in half precision.
+    Old log-probs are the engine's where it computes in float32, and a training pass's in half precision.
     """
     settings, held, _, _ = CASES[case]
     trainer = make_trainer(
@@ -81,12 +84,12 @@ def test_nothing_is_clipped_where_the_policy_has_not_moved(case, make_trainer, m
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["clip_ratio/region_mean"] for entry in steps] == [0.0] * 8
-    assert len(passes) == (0 if case == "float32" else 2)
+    assert len(passes) == (2 if case == "mixed" else 0)
     said = {
         True: "those of sampling",
         False: "those of a forward pass of training, from which those of sampling differ by",
     }
-    assert trainer.sampler_logprobs.old_in_words(0.1).startswith(said[case == "float32"])
+    assert trainer.sampler_logprobs.old_in_words(0.1).startswith(said[case != "mixed"])
 
 
 @pytest.mark.gpu
@@ -225,3 +228,53 @@ def test_adapters_over_bfloat16_weights(make_trainer, make_policy):
         log = trainer.state.log_history[:-1]
         assert max(entry["sampling/logp_mismatch"] for entry in log) < 0.2
         assert all(entry["grad_norm"] > 0 for entry in log)
+
+
+ADAPTERS = {
+    "LoRA": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]),
+    "LoRA in bfloat16": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj"]),
+    "DoRA": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
+    "modules to save": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "tokens": lambda peft: peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=list(range(3, 20))),
+    "tokens alone": lambda peft: peft.TrainableTokensConfig(
+        token_indices=list(range(3, 20)), target_modules=["embed_tokens"]
+    ),
+    "SHiRA": lambda peft: peft.ShiraConfig(r=4, target_modules=["q_proj"]),
+    "IA3": lambda peft: peft.IA3Config(target_modules=["q_proj", "up_proj"], feedforward_modules=["up_proj"]),
+}
+IN_FLOAT32 = ("LoRA", "modules to save")
+
+
+@pytest.mark.skipif(library() is None, reason=status())
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_over_bfloat16_is_sampled_as_it_is_trained(kind, make_trainer, make_policy, caplog):
+    """In float32 under LoRA. Others read the weights beneath themselves, and compute in the type of those."""
+    peft = pytest.importorskip("peft")
+    in_half = {"autocast_adapter_dtype": False} if kind == "LoRA in bfloat16" else {}
+    model = peft.get_peft_model(make_policy().bfloat16(), ADAPTERS[kind](peft), **in_half)
+    trainer = make_trainer(model=model, max_steps=2, learning_rate=1e-3)
+    assert computes_in_float32(trainer.model) == (kind in IN_FLOAT32)
+    assert trainer.execution.engine_choice.name == "native" and trainer.execution.layout_report.reason is None
+    trainer.train()
+    log = trainer.state.log_history[:-1]
+    assert max(entry["sampling/logp_mismatch"] for entry in log) < (1e-5 if kind in IN_FLOAT32 else 0.1)
+    assert all(entry["grad_norm"] > 0 for entry in log)
+    assert not [record for record in caplog.records if "differ" in record.getMessage()]
+
+
+@pytest.mark.skipif(library() is None, reason=status())
+def test_a_hook_that_rounds_costs_no_fast_path(make_trainer, make_policy):
+    model = make_policy().bfloat16()
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output.to(module.weight.dtype))
+    trainer = make_trainer(model=model, max_steps=1)
+    assert trainer.execution.engine_choice.name == "native" and trainer.execution.layout_report.layout == "shared"
+    trainer.train()
+    assert trainer.state.log_history[0]["sampling/logp_mismatch"] < 1e-5
+
+
+def test_a_model_that_will_be_compiled_computes_in_the_type_of_its_weights(make_trainer, make_policy):
+    model = make_policy().bfloat16()
+    trainer = make_trainer(model=model, torch_compile=True)
+    assert not computes_in_float32(trainer.model) and Rounding.of(trainer.model).is_half
+    again = make_trainer(model=model)
+    assert computes_in_float32(again.model) == (library() is not None)

@@ -13,9 +13,12 @@ from base_fixtures import make_model
 from datasets import Dataset
 
 from groupgrad.apps.check.data_findings import data_findings
+from groupgrad.kernels import library, status
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.trainer import run_summary
 from groupgrad.trainer.run_summary import columns_in_words
+
+needs_kernels = pytest.mark.skipif(library() is None, reason=status())
 
 
 def names_answer(completions: list[str], answer: list[str]) -> list[float]:
@@ -126,6 +129,7 @@ def test_the_first_batch_of_a_process_tells_how_decode_steps_run(make_trainer: A
             3.0,
             "weights in float16: .* takes 3 times as long as in float32 .* Load the model with dtype='float32' if",
         ),
+        pytest.param("bfloat16", {}, 0.5, "weights in bfloat16, sampled and scored in float32", marks=needs_kernels),
         ("float32", {"bf16": True}, 0.25, "bf16=True: .* takes 0.25 times as long .* so compare the times of both"),
         ("float32", {}, 3.0, None),
     ],
@@ -145,3 +149,17 @@ def test_half_precision_on_a_cpu_is_told(
 
 def test_the_time_of_a_product_grows_with_its_rows() -> None:
     assert run_summary.product_seconds(torch.float32, rows=4096) > run_summary.product_seconds(torch.float32, rows=16)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("has_instructions", "text"), [(True, "bfloat16 too, where .* 0.5 times"), (False, "float32, since")]
+)
+def test_how_gradients_of_weights_in_bfloat16_are_computed_is_told(
+    train: Any, monkeypatch: Any, has_instructions: bool, text: str
+) -> None:
+    monkeypatch.setattr(run_summary, "product_seconds", lambda kind: 1.0 if kind == torch.float32 else 0.5)
+    monkeypatch.setattr(run_summary, "multiplies_bfloat16", lambda: has_instructions)
+    trainer = train(model=make_model().bfloat16(), max_steps=1, learning_rate=0.0)
+    (found,) = [finding for finding in data_findings(trainer) if finding.topic == "precision"]
+    assert found.status == "ok" and re.search(f"products of gradients are in {text}", found.text)

@@ -23,6 +23,7 @@ from groupgrad.garbage import existing_objects_skipped
 from groupgrad.models.load import Float32Linear
 from groupgrad.models.unwrapping import parameters_replaced, pretrained, unwrap
 from groupgrad.scoring.forward import evaluation_mode
+from groupgrad.scoring.fused_modules import computes_in_float32
 
 _CPU_PAGE, _CPU_BATCH_TOKENS = 32, 1024
 """Tokens of a page and of a forward pass on a CPU, where larger ones would be mostly padding and mask."""
@@ -34,8 +35,9 @@ _FILTERS = PAGED - {"temperature", "eos_token_id", "max_new_tokens", "do_sample"
 class ContinuousBatchingEngine(BatchEngine):
     """Samples through the model's `ContinuousBatchingManager`, in evaluation mode.
 
-    `settings` are fields of `ContinuousBatchingConfig`. `precision` makes training's autocast context; where that is in
-    half precision, float32 weights are sampled from in that type, and the model has its own weights again afterwards.
+    `settings` are fields of `ContinuousBatchingConfig`. `precision` makes training's autocast context. Where training
+    computes in another type than that of the weights, the engine samples from copies in that type, and the model has
+    its own weights again afterwards.
     """
 
     def __init__(
@@ -65,10 +67,14 @@ class ContinuousBatchingEngine(BatchEngine):
         return samples
 
     def _dtype(self, device: torch.device) -> torch.dtype | None:
-        """The half precision of training's autocast, which does not reach the thread that samples; None without."""
+        """The type that training computes in where it is not that of the weights; None where it is.
+
+        Autocast does not reach the thread that samples, and a cache has the type of the weights.
+        """
         with self._precision():
-            is_half = torch.is_autocast_enabled(device.type)
-            return torch.get_autocast_dtype(device.type) if is_half else None
+            if torch.is_autocast_enabled(device.type):
+                return torch.get_autocast_dtype(device.type)
+        return torch.float32 if computes_in_float32(self._model) else None
 
     def _config(self, model: Any, requests: Sequence[Request], options: SamplingOptions) -> Any:
         values: dict[str, Any] = {"max_memory_percent": 0.5}  # training needs memory too
@@ -129,12 +135,14 @@ def _failure(error: object) -> RuntimeError:
 
 
 def _weights_in(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    """Context in which copies in `dtype` are in place of the float32 parameters of `model`; no change for None.
+    """Context in which copies in `dtype` are in place of the parameters of `model`; no change for None.
 
-    The parameters keep their gradients and optimizer states. A float32 head stays float32.
+    Those are its float32 parameters or, for a `dtype` of float32, those in bfloat16. They keep their gradients and
+    optimizer states. A float32 head stays float32.
     """
+    source = torch.bfloat16 if dtype == torch.float32 else torch.float32
     modules = [part for part in model.modules() if not isinstance(part, Float32Linear)] if dtype is not None else []
-    found = {id(p): p for module in modules for p in module.parameters(recurse=False) if p.dtype == torch.float32}
+    found = {id(p): p for module in modules for p in module.parameters(recurse=False) if p.dtype == source}
     copies = {key: nn.Parameter(parameter.to(dtype), requires_grad=False) for key, parameter in found.items()}
     return parameters_replaced(modules, copies)
 

@@ -31,6 +31,7 @@ from groupgrad.engines.stop_strings import StopStrings
 from groupgrad.kernels.cumulative_sums import cumulative_sum
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.scoring.forward import evaluation_mode
+from groupgrad.scoring.fused_modules import as_trained
 from groupgrad.scoring.vlm import padded_image_inputs, prompt_images
 
 # With these options `generate` searches or filters in ways of its own, and rows share its random stream.
@@ -80,7 +81,12 @@ class TransformersEngine(BatchEngine):
         # Rows of similar budgets and prompt lengths share a call: less padding, and no row exceeds its context.
         order = sorted(range(len(requests)), key=lambda i: (_call_key(requests[i]), len(requests[i].prompt_ids)))
         padded = not (self._equal_lengths or _needs_equal_lengths(unwrap(self._model), options))
-        with _inference_mode(unwrap(self._model)), evaluation_mode(self._model), self._precision():
+        with (
+            _inference_mode(unwrap(self._model)),
+            evaluation_mode(self._model),
+            self._precision(),
+            as_trained(self._model),
+        ):
             for chunk in _chunks(order, requests, self._max_rows, padded=padded):
                 for i, sample in zip(chunk, self._generate([requests[i] for i in chunk], options)):
                     samples[i] = sample

@@ -94,7 +94,7 @@ def load() -> tuple[ctypes.CDLL, str]:
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     for level, flags in reversed(build.LEVELS.items()):
         path = build.packaged(level)
-        if path.exists() and set(flags.split()) <= set(" ".join(_processor()).split()):
+        if path.exists() and set(flags.split()) <= processor_flags():
             try:
                 return _declare(ctypes.CDLL(str(path))), f"packaged for {level}"
             except (OSError, RuntimeError, AttributeError) as error:
@@ -187,6 +187,11 @@ def _processor() -> list[str]:
     return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
 
 
+def processor_flags() -> set[str]:
+    """Linux's names of what the processor supports; empty on other systems."""
+    return {flag for line in _processor() if line.startswith("flags") for flag in line.split()[2:]}
+
+
 def cache_folder() -> Path:
     """Folder in which compiled kernels are kept."""
     root = os.environ.get("XDG_CACHE_HOME")
@@ -241,7 +246,7 @@ def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.groupgrad_choose.argtypes = [pointer, number, number, ctypes.c_float] + [pointer] * 4 + [ctypes.c_int]
     kernels.groupgrad_sample.argtypes = [pointer] * 3 + [number] * 2 + [pointer] * 3 + [number, pointer, ctypes.c_int]
     kernels.groupgrad_sample.restype = number
-    kernels.groupgrad_linear.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
+    kernels.groupgrad_linear.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int] * 2
     kernels.groupgrad_norm.argtypes = [pointer] * 2 + [ctypes.c_float] + [pointer] * 2 + [number] * 2 + [ctypes.c_int]
     kernels.groupgrad_norm_gradient.argtypes = [pointer] * 6 + [number] * 2 + [ctypes.c_int]
     kernels.groupgrad_gate.argtypes = [pointer] * 3 + [number, ctypes.c_int, ctypes.c_int]
@@ -263,13 +268,13 @@ def _declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
         torch.linspace(-1, 1, n, dtype=torch.float32, device="cpu") for n in (9 * 37, 29 * 37, 29, 9 * 29)
     )
     pointers = [x.data_ptr() for x in (inputs, weight, bias, output)]
-    kernels.groupgrad_linear(*pointers, 9, 37, 29, torch.get_num_threads())
+    kernels.groupgrad_linear(*pointers, 9, 37, 29, False, torch.get_num_threads())
     with torch.autocast("cpu", enabled=False):
         expected = torch.addmm(bias, inputs.view(9, 37), weight.view(29, 37).T)
     if not torch.allclose(output.view(9, 29), expected, rtol=1e-4, atol=1e-4):
         raise RuntimeError("a product by the compiled kernels differs from torch's")
     alone = torch.empty(29, dtype=torch.float32, device="cpu")
-    kernels.groupgrad_linear(inputs[-37:].data_ptr(), *pointers[1:3], alone.data_ptr(), 1, 37, 29, 1)
+    kernels.groupgrad_linear(inputs[-37:].data_ptr(), *pointers[1:3], alone.data_ptr(), 1, 37, 29, False, 1)
     if not torch.equal(alone, output[-29:]):
         raise RuntimeError("a row of a product by the compiled kernels depends on the other rows")
     return kernels

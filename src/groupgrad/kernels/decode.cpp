@@ -1,6 +1,7 @@
 // The decode step of pre-norm decoders (RMS norms, rotary embeddings, gated layers) in float32: one token for each of n
-// rows. Weights, keys, values and states are read in place. A layer has a mixer, which is attention, the gated delta
-// rule, Mamba-2 or a short convolution, and an MLP; it may lack one of the two.
+// rows. Weights, keys, values and states are read in place; the embedding and the weights of products may be bfloat16. A
+// layer has a mixer, which is attention, the gated delta rule, Mamba-2 or a short convolution, and an MLP; it may lack
+// one of the two.
 //
 // With few rows a step is bound by reading the weights once; with many, by multiplications. One kernel serves both (see
 // `gemm.h`). All threads run a step together and take its panels one by one.
@@ -52,8 +53,10 @@ struct Model {
     int64_t rotary_width;  // numbers of a head that rotate, its first ones
     int64_t query_stride;  // between the queries of two heads: head_width, or twice that if gates lie between them
     int64_t value_heads, key_heads, key_width, value_width, taps, convolved;  // of recurrent layers
+    int64_t is_half;  // the embedding and all weights of products are bfloat16
     const Layer *layers;
-    const float *embedding, *norm;
+    const void *embedding;  // (vocabulary, hidden)
+    const float *norm;
     Linear head;
     const float *cosines, *sines;  // (positions, rotary_width)
     float epsilon, length_epsilon;
@@ -85,8 +88,9 @@ constexpr long QUERIES = 16;  // queries that read a prompt's keys together, unl
 long most_rows(long repeat) { return std::max(1L, QUERIES / repeat); }
 
 // Called by all threads: output += input times the layer's weight, plus its bias.
-void add_linear(Worker &worker, const Columns &input, const Linear &layer, float *tile, const Columns &output) {
-    product(worker, input, layer.weight, tile, [&](const Outputs &outputs) {
+void add_linear(Worker &worker, const Columns &input, const Linear &layer, bool is_half, float *tile,
+                const Columns &output) {
+    product(worker, input, {layer.weight, is_half}, tile, [&](const Outputs &outputs) {
         const long rows = outputs.block.rows;
         float *to = output.data + outputs.block.first * output.width + outputs.first * rows;
         for (long n = 0; n < outputs.count; n++) {
@@ -153,10 +157,12 @@ struct Step {
     const Rows &rows;
     const int64_t *tokens, *positions;
     float *projected, *mixed;  // row-major: outputs of a layer's first projections, and of attention or a recurrence
+    float *embedded;           // (rows, hidden), where the embedding has to be widened
     Columns hidden, input, by_column, inner;  // `by_column`: `mixed` as columns
     long parts;                               // into which chunks are cut
 
     long repeat() const { return model.heads / model.kv_heads; }
+    Weight weight(const Linear &layer) const { return {layer.weight, model.is_half != 0}; }
 
     // One head of a row after its norm, if any, and its rotary embedding. `to` may be `from`.
     void place_head(const float *from, const float *norm, long position, float *to) const {
@@ -207,9 +213,9 @@ struct Step {
 
     void attend_all(Worker &worker, const Layer &layer, const Scratch &scratch) const {
         const long across = model.projected(), queries = model.queries(), keys = model.keys();
-        linear(worker, input, layer.query, scratch.tile, projected, across);
-        linear(worker, input, layer.key, scratch.tile, projected + queries, across);
-        linear(worker, input, layer.value, scratch.tile, projected + queries + keys, across);
+        linear(worker, input, layer.query, model.is_half, scratch.tile, projected, across);
+        linear(worker, input, layer.key, model.is_half, scratch.tile, projected + queries, across);
+        linear(worker, input, layer.value, model.is_half, scratch.tile, projected + queries + keys, across);
 #pragma omp barrier
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < rows.num_chunks * parts * model.kv_heads; task++) {
@@ -233,7 +239,7 @@ struct Step {
     void add_mixed(Worker &worker, long width, const Linear &layer, const Scratch &scratch) const {
         const Columns columns{by_column.data, rows.count, width};
         put_side_by_side(columns, [&](long row) { return mixed + row * width; });
-        add_linear(worker, columns, layer, scratch.tile, hidden);
+        add_linear(worker, columns, layer, model.is_half, scratch.tile, hidden);
 #pragma omp barrier
     }
 
@@ -306,7 +312,7 @@ struct Step {
     // A short convolution between two gates.
     void convolve_all(Worker &worker, const Convolution &layer, const Scratch &scratch) const {
         const long across = model.projected(), channels = model.convolved;
-        linear(worker, input, layer.inputs, scratch.tile, projected, across);
+        linear(worker, input, layer.inputs, model.is_half, scratch.tile, projected, across);
 #pragma omp barrier
         each_part(channels, [&](long row, long first, long count) {
             const float *before = projected + row * across + first, *behind = before + channels;
@@ -324,10 +330,10 @@ struct Step {
         const bool is_delta = layer.strengths.weight != nullptr;
         float *gates = projected + channels, *strengths = gates + values;
         float *decays = is_delta ? strengths + model.value_heads : strengths;
-        linear(worker, input, layer.inputs, scratch.tile, projected, across);
-        linear(worker, input, layer.gates, scratch.tile, gates, across);
-        if (is_delta) linear(worker, input, layer.strengths, scratch.tile, strengths, across);
-        linear(worker, input, layer.decays, scratch.tile, decays, across);
+        linear(worker, input, layer.inputs, model.is_half, scratch.tile, projected, across);
+        linear(worker, input, layer.gates, model.is_half, scratch.tile, gates, across);
+        if (is_delta) linear(worker, input, layer.strengths, model.is_half, scratch.tile, strengths, across);
+        linear(worker, input, layer.decays, model.is_half, scratch.tile, decays, across);
 #pragma omp barrier
         each_part(channels, [&](long row, long first, long count) {
             float *at = projected + row * across + first;
@@ -359,7 +365,7 @@ struct Step {
         worker.go(input, [&](long start, long count, Prefetch &prefetch) {
             input.each_block([&](const Columns::Block &block) {
                 const auto compute = [&](const Linear &linear, float *tile) {
-                    multiply(block, linear.weight + start * width, count, width, tile, prefetch);
+                    weight(linear).multiply_with(block, start, count, width, tile, prefetch);
                     add_bias(linear.bias ? linear.bias + start : nullptr, count, block.rows, tile);
                 };
                 float *to = inner.data + block.first * inner.width + start * block.rows;
@@ -391,7 +397,7 @@ struct Step {
     static void plan_products(const Model &model, WorkPlan &plan, int threads) {
         const long hidden = model.hidden;
         const auto add = [&](const Linear &layer, long outputs, long width) {
-            plan.add(layer.weight, nullptr, outputs, width, threads);
+            plan.add({layer.weight, model.is_half != 0}, {}, outputs, width, threads);
         };
         for (long index = 0; index < model.num_layers; index++) {
             const Layer &layer = model.layers[index];
@@ -413,17 +419,33 @@ struct Step {
             }
             if (!layer.mlp_norm) continue;
             const bool is_gated = layer.gate.weight != nullptr;
-            const float *first = is_gated ? layer.gate.weight : layer.up.weight;
-            plan.add(first, is_gated ? layer.up.weight : nullptr, model.inner, hidden, threads);
+            const Weight up{layer.up.weight, model.is_half != 0}, gate{layer.gate.weight, up.is_half};
+            plan.add(is_gated ? gate : up, is_gated ? up : Weight{}, model.inner, hidden, threads);
             add(layer.down, hidden, model.inner);
         }
-        plan.add(model.head.weight, nullptr, model.vocabulary, hidden, threads);
+        add(model.head, model.vocabulary, hidden);
+    }
+
+    // Called by all threads: stores the embeddings of the tokens as columns.
+    void embed() const {
+        const long width = model.hidden;
+        const float *all = static_cast<const float *>(model.embedding);
+        if (model.is_half) {
+#pragma omp for
+            for (long row = 0; row < rows.count; row++) {
+                const auto *from = static_cast<const uint16_t *>(model.embedding) + tokens[row] * width;
+                widen(from, width, embedded + row * width);
+            }
+        }
+        put_side_by_side(hidden, [&](long row) {
+            return model.is_half ? embedded + row * width : all + tokens[row] * width;
+        });
     }
 
     // Called by all threads.
     void run(WorkPlan &plan, const Scratch &scratch, float *logits) const {
         Worker worker(plan);
-        put_side_by_side(hidden, [&](long row) { return model.embedding + tokens[row] * model.hidden; });
+        embed();
         for (long index = 0; index < model.num_layers; index++) {
             const Layer &layer = model.layers[index];
             if (layer.attention_norm) {
@@ -433,12 +455,12 @@ struct Step {
             if (layer.mlp_norm) {
                 normalise_all(hidden, layer.mlp_norm, model.epsilon, input);
                 activate(worker, layer, scratch);
-                add_linear(worker, inner, layer.down, scratch.tile, hidden);
+                add_linear(worker, inner, layer.down, model.is_half, scratch.tile, hidden);
 #pragma omp barrier
             }
         }
         normalise_all(hidden, model.norm, model.epsilon, input);
-        linear(worker, input, model.head, scratch.tile, logits, model.vocabulary);
+        linear(worker, input, model.head, model.is_half, scratch.tile, logits, model.vocabulary);
     }
 };
 
@@ -455,7 +477,9 @@ int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens
                      float *logits, int threads) {
     const long n = rows->count, across = model->projected(), mixed = model->mixed(), side = in_grains(n);
     const long each = Scratch::size({model->heads, model->kv_heads, model->head_width}, *rows);
-    long total = Memory::whole(n * across) + Memory::whole(n * mixed) + threads * Memory::whole(each);
+    const long widened = model->is_half ? n * model->hidden : 0;
+    long total = Memory::whole(n * across) + Memory::whole(n * mixed) + Memory::whole(widened);
+    total += threads * Memory::whole(each);
     for (long width : {model->hidden, model->hidden, mixed, model->inner}) total += Memory::whole(side * width);
     Memory memory(total);
     const std::unique_ptr<Product[]> products(new (std::nothrow) Product[Step::num_products(*model)]);
@@ -463,12 +487,13 @@ int groupgrad_decode(const Model *model, const Rows *rows, const int64_t *tokens
     const auto columns = [&](long width) { return Columns{memory.take(side * width), n, width}; };
     const Columns hidden = columns(model->hidden), input = columns(model->hidden), by_column = columns(mixed);
     const Columns inner = columns(model->inner);
-    float *projected = memory.take(n * across), *by_row = memory.take(n * mixed);
+    float *projected = memory.take(n * across), *by_row = memory.take(n * mixed), *rows_of = memory.take(widened);
     float *scratch = memory.take(threads * Memory::whole(each));
     const long weights = model->num_layers * model->hidden * (across + mixed + 3 * model->inner);
     if (n * (weights + model->hidden * model->vocabulary) < SMALL) threads = 1;
     const long parts = Step::num_parts(*model, *rows, positions, threads);
-    const Step step{*model, *rows, tokens, positions, projected, by_row, hidden, input, by_column, inner, parts};
+    const Step step{*model, *rows, tokens, positions, projected, by_row, rows_of,
+                    hidden, input, by_column, inner, parts};
     WorkPlan plan(products.get());
     Step::plan_products(*model, plan, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -39,9 +39,10 @@ struct Tiles {
 
 extern "C" {
 
-// output (rows, outputs) = input (rows, width) times weight (outputs, width), plus bias. Returns 1 without memory.
-int groupgrad_linear(const float *input, const float *weight, const float *bias, float *output, int64_t rows,
-                     int64_t width, int64_t outputs, int threads) {
+// output (rows, outputs) = input (rows, width) times weight (outputs, width), plus bias. The weight is bfloat16 with
+// `is_half`, else float32. Returns 1 without memory.
+int groupgrad_linear(const float *input, const void *weight, const float *bias, float *output, int64_t rows,
+                     int64_t width, int64_t outputs, int is_half, int threads) {
     const long chunk = chunk_rows(rows, width), count = (rows + chunk - 1) / chunk;
     const std::unique_ptr<Product[]> products(new (std::nothrow) Product[count]);
     Memory memory(Memory::whole(in_grains(chunk) * width) + threads * Memory::whole(TILE));
@@ -49,7 +50,7 @@ int groupgrad_linear(const float *input, const float *weight, const float *bias,
     float *together = memory.take(in_grains(chunk) * width), *tiles = memory.take(threads * Memory::whole(TILE));
     if (rows * width * outputs < SMALL) threads = 1;
     WorkPlan plan(products.get());
-    for (long i = 0; i < count; i++) plan.add(weight, nullptr, outputs, width, threads);
+    for (long i = 0; i < count; i++) plan.add({weight, is_half != 0}, {}, outputs, width, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Worker worker(plan);
@@ -57,7 +58,7 @@ int groupgrad_linear(const float *input, const float *weight, const float *bias,
         for (long start = 0; start < rows; start += chunk) {
             const Columns columns{together, std::min(chunk, rows - start), width};
             put_side_by_side(columns, [&](long row) { return input + (start + row) * width; });
-            linear(worker, columns, {weight, bias}, tile, output + start * outputs, outputs);
+            linear(worker, columns, {weight, bias}, is_half, tile, output + start * outputs, outputs);
 #pragma omp barrier
         }
     }

@@ -1,5 +1,6 @@
 // Float32 matrix products of some rows with a row-major weight. The rows are stored as columns: a vector holds one
 // number of each row and is multiplied with one weight. No sum crosses lanes, and each row is summed number by number.
+// Weights in bfloat16 (`uint16_t` here) are widened one by one, and everything else is the same.
 
 #pragma once
 
@@ -141,18 +142,34 @@ struct Tile {
     Tile from(long n) const { return {at + n * step, step}; }
 };
 
-// sums[n] += one column of a block's rows, in C vectors of type V, times the first number of row n of `weights`.
-template <class V, int C, int N>
+// The vector of integers that is as wide as V.
+template <class V>
+using BitsOf = typename std::conditional<sizeof(V) == sizeof(Vec), Bits, GrainBits>::type;
+
+// Number K of a row of weights, in all lanes. Of bfloat16 numbers K is 0 or 1, and both have to be there: one load with
+// a shift or a mask takes as long as the load of a float32 number.
+template <class V, int K>
+inline V weight_of(const float *weights) { return weights[K] - V{}; }
+template <class V, int K>
+inline V weight_of(const uint16_t *weights) {
+    uint32_t pair;
+    std::memcpy(&pair, weights, sizeof(pair));
+    const BitsOf<V> both = pair + BitsOf<V>{};
+    return reinterpret_cast<V>(K ? both & 0xFFFF0000u : both << 16);
+}
+
+// sums[n] += column K of a block's rows, in C vectors of type V, times number K of row n of `weights`.
+template <class V, int C, int N, int K = 0, class W>
 inline __attribute__((always_inline)) void add_column(
-    V (&sums)[N][C], const float *column, const float *weights, long stride
+    V (&sums)[N][C], const float *column, const W *weights, long stride
 ) {
     constexpr long rows = C * sizeof(V) / 4;
     V values[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) values[c] = load_as<V>(column + c * (rows / C));
+    for (int c = 0; c < C; c++) values[c] = load_as<V>(column + K * rows + c * (rows / C));
 #pragma GCC unroll 24
     for (int n = 0; n < N; n++) {
-        V weight = weights[n * stride] - V{};
+        V weight = weight_of<V, K>(weights + n * stride);
         if (C > 1) KEEP(weight);
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) sums[n][c] = fused(weight, values[c], sums[n][c]);
@@ -161,25 +178,31 @@ inline __attribute__((always_inline)) void add_column(
 
 // The rows of a block, in C vectors of type V, times N rows of `weights`, over `length` columns. Adds to the tile if
 // `more`.
-template <class V, int C, int N>
+template <class V, int C, int N, class W>
 inline void sum(
-    const float *block, const float *weights, long stride, long length, bool more, Tile tile, const Prefetch &prefetch
+    const float *block, const W *weights, long stride, long length, bool more, Tile tile, const Prefetch &prefetch
 ) {
     constexpr long rows = C * sizeof(V) / 4;
     V sums[N][C] = {};
     const char *line = prefetch.at;
     const long each = prefetch.each;
-    const auto column = [&](long k) { add_column<V, C, N>(sums, block + k * rows, weights + k, stride); };
     long k = 0;
     for (; k + STEP <= length; k += STEP) {
         // From the L2 cache into the L1 cache.
 #pragma GCC unroll 24
-        for (int n = 0; n < N; n++) __builtin_prefetch(weights + n * stride + k + 2 * STEP);
+        for (int n = 0; n < N; n++) __builtin_prefetch(weights + n * stride + k + 2 * LINE / sizeof(W));
         for (long i = 0; i < each; i++, line += LINE) __builtin_prefetch(line, 0, 2);
-#pragma GCC unroll 4
-        for (long j = 0; j < STEP; j++) column(k + j);
+#pragma GCC unroll 2
+        for (long j = k; j < k + STEP; j += 2) {
+            add_column<V, C, N, 0>(sums, block + j * rows, weights + j, stride);
+            add_column<V, C, N, 1>(sums, block + j * rows, weights + j, stride);
+        }
     }
-    for (; k < length; k++) column(k);
+    for (; k < length; k++) {
+        float numbers[N];
+        for (int n = 0; n < N; n++) numbers[n] = widened(weights[n * stride + k]);
+        add_column<V, C, N>(sums, block + k * rows, numbers, 1);
+    }
 #pragma GCC unroll 24
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
@@ -193,12 +216,19 @@ inline void sum(
 constexpr long FEW_ROWS = LANES == 16 ? 4 : 0;
 
 #if defined(__AVX512F__)
+inline __m128 four_of(const float *weights) { return _mm_loadu_ps(weights); }
+inline __m128 four_of(const uint16_t *weights) {
+    const __m128i halves = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(weights));
+    return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(halves), 16));
+}
+
 // Four numbers of each of four rows of `weights`, row by row.
-inline Vec quad_of(const float *weights, long stride) {
-    __m512 all = _mm512_castps128_ps512(_mm_loadu_ps(weights));
-    all = _mm512_mask_broadcast_f32x4(all, 0x00F0, _mm_loadu_ps(weights + stride));
-    all = _mm512_mask_broadcast_f32x4(all, 0x0F00, _mm_loadu_ps(weights + 2 * stride));
-    return _mm512_mask_broadcast_f32x4(all, 0xF000, _mm_loadu_ps(weights + 3 * stride));
+template <class W>
+inline Vec quad_of(const W *weights, long stride) {
+    __m512 all = _mm512_castps128_ps512(four_of(weights));
+    all = _mm512_mask_broadcast_f32x4(all, 0x00F0, four_of(weights + stride));
+    all = _mm512_mask_broadcast_f32x4(all, 0x0F00, four_of(weights + 2 * stride));
+    return _mm512_mask_broadcast_f32x4(all, 0xF000, four_of(weights + 3 * stride));
 }
 
 // sums[n] += column K of a block times number K of each row in quads[n].
@@ -211,9 +241,9 @@ inline __attribute__((always_inline)) void add_quads(Vec (&sums)[N], const float
 
 // What `sum` computes, to the bit, of a block with few rows times 4 * N rows of `weights`. A vector holds the sums of
 // four rows with one output, then with the next, up to the fourth.
-template <int N>
+template <int N, class W>
 inline void sum_quads(
-    const float *block, const float *weights, long stride, long length, bool more, Tile tile, const Prefetch &prefetch
+    const float *block, const W *weights, long stride, long length, bool more, Tile tile, const Prefetch &prefetch
 ) {
     Vec sums[N] = {};
     const char *line = prefetch.at;
@@ -221,7 +251,7 @@ inline void sum_quads(
     long k = 0;
     for (; k + STEP <= length; k += STEP) {
 #pragma GCC unroll 12
-        for (int n = 0; n < 4 * N; n++) __builtin_prefetch(weights + n * stride + k + 2 * STEP);
+        for (int n = 0; n < 4 * N; n++) __builtin_prefetch(weights + n * stride + k + 2 * LINE / sizeof(W));
         for (long i = 0; i < each; i++, line += LINE) __builtin_prefetch(line, 0, 2);
 #pragma GCC unroll 4
         for (long j = k; j < k + STEP; j += 4) {
@@ -238,7 +268,7 @@ inline void sum_quads(
     for (; k < length; k++) {
         Vec quads[N];
         float numbers[N * LANES] = {};
-        for (int n = 0; n < 4 * N; n++) numbers[4 * n] = weights[n * stride + k];
+        for (int n = 0; n < 4 * N; n++) numbers[4 * n] = widened(weights[n * stride + k]);
         for (int n = 0; n < N; n++) quads[n] = load(numbers + n * LANES);
         add_quads<0>(sums, block + k * GRAIN, quads);
     }
@@ -250,13 +280,14 @@ inline void sum_quads(
 }
 #endif
 
-template <class V, int C, bool IS_FEW = false>
-void sum_panel(const float *block, const float *weights, long count, long width, Tile tile, Prefetch &prefetch) {
+template <class V, int C, bool IS_FEW = false, class W>
+void sum_panel(const float *block, const W *weights, long count, long width, Tile tile, Prefetch &prefetch) {
     constexpr int N = outputs_at_once(C);
     constexpr long rows = C * sizeof(V) / 4;
     const long slice = width > SLICE && width <= 2 * SLICE ? (width + 1) / 2 : SLICE;
     for (long start = 0; start < width; start += slice) {
-        const float *part = block + start * rows, *from = weights + start;
+        const float *part = block + start * rows;
+        const W *from = weights + start;
         const long length = std::min(slice, width - start), steps = length / STEP;
         long n = 0;
         const auto go = [&](auto outputs) {
@@ -268,6 +299,12 @@ void sum_panel(const float *block, const float *weights, long count, long width,
                     continue;
                 }
 #endif
+                if constexpr (sizeof(W) == 2 && rows < 32) {  // few multiplications to hide the widening behind
+                    float wide[SOME * SLICE];
+                    for (long i = 0; i < SOME; i++) widen(from + (n + i) * width, length, wide + i * SLICE);
+                    sum<V, C, SOME>(part, wide, SLICE, length, start > 0, tile.from(n), prefetch);
+                    continue;
+                }
                 sum<V, C, SOME>(part, from + n * width, width, length, start > 0, tile.from(n), prefetch);
             }
         };
@@ -296,8 +333,8 @@ void with_vectors(const Columns::Block &block, Body body) {
 }
 
 // The rows of a block times the `count` rows of `weights` (count, width).
-void multiply(const Columns::Block &block, const float *weights, long count, long width, Tile tile,
-              Prefetch &prefetch) {
+template <class W>
+void multiply(const Columns::Block &block, const W *weights, long count, long width, Tile tile, Prefetch &prefetch) {
     if (block.used <= FEW_ROWS) return sum_panel<Grain, 1, true>(block.data, weights, count, width, tile, prefetch);
     with_vectors(block, [&](auto vectors) {
         using Rows = decltype(vectors);
@@ -311,12 +348,29 @@ void multiply(const Columns::Block &block, const float *weights, long count, lon
     multiply(block, weights, count, width, Tile{tile, block.rows}, prefetch);
 }
 
+// A row-major weight (outputs, width).
+struct Weight {
+    const void *data;
+    bool is_half;  // bfloat16
+
+    const char *bytes(long first) const { return static_cast<const char *>(data) + first * (is_half ? 2 : 4); }
+
+    // tile[n * block.rows + row] = the rows of a block times `count` of the weight's rows, from `first` on.
+    void multiply_with(const Columns::Block &block, long first, long count, long width, float *tile,
+                       Prefetch &prefetch) const {
+        const Tile to{tile, block.rows};
+        const char *from = bytes(first * width);
+        if (is_half) return multiply(block, reinterpret_cast<const uint16_t *>(from), count, width, to, prefetch);
+        multiply(block, reinterpret_cast<const float *>(from), count, width, to, prefetch);
+    }
+};
+
 // ------------------------------------------------------------------------------------------------ panels of a step
 
 // A product of a step with weights (outputs, width), in panels of `size` outputs. `twin` is the weight of a second
 // product of the same input that is computed with it, or null.
 struct Product {
-    const float *weight, *twin;
+    Weight weight, twin;
     long outputs, width, size, first;  // `first`: the number of its first panel in the step
 
     long num_panels() const { return (outputs + size - 1) / size; }
@@ -338,7 +392,7 @@ struct WorkPlan {
 
     explicit WorkPlan(Product *memory) : products(memory) {}
 
-    void add(const float *weight, const float *twin, long outputs, long width, int threads) {
+    void add(const Weight &weight, const Weight &twin, long outputs, long width, int threads) {
         products[count] = {weight, twin, outputs, width, panel_size(outputs, width, threads), num_panels};
         num_panels += products[count++].num_panels();
     }
@@ -362,7 +416,7 @@ public:
             const long start = (next_panel - now.first) * now.size, count = std::min(now.size, now.outputs - start);
             next_panel = plan.taken++;
             Prefetch prefetch = next();
-            prefetch.distribute(input.inner_steps(count) * (now.twin ? 2 : 1));
+            prefetch.distribute(input.inner_steps(count) * (now.twin.data ? 2 : 1));
             body(start, count, prefetch);
         }
     }
@@ -376,18 +430,20 @@ private:
         const Product &then = plan.products[next_product];
         const long start = (next_panel - then.first) * then.size, count = std::min(then.size, then.outputs - start);
         Prefetch prefetch;
-        prefetch.add(then.weight + start * then.width, count * then.width);
-        if (then.twin) prefetch.add(then.twin + start * then.width, count * then.width);
+        for (const Weight *weight : {&then.weight, &then.twin}) {
+            const char *from = weight->bytes(start * then.width), *end = weight->bytes((start + count) * then.width);
+            if (weight->data) prefetch.add_bytes(from, end - from);
+        }
         return prefetch;
     }
 };
 
 // Called by all threads: input times the weight of the plan's next product. Calls `use(outputs)` per block of rows.
 template <class Use>
-void product(Worker &worker, const Columns &input, const float *weight, float *tile, Use use) {
+void product(Worker &worker, const Columns &input, const Weight &weight, float *tile, Use use) {
     worker.go(input, [&](long start, long count, Prefetch &prefetch) {
         input.each_block([&](const Columns::Block &block) {
-            multiply(block, weight + start * input.width, count, input.width, tile, prefetch);
+            weight.multiply_with(block, start, count, input.width, tile, prefetch);
             use(Outputs{block, start, count, tile});
         });
     });

@@ -11,8 +11,8 @@
 extern "C" {
 
 struct Linear {
-    const float *weight;  // (outputs, width)
-    const float *bias;    // (outputs) or null
+    const void *weight;  // (outputs, width), float32 or bfloat16
+    const float *bias;   // (outputs) or null
 };
 }
 
@@ -35,9 +35,10 @@ void put_side_by_side(const Columns &output, From from) {
     }
 }
 
-// Called by all threads: output (rows, stride) = input times the layer's weight, plus its bias.
-void linear(Worker &worker, const Columns &input, const Linear &layer, float *tile, float *output, long stride) {
-    product(worker, input, layer.weight, tile, [&](const Outputs &outputs) {
+// Called by all threads: output (rows, stride) = input times the layer's weight, bfloat16 if `is_half`, plus its bias.
+void linear(Worker &worker, const Columns &input, const Linear &layer, bool is_half, float *tile, float *output,
+            long stride) {
+    product(worker, input, {layer.weight, is_half}, tile, [&](const Outputs &outputs) {
         put_rows(outputs, input.rows, layer.bias, output, stride);
     });
 }

@@ -1,16 +1,21 @@
 """Linear layers, RMS norms, gates and rotary embeddings of many tokens by the compiled kernels, with gradients.
 
-All take float32 tensors on the CPU. A token's numbers do not depend on the other tokens of the call, and a decode step
-computes bit-exactly the same numbers. There are no second derivatives.
+All take float32 tensors on the CPU; weights of linear layers may be bfloat16, and outputs are float32 all the same. A
+token's numbers do not depend on the other tokens of the call, and a decode step computes bit-exactly the same numbers.
+There are no second derivatives. Gradients of bfloat16 weights are products of bfloat16 factors where the processor has
+instructions for them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from groupgrad.kernels.compile import processor_flags
 
 Activation = Literal["silu", "gelu_tanh"]
 """The activation of a gate: x * sigmoid(x), or GELU with a hyperbolic tangent (arXiv:1606.08415, section 2)."""
@@ -36,7 +41,8 @@ def product(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`linear` without a gradient, written to `out` if given, which has to be contiguous."""
-    input, weight, bias = input.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
+    _check_types(input, weight if weight.dtype != torch.bfloat16 else input)
+    input, weight, bias = input.contiguous(), weight.contiguous(), None if bias is None else bias.float().contiguous()
     output = input.new_empty(*input.shape[:-1], len(weight)) if out is None else out
     if not output.numel():
         return output
@@ -48,6 +54,7 @@ def product(
         input.numel() // input.shape[-1],
         input.shape[-1],
         len(weight),
+        weight.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
     if failed:
@@ -95,10 +102,18 @@ def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def _check_types(*tensors: torch.Tensor) -> None:
+    """TypeError for tensors that the kernels would misread."""
+    for tensor in tensors:
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"the compiled kernels take float32 numbers, not {tensor.dtype}")
+
+
 def _normalised(
     kernels: ctypes.CDLL, input: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norms of contiguous vectors, and the factor of each."""
+    _check_types(input, weight)
     output, factors = torch.empty_like(input), input.new_empty(input.shape[:-1])
     sizes = (factors.numel(), len(weight), torch.get_num_threads())
     kernels.groupgrad_norm(input.data_ptr(), weight.data_ptr(), epsilon, output.data_ptr(), factors.data_ptr(), *sizes)
@@ -107,6 +122,7 @@ def _normalised(
 
 def _activated(kernels: ctypes.CDLL, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """`gated` of contiguous tensors, without a gradient."""
+    _check_types(gate, up)
     output = torch.empty_like(gate)
     pointers = [x.data_ptr() for x in (gate, up, output)]
     kernels.groupgrad_gate(*pointers, gate.numel(), activation == "gelu_tanh", torch.get_num_threads())
@@ -120,6 +136,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         _, input_trains, weight_trains, _ = ctx.needs_input_grad
         ctx.save_for_backward(input if weight_trains else None, weight if input_trains else None)
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         return product(kernels, input, weight, bias)
 
     @staticmethod
@@ -128,12 +145,34 @@ class _Linear(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         grad, (_, input_trains, weight_trains, bias_trains) = grads[0], ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
+        factor = _factor(flat, ctx.weight_dtype)
         return (
             None,
-            flat.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if input_trains else None,
-            flat.t().mm(input.reshape(-1, input.shape[-1])) if weight_trains else None,
-            flat.sum(0) if bias_trains else None,
+            _product(factor, weight).float().view(*grad.shape[:-1], weight.shape[1]) if input_trains else None,
+            _weight_gradient(factor, input, ctx.weight_dtype) if weight_trains else None,
+            flat.sum(0).to(ctx.bias_dtype) if bias_trains else None,
         )
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """True if the processor has instructions for products of bfloat16 numbers."""
+    return not processor_flags().isdisjoint(("avx512_bf16", "amx_bf16"))
+
+
+def _factor(gradient: torch.Tensor, weight_dtype: torch.dtype) -> torch.Tensor:
+    """A gradient as a factor of products with a weight of this type and with its inputs."""
+    return gradient.to(weight_dtype) if multiplies_bfloat16() else gradient
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """(m, n) left (m, k) @ right (k, n) in the type of `left`."""
+    return left.mm(right.to(left.dtype))
+
+
+def _weight_gradient(factor: torch.Tensor, input: torch.Tensor, weight_dtype: torch.dtype) -> torch.Tensor:
+    """(outputs, width) the gradient of a linear layer's weight; `factor` (T, outputs) is `_factor` of its output's."""
+    return _product(factor.t(), input.reshape(-1, input.shape[-1])).to(weight_dtype)
 
 
 class _Norm(torch.autograd.Function):
@@ -205,6 +244,7 @@ class _GatedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         gate, up, ctx.kernels, ctx.activation = gate.contiguous(), up.contiguous(), kernels, activation
         ctx.save_for_backward(gate, up, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return product(kernels, _activated(kernels, gate, up, activation), weight, bias)
 
     @staticmethod
@@ -212,10 +252,11 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
         flat = grads[0].reshape(-1, grads[0].shape[-1])
-        inner = flat.mm(weight)
+        factor = _factor(flat, weight.dtype)
+        inner = _product(factor, weight).float()
         of_gate, of_up = _gate_gradients(ctx, inner, gate, up, inner)
-        of_bias = flat.sum(0) if ctx.needs_input_grad[4] else None
-        return None, of_gate, of_up, flat.t().mm(inner), of_bias, None
+        of_bias = flat.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
+        return None, of_gate, of_up, _weight_gradient(factor, inner, weight.dtype), of_bias, None
 
 
 def _gate_gradients(

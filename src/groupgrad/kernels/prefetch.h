@@ -13,9 +13,10 @@ struct Prefetch {
     long lines = 0, second_lines = 0;
     int each = 0;
 
-    void add(const float *from, long floats) {
-        const char *place = reinterpret_cast<const char *>(from);
-        const long count = (floats * 4 + LINE - 1) / LINE;
+    void add(const float *from, long floats) { add_bytes(reinterpret_cast<const char *>(from), floats * 4); }
+
+    void add_bytes(const char *place, long bytes) {
+        const long count = (bytes + LINE - 1) / LINE;
         if (lines)
             second = place, second_lines = count;
         else

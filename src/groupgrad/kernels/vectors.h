@@ -31,6 +31,7 @@ typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
 typedef float Half __attribute__((vector_size(2 * LANES)));
 typedef float Grain __attribute__((vector_size(4 * GRAIN)));
 typedef int32_t GrainWhole __attribute__((vector_size(4 * GRAIN)));
+typedef uint32_t GrainBits __attribute__((vector_size(4 * GRAIN)));
 
 // A shuffle of two vectors; the second one's places follow the first's.
 #ifdef __clang__
@@ -91,6 +92,18 @@ inline void store_some(float *to, Vec value, long count) {
         store(to, value);
     else
         std::memcpy(to, &value, count * sizeof(float));
+}
+
+// A bfloat16 number is the upper half of a float32 one.
+inline float widened(uint16_t number) {
+    const uint32_t bits = static_cast<uint32_t>(number) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+inline float widened(float number) { return number; }
+inline void widen(const uint16_t *from, long count, float *to) {
+    for (long i = 0; i < count; i++) to[i] = widened(from[i]);
 }
 
 inline long padded(long width) { return (width + LANES - 1) / LANES * LANES; }

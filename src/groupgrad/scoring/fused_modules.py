@@ -5,6 +5,9 @@ They give a token the same numbers when it is sampled and when it is trained. No
 factor scales all numbers of a vector together, so its rounding does not average out in the products that follow. The
 backward passes read memory fewer times than those that autograd composes.
 
+On a CPU a decoder in bfloat16 keeps its weights in that type, and everything else is float32 (see
+`computes_in_float32`): decode steps and training would round activations differently.
+
 On a GPU, norms run in PyTorch's fused kernel: one launch, rounded once. transformers' modules take a launch for each
 operation and keep the results of several for the backward pass.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -36,6 +39,7 @@ from groupgrad.models.families import (
     NORMS,
     is_transformers_class,
 )
+from groupgrad.models.unwrapping import is_prepared, unwrap
 from groupgrad.scoring.attention import is_checkpointing
 
 _LINEAR_FORWARD = nn.Linear.forward
@@ -45,6 +49,9 @@ _PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, nn.Parameter)
 
 _staying: WeakSet[nn.Module] = WeakSet()
 """Modules whose forward methods stay replaced until `restore_modules`."""
+
+_own_type: WeakSet[nn.Module] = WeakSet()
+"""Decoders that compute in the type of their weights, whatever it is."""
 
 _SILU = nn.SiLU()
 
@@ -62,11 +69,12 @@ _Compute = Callable[..., torch.Tensor | None]
 def compiled_parts(model: nn.Module, *, stays: bool | None = None, is_dense: bool = False) -> Iterator[None]:
     """Replaces the forward methods of known modules inside `model`, as the head of this file describes.
 
-    On CPUs float32 modules are replaced, on GPUs norms of any type. Without compiled kernels only norms are replaced on
-    CPUs. With gradient checkpointing (or if `stays` is true) the modules stay replaced until `restore_modules`, because
-    it computes layers again after the pass. Sharded and compiled models are left alone, and so are modules whose
-    forward method was replaced by other code. CPU computations have no second derivatives. With `is_dense`, models of
-    the gated delta rule keep their norms, so that a dense pass has the bits of transformers' own.
+    On CPUs float32 modules are replaced, and bfloat16 ones where `computes_in_float32`; on GPUs norms of any type.
+    Without compiled kernels only norms are replaced on CPUs. With gradient checkpointing (or if `stays` is true) the
+    modules stay replaced until `restore_modules`, because it computes layers again after the pass. Sharded and compiled
+    models are left alone, and so are modules whose forward method was replaced by other code. CPU computations have no
+    second derivatives. With `is_dense`, models of the gated delta rule keep their norms, so that a dense pass has the
+    bits of transformers' own.
     """
     replaced: list[Any] = []
     files: list[Any] = []
@@ -77,8 +85,9 @@ def compiled_parts(model: nn.Module, *, stays: bool | None = None, is_dense: boo
         is_compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules)
         if not is_compiled and not is_sharded(model):
             has_kernels = any(p.device.type == "cpu" for p in model.parameters()) and kernels.library() is not None
+            is_half = has_kernels and computes_in_float32(model) and not torch.is_autocast_enabled("cpu")
             for module in modules:
-                compute = _replacement(module, has_kernels=has_kernels, is_dense=is_dense)
+                compute = _replacement(module, has_kernels=has_kernels, is_dense=is_dense, is_half=is_half)
                 if compute is not None:
                     replaced.append(module)
                     module.__dict__["forward"] = _Replaced(module, compute, stays)  # `setattr` searches for parameters
@@ -109,6 +118,61 @@ def restore_modules(model: nn.Module) -> None:
 def is_replaced(module: nn.Module) -> bool:
     """True if `compiled_parts` has replaced the module's forward method."""
     return isinstance(module.__dict__.get("forward"), _Replaced)
+
+
+def computes_in_float32(model: nn.Module) -> bool:
+    """True if `model` is a decoder in bfloat16 on a CPU that computes in float32 inside `compiled_parts`.
+
+    All its layers in bfloat16 have to be ones that are replaced, and no other code may read their weights: plain
+    layers of a known family, under LoRA with adapters in float32 at most. Other models compute as PyTorch does.
+    """
+    decoder = unwrap(model)
+    decoder = decoder.get_base_model() if hasattr(decoder, "get_base_model") else decoder  # pyright: ignore
+    if type(decoder).__name__ not in CAUSAL_LMS or not is_transformers_class(type(decoder)):
+        return False
+    if next(decoder.parameters()).dtype != torch.bfloat16:  # the embedding; asked several times a step
+        return False
+    if decoder in _own_type or kernels.library() is None or is_sharded(model):
+        return False
+    return all(_is_plain_or_half(p) for p in model.parameters()) and all(map(_computes_in_float32, model.modules()))
+
+
+def compute_in_own_type(model: nn.Module, is_compiled: bool) -> None:
+    """Has the decoder inside `model` compute in the type of its weights from now on if it will be compiled."""
+    decoder: Any = unwrap(model)
+    decoder = decoder.get_base_model() if hasattr(decoder, "get_base_model") else decoder
+    (_own_type.add if is_compiled else _own_type.discard)(decoder)
+
+
+def _computes_in_float32(module: Any) -> bool:
+    """True for a module of a decoder in bfloat16 that takes and gives float32 numbers inside `compiled_parts`."""
+    kind = type(module)
+    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+        return False
+    if "forward" in module.__dict__ and not (is_replaced(module) or is_prepared(module)):
+        return False
+    if kind.__module__ == "peft.tuners.lora.layer":  # without variants such as DoRA, which read the weight beneath
+        adapters = (p for name in module.adapter_layer_names for p in getattr(module, name).parameters())
+        return not getattr(module, "lora_variant", None) and all(p.dtype == torch.float32 for p in adapters)
+    if kind.__module__.startswith("peft."):  # wrappers, whose modules are looked at too
+        return (
+            kind.__module__ in ("peft.peft_model", "peft.tuners.lora.model") or kind.__name__ == "ModulesToSaveWrapper"
+        )
+    if not kind.__module__.startswith(("torch.nn.", "transformers.")):
+        return False
+    is_half = any(p.dtype == torch.bfloat16 for p in module.parameters(recurse=False))
+    return not is_half or _is_half_layer(module)
+
+
+def as_trained(model: nn.Module) -> AbstractContextManager[None]:
+    """Has calls of a decoder in bfloat16 compute in float32 where its training does; nothing changes for others."""
+    return compiled_parts(model, stays=False) if computes_in_float32(model) else nullcontext()
+
+
+def _is_half_layer(module: nn.Module) -> bool:
+    """True for an embedding, a linear layer or a norm that `compiled_parts` replaces, or has replaced."""
+    computations = (_embedding_in_float32, _linear, _norm)
+    return is_replaced(module) or _replacement(module, has_kernels=True, is_dense=False, is_half=True) in computations
 
 
 def is_silu(activation: Any) -> bool:
@@ -159,7 +223,9 @@ class _Replaced:
         module, output = self._module, None
         if len(named) < 2 and _is_ordinary_pass(self._stays):
             output = self._compute(module, *inputs, *named.values())
-        return type(module).forward(module, *inputs, **named) if output is None else output
+        if output is not None:
+            return output
+        return type(module).forward(module, *inputs, **named)
 
 
 class _Rotary:
@@ -196,13 +262,15 @@ def _rotary_files(modules: list[nn.Module]) -> list[Any]:
     return [file for file in files if getattr(getattr(file, ROTARY, None), "__module__", None) == file.__name__]
 
 
-def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool) -> _Compute | None:
+def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool, is_half: bool) -> _Compute | None:
     """The computation that replaces a module's forward method, if any. It returns None for unsupported inputs."""
     if "forward" in module.__dict__:
         return None
     kind = type(module)
+    if kind is nn.Embedding:
+        return _embedding_in_float32 if is_half else None
     if kind is nn.Linear:
-        is_plain = nn.Linear.forward is _LINEAR_FORWARD and _is_plain_parameter(module.weight)
+        is_plain = nn.Linear.forward is _LINEAR_FORWARD and _is_plain_parameter(module.weight, is_half=is_half)
         return _linear if has_kernels and is_plain else None
     if not is_transformers_class(kind) or kind.forward.__module__ != kind.__module__:
         return None
@@ -210,7 +278,7 @@ def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool) -> _Co
         weight: Any = module._parameters.get("weight")
         if type(weight) in _PLAIN_TENSORS and weight.is_cuda:
             return _norm_on_gpu if weight.numel() else None
-        return _norm if _is_plain_parameter(weight) else None
+        return _norm if _is_plain_parameter(weight, is_half=is_half) else None
     if kind.__name__ in GROUPED_NORMS:
         return _grouped_norm if has_kernels and _is_plain_parameter(module.weight) else None
     if kind.__name__ in CENTRED_NORMS | GATED_NORMS:
@@ -220,17 +288,32 @@ def _replacement(module: nn.Module, *, has_kernels: bool, is_dense: bool) -> _Co
     return _gated if has_kernels and kind.__name__ in MLPS and gate_activation(activation_of(module)) else None
 
 
-def _is_plain_parameter(weight: Any) -> bool:
-    """True for a contiguous float32 parameter on a CPU."""
-    return type(weight) is nn.Parameter and _is_plain(weight) and weight.numel() > 0 and weight.is_contiguous()
+def _is_plain_parameter(weight: Any, *, is_half: bool = False) -> bool:
+    """True for a contiguous parameter on a CPU in float32, or with `is_half` in bfloat16."""
+    is_plain = _is_plain_or_half(weight) if is_half else _is_plain(weight)
+    return type(weight) is nn.Parameter and is_plain and weight.numel() > 0 and weight.is_contiguous()
 
 
 def _is_plain(tensor: Any) -> bool:
     return type(tensor) in _PLAIN_TENSORS and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
+def _is_plain_or_half(tensor: Any) -> bool:
+    is_known = type(tensor) in _PLAIN_TENSORS and tensor.dtype in (torch.float32, torch.bfloat16)
+    return is_known and tensor.device.type == "cpu"
+
+
 def _is_plain_input(input: torch.Tensor) -> bool:
     return _is_plain(input) and not torch.is_autocast_enabled("cpu")
+
+
+def _input_of(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What a layer in bfloat16 multiplies: in float32, also where a hook or an adapter has rounded it."""
+    return input.float() if weight.dtype == torch.bfloat16 and _is_plain_or_half(input) else input
+
+
+def _embedding_in_float32(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor | None:
+    return None if torch.is_autocast_enabled("cpu") else nn.Embedding.forward(module, ids).float()
 
 
 def _is_ordinary_pass(stays: bool = False) -> bool:
@@ -245,7 +328,8 @@ def _is_ordinary_pass(stays: bool = False) -> bool:
 
 def _linear(module: nn.Linear, input: torch.Tensor) -> torch.Tensor | None:
     library, weight, bias = kernels.library(), module.weight, module.bias
-    fits = _is_plain_input(input) and _is_plain(weight) and (bias is None or _is_plain(bias))
+    input = _input_of(input, weight)
+    fits = _is_plain_input(input) and _is_plain_or_half(weight) and (bias is None or _is_plain_or_half(bias))
     if library is None or not fits or input.shape[-1:] != weight.shape[1:]:
         return None
     return layers.linear(library, input, weight, bias)
@@ -281,9 +365,10 @@ def _grouped_norm(module: Any, input: torch.Tensor, gate: torch.Tensor) -> torch
 
 def _norm(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     weight = module.weight
-    if not _is_plain_input(input) or not _is_plain(weight) or input.shape[-1:] != weight.shape:
+    input = _input_of(input, weight)
+    if not _is_plain_input(input) or not _is_plain_or_half(weight) or input.shape[-1:] != weight.shape:
         return None
-    return layers.norm(kernels.library(), input, weight, module.variance_epsilon)
+    return layers.norm(kernels.library(), input, weight.float(), module.variance_epsilon)
 
 
 def _projections(module: Any) -> tuple[Any, Any, Any]:
@@ -298,7 +383,7 @@ def _is_linear(module: Any) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     replaced = module.__dict__.get("forward")
     is_ours = isinstance(replaced, _Replaced) and replaced.computes(_linear) and not any(hooks)
-    return is_ours and _is_plain(module.weight) and (module.bias is None or _is_plain(module.bias))
+    return is_ours and _is_plain_or_half(module.weight) and (module.bias is None or _is_plain_or_half(module.bias))
 
 
 def _gated(module: Any, input: torch.Tensor) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from groupgrad import compat
 from groupgrad.models.quantized import rounds_to_int8
+from groupgrad.scoring.fused_modules import computes_in_float32
 
 # Two orders of the same additions differ by about 1e-5 (float32) and 0.05 (half precision, TF32) by rounding alone; in
 # bfloat16 single tokens of a pretrained model differ by 0.5. A wrong mask or position makes several nats on a trained
@@ -45,6 +46,8 @@ class Rounding:
         `mixed_precision` ("bf16", "fp16") counts too, for a model that DeepSpeed will convert when training begins.
         """
         types, devices = _parameter_types(model)
+        if computes_in_float32(model):
+            types = types - {torch.bfloat16} | {torch.float32}
         with precision():
             types |= {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
         types |= {dtype for name, dtype in _MIXED.items() if name == mixed_precision}

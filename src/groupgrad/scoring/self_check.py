@@ -18,6 +18,7 @@ from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.models.unwrapping import base_model, is_multimodal, output_head, placeholder_ids, unwrap
 from groupgrad.scoring.attention import flat_obstacle
 from groupgrad.scoring.forward import ForwardOptions, InputLayout, build_batch, evaluation_mode, score_tokens
+from groupgrad.scoring.fused_modules import compiled_parts
 from groupgrad.scoring.logit_transform import head_layer, logit_transform
 from groupgrad.scoring.rounding import TOLERANCE_FLOAT32, Rounding
 from groupgrad.types import Prompt
@@ -167,7 +168,7 @@ def check_causal(model: nn.Module, precision: Callable[[], AbstractContextManage
     """
     generator = torch.Generator().manual_seed(2)
     ids = random_ids(model, _NUM_CAUSAL + _NUM_APPENDED, generator).to(next(model.parameters()).device)
-    with evaluation_mode(model), precision():
+    with evaluation_mode(model), precision(), compiled_parts(model, is_dense=True):
         # An adapter may put virtual tokens in front, so the rows are counted from the end.
         alone, followed = (
             model(input_ids=part[None], use_cache=False).logits[0, -len(part) :].float().log_softmax(dim=-1)

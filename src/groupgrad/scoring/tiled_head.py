@@ -62,7 +62,11 @@ class OutputHead:
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
         """(L, V), all at once: z, in the dtype of the weight or of autocast."""
-        z = F.linear(hidden.to(self.weight.device, self.weight.dtype), self.weight, self.bias)
+        hidden = hidden.to(self.weight.device)
+        if hidden.dtype == torch.float32 and self.weight.dtype == torch.bfloat16 and not hidden.is_cuda:
+            z = F.linear(hidden, self.weight.float(), None if self.bias is None else self.bias.float())
+        else:
+            z = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         return z if self.low_rank is None else z + F.linear(self.low_rank.states, self.low_rank.weight).to(z)
 
 
@@ -139,6 +143,8 @@ def _task(
     # The same type as nn.Linear under autocast.
     elif dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
+    elif dtype == torch.bfloat16 and hidden.dtype == torch.float32 and device.type == "cpu":
+        dtype = torch.float32  # see `computes_in_float32`
     return HeadTask(transform, temperature, tiles or Tiles.of(device), dtype)
 
 

@@ -19,6 +19,7 @@ from groupgrad.data.columns import is_transformed
 from groupgrad.data.completions import THINK, opened_by
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.kernels.compile import status_so_far
+from groupgrad.kernels.layers import multiplies_bfloat16
 from groupgrad.models.adapters import adapter_settings
 from groupgrad.models.load import inner_tokenizer
 from groupgrad.models.model_names import model_source
@@ -26,6 +27,7 @@ from groupgrad.models.quantized import quantization_settings
 from groupgrad.models.unwrapping import unwrap
 from groupgrad.run_folder.advice import Finding
 from groupgrad.run_folder.terminal import write_line
+from groupgrad.scoring.fused_modules import computes_in_float32
 
 PROMPTS_AT_START = 64
 SECONDS_AT_START = 0.05
@@ -301,8 +303,15 @@ def half_precision(trainer: Any) -> Finding | None:
     weights, mixed = unwrap(trainer.model).dtype, trainer.accelerator.mixed_precision
     if trainer.accelerator.device.type != "cpu":
         return None
+    if mixed == "no" and computes_in_float32(trainer.model):
+        share = product_seconds(torch.bfloat16) / product_seconds(torch.float32)
+        gradients = f"bfloat16 too, where a product takes {share:.2g} times as long on this CPU"
+        if not multiplies_bfloat16():
+            gradients = "float32, since this CPU has no instructions for bfloat16"
+        text = f"weights in bfloat16, sampled and scored in float32; products of gradients are in {gradients}"
+        return Finding("precision", text)
     if weights in (torch.bfloat16, torch.float16):
-        kind, mend = weights, "Load the model with dtype='float32'"
+        kind, mend = weights, "Set bf16=False" if mixed == "bf16" else "Load the model with dtype='float32'"
         what = f"weights in {str(weights).removeprefix('torch.')}"
     elif mixed in ("bf16", "fp16"):
         kind, mend = torch.bfloat16 if mixed == "bf16" else torch.float16, f"Set {mixed}=False"
@@ -312,9 +321,11 @@ def half_precision(trainer: Any) -> Finding | None:
     times = product_seconds(kind) / product_seconds(torch.float32)
     text = f"{what}: a product of matrices takes {times:.2g} times as long as in float32 on this CPU"
     if times >= 1:
-        text += ", and the compiled kernels are for float32 alone."
+        text += ", and this model runs without the compiled kernels then."
         return Finding("precision", text, "warning", f"{mend} if memory allows.")
-    return Finding("precision", f"{text}; the compiled kernels are for float32 alone, so compare the times of both")
+    return Finding(
+        "precision", f"{text}; this model runs without the compiled kernels then, so compare the times of both"
+    )
 
 
 def product_seconds(dtype: torch.dtype, *, rows: int = 256, width: int = 512) -> float:

@@ -69,7 +69,7 @@ def fresh(monkeypatch, tmp_path):
 
 SMALL_LINEAR = """
 extern "C" void groupgrad_linear(const float *input, const float *weight, const float *bias, float *output, long rows,
-                                 long width, long outputs, int) {
+                                 long width, long outputs, int, int) {
     for (long i = 0; i < rows * outputs; i++) {
         output[i] = bias[i % outputs];
         for (long k = 0; k < width; k++) output[i] += input[i / outputs * width + k] * weight[i % outputs * width + k];
@@ -146,7 +146,7 @@ def test_sums_are_taken_number_by_number_whatever_the_rows(width: int):
     for rows in (1, 3, 8, 13, 16, 24, 31, 40, 56, 64, 77, 120):
         output = torch.empty(rows, 53)
         pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, output)]
-        assert kernels.groupgrad_linear(*pointers, rows, width, 53, 2) == 0
+        assert kernels.groupgrad_linear(*pointers, rows, width, 53, False, 2) == 0
         assert torch.equal(output, expected[:rows]), rows
 
 
@@ -167,7 +167,7 @@ def test_products_are_those_of_the_training_pass_to_the_last_bit(width: int):
     for rows in (1, 8, 37, 64):
         output = torch.empty(rows, 96)
         pointers = [None if x is None else x.data_ptr() for x in (inputs, weight, None, output)]
-        assert kernels.groupgrad_linear(*pointers, rows, width, 96, 1) == 0
+        assert kernels.groupgrad_linear(*pointers, rows, width, 96, False, 1) == 0
         assert torch.equal(output, expected[:rows]), rows
 
 
@@ -178,7 +178,10 @@ def test_what_is_behind_a_weight_or_an_output_is_not_touched():
     inputs, behind = torch.ones(3, 5), torch.full((5 * 5,), torch.nan)
     behind[:20] = 2.0
     output = torch.full((4, 4), 7.0)
-    kernels.groupgrad_linear(inputs.data_ptr(), behind.data_ptr(), None, output.data_ptr(), 3, 5, 4, 1)
+    kernels.groupgrad_linear(inputs.data_ptr(), behind.data_ptr(), None, output.data_ptr(), 3, 5, 4, False, 1)
+    assert output.tolist() == [*[[10.0] * 4] * 3, [7.0] * 4]
+    halves, output[:3] = behind.bfloat16(), 0.0
+    kernels.groupgrad_linear(inputs.data_ptr(), halves.data_ptr(), None, output.data_ptr(), 3, 5, 4, True, 1)
     assert output.tolist() == [*[[10.0] * 4] * 3, [7.0] * 4]
 
 

@@ -152,6 +152,21 @@ def test_trained_as_sampled(kind: str, num_threads: int, threads: Callable[[int]
     assert_trained_alike(model, rows_of(submitted, samples))
 
 
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_decoder_in_bfloat16_computes_in_float32(kind: str):
+    """As one in float32 does that has the same weights."""
+    model, twin = make(kind), make(kind)
+    for parameter in model.parameters():  # as loaded: buffers stay in float32
+        parameter.data = parameter.data.bfloat16()
+    twin.load_state_dict(model.state_dict())
+    submitted, engine = requests(model.config.vocab_size), NativeEngine(model)
+    samples = engine.sample(submitted, OPTIONS)
+    assert engine.path == "compiled"
+    batch = assert_trained_alike(model, rows_of(submitted, samples))
+    assert_equal(score_tokens(twin, batch, ForwardOptions()), batch)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -344,10 +359,11 @@ def test_threads_cut_no_activation_elsewhere(threads: Callable[[int], None]):
     assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
-def test_adapters_within_layers(targets: Any):
+def test_adapters_within_layers(targets: Any, dtype: torch.dtype):
     config = peft.LoraConfig(r=8, target_modules=targets, init_lora_weights=False)
-    model: Any = peft.get_peft_model(make("qwen3"), config)
+    model: Any = peft.get_peft_model(make("qwen3").to(dtype), config)
     submitted = requests(300)
     assert_trained_alike(model, rows_of(submitted, NativeEngine(model).sample(submitted, OPTIONS)))
 

@@ -30,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
                 f"--devices {options.devices} is no multiple of it; give a multiple"
             )
         config = read_config(options.model, options.gguf_file)
+        if _computes_in_float32(config, sizes):
+            sizes = replace(sizes, half=False)
         shape = model_shape(options.model, config, half=sizes.half)
         obstacle = whole_rows(config, sizes.settings)
         if options.context_parallel_size > 1 and obstacle is not None:
@@ -61,6 +63,14 @@ def main(argv: Sequence[str]) -> int:
     if server is not None:
         print(server)
     return 0 if best else 1
+
+
+def _computes_in_float32(config: Any, sizes: Any) -> bool:
+    """True on a CPU for weights in bfloat16 of the families whose kernels widen them."""
+    from groupgrad.models.families import CAUSAL_LMS
+
+    is_family = not CAUSAL_LMS.isdisjoint(getattr(config, "architectures", None) or ())
+    return is_family and not sizes.on_gpu and sizes.weight_bytes == 2 and not sizes.settings.get("bf16")
 
 
 def _table(shape: Any, sizes: Any, device: int, found: Sequence[Any]) -> str:

@@ -82,7 +82,7 @@ class RunSizes:
     weight_bytes: int = 4
     """Bytes of a weight as it is loaded."""
     half: bool = False
-    """Compute in bfloat16 by autocast."""
+    """Compute in bfloat16: by autocast, or since the weights are bfloat16 and no kernel widens them."""
     checkpointing: bool = False
     reference: bool = False
     """Keep a reference model (beta above 0, without an adapter)."""
@@ -325,4 +325,4 @@ def _keys_values(shape: ModelShape, sizes: RunSizes) -> int:
     prompts = -(-sizes.rows // sizes.group)
     tokens = sizes.rows * sizes.completion + prompts * sizes.prompt
     states = (sizes.rows + prompts) * shape.state_bytes
-    return tokens * shape.kv_values * (2 if sizes.half else sizes.weight_bytes) + states
+    return tokens * shape.kv_values * (2 if sizes.half else 4) + states

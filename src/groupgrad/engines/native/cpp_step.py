@@ -74,7 +74,7 @@ _RECURRENT_SIZES = ("value_heads", "key_heads", "key_width", "value_width", "tap
 
 class _Model(ctypes.Structure):
     _fields_ = (
-        *((name, _Number) for name in (*_SIZES, *_ATTENTION_SIZES, *_RECURRENT_SIZES)),
+        *((name, _Number) for name in (*_SIZES, *_ATTENTION_SIZES, *_RECURRENT_SIZES, "is_half")),
         *((name, _Pointer) for name in ("layers", "embedding", "norm")),
         ("head", _Linear),
         *((name, _Pointer) for name in ("cosines", "sines")),
@@ -146,7 +146,8 @@ class CompiledModel:
             layers=ctypes.addressof(self._layers),
             embedding=self._embedding.data_ptr(),
             norm=self._read_norm(decoder.norm),
-            head=_read_linear(decoder.head),
+            is_half=self._embedding.dtype == torch.bfloat16,
+            head=self._read_linear(decoder.head),
             epsilon=norm_epsilon(decoder.norm),
             length_epsilon=EPSILON,
             **next((recurrent_sizes(layer.recurrent) for layer in layers if layer.recurrent is not None), {}),
@@ -161,14 +162,18 @@ class CompiledModel:
         return tensor.data_ptr()
 
     def _read_norm(self, norm: Any) -> int:
-        return self._address(norm_weight(norm))
+        return self._address(norm_weight(norm).float())
+
+    def _read_linear(self, module: nn.Linear) -> _Linear:
+        bias = None if module.bias is None else self._address(module.bias.detach().float())
+        return _Linear(module.weight.data_ptr(), bias)
 
     def _read_layer(self, layer: LayerModules) -> _Layer:
         modules, call = layer.modules, layer.call
         linears = [name for name in LINEARS if modules[name] is not None]
         structure = _Layer(
             **{name: self._read_norm(modules[name]) for name in NORMS if modules[name] is not None},
-            **{name: _read_linear(modules[name]) for name in linears},
+            **{name: self._read_linear(modules[name]) for name in linears},
         )
         if call is not None:
             structure.window, structure.scale = call.window or 0, call.scale
@@ -182,7 +187,7 @@ class CompiledModel:
     def _read_recurrent(self, module: Any) -> _Recurrent | _Convolution:
         kind = recurrent_kind(module)
         if kind == "convolution":
-            linears = {"inputs": _read_linear(module.in_proj), "output": _read_linear(module.out_proj)}
+            linears = {"inputs": self._read_linear(module.in_proj), "output": self._read_linear(module.out_proj)}
             return _Convolution(**linears, **_read_convolution(module.conv))
         return _Recurrent(
             **_read_mamba(module) if kind == "mamba" else _read_delta(module),
@@ -212,7 +217,7 @@ class CompiledModel:
         limit = suffixes.slot_size + prompts.slot_size
         if self._rotary is not None and (self._tables is None or len(self._tables[0]) < limit):
             positions = torch.arange(1 << (limit - 1).bit_length())[None]
-            cosines, sines = self._rotary(self._embedding[None, :1], positions)
+            cosines, sines = self._rotary(self._embedding[None, :1].float(), positions)
             self._tables = cosines[0].contiguous(), sines[0].contiguous()
             self.structure.cosines, self.structure.sines = (table.data_ptr() for table in self._tables)
 
@@ -342,6 +347,9 @@ def _is_supported(decoder: Decoder) -> bool:
     if not all(map(_is_plain_linear, linears)) or not all(map(is_norm, norms)):
         return False
     if len(set(map(norm_epsilon, norms))) != 1 or not _has_equal_shapes(layers):
+        return False
+    matrices = [decoder.embedding, *linears]
+    if len({module.weight.dtype for module in matrices}) != 1:
         return False
     width = rotary_width(rotary)
     rotates = width % 2 == 0 and all(width <= layer.head_dim for layer in layers if layer.call is not None)

@@ -33,7 +33,7 @@ from groupgrad.models.families import (
 )
 from groupgrad.models.unwrapping import is_multimodal, is_prepared
 from groupgrad.scoring.attention_layout import AttentionCall, AttentionLayout
-from groupgrad.scoring.fused_modules import is_replaced, is_silu
+from groupgrad.scoring.fused_modules import computes_in_float32, is_replaced, is_silu
 
 _GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """Names of the hooks by which transformers and peft let embeddings require gradients, for gradient checkpointing. They
@@ -161,9 +161,10 @@ def direct_model(model: nn.Module, calls: dict[int, AttentionCall]) -> CompiledM
     parameters = [parameter for part in parts for parameter in part.parameters()]
     on_gpu = has_layer_kernels(parameters)
     is_plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in parameters)
+    is_plain = is_plain or computes_in_float32(model)
     if not on_gpu and (not is_plain or torch.is_autocast_enabled("cpu")):
         reason = obstacle_to_kernels() if all(p.device.type == "cuda" for p in parameters) else ""
-        return reason or "its weights are not all on one GPU, nor all in float32 on the CPU"
+        return reason or "its weights are not all on one GPU, nor all on the CPU in a type that has kernels"
     for module in (module for part in parts for module in part.modules()):
         if text := _must_be_called(module):
             return text
@@ -215,8 +216,8 @@ def _function(module: Any) -> Any:
     if type(module) is nn.Linear:
         return module.forward
     if module is not None and is_rms_norm(module):
-        weight, epsilon, kernels = module.weight, module.variance_epsilon, library()
+        weight, epsilon, kernels = module.weight.float(), module.variance_epsilon, library()
         if kernels is not None:
-            return lambda hidden: kernel_layers.norm(kernels, hidden, weight, epsilon)
+            return lambda hidden: kernel_layers.norm(kernels, hidden.float(), weight, epsilon)
         return lambda hidden: F.rms_norm(hidden, weight.shape, weight, epsilon)
     return module
