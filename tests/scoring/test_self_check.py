@@ -139,7 +139,7 @@ def test_differences_are_measured_by_precision(build):
     actual, expected = torch.tensor([0.0, 0.5]), torch.tensor([0.0, 0.25])
     rounding = Rounding.of(model)
     assert (rounding.gap(actual, expected), rounding.tolerance) == (0.25, TOLERANCE_FLOAT32)
-    rounding = Rounding.of(model.to(torch.bfloat16))
+    rounding = Rounding.of(model.to(torch.float16))
     assert (rounding.gap(actual, expected), rounding.tolerance) == (0.125, TOLERANCE_HALF)
     assert rounding.gap(torch.tensor([float("nan"), 0.0]), expected) == float("inf")
 
