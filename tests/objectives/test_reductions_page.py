@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from groupgrad.batch import Batch, StepTotals
-from groupgrad.objectives.policy import LOSSES
+from groupgrad.objectives.methods import LOSSES
 from groupgrad.objectives.reduce import REDUCTIONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")

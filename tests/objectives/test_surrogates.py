@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from groupgrad.objectives import surrogates
+from groupgrad.objectives import clipping
+from groupgrad.objectives.methods import cispo, sapo, vespo
 from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_mean, row_sum
 from groupgrad.objectives.terms import (
     at_level,
@@ -29,31 +30,31 @@ def gradient(loss, leaf):
 
 def test_clipped():
     ratio = tensor(0.5, 0.5, 1.0, 1.5, 1.5, grad=True)
-    loss = surrogates.clipped(ratio, tensor(1.0, -1.0, 1.0, 1.0, -1.0), 0.2, 0.3)
+    loss = clipping.clipped(ratio, tensor(1.0, -1.0, 1.0, 1.0, -1.0), 0.2, 0.3)
     assert loss.tolist() == pytest.approx([-0.5, 0.8, -1.0, -1.3, 1.5])
     assert gradient(loss, ratio) == pytest.approx([-1.0, 0.0, -1.0, 0.0, 1.0])
 
 
 def test_two_sided_clipping_bounds_the_unclipped_side():
     ratio = tensor(3.0, 9.0, 9.0, grad=True)
-    loss = surrogates.clipped(ratio, tensor(-1.0, -1.0, 1.0), 0.2, 0.2, delta=4.0)
+    loss = clipping.clipped(ratio, tensor(-1.0, -1.0, 1.0), 0.2, 0.2, delta=4.0)
     assert loss.tolist() == pytest.approx([3.0, 4.0, -1.2])
     assert gradient(loss, ratio) == pytest.approx([1.0, 0.0, 0.0])
 
 
 def test_cispo_weighs_the_gradient_of_every_token():
     logprobs = tensor(-1.0, -2.0, grad=True)
-    loss = surrogates.cispo(tensor(0.5, 9.0), tensor(2.0, -1.0), logprobs, 5.0)
+    loss = cispo.cispo(tensor(0.5, 9.0), tensor(2.0, -1.0), logprobs, 5.0)
     assert loss.tolist() == pytest.approx([1.0, -10.0])
     assert gradient(loss, logprobs) == pytest.approx([-1.0, 5.0])
     # Nothing flows through the ratio, though it is made of the same log-probs.
-    loss = surrogates.cispo((logprobs + 1).exp(), tensor(2.0, -1.0), logprobs, 5.0)
+    loss = cispo.cispo((logprobs + 1).exp(), tensor(2.0, -1.0), logprobs, 5.0)
     assert gradient(loss, logprobs) == pytest.approx([-2.0, math.exp(-1)])
 
 
 def test_sapo_is_the_plain_gradient_on_policy_and_fades_off_it():
     ratio = tensor(1.0, 1.0, 3.0, 3.0, grad=True)
-    loss = surrogates.sapo(ratio, tensor(2.0, -2.0, 2.0, -2.0), 1.0, 2.0)
+    loss = sapo.sapo(ratio, tensor(2.0, -2.0, 2.0, -2.0), 1.0, 2.0)
     gates = [4 * 0.5, 2 * 0.5, 4 / (1 + math.exp(-2)), 2 / (1 + math.exp(-4))]
     assert loss.tolist() == pytest.approx([-2 * gates[0], 2 * gates[1], -2 * gates[2], 2 * gates[3]])
     slope = [4 * math.exp(-x) / (1 + math.exp(-x)) ** 2 for x in (2, 4)]
@@ -61,20 +62,20 @@ def test_sapo_is_the_plain_gradient_on_policy_and_fades_off_it():
 
 
 def test_vespo_weight():
-    phi = surrogates.gamma_weights(tensor(0.0, 0.2, 0.4), tensor(-1.0, 0.0, -0.5), 2.0, 3.0, 3.0, 2.0)
+    phi = vespo.gamma_weights(tensor(0.0, 0.2, 0.4), tensor(-1.0, 0.0, -0.5), 2.0, 3.0, 3.0, 2.0)
     assert phi.tolist() == pytest.approx([1.0, 0.767814, 1.241538], abs=1e-6)
-    extreme = surrogates.gamma_weights(
+    extreme = vespo.gamma_weights(
         tensor(20.0, math.log(1e-8), math.nan), tensor(1.0, 1.0, 1.0), 2.0, 3.0, 3.0, 2.0
     )
     assert extreme.tolist() == pytest.approx([0.0, math.exp(3 - 3e-8) * 1e-16, 0.0], abs=1e-25)
     # A decay of 0 counts as 1e-4.
-    floor = surrogates.gamma_weights(tensor(1.0), tensor(1.0), 0.0, 0.0, 1.0, 1.0)
+    floor = vespo.gamma_weights(tensor(1.0), tensor(1.0), 0.0, 0.0, 1.0, 1.0)
     assert floor.item() == pytest.approx(math.exp(1e-4 * (1 - math.e)))
 
 
 def test_vespo_gradient_is_the_weight():
     logprobs = tensor(-1.0, -2.0, grad=True)
-    loss = surrogates.vespo(tensor(0.5, 2.0), tensor(2.0, -1.0), logprobs)
+    loss = vespo.vespo(tensor(0.5, 2.0), tensor(2.0, -1.0), logprobs)
     assert loss.tolist() == pytest.approx([1.0, -4.0])
     assert gradient(loss, logprobs) == pytest.approx([-1.0, 2.0])
 
@@ -82,12 +83,12 @@ def test_vespo_gradient_is_the_weight():
 def test_sequence_weight_is_bounded(make_batch):
     batch = make_batch([[True, True], [True, False], []], [0.0] * 3)
     log_ratio = tensor(-30.0, 1.0, 50.0, 0.0)
-    assert surrogates.sequence_log_weight(log_ratio, None, batch).tolist() == [math.log(1e-8), 20.0, 0.0]
+    assert vespo.sequence_log_weight(log_ratio, None, batch).tolist() == [math.log(1e-8), 20.0, 0.0]
     log_ratio = tensor(0.5, -1.0, 2.0, 0.0)
     token = PerToken(tensor(1.0, math.e, math.e, 5.0))
-    assert surrogates.sequence_log_weight(log_ratio, token, batch).tolist() == pytest.approx([0.5, 3.0, 0.0])
+    assert vespo.sequence_log_weight(log_ratio, token, batch).tolist() == pytest.approx([0.5, 3.0, 0.0])
     row = PerRow(tensor(math.e, 0.0, 1.0))
-    assert surrogates.sequence_log_weight(log_ratio, row, batch).tolist() == pytest.approx([0.5, 2 + math.log(1e-8), 0])
+    assert vespo.sequence_log_weight(log_ratio, row, batch).tolist() == pytest.approx([0.5, 2 + math.log(1e-8), 0])
 
 
 def test_rows(make_batch):

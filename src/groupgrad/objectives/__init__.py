@@ -12,10 +12,11 @@ from groupgrad.objectives.advantages import (
     reward_spread,
 )
 from groupgrad.objectives.entropy import applied_entropy_coef, entropy_threshold, next_entropy_coef
+from groupgrad.objectives.methods import LOSSES
 from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, logp_mismatch, mismatch_metrics
 from groupgrad.objectives.nonfinite import NonFiniteToken, TokenTerms, nonfinite_tokens
 from groupgrad.objectives.options import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
-from groupgrad.objectives.policy import LOSSES, PolicyLoss, policy_loss
+from groupgrad.objectives.policy import PolicyLoss, policy_loss
 from groupgrad.objectives.required_passes import (
     FORWARD,
     FORWARD_AND_BACKWARD,

@@ -1,21 +1,21 @@
-"""The policy loss of a micro-batch: surrogate x reduction by the LOSSES table, then masks, KL and bonuses."""
+"""The policy loss of a micro-batch: the surrogate and reduction of its method, with masks, KL and bonuses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric, mean_of
-from groupgrad.objectives import surrogates
-from groupgrad.objectives.measure import CLIP_METRICS, ceiling_metrics, clip_metrics, mean_where
+from groupgrad.objectives.measure import mean_where
+from groupgrad.objectives.method import PolicyTerms
+from groupgrad.objectives.methods import LOSSES
 from groupgrad.objectives.mismatch import mismatch_ratio
 from groupgrad.objectives.nonfinite import TokenTerms
 from groupgrad.objectives.options import PolicyOptions
 from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_sum, where_trained
-from groupgrad.objectives.reduce import REDUCTIONS, Reduction, even_share, token_mean_share
+from groupgrad.objectives.reduce import REDUCTIONS, even_share, token_mean_share
 from groupgrad.objectives.terms import (
     at_level,
     high_entropy_keep,
@@ -40,117 +40,6 @@ class PolicyLoss:
     """What the loss is made of, to name what is not finite in it; detached."""
 
 
-@dataclass(slots=True, frozen=True)
-class PolicyTerms:
-    """Inputs of every surrogate."""
-
-    batch: Batch
-    logprobs: torch.Tensor
-    """(L,) log-probs of the policy; 0 outside the loss tokens."""
-    log_ratio: torch.Tensor
-    """(L,) log of the token ratio; 0 outside the loss tokens."""
-    log_level_ratio: PerToken | PerRow
-    """Log of the policy ratio at the level asked for."""
-    ratio: PerToken | PerRow
-    """That ratio, held at e^80 where the loss does not grow with it."""
-    kept: torch.Tensor
-    """(L,) bool, loss tokens whose policy term no mask takes out."""
-    gap: torch.Tensor | None
-    """(L,) log-prob of the reference less that of the policy; None without a KL term."""
-    correction: PerToken | PerRow | None
-    """The mismatch ratio, or None."""
-    token_ratio: torch.Tensor
-    """(L,) the policy ratio that holds for each token."""
-    token_advantages: torch.Tensor
-    """(L,) the advantage that holds for each token."""
-
-
-@dataclass(slots=True, frozen=True)
-class TokenLoss:
-    """Output of a surrogate."""
-
-    per_token: torch.Tensor
-    """(L,) with gradient."""
-    metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
-
-
-@dataclass(slots=True, frozen=True)
-class LossRecipe:
-    """Definition of a `loss_type`."""
-
-    surrogate: Callable[[PolicyTerms, PolicyOptions], TokenLoss]
-    reduction: Reduction
-    folds_mismatch: bool = False
-    """The surrogate has the mismatch ratio in its own weight already."""
-    further_metrics: tuple[str, ...] = ()
-    """Names of the metrics that the surrogate measures, unless it is the clipped one."""
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics that the surrogate measures."""
-        return CLIP_METRICS if self.clips_ratio else self.further_metrics
-
-    @property
-    def clips_ratio(self) -> bool:
-        """True if the ratio is clipped on both sides, so that `epsilon`, `epsilon_high` and `delta` apply."""
-        return self.surrogate is _clipped
-
-    @property
-    def sums_over_tokens(self) -> bool:
-        """True if long completions count more than short ones."""
-        return not self.reduction.startswith("sequence_")
-
-    @property
-    def divides_by_tokens(self) -> bool:
-        """True if the loss is a mean over loss tokens."""
-        return self.reduction in ("token_mean", "local_token_mean")
-
-
-def _clipped(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
-    loss = surrogates.clipped(
-        terms.token_ratio, terms.token_advantages, options.epsilon, options.epsilon_high, options.delta
-    )
-    kind = type(terms.ratio)
-    bounded = kind(surrogates.limited(terms.ratio.values.detach(), options.delta))
-    return TokenLoss(loss, clip_metrics(bounded, terms.batch, options.epsilon, options.epsilon_high))
-
-
-def _cispo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
-    loss = surrogates.cispo(terms.token_ratio, terms.token_advantages, terms.logprobs, options.epsilon_high)
-    return TokenLoss(loss, ceiling_metrics(terms.ratio, terms.batch, options.epsilon_high))
-
-
-def _sapo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
-    positive, negative = options.sapo_temperature_pos, options.sapo_temperature_neg
-    return TokenLoss(surrogates.sapo(terms.token_ratio, terms.token_advantages, positive, negative))
-
-
-def _vespo(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
-    log_weight = surrogates.sequence_log_weight(terms.log_ratio, terms.correction, terms.batch)
-    phi = surrogates.gamma_weights(
-        log_weight,
-        terms.batch.advantages,
-        options.vespo_k_pos,
-        options.vespo_lambda_pos,
-        options.vespo_k_neg,
-        options.vespo_lambda_neg,
-    )
-    loss = surrogates.vespo(broadcast_to_tokens(PerRow(phi), terms.batch), terms.token_advantages, terms.logprobs)
-    return TokenLoss(loss, {"vespo/phi_seq_mean": mean_where(phi, terms.batch.loss_tokens > 0)})
-
-
-LOSSES: Mapping[str, LossRecipe] = {
-    "grpo": LossRecipe(_clipped, "sequence_mean"),
-    "bnpo": LossRecipe(_clipped, "local_token_mean"),
-    "dr_grpo": LossRecipe(_clipped, "constant"),
-    "dapo": LossRecipe(_clipped, "token_mean"),
-    "cispo": LossRecipe(_cispo, "token_mean", further_metrics=("cispo_clip_ratio",)),
-    "sapo": LossRecipe(_sapo, "sequence_mean"),
-    "luspo": LossRecipe(_clipped, "sequence_sum"),
-    "vespo": LossRecipe(_vespo, "token_mean", folds_mismatch=True, further_metrics=("vespo/phi_seq_mean",)),
-}
-
-
 def policy_loss(
     scores: TokenScores,
     batch: Batch,
@@ -173,11 +62,11 @@ def policy_loss(
     entropy bonus whose totals have a threshold but no count of the tokens it keeps.
     """
     _check_shapes(scores, batch)
-    recipe = LOSSES[options.loss_type]
+    method = LOSSES[options.loss_type]
     terms = _terms(scores, batch, options)
-    policy = recipe.surrogate(terms, options)
+    policy = method.surrogate(terms, options)
     per_token = torch.where(terms.kept, policy.per_token, torch.zeros_like(policy.per_token))
-    if terms.correction is not None and not recipe.folds_mismatch:
+    if terms.correction is not None and not method.folds_mismatch:
         # Infinity times 0 is NaN, so the ratio is read only where there is something to multiply.
         counts = terms.kept & (terms.token_advantages != 0)
         correction = broadcast_to_tokens(terms.correction, batch)
@@ -190,7 +79,7 @@ def policy_loss(
             kl = unbiased_kl(terms.gap, terms.ratio, terms.log_level_ratio, batch)
         per_token = per_token + options.beta * kl
         metrics["kl"] = mean_where(kl, batch.trained)
-    reduce = REDUCTIONS[recipe.reduction]
+    reduce = REDUCTIONS[method.reduction]
     loss = reduce(per_token, batch, options.max_completion_length)
     if entropy_coef != 0:
         metrics["policy_loss"] = mean_of(loss, 1 / batch.totals.micro_batches)

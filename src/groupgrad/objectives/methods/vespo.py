@@ -1,7 +1,6 @@
-"""Surrogate losses: the contribution of each token to the policy loss, with one function per equation.
+"""VESPO: each token is weighed by its whole sequence's weight. Averaged over all tokens of the step.
 
-All take and give (L,) tensors. `ratio` is the policy ratio c that holds for the token, `advantages` its row's A. The
-value is a loss: lower is better.
+Source: arXiv:2602.10693.
 """
 
 from __future__ import annotations
@@ -11,47 +10,14 @@ import math
 import torch
 
 from groupgrad.batch import Batch
-from groupgrad.objectives.ragged import PerRow, PerToken, row_sum
+from groupgrad.objectives.measure import mean_where
+from groupgrad.objectives.method import Method, PolicyTerms, TokenLoss
+from groupgrad.objectives.options import PolicyOptions
+from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_sum
 
 # Sums of log-ratios are held within these bounds (nats) before they are exponentiated.
 LOG_WEIGHT_MIN = math.log(1e-8)
 LOG_WEIGHT_MAX = 20.0
-
-
-def clipped(
-    ratio: torch.Tensor, advantages: torch.Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
-) -> torch.Tensor:
-    """-min(c A, clip(c, 1 - epsilon, 1 + epsilon_high) A), with c at most `delta` on the unclipped side.
-
-    No gradient where the clipped side is the smaller. Source: arXiv:2402.03300, eq. 3; separate upper width:
-    arXiv:2503.14476, eq. 8; delta: arXiv:2505.07291, two-sided clipping.
-    """
-    inside = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    bounded = limited(ratio, delta)
-    return -torch.minimum(bounded * advantages, inside * advantages)
-
-
-def limited(ratio: torch.Tensor, ceiling: float | None) -> torch.Tensor:
-    """The ratio, at most `ceiling`; unchanged if that is None."""
-    return ratio if ceiling is None else ratio.clamp(max=ceiling)
-
-
-def cispo(ratio: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor, ceiling: float) -> torch.Tensor:
-    """-stopgrad(min(c, ceiling)) A log pi: the weight is clipped, so every token keeps a gradient.
-
-    Gradient flows through `logprobs` only. Source: arXiv:2506.13585, eq. 4.
-    """
-    return -limited(ratio.detach(), ceiling) * advantages * logprobs
-
-
-def sapo(ratio: torch.Tensor, advantages: torch.Tensor, temperature_pos: float, temperature_neg: float) -> torch.Tensor:
-    """-(4 / tau) sigmoid(tau (c - 1)) A with tau by the sign of A: a smooth gate in place of the clip.
-
-    Its gradient at c = 1 is that of -c A. Source: arXiv:2511.20347, eq. 5 and 6.
-    """
-    positive = torch.full_like(ratio, temperature_pos)
-    tau = torch.where(advantages > 0, positive, torch.full_like(ratio, temperature_neg))
-    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
 def vespo(weights: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
@@ -90,3 +56,21 @@ def gamma_weights(
     decay = decay.clamp(min=1e-4)
     phi = torch.exp(decay + k * log_weight - decay * log_weight.exp())
     return torch.where(phi.isfinite(), phi, torch.zeros_like(phi))
+
+
+def weighted_sequences(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
+    """`vespo` of each token."""
+    log_weight = sequence_log_weight(terms.log_ratio, terms.correction, terms.batch)
+    phi = gamma_weights(
+        log_weight,
+        terms.batch.advantages,
+        options.vespo_k_pos,
+        options.vespo_lambda_pos,
+        options.vespo_k_neg,
+        options.vespo_lambda_neg,
+    )
+    loss = vespo(broadcast_to_tokens(PerRow(phi), terms.batch), terms.token_advantages, terms.logprobs)
+    return TokenLoss(loss, {"vespo/phi_seq_mean": mean_where(phi, terms.batch.loss_tokens > 0)})
+
+
+METHOD = Method(weighted_sequences, "token_mean", folds_mismatch=True, metrics=("vespo/phi_seq_mean",))

@@ -1,0 +1,9 @@
+"""DAPO: the clipped surrogate, averaged over all tokens of the step.
+
+Source: arXiv:2503.14476, eq. 8.
+"""
+
+from groupgrad.objectives.clipping import CLIP_METRICS, clipped_ratio
+from groupgrad.objectives.method import Method
+
+METHOD = Method(clipped_ratio, "token_mean", clips_ratio=True, metrics=CLIP_METRICS)

@@ -1,0 +1,9 @@
+"""Dr. GRPO: the clipped surrogate, summed over tokens and divided by completions times `max_completion_length`.
+
+Source: arXiv:2503.20783, section 3.2.
+"""
+
+from groupgrad.objectives.clipping import CLIP_METRICS, clipped_ratio
+from groupgrad.objectives.method import Method
+
+METHOD = Method(clipped_ratio, "constant", clips_ratio=True, metrics=CLIP_METRICS)

@@ -1,0 +1,9 @@
+"""LUSPO: the clipped surrogate, summed over each completion and averaged over completions.
+
+With ratios of sequences. Source: arXiv:2602.05261.
+"""
+
+from groupgrad.objectives.clipping import CLIP_METRICS, clipped_ratio
+from groupgrad.objectives.method import Method
+
+METHOD = Method(clipped_ratio, "sequence_sum", clips_ratio=True, metrics=CLIP_METRICS)
