@@ -26,7 +26,10 @@ IN_FLIGHT = {"use_vllm": True, "vllm_mode": "server", "rollout_ahead": 2, "vllm_
 # (settings, texts in the message: the value seen, and what to set)
 BAD: list[tuple[dict, list[str]]] = [
     ({"loss_type": "dappo"}, ["loss_type='dappo'", "did you mean 'dapo'", "luspo"]),
-    ({"loss_type": "ppo2_something"}, ["loss_type='ppo2_something'", "Set it to one of grpo"]),
+    (
+        {"loss_type": "ppo2_something"},
+        ["loss_type='ppo2_something'", "Set it to one of bnpo", "path of a module of yours"],
+    ),
     ({"importance_sampling_level": "tokens"}, ["importance_sampling_level='tokens'", "did you mean 'token'"]),
     ({"scale_rewards": "groups"}, ["scale_rewards='groups'", "did you mean 'group'"]),
     ({"scale_rewards": None}, ["scale_rewards=None", "group, batch, none"]),
@@ -375,7 +378,10 @@ def test_zero_stage_is_read_from_dict_file_and_launcher(stage, tmp_path, monkeyp
     [
         ({"loss_type": "cispo"}, "uses 5.0 as the ceiling"),
         ({"loss_type": "luspo"}, "importance_sampling_level='sequence'"),
-        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "does so twice"),
+        (
+            {"loss_type": "vespo", "importance_sampling_level": "sequence"},
+            "is defined for importance_sampling_level='token'",
+        ),
         ({"importance_sampling_level": "sequence"}, "loss_type='dapo'"),
         ({"delta": 1.1}, "not above 1 [+] epsilon=1.2"),
         ({"vllm_mode": "server"}, r"vllm_mode='server' \(use_vllm is False\)"),

@@ -18,6 +18,8 @@ from groupgrad.metrics import merge_all
 from groupgrad.objectives import LOSSES, MismatchOptions, PolicyOptions, entropy_threshold, policy_loss
 
 ENTROPY_COEF = 0.05
+FOLDING = ("vespo", "dppo_tv", "dppo_kl")
+"""Losses whose own weight has the mismatch ratio."""
 
 
 @dataclass
@@ -132,14 +134,37 @@ def dense_surrogate(step, options, ratio, log_ratio, log_rho_sum):
         k = np.where(adv >= 0, options.vespo_k_pos, options.vespo_k_neg)
         lam = np.where(adv >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg)
         return -(weight**k) * np.exp(lam * (1 - weight)) * adv * step.lp
+    if options.loss_type.startswith("dppo"):
+        old = step.lp - log_ratio
+        mu = old if step.samp is None else np.where(np.isnan(step.samp), old, step.samp)
+        p, m = np.exp(step.lp), np.exp(mu)
+        a, b = (np.clip(x, 2.0**-52, 1 - 2.0**-52) for x in (m, p))
+        kl = a * np.log(a / b) + (1 - a) * np.log((1 - a) / (1 - b))
+        far = (np.abs(p - m) if options.loss_type == "dppo_tv" else kl) > options.settings.threshold
+        left_out = far & (np.sign(p - m) == np.sign(adv))
+        return np.where(left_out, 0.0, -np.minimum(p / m, options.settings.ceiling) * adv * step.lp)
+    if options.loss_type == "gmpo":
+        clip, kept = options.settings.clip, dense_kept(step, options)
+        bounded = np.where(adv > 0, np.minimum(log_ratio, clip), np.maximum(log_ratio, -clip))
+        return -np.exp(masked_mean(bounded, kept, 1))[:, None] * adv * np.ones_like(step.lp)
     assert options.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), "give the new loss its formula"
     clipped = np.clip(ratio, 1 - options.epsilon, 1 + options.epsilon_high)
     return -np.minimum(np.minimum(ratio, options.delta or math.inf) * adv, clipped * adv)
 
 
+def dense_kept(step, options):
+    """(N, T) the loss tokens that no mask takes out of the policy term."""
+    kept = step.mask if step.threshold is None else step.mask & (step.ent >= step.threshold)
+    behaviour = step.old if step.samp is None else step.samp
+    if options.off_policy_mask_threshold is not None and behaviour is not None:
+        drift = masked_mean(np.nan_to_num(behaviour - step.lp), step.mask, 1)[:, None]
+        kept = kept & ((step.adv[:, None] >= 0) | (drift <= options.off_policy_mask_threshold))
+    return kept & (dense_rho(step, options)[0] != 0)
+
+
 def dense_terms(step, options):
     """(N, T) each token's policy term and KL term, and (N, T) the tokens that the policy term keeps."""
-    adv, mask = step.adv[:, None], step.mask
+    mask = step.mask
     old = step.lp if step.old is None else step.old
     log_ratio = step.lp - old
     ratio = np.exp(log_ratio)
@@ -147,12 +172,9 @@ def dense_terms(step, options):
         ratio = np.broadcast_to(np.exp(masked_mean(log_ratio, mask, 1))[:, None], ratio.shape)
     rho, log_rho_sum = dense_rho(step, options)
     loss = dense_surrogate(step, options, ratio, log_ratio, log_rho_sum)
-    behaviour = step.old if step.samp is None else step.samp
-    if options.off_policy_mask_threshold is not None and behaviour is not None:
-        drift = masked_mean(np.nan_to_num(behaviour - step.lp), mask, 1)[:, None]
-        loss = loss * ((adv >= 0) | (drift <= options.off_policy_mask_threshold))
+    folds = options.loss_type in FOLDING
+    loss = loss * dense_kept(step, replace(options, mismatch=None) if folds else options) * (1.0 if folds else rho)
     kept = mask if step.threshold is None else mask & (step.ent >= step.threshold)
-    loss = loss * kept * (1.0 if options.loss_type == "vespo" else rho)
     kl = np.exp(step.ref - step.lp) - (step.ref - step.lp) - 1
     return loss * mask, options.beta * kl * (ratio if options.use_bias_correction_kl else 1) * mask, kept
 
@@ -164,11 +186,10 @@ def dense_loss(step, options):
     loss = policy + kl
     rows, tokens = len(step.adv), max(1, mask.sum())
     reduced = {
-        "grpo": lambda: masked_mean(loss, mask, 1).mean(),
-        "sapo": lambda: masked_mean(loss, mask, 1).mean(),
+        **dict.fromkeys(("grpo", "sapo", "gmpo"), lambda: masked_mean(loss, mask, 1).mean()),
         "luspo": lambda: loss.sum(axis=1).mean(),
         "dr_grpo": lambda: loss.sum() / (rows * options.max_completion_length),
-        **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), lambda: loss.sum() / tokens),
+        **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo", "dppo_tv", "dppo_kl"), lambda: loss.sum() / tokens),
     }[options.loss_type]()
     return reduced - ENTROPY_COEF * masked_mean(step.ent, kept)
 
@@ -191,8 +212,10 @@ mismatches = st.one_of(
 def cases(draw, losses=tuple(LOSSES)):
     """A step and options that fit each other."""
     keep = draw(st.sampled_from([1.0, 0.5, 0.0]))
+    loss_type = draw(st.sampled_from(losses))
     options = PolicyOptions(
-        loss_type=draw(st.sampled_from(losses)),
+        loss_type=loss_type,
+        settings=LOSSES[loss_type].make_settings({}),
         importance_sampling_level=draw(st.sampled_from(["token", "sequence"])),
         epsilon=0.15,
         epsilon_high=draw(st.sampled_from([0.25, 1.3])),
@@ -210,8 +233,8 @@ def cases(draw, losses=tuple(LOSSES)):
 EXACT = tuple(name for name in LOSSES if name != "bnpo")
 
 
-# The gradient of cispo and vespo is not the slope of their value; test_surrogates has its numbers.
-SLOPED = tuple(name for name in LOSSES if name not in ("cispo", "vespo"))
+# The gradient of these losses is not the slope of their value; test_surrogates has its numbers.
+SLOPED = tuple(name for name in LOSSES if name not in ("cispo", *FOLDING))
 
 
 @settings(max_examples=60, deadline=None)
@@ -330,7 +353,11 @@ def factor(loss_type, rows, tokens):
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_log_ratios_of_200_nats_make_only_those_losses_infinite_that_are(loss_type, level, variant):
     options = PolicyOptions(
-        loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, **VARIANTS[variant]
+        loss_type=loss_type,
+        settings=LOSSES[loss_type].make_settings({}),
+        importance_sampling_level=level,
+        max_completion_length=9,
+        **VARIANTS[variant],
     )
     if options.use_bias_correction_kl and loss_type not in SLOPED:
         options = replace(options, use_bias_correction_kl=False)

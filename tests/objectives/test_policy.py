@@ -274,7 +274,7 @@ def test_what_cannot_work_is_refused(make_batch, make_scores):
         policy_loss(make_scores(LP), batch, PolicyOptions(beta=0.1))
     with pytest.raises(ValueError, match="5 completion tokens"):
         policy_loss(make_scores(LP[:1]), batch, PolicyOptions())
-    with pytest.raises(ValueError, match=r"loss_type='ppo' is not known; set one of 'grpo'"):
-        PolicyOptions(loss_type="ppo")
+    with pytest.raises(ValueError, match=r"loss_type='ppo' is not known: .*Set it to one of bnpo, cispo"):
+        policy_loss(make_scores(LP), batch, PolicyOptions(loss_type="ppo"))
     with pytest.raises(ValueError, match="importance_sampling_level='word'"):
         PolicyOptions(importance_sampling_level="word")

@@ -64,9 +64,7 @@ def test_sapo_is_the_plain_gradient_on_policy_and_fades_off_it():
 def test_vespo_weight():
     phi = vespo.gamma_weights(tensor(0.0, 0.2, 0.4), tensor(-1.0, 0.0, -0.5), 2.0, 3.0, 3.0, 2.0)
     assert phi.tolist() == pytest.approx([1.0, 0.767814, 1.241538], abs=1e-6)
-    extreme = vespo.gamma_weights(
-        tensor(20.0, math.log(1e-8), math.nan), tensor(1.0, 1.0, 1.0), 2.0, 3.0, 3.0, 2.0
-    )
+    extreme = vespo.gamma_weights(tensor(20.0, math.log(1e-8), math.nan), tensor(1.0, 1.0, 1.0), 2.0, 3.0, 3.0, 2.0)
     assert extreme.tolist() == pytest.approx([0.0, math.exp(3 - 3e-8) * 1e-16, 0.0], abs=1e-25)
     # A decay of 0 counts as 1e-4.
     floor = vespo.gamma_weights(tensor(1.0), tensor(1.0), 0.0, 0.0, 1.0, 1.0)

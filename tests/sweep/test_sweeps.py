@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from typing import Any
 
+import own_loss
 import pytest
 import torch
 
@@ -225,6 +227,16 @@ def test_optuna_proposes_arms_from_earlier_results(make_sweep, tmp_path):
     assert [result.state for result in results] == ["done"] * 3
     assert len({result.changes["learning_rate"] for result in results}) == 3
     assert [arm.cohort for arm in Store(tmp_path / "sweep").arms()] == [1, 1, 2]
+
+
+@pytest.mark.slow
+def test_an_arm_may_have_a_loss_of_ones_own(make_sweep, tmp_path, monkeypatch):
+    (tmp_path / "losses_of_a_sweep").mkdir()
+    shutil.copy(own_loss.__file__, tmp_path / "losses_of_a_sweep" / "scaled.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = [{"loss_type": "losses_of_a_sweep.scaled", "loss_settings": {"factor": factor}} for factor in (1.0, 2.0)]
+    results = make_sweep(arms=[{"loss_type": "dapo"}, *own], args={"max_steps": 2}).run()
+    assert [result.state for result in results] == ["done"] * 3, [result.reason for result in results]
 
 
 def test_frozen_weights_are_held_once(make_model):

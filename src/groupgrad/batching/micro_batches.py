@@ -20,10 +20,10 @@ from groupgrad.batching.rank_balance import balance_over_ranks
 from groupgrad.objectives import (
     FORWARD,
     FORWARD_AND_BACKWARD,
-    LOSSES,
     NO_PASS,
     OnPolicyInfo,
     PolicyOptions,
+    find_method,
     required_passes,
 )
 
@@ -159,7 +159,7 @@ def assign_micro_batches(
     the loss is not known.
     """
     passes_of = partial(_passes_of, rules, on_policy, entropy_coef, every_row)
-    is_local = rules.aux_loss or LOSSES[rules.policy.loss_type].reduction == "local_token_mean"
+    is_local = rules.aux_loss or find_method(rules.policy.loss_type).reduction == "local_token_mean"
     assigned = [list(rows) for rows in planned]
     if rules.balance_ranks and not is_local:
         # A script may have replaced the loss on one rank alone, and all must take part in what they send each other.

@@ -21,6 +21,7 @@ from groupgrad.config.sampling import has_comparable_logprobs, sampling_options,
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged
 from groupgrad.integrations.vllm.vllm_params import shaping
+from groupgrad.objectives import find_method
 from groupgrad.spelling import with_nearest
 
 
@@ -91,6 +92,15 @@ def chosen_by_loss(c: GRPOSettings) -> str:
 def entries(kwargs: Any, keys: Collection[str]) -> str:
     """Lists the entries of a dict that have one of these keys."""
     return ", ".join(f"{key}={value!r}" for key, value in mapping(kwargs).items() if key in keys)
+
+
+def loss_settings_problem(c: GRPOSettings) -> str:
+    """Says what the loss cannot do with its settings."""
+    try:
+        find_method(c.loss_type).make_settings(mapping(c.loss_settings))
+    except (TypeError, ValueError) as error:  # such as a text where it compares numbers
+        return str(error)
+    return ""
 
 
 def missing_from_continuous_batching(c: GRPOSettings) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from groupgrad.objectives import Aggregation, LossType, MismatchMode, RatioLevel, ScaleRewards
+from groupgrad.objectives import LOSSES, Aggregation, MismatchMode, RatioLevel, ScaleRewards, find_method
 from groupgrad.rewards.supervision import FailureAction
 from groupgrad.spelling import did_you_mean
 
@@ -133,7 +133,7 @@ RANGES: dict[str, tuple[Range, str]] = {
 CHOICES: dict[str, tuple[str, ...]] = {
     "log_level": ("passive", "debug", "info", "warning", "error", "critical"),
     "log_level_replica": ("passive", "debug", "info", "warning", "error", "critical"),
-    "loss_type": get_args(LossType),
+    "loss_type": tuple(LOSSES),
     "importance_sampling_level": get_args(RatioLevel),
     "scale_rewards": get_args(ScaleRewards),
     "multi_objective_aggregation": get_args(Aggregation),
@@ -166,6 +166,7 @@ FIXED: dict[str, tuple[object, str]] = {
 """The only value of a setting that works, and what is wrong with others."""
 
 DICTS = (
+    "loss_settings",
     "model_init_kwargs",
     "reward_model_init_kwargs",
     "generation_kwargs",
@@ -190,12 +191,22 @@ def field_problem(name: str, value: Any) -> str | None:
     """Explains why the setting `name` cannot have this value; None if it can."""
     if name in RANGES:
         return _range_problem(name, value, *RANGES[name])
+    if name == "loss_type":
+        return _loss_problem(value)
     if name in CHOICES and value not in CHOICES[name]:
         return _not_among(name, value, CHOICES[name])
     if name in FIXED and value and value != FIXED[name][0]:
         return f"{name}={value!r} {FIXED[name][1].format(name=name)}"
     if name in DICTS and not isinstance(value, (dict, type(None))):
         return f"{name}={value!r} is not a dict. Give a dict, or one as JSON text such as '{{\"key\": 1}}'"
+    return None
+
+
+def _loss_problem(name: Any) -> str | None:
+    try:
+        find_method(str(name))
+    except ValueError as error:
+        return str(error)
     return None
 
 

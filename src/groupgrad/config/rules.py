@@ -19,7 +19,7 @@ from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, 
 from groupgrad.config.settings import GRPOSettings
 from groupgrad.config.unused_settings import unused_settings
 from groupgrad.engines.generation_options import MOVED
-from groupgrad.objectives import LOSSES
+from groupgrad.objectives import find_method
 
 RULES: tuple[Rule, ...] = (
     # --- models ---
@@ -78,21 +78,18 @@ RULES: tuple[Rule, ...] = (
         "(arXiv:2510.13786); set epsilon_high to say so",
         warns=True,
     ),
+    Rule(conditions.loss_settings_problem, "{found}"),
     Rule(
-        lambda c: c.loss_type == "luspo" and c.importance_sampling_level != "sequence",
-        "loss_type='luspo' is defined for importance_sampling_level='sequence', and the level is 'token'",
-        warns=True,
-    ),
-    Rule(
-        lambda c: c.loss_type == "vespo" and c.importance_sampling_level != "token",
-        "loss_type='vespo' weighs whole sequences itself; importance_sampling_level='sequence' does so twice",
+        lambda c: (level := find_method(c.loss_type).level) not in (None, c.importance_sampling_level) and level,
+        "loss_type={c.loss_type!r} is defined for importance_sampling_level={found!r}, and the level is "
+        "{c.importance_sampling_level!r}",
         warns=True,
     ),
     Rule(
         lambda c: (
             c.importance_sampling_level == "sequence"
-            and LOSSES[c.loss_type].sums_over_tokens
-            and c.loss_type != "vespo"  # which has a rule of its own
+            and find_method(c.loss_type).sums_over_tokens
+            and find_method(c.loss_type).level is None  # the rule above is for the others
         ),
         "importance_sampling_level='sequence' with loss_type={c.loss_type!r}, which sums over tokens, makes long "
         "completions count more; loss_type='grpo' counts each completion once",
@@ -100,7 +97,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: (
-            LOSSES[c.loss_type].clips_ratio
+            find_method(c.loss_type).clips_ratio
             and c.delta is not None
             and c.delta <= 1 + c.epsilon
             and f"{1 + c.epsilon:g}"
@@ -304,12 +301,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: (
-            c.loss_type == "vespo"
+            find_method(c.loss_type).folds_mismatch
             and c.use_vllm
             and c.vllm_importance_sampling_correction
             and c.vllm_importance_sampling_mode.startswith("sequence")
         ),
-        "loss_type='vespo' needs the correction of each token, but vllm_importance_sampling_mode="
+        "loss_type={c.loss_type!r} needs the correction of each token, but vllm_importance_sampling_mode="
         "{c.vllm_importance_sampling_mode!r} gives one for the sequence. Set vllm_importance_sampling_mode to "
         "'token_truncate' or 'token_mask'",
     ),

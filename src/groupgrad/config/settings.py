@@ -258,7 +258,10 @@ class GRPOSettings(LegacyArguments):
     )
 
     # --- Objective ---
-    loss_type: str = _option("dapo", f"Surrogate and its reduction: {_choices('loss_type')}.")
+    loss_type: str = _option(
+        "dapo", f"Surrogate and its reduction: {_choices('loss_type')}, or the path of a module with another."
+    )
+    loss_settings: dict[str, Any] | str | None = _option(None, "Settings of the loss that no other option is for.")
     importance_sampling_level: str = _option("token", "Level of the policy ratio: 'token' or 'sequence'.")
     num_iterations: int = _option(1, "Number of times that each generation batch is trained on.")
     epsilon: float = _option(0.2, "Lower clip width: the ratio's trust region begins at 1 - epsilon.")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from groupgrad.config.field_rules import changed
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.settings import GRPOSettings, mapping
-from groupgrad.objectives import LOSSES
+from groupgrad.objectives import LOSSES, find_method
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,23 +42,25 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 }
 """Switch -> settings that have no effect while it is off."""
 
+_READ_BY = {
+    field: [repr(name) for name, method in LOSSES.items() if field in method.reads]
+    for field in sorted({field for method in LOSSES.values() for field in method.reads})
+}
+"""Setting of some losses alone -> these losses."""
+
 UNUSED: tuple[UnusedSettings, ...] = (
     *(
         UnusedSettings(fields, f"{switch} is False", lambda c, switch=switch: not getattr(c, switch))
         for switch, fields in _NEEDED.items()
     ),
     # --- objective ---
-    UnusedSettings(_fields("sapo_"), "loss_type is not 'sapo'", lambda c: c.loss_type != "sapo"),
-    UnusedSettings(_fields("vespo_"), "loss_type is not 'vespo'", lambda c: c.loss_type != "vespo"),
-    UnusedSettings(
-        ("delta", "epsilon"),
-        "this loss_type does not clip the ratio",
-        lambda c: not LOSSES[c.loss_type].clips_ratio,
-    ),
-    UnusedSettings(
-        ("epsilon_high",),
-        "this loss_type has no upper clip",
-        lambda c: not LOSSES[c.loss_type].clips_ratio and c.loss_type != "cispo",
+    *(
+        UnusedSettings(
+            (field,),
+            f"loss_type is not {losses[0]}" if len(losses) == 1 else "this loss_type does not read it",
+            lambda c, field=field: field not in find_method(c.loss_type).reads,
+        )
+        for field, losses in _READ_BY.items()
     ),
     UnusedSettings(("use_bias_correction_kl",), "beta is 0", lambda c: c.beta == 0),
     UnusedSettings(

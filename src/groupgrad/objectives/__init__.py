@@ -12,10 +12,11 @@ from groupgrad.objectives.advantages import (
     reward_spread,
 )
 from groupgrad.objectives.entropy import applied_entropy_coef, entropy_threshold, next_entropy_coef
-from groupgrad.objectives.methods import LOSSES
+from groupgrad.objectives.method import Method, PolicyTerms, TokenLoss, sampler_logprobs
+from groupgrad.objectives.methods import LOSSES, find_method
 from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, logp_mismatch, mismatch_metrics
 from groupgrad.objectives.nonfinite import NonFiniteToken, TokenTerms, nonfinite_tokens
-from groupgrad.objectives.options import LossType, MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
+from groupgrad.objectives.options import MismatchMode, MismatchOptions, PolicyOptions, RatioLevel
 from groupgrad.objectives.policy import PolicyLoss, policy_loss
 from groupgrad.objectives.required_passes import (
     FORWARD,
@@ -39,21 +40,24 @@ __all__ = [
     "Advantages",
     "Aggregation",
     "Batch",
-    "LossType",
+    "Method",
     "MismatchMode",
     "MismatchOptions",
     "NonFiniteToken",
     "OnPolicyInfo",
     "PolicyLoss",
     "PolicyOptions",
+    "PolicyTerms",
     "RatioLevel",
     "ScaleRewards",
     "StepTotals",
+    "TokenLoss",
     "TokenScores",
     "TokenTerms",
     "applied_entropy_coef",
     "compute_advantages",
     "entropy_threshold",
+    "find_method",
     "fresh_rows",
     "known_rows",
     "known_scores",
@@ -68,4 +72,5 @@ __all__ = [
     "reward_metrics",
     "reward_spread",
     "rows_of",
+    "sampler_logprobs",
 ]

@@ -11,6 +11,9 @@ from groupgrad.objectives.method import PolicyTerms, TokenLoss
 from groupgrad.objectives.options import PolicyOptions
 from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_mean
 
+CLIP_SETTINGS = ("delta", "epsilon", "epsilon_high")
+"""Fields of the configuration that the clipped surrogate reads."""
+
 CLIP_METRICS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
 """Names of the metrics of the clipped surrogate."""
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
 from groupgrad.batch import Batch
 from groupgrad.metrics import Metric
-from groupgrad.objectives.options import PolicyOptions
-from groupgrad.objectives.ragged import PerRow, PerToken
+from groupgrad.objectives.options import PolicyOptions, RatioLevel
+from groupgrad.objectives.ragged import PerRow, PerToken, where_trained
 from groupgrad.objectives.reduce import Reduction
+from groupgrad.spelling import did_you_mean
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,12 +56,28 @@ class Method:
 
     surrogate: Callable[[PolicyTerms, PolicyOptions], TokenLoss]
     reduction: Reduction
+    reads: tuple[str, ...] = ()
+    """Fields of the configuration that the surrogate reads, and other losses may not."""
+    settings: type[Any] | None = None
+    """A frozen dataclass of settings of its own, which `loss_settings` fills and `PolicyOptions.settings` holds. Its
+    `__post_init__` raises ValueError, with what to set, for values that cannot work."""
+    level: RatioLevel | None = None
+    """The level of the ratio that the paper defines the loss for; None: either."""
     folds_mismatch: bool = False
-    """The surrogate has the mismatch ratio in its own weight already."""
+    """The surrogate has the mismatch ratio in its own weight already, a ratio for each token."""
     clips_ratio: bool = False
-    """The ratio is clipped on both sides, so that `epsilon`, `epsilon_high` and `delta` apply."""
+    """The ratio is clipped on both sides."""
     metrics: tuple[str, ...] = ()
     """Names of the metrics that the surrogate measures."""
+
+    def make_settings(self, values: Mapping[str, Any]) -> Any:
+        """The settings with these values; None for a method without any. ValueError for others than it has."""
+        names = [] if self.settings is None else [field.name for field in fields(self.settings)]
+        for name in values:
+            if name not in names:
+                known = f"it has {', '.join(names)}" if names else "this loss_type has none"
+                raise ValueError(f"loss_settings has {name!r}, but {known}{did_you_mean(name, names, before='; ')}")
+        return None if self.settings is None else self.settings(**values)
 
     @property
     def sums_over_tokens(self) -> bool:
@@ -70,3 +88,13 @@ class Method:
     def divides_by_tokens(self) -> bool:
         """True if the loss is a mean over loss tokens."""
         return self.reduction in ("token_mean", "local_token_mean")
+
+
+def sampler_logprobs(terms: PolicyTerms) -> torch.Tensor:
+    """(L,) log-probs under which the tokens were sampled, without gradient.
+
+    The engine's where it reports them, else the old ones. 0 outside the loss tokens.
+    """
+    batch, known = terms.batch, terms.batch.sampling_logprobs
+    old = terms.logprobs.detach() if batch.old_logprobs is None else where_trained(batch.old_logprobs, batch)
+    return old if known is None else torch.where(batch.trained & known.isfinite(), known.to(old.dtype), old)

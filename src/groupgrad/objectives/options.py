@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 RatioLevel = Literal["token", "sequence"]
 MismatchMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -40,8 +39,10 @@ class MismatchOptions:
 class PolicyOptions:
     """Everything that the policy loss depends on besides its tensors. Raises ValueError for unknown names."""
 
-    loss_type: LossType = "dapo"
-    """A row of the LOSSES table: which surrogate, and which reduction."""
+    loss_type: str = "dapo"
+    """A name that `methods.find_method` knows: which surrogate, and which reduction."""
+    settings: Any = None
+    """The method's own settings (`Method.settings`), if it has any; None: their defaults."""
     importance_sampling_level: RatioLevel = "token"
     """One policy ratio a token, or one a sequence (geometric mean of its tokens')."""
     epsilon: float = 0.2
@@ -77,7 +78,6 @@ class PolicyOptions:
     """Correction of the mismatch between trainer and sampler; None for no correction."""
 
     def __post_init__(self) -> None:
-        one_of("loss_type", self.loss_type, get_args(LossType))
         one_of("importance_sampling_level", self.importance_sampling_level, get_args(RatioLevel))
 
 

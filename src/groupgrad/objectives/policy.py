@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,7 +10,7 @@ from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.method import PolicyTerms
-from groupgrad.objectives.methods import LOSSES
+from groupgrad.objectives.methods import find_method
 from groupgrad.objectives.mismatch import mismatch_ratio
 from groupgrad.objectives.nonfinite import TokenTerms
 from groupgrad.objectives.options import PolicyOptions
@@ -62,7 +62,9 @@ def policy_loss(
     entropy bonus whose totals have a threshold but no count of the tokens it keeps.
     """
     _check_shapes(scores, batch)
-    method = LOSSES[options.loss_type]
+    method = find_method(options.loss_type)
+    if method.settings is not None and options.settings is None:
+        options = replace(options, settings=method.settings())
     terms = _terms(scores, batch, options)
     policy = method.surrogate(terms, options)
     per_token = torch.where(terms.kept, policy.per_token, torch.zeros_like(policy.per_token))
@@ -127,7 +129,7 @@ def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyT
     threshold = options.off_policy_mask_threshold
     if threshold is not None:
         kept = kept & _small_drift(scores.logprobs, batch, threshold)
-    if correction is not None and not LOSSES[options.loss_type].folds_mismatch:
+    if correction is not None and not find_method(options.loss_type).folds_mismatch:
         kept = kept & (broadcast_to_tokens(correction, batch) != 0)
     gap = None if options.beta == 0 else _reference_gap(scores, batch, options)
     log_level_ratio = at_level(log_ratio, batch, options.importance_sampling_level)
@@ -155,7 +157,7 @@ def _unbounded(
 ) -> torch.Tensor | None:
     """Where the loss grows with the ratio without a bound: a bool of the ratio's shape, None for nowhere."""
     where = None
-    if LOSSES[options.loss_type].clips_ratio and options.delta is None:
+    if find_method(options.loss_type).clips_ratio and options.delta is None:
         where = kept & broadcast_to_tokens(PerRow(batch.advantages < 0), batch)
     if gap is not None and options.use_bias_correction_kl:
         where = gap != 0 if where is None else where | (gap != 0)

@@ -12,6 +12,7 @@ from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.values import MAX_SHOWN_CHARS, copy_containers, short_repr
 from groupgrad.errors import RewardError
 from groupgrad.metrics import Metric, mean_of, merge
+from groupgrad.objectives import LOSSES
 from groupgrad.rewards.text import completion_text, conversation_text, turn_text
 from groupgrad.types import Rollout
 
@@ -23,15 +24,15 @@ ALIASES = ("responses", "ground_truths", "raw_completions")
 GROUND_TRUTH_COLUMNS = ("ground_truths", "ground_truth", "answer", "solution")
 TRAINER_METRICS = frozenset(
     {
-        *("loss", "policy_loss", "aux_loss", "kl", "entropy", "entropy_coef", "cispo_clip_ratio"),
+        *("loss", "policy_loss", "aux_loss", "kl", "entropy", "entropy_coef"),
         *("reward", "reward_std", "frac_reward_zero_std", "num_tokens", "num_input_tokens_seen"),
         *("grad_norm", "learning_rate", "epoch", "step_time", "runtime"),
     }
-)
+).union(*(method.metrics for method in LOSSES.values()))
 """Metrics that the trainer logs itself."""
 TRAINER_METRIC_PREFIXES = (
     *("completions/", "rewards/", "dynamic_sampling/", "clip_ratio/", "sampling/"),
-    *("vespo/", "time/", "tools/", "rollouts/"),
+    *("time/", "tools/", "rollouts/"),
 )
 
 

@@ -14,7 +14,7 @@ from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.metrics import Metric, mean_of
-from groupgrad.objectives import LOSSES, OnPolicyInfo, PolicyOptions, known_rows, known_scores, policy_loss
+from groupgrad.objectives import OnPolicyInfo, PolicyOptions, find_method, known_rows, known_scores, policy_loss
 from groupgrad.rollout.collector import Experience, ExperienceCollector
 from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.scoring.forward import ForwardOptions, errors_of_passes, score_without_gradient
@@ -77,7 +77,7 @@ class Evaluator:
     def _loss(self, batch: Batch, sampled_scores: TokenScores | None) -> dict[str, Metric]:
         """Loss and objective metrics; the loss is weighted by its denominator, on ranks without rows too."""
         totals = batch.totals
-        weight = totals.tokens if LOSSES[self.policy_options.loss_type].divides_by_tokens else totals.rows
+        weight = totals.tokens if find_method(self.policy_options.loss_type).divides_by_tokens else totals.rows
         part = weight / totals.world_size
         if not batch.num_rows and not is_sharded(self.model):
             return {"loss": mean_of(0.0, part)}

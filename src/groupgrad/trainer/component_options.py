@@ -16,7 +16,7 @@ from groupgrad.config.settings import mapping
 from groupgrad.engines.selection import EngineOptions
 from groupgrad.envs.tools import ToolOptions
 from groupgrad.integrations.sharding.fsdp import FSDPOptions
-from groupgrad.objectives import Aggregation, MismatchMode, MismatchOptions, PolicyOptions, ScaleRewards
+from groupgrad.objectives import Aggregation, MismatchMode, MismatchOptions, PolicyOptions, ScaleRewards, find_method
 from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
 from groupgrad.rewards.supervision import SupervisionOptions
 from groupgrad.rollout.agent import AgentOptions
@@ -108,7 +108,8 @@ def policy_options(config: GRPOConfig, max_context: int | None = None) -> Policy
         )
     # Most fields have the same name in both records.
     values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(PolicyOptions)}
-    values |= {"epsilon_high": config.epsilon_high_resolved, "mismatch": mismatch}
+    settings = find_method(config.loss_type).make_settings(mapping(config.loss_settings))
+    values |= {"settings": settings, "epsilon_high": config.epsilon_high_resolved, "mismatch": mismatch}
     longest = min(cast(int, config.max_completion_length), longest_completion(config, max_context))
     return PolicyOptions(**{**values, "max_completion_length": longest})
 

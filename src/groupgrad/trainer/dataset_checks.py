@@ -16,6 +16,7 @@ from groupgrad.data.columns import is_transformed
 from groupgrad.data.images import COLUMNS as IMAGE_COLUMNS
 from groupgrad.data.prompts import PromptMaker, check_dataset
 from groupgrad.envs.environments import ENV_COLUMN
+from groupgrad.objectives import find_method
 from groupgrad.rewards.call_inputs import (
     HIDDEN_COLUMNS,
     STANDARD_ARGUMENTS,
@@ -94,7 +95,8 @@ def _warn_of_context(max_context: int | None, config: GRPOConfig) -> None:
     reason = f"the model has {max_context} positions for prompt and completion together"
     if longest == config.max_new_tokens_resolved:
         reason = f"generation_kwargs has max_new_tokens={longest}"
-    divisor = f"; loss_type='dr_grpo' divides by {longest}" if config.loss_type == "dr_grpo" else ""
+    divides = find_method(config.loss_type).reduction == "constant"
+    divisor = f"; loss_type={config.loss_type!r} divides by {longest}" if divides else ""
     warnings.warn(
         f"max_completion_length={config.max_completion_length} cannot be reached, since {reason}: completions have at "
         f"most {longest} tokens{divisor}"

@@ -37,4 +37,4 @@ def clipped_weight(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
     return TokenLoss(loss, ceiling_metrics(terms.ratio, terms.batch, options.epsilon_high))
 
 
-METHOD = Method(clipped_weight, "token_mean", metrics=("cispo_clip_ratio",))
+METHOD = Method(clipped_weight, "token_mean", reads=("epsilon_high",), metrics=("cispo_clip_ratio",))

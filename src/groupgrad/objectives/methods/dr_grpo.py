@@ -3,7 +3,7 @@
 Source: arXiv:2503.20783, section 3.2.
 """
 
-from groupgrad.objectives.clipping import CLIP_METRICS, clipped_ratio
+from groupgrad.objectives.clipping import CLIP_METRICS, CLIP_SETTINGS, clipped_ratio
 from groupgrad.objectives.method import Method
 
-METHOD = Method(clipped_ratio, "constant", clips_ratio=True, metrics=CLIP_METRICS)
+METHOD = Method(clipped_ratio, "constant", reads=CLIP_SETTINGS, clips_ratio=True, metrics=CLIP_METRICS)

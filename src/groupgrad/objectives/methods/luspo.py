@@ -3,7 +3,9 @@
 With ratios of sequences. Source: arXiv:2602.05261.
 """
 
-from groupgrad.objectives.clipping import CLIP_METRICS, clipped_ratio
+from groupgrad.objectives.clipping import CLIP_METRICS, CLIP_SETTINGS, clipped_ratio
 from groupgrad.objectives.method import Method
 
-METHOD = Method(clipped_ratio, "sequence_sum", clips_ratio=True, metrics=CLIP_METRICS)
+METHOD = Method(
+    clipped_ratio, "sequence_sum", reads=CLIP_SETTINGS, level="sequence", clips_ratio=True, metrics=CLIP_METRICS
+)

@@ -27,4 +27,4 @@ def soft_gate(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
     return TokenLoss(sapo(terms.token_ratio, terms.token_advantages, positive, negative))
 
 
-METHOD = Method(soft_gate, "sequence_mean")
+METHOD = Method(soft_gate, "sequence_mean", reads=("sapo_temperature_neg", "sapo_temperature_pos"))

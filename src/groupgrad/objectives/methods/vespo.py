@@ -73,4 +73,11 @@ def weighted_sequences(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
     return TokenLoss(loss, {"vespo/phi_seq_mean": mean_where(phi, terms.batch.loss_tokens > 0)})
 
 
-METHOD = Method(weighted_sequences, "token_mean", folds_mismatch=True, metrics=("vespo/phi_seq_mean",))
+METHOD = Method(
+    weighted_sequences,
+    "token_mean",
+    reads=("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
+    level="token",
+    folds_mismatch=True,
+    metrics=("vespo/phi_seq_mean",),
+)

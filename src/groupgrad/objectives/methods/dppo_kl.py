@@ -1,0 +1,23 @@
+"""DPPO, binary KL: as `dppo_tv`, with the Kullback-Leibler divergence between this token and any other.
+
+It is mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)). For mu = 0.5 and pi = 0.8 that is 0.223.
+
+Source: arXiv:2602.04879, the binary approximation of the KL divergence.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from groupgrad.objectives.method import Method
+from groupgrad.objectives.methods.dppo_tv import Settings, masked
+
+
+def binary_kl(policy: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
+    """KL(mu || pi) of two outcomes, nats; probabilities of 0 and 1 count as the nearest numbers that are not."""
+    least = torch.finfo(policy.dtype).eps
+    policy, sampler = policy.clamp(least, 1 - least), sampler.clamp(least, 1 - least)
+    return sampler * (sampler / policy).log() + (1 - sampler) * ((1 - sampler) / (1 - policy)).log()
+
+
+METHOD = Method(masked(binary_kl), "token_mean", settings=Settings, folds_mismatch=True, metrics=("dppo/masked_mean",))

@@ -1,0 +1,67 @@
+"""DPPO, binary TV: a token is left out once its probability is too far from the sampler's, in the wrong direction.
+
+With the sampler's probability mu and the weight r = min(pi / mu, ceiling), which has no gradient, a token's loss is
+-r A log pi. It is 0 where A > 0 and pi - mu > threshold, or A < 0 and mu - pi > threshold. So rare tokens, whose ratios
+are large before their probabilities are, keep a gradient. Averaged over all tokens of the step. For A = 1, mu = 0.5 and
+pi = 0.6 the weight is 1.2, for pi = 0.8 the loss is 0.
+
+Source: arXiv:2602.04879, the binary approximation of total variation; the ceiling as in verl and prime-rl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from groupgrad.objectives.measure import mean_where
+from groupgrad.objectives.method import Method, PolicyTerms, TokenLoss, sampler_logprobs
+from groupgrad.objectives.options import PolicyOptions
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """Of DPPO."""
+
+    threshold: float = 0.2
+    """Divergence of a token's probability from the sampler's from which on it is left out; the paper's value for TV."""
+    ceiling: float = 20.0
+    """Largest weight of a token."""
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "ceiling"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"loss_settings has {name}={getattr(self, name)}, which leaves no token. Set it above 0"
+                )
+
+
+Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Probabilities (L,) of the policy and of the sampler -> their divergence (L,), at least 0."""
+
+
+def total_variation(policy: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
+    """|pi - mu|, the total variation between two outcomes: this token, or another."""
+    return (policy - sampler).abs()
+
+
+def masked(divergence: Divergence) -> Callable[[PolicyTerms, PolicyOptions], TokenLoss]:
+    """The surrogate that leaves tokens out by this divergence."""
+
+    def surrogate(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
+        log_mu = sampler_logprobs(terms)
+        policy, sampler = terms.logprobs.detach().exp(), log_mu.exp()
+        away = (policy - sampler) * terms.token_advantages > 0
+        outside = away & (divergence(policy, sampler) > options.settings.threshold)
+        weight = (terms.logprobs.detach() - log_mu).exp().clamp(max=options.settings.ceiling)
+        loss = -weight * terms.token_advantages * terms.logprobs
+        metrics = {"dppo/masked_mean": mean_where(outside.float(), terms.batch.trained)}
+        return TokenLoss(torch.where(outside, torch.zeros_like(loss), loss), metrics)
+
+    return surrogate
+
+
+METHOD = Method(
+    masked(total_variation), "token_mean", settings=Settings, folds_mismatch=True, metrics=("dppo/masked_mean",)
+)

@@ -1,0 +1,48 @@
+"""GMPO: completions are weighed by the geometric mean of their tokens' clipped ratios, and count once each.
+
+A completion's loss is -A exp(m), where m is the mean of log c over its tokens that no mask takes out, with log c at
+most `clip` if A > 0 and at least -`clip` if A < 0. Ratios of e and e^-1 under A = 1 and a clip of 0.4 give
+-exp((0.4 - 1) / 2) = -0.741.
+
+Source: arXiv:2507.20673, eq. 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from groupgrad.objectives.measure import mean_where
+from groupgrad.objectives.method import Method, PolicyTerms, TokenLoss
+from groupgrad.objectives.options import PolicyOptions
+from groupgrad.objectives.ragged import PerRow, broadcast_to_tokens, row_sum
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """Of GMPO."""
+
+    clip: float = 0.4
+    """Bound of a token's log-ratio, nats."""
+
+    def __post_init__(self) -> None:
+        if not self.clip > 0:
+            raise ValueError(f"loss_settings has clip={self.clip}, which leaves no ratio but 1. Set it above 0")
+
+
+def geometric_mean(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
+    """-A exp(m) of each token, the same for all tokens of a completion."""
+    clip, log_ratio = options.settings.clip, terms.log_ratio
+    sign = terms.token_advantages.sign()
+    bounded = torch.where(sign > 0, log_ratio.clamp(max=clip), log_ratio.clamp(min=-clip))
+    bounded = torch.where(sign == 0, torch.zeros_like(bounded), bounded)  # where an infinite weight would leave NaN
+    count = row_sum(terms.kept.to(log_ratio.dtype), terms.batch).clamp(min=1)
+    mean = row_sum(torch.where(terms.kept, bounded, torch.zeros_like(bounded)), terms.batch) / count
+    is_clipped = (bounded != log_ratio) & (sign != 0)
+    metrics = {"gmpo/clipped_mean": mean_where(is_clipped.float(), terms.batch.trained)}
+    weight = broadcast_to_tokens(PerRow(mean.exp()), terms.batch)
+    return TokenLoss(-weight * terms.token_advantages, metrics)
+
+
+METHOD = Method(geometric_mean, "sequence_mean", settings=Settings, level="token", metrics=("gmpo/clipped_mean",))

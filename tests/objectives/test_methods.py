@@ -1,0 +1,113 @@
+"""Methods of one file each: numbers worked by hand, and how a method of a user's own is found and set."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from own_loss import METHOD, Settings
+
+from groupgrad.objectives import LOSSES, PolicyOptions, StepTotals, TokenScores, find_method, policy_loss
+from groupgrad.objectives.methods.dppo_kl import binary_kl
+
+
+def loss_and_gradient(make_batch, loss_type, logprobs, advantages, *, sampling=None, old=None, **settings):
+    """The loss of rows of log-probs, and its gradient, token by token."""
+    batch = make_batch([[True] * len(row) for row in logprobs], advantages, old=old, sampling=sampling)
+    scores = TokenScores(
+        torch.tensor([x for row in logprobs for x in row], dtype=torch.float64, requires_grad=True),
+        torch.zeros(sum(map(len, logprobs)), dtype=torch.float64),
+    )
+    made = find_method(loss_type).make_settings(settings)
+    result = policy_loss(scores, batch, PolicyOptions(loss_type=loss_type, settings=made))
+    result.loss.backward()
+    return result, scores.logprobs.grad.tolist()
+
+
+@pytest.mark.parametrize(("loss_type", "threshold"), [("dppo_tv", 0.2), ("dppo_kl", 0.1)])
+def test_dppo_leaves_out_what_has_moved_too_far_in_the_wrong_direction(make_batch, loss_type, threshold):
+    """Four tokens of mu 0.5: to 0.6 and 0.75 under A = 1, to 0.2 under A = -1, and to 0.9 under A = -1."""
+    probs, mu = [[0.6, 0.75], [0.2, 0.9]], [[math.log(0.5)] * 2] * 2
+    logprobs = [[math.log(p) for p in row] for row in probs]
+    result, gradient = loss_and_gradient(make_batch, loss_type, logprobs, [1.0, -1.0], sampling=mu, threshold=threshold)
+    # Weights are pi / mu; the loss is a mean over four tokens.
+    assert gradient == pytest.approx([-1.2 / 4, 0.0, 0.0, 1.8 / 4])
+    assert result.loss.item() == pytest.approx((-1.2 * math.log(0.6) + 1.8 * math.log(0.9)) / 4)
+    assert result.metrics["dppo/masked_mean"].read() == 0.5
+
+
+def test_dppo_bounds_the_weight_of_a_rare_token(make_batch):
+    _, gradient = loss_and_gradient(
+        make_batch, "dppo_tv", [[math.log(0.1)]], [1.0], sampling=[[math.log(0.001)]], ceiling=20.0
+    )
+    assert gradient == pytest.approx([-20.0])
+
+
+def test_dppo_takes_old_log_probs_where_the_sampler_reported_none(make_batch):
+    old = [[math.log(0.5), math.log(0.25)]]
+    _, gradient = loss_and_gradient(
+        make_batch, "dppo_tv", [[math.log(0.5)] * 2], [1.0], sampling=[[math.nan, math.nan]], old=old, threshold=0.3
+    )
+    assert gradient == pytest.approx([-1.0 / 2, -2.0 / 2])
+
+
+def test_the_binary_divergence():
+    policy, sampler = torch.tensor([0.8, 0.5, 1.0, 0.0]).double(), torch.tensor([0.5, 0.5, 1.0, 0.0]).double()
+    expected = 0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2)
+    assert binary_kl(policy, sampler).tolist() == pytest.approx([expected, 0.0, 0.0, 0.0])
+    assert expected == pytest.approx(0.223, abs=5e-4)
+
+
+def test_gmpo_weighs_a_completion_by_the_mean_of_its_clipped_log_ratios(make_batch):
+    """Ratios e and e^-1 under A = 1, and the same under A = -2: one token of each row is clipped."""
+    result, gradient = loss_and_gradient(
+        make_batch, "gmpo", [[0.0, -2.0], [0.0, -2.0]], [1.0, -2.0], old=[[-1.0, -1.0]] * 2
+    )
+    first, second = math.exp((0.4 - 1) / 2), math.exp((1 - 0.4) / 2)
+    assert result.loss.item() == pytest.approx((-first + 2 * second) / 2)
+    assert first == pytest.approx(0.741, abs=5e-4)
+    # Each token has half of the mean; the clipped one has no gradient.
+    assert gradient == pytest.approx([0.0, -first / 2 / 2, 2 * second / 2 / 2, 0.0])
+    assert result.metrics["gmpo/clipped_mean"].read() == 0.5
+
+
+def test_gmpo_forms_its_weight_of_the_tokens_that_masks_leave(make_batch, make_scores):
+    totals = StepTotals(rows=1, tokens=2, entropy_threshold=1.0, entropy_tokens=1.0)
+    batch = make_batch([[True, True]], [1.0], totals, old=[[-1.0, -1.0]])
+    options = PolicyOptions(loss_type="gmpo", top_entropy_quantile=0.5)
+    result = policy_loss(make_scores([[-0.8, -5.0]], [[2.0, 0.5]], grad=True), batch, options)
+    assert result.loss.item() == pytest.approx(-math.exp(0.2) / 2)  # the other token adds 0 to a mean of two
+
+
+# ------------------------------------------------------------------------------------------------ finding a method
+
+
+def test_what_is_no_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "losses_of_mine").mkdir()
+    (tmp_path / "losses_of_mine" / "empty.py").write_text("")
+    (tmp_path / "losses_of_mine" / "broken.py").write_text("1 / 0")
+    with pytest.raises(ValueError, match=r"'losses_of_mine.empty' has no METHOD of type groupgrad.objectives.Method"):
+        find_method("losses_of_mine.empty")
+    with pytest.raises(ValueError, match=r"'losses_of_mine.broken' cannot be imported \(ZeroDivisionError"):
+        find_method("losses_of_mine.broken")
+    with pytest.raises(ValueError, match=r"'losses_of_mine.absent' cannot be imported \(ModuleNotFoundError"):
+        find_method("losses_of_mine.absent")
+    assert "losses_of_mine.absent" not in sys.modules
+
+
+def test_settings_are_checked():
+    assert METHOD.make_settings({"factor": 2.0}) == Settings(2.0)
+    with pytest.raises(ValueError, match=r"loss_settings has 'factr', but it has factor; did you mean 'factor'\?"):
+        METHOD.make_settings({"factr": 2.0})
+    with pytest.raises(ValueError, match="loss_settings has factor=-1"):
+        METHOD.make_settings({"factor": -1})
+    with pytest.raises(ValueError, match="loss_settings has 'x', but this loss_type has none"):
+        LOSSES["grpo"].make_settings({"x": 1})
+    for name in ("dppo_tv", "dppo_kl", "gmpo"):
+        for setting in LOSSES[name].settings.__dataclass_fields__:
+            with pytest.raises(ValueError, match=f"loss_settings has {setting}=0"):
+                LOSSES[name].make_settings({setting: 0})

@@ -1,0 +1,57 @@
+"""Losses by their names through `train()`: settings reach them, metrics are logged, one of a user's own trains too."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import own_loss
+import pytest
+
+from groupgrad.errors import ConfigError
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of a module with a loss."""
+    folder = tmp_path / "modules" / "losses_of_mine"
+    folder.mkdir(parents=True)
+    shutil.copy(own_loss.__file__, folder / "scaled.py")
+    monkeypatch.syspath_prepend(folder.parent)
+    return "losses_of_mine.scaled"
+
+
+def test_a_loss_of_ones_own_and_its_settings_train(own: str, train: Any, make_policy: Any, tools: Any) -> None:
+    """With SGD a factor of two is a learning rate of two."""
+    plain: dict[str, Any] = {"loss_type": own, "optim": "sgd", "max_grad_norm": 0.0, "max_steps": 3}
+    twice = train(model=make_policy(), **plain, loss_settings={"factor": 2.0}, learning_rate=0.1)
+    faster = train(model=make_policy(), **plain, learning_rate=0.2)
+    slower = train(model=make_policy(), **plain, learning_rate=0.1)
+    found, expected, other = (tools.weights(trainer.model) for trainer in (twice, faster, slower))
+    assert tools.relative(found, expected) < 1e-5 < tools.relative(found, other)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "metric"),
+    [("dppo_tv", "dppo/masked_mean"), ("dppo_kl", "dppo/masked_mean"), ("gmpo", "gmpo/clipped_mean")],
+)
+def test_methods_log_what_they_leave_out_or_clip(train: Any, make_policy: Any, loss_type: str, metric: str) -> None:
+    """In four steps a batch ratios leave 1; a tight bound leaves tokens out, a wide one none."""
+    settings: dict[str, Any] = {"loss_type": loss_type, "num_iterations": 4, "max_steps": 8, "learning_rate": 3e-3}
+    name = "clip" if loss_type == "gmpo" else "threshold"
+    shares = []
+    for bound in (1e-6, 50.0):
+        trainer = train(model=make_policy(), **settings, loss_settings={name: bound})
+        shares.append([entry[metric] for entry in trainer.state.log_history if metric in entry])
+    assert shares[0][0] == 0.0 and max(shares[0]) > 0.1, "on policy nothing has moved"
+    assert shares[1] == [0.0] * 8
+
+
+def test_settings_that_cannot_work_stop_a_run_before_it_begins(make_trainer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"loss_settings has 'thresold', but it has threshold, ceiling; did you mean"):
+        make_trainer(loss_type="dppo_tv", loss_settings={"thresold": 0.1})
+    with pytest.raises(ConfigError, match="loss_settings has threshold=-1"):
+        make_trainer(loss_type="dppo_tv", loss_settings='{"threshold": -1}')
+    with pytest.raises(ConfigError, match="loss_settings has 'threshold', but this loss_type has none"):
+        make_trainer(loss_type="dapo", loss_settings={"threshold": 0.1})
