@@ -12,7 +12,7 @@ import pytest
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
-from groupgrad.objectives.policy import LOSSES
+from groupgrad.objectives.methods import LOSSES
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,8 @@ def test_every_row_of_the_losses_is_on_their_page() -> None:
     page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
     sources = re.findall(r"^\| `\w+`(?: \(default\))? \| [^|]+ \| [^|]+ \|([^|]*)\| [^|]+ \|$", page, re.MULTILINE)
     assert len(sources) == 1 + len(LOSSES) and all(source.strip() for source in sources)
-    assert re.findall(r"^\| `(\w+)`(?: \(default\))? \| ", page, re.MULTILINE)[1 : 1 + len(LOSSES)] == list(LOSSES)
+    rows = re.findall(r"^\| `(\w+)`(?: \(default\))? \| ", page, re.MULTILINE)[1 : 1 + len(LOSSES)]
+    assert sorted(rows) == sorted(LOSSES)
 
 
 def test_the_navigation_names_pages_that_exist() -> None:
