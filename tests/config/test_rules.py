@@ -428,6 +428,7 @@ def test_a_surprising_config_gives_one_warning(settings, text):
         {"loss_type": "sapo", "sapo_temperature_neg": 2.0},
         {"beta": 0.1, "use_bias_correction_kl": True, "sync_ref_model": True, "ref_model_sync_steps": 3},
         {"log_completions": True, "num_completions_to_print": 3},
+        {"loss_type": "dppo_tv", "use_vllm": True},  # it weighs by the ratio to the sampler, without a correction
     ],
 )
 def test_ordinary_configs_are_silent(settings):

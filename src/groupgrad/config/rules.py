@@ -301,7 +301,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: (
-            find_method(c.loss_type).folds_mismatch
+            find_method(c.loss_type).needs_token_correction
             and c.use_vllm
             and c.vllm_importance_sampling_correction
             and c.vllm_importance_sampling_mode.startswith("sequence")

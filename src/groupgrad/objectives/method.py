@@ -1,4 +1,4 @@
-"""What a loss is made of: the tensors that it gets, what it returns, and how its tokens are averaged."""
+"""The parts of a loss: the tensors that it gets, its result, and how its tokens are averaged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ class Method:
     level: RatioLevel | None = None
     """The level of the ratio that the paper defines the loss for; None: either."""
     folds_mismatch: bool = False
-    """The surrogate has the mismatch ratio in its own weight already, a ratio for each token."""
+    """The surrogate has the mismatch in its own weight already."""
+    needs_token_correction: bool = False
+    """The surrogate reads `PolicyTerms.correction`, and needs a ratio for each token."""
     clips_ratio: bool = False
     """The ratio is clipped on both sides."""
     metrics: tuple[str, ...] = ()

@@ -79,5 +79,6 @@ METHOD = Method(
     reads=("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
     level="token",
     folds_mismatch=True,
+    needs_token_correction=True,
     metrics=("vespo/phi_seq_mean",),
 )
