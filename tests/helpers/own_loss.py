@@ -9,7 +9,7 @@ from groupgrad.objectives import Method, PolicyOptions, PolicyTerms, TokenLoss
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """Of this loss alone."""
+    """Settings of this loss."""
 
     factor: float = 1.0
 

@@ -308,7 +308,7 @@ def _is_plain_input(input: torch.Tensor) -> bool:
 
 
 def _input_of(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What a layer in bfloat16 multiplies: in float32, also where a hook or an adapter has rounded it."""
+    """The input of a layer in bfloat16 as float32, also where a hook or an adapter has rounded it."""
     return input.float() if weight.dtype == torch.bfloat16 and _is_plain_or_half(input) else input
 
 

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage(), end="")
         return 0 if arguments else 2
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # rewards and losses may be modules of the folder in which the command runs
+        sys.path.append(os.getcwd())  # a loss may be a module of the folder in which the command runs
     if arguments[0] in ("-V", "--version"):
         print(f"groupgrad {__version__}")
         return 0

@@ -22,7 +22,7 @@ from groupgrad.objectives.options import PolicyOptions
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """Of DPPO."""
+    """Settings of DPPO."""
 
     threshold: float = 0.2
     """Divergence of a token's probability from the sampler's from which on it is left out; the paper's value for TV."""

@@ -21,7 +21,7 @@ from groupgrad.objectives.ragged import PerRow, broadcast_to_tokens, row_sum
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """Of GMPO."""
+    """Settings of GMPO."""
 
     clip: float = 0.4
     """Bound of a token's log-ratio, nats."""
