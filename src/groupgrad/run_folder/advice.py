@@ -51,12 +51,12 @@ class Numbers:
     def recent(self, key: str) -> float | None:
         """The mean of the last values; None without any."""
         values = self.values(key)
-        return statistics.fmean(values[-min(WINDOW, max(3, len(values) // 4)) :]) if values else None
+        return statistics.mean(values[-min(WINDOW, max(3, len(values) // 4)) :]) if values else None
 
     def early(self, key: str) -> float | None:
         """The mean of the first values; None before there are others."""
         values = self.values(key)
-        return statistics.fmean(values[:WINDOW]) if len(values) >= 2 * WINDOW else None
+        return statistics.mean(values[:WINDOW]) if len(values) >= 2 * WINDOW else None
 
 
 def advice(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
