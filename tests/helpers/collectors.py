@@ -18,9 +18,11 @@ def make_collector(
 ) -> ExperienceCollector:
     """A collector; `more` are further arguments of its own."""
 
-    def advantages(table: torch.Tensor, num_generations: int) -> Advantages:
+    def advantages(table: torch.Tensor, num_generations: int, lengths: torch.Tensor) -> Advantages:
         weights, scale, aggregation = options.reward_weights, options.scale_rewards, options.aggregation
-        return compute_advantages(table, weights, num_generations, scale, aggregation)
+        return compute_advantages(
+            table, weights, num_generations, scale, aggregation, estimator=options.estimator, lengths=lengths
+        )
 
     functions = {"score": rewards.score, "advantages": advantages, **more}
     return ExperienceCollector(rollouts, rewards, options, timings or Timings(), **functions)

@@ -62,6 +62,9 @@ def main(model: Any, tokenizer: Any) -> dict[str, Any]:
     plan = GenerationPlan(4 // world_size, world_size, 1, 2, 1, 2)
     return {
         "batch": one_batch(maker, plan, ROWS),
+        "by length": one_batch(
+            make_collector(rollouts, RewardRunner(reward), ScoringOptions((1.0,), estimator="opo")), plan, ROWS
+        ),
         # Only the last rank has group 3.
         "broken": one_batch(maker, plan, [*ROWS[:3], {**ROWS[3], "broken": True}]),
         # Three of the four rows of the second rank failed.

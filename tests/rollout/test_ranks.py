@@ -17,8 +17,9 @@ def results(tmp_path_factory: pytest.TempPathFactory, make_model: Any, make_toke
     return {"0of1": make(), "0of2": first, "1of2": second}
 
 
-def test_ranks_sample_and_score_the_rows_that_one_process_would(results):
-    alone, first, second = (results[name]["batch"] for name in ("0of1", "0of2", "1of2"))
+@pytest.mark.parametrize("kind", ["batch", "by length"])
+def test_ranks_sample_and_score_the_rows_that_one_process_would(results, kind):
+    alone, first, second = (results[name][kind] for name in ("0of1", "0of2", "1of2"))
     assert set(first["rows"]).isdisjoint(second["rows"])
     together = {**first["rows"], **second["rows"]}
     assert together.keys() == alone["rows"].keys()

@@ -21,7 +21,7 @@ from groupgrad.config.sampling import has_comparable_logprobs, sampling_options,
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged
 from groupgrad.integrations.vllm.vllm_params import shaping
-from groupgrad.objectives import find_method
+from groupgrad.objectives import Estimator, Method, find_estimator, find_method
 from groupgrad.spelling import with_nearest
 
 
@@ -96,11 +96,29 @@ def entries(kwargs: Any, keys: Collection[str]) -> str:
 
 def loss_settings_problem(c: GRPOSettings) -> str:
     """Says what the loss cannot do with its settings."""
+    return _settings_problem(find_method(c.loss_type), c.loss_settings)
+
+
+def advantage_settings_problem(c: GRPOSettings) -> str:
+    """Says what the advantage estimator cannot do with its settings."""
+    return _settings_problem(find_estimator(c.advantage_estimator), c.advantage_settings)
+
+
+def _settings_problem(definition: Method | Estimator, settings: Any) -> str:
     try:
-        find_method(c.loss_type).make_settings(mapping(c.loss_settings))
+        definition.make_settings(mapping(settings))
     except (TypeError, ValueError) as error:  # such as a text where it compares numbers
         return str(error)
     return ""
+
+
+def smallest_group(c: GRPOSettings) -> int | None:
+    """The completions of a prompt that the advantage estimator needs, if there are fewer."""
+    estimator = find_estimator(c.advantage_estimator)
+    if estimator.smallest_group is None or advantage_settings_problem(c):
+        return None
+    needed = estimator.smallest_group(estimator.make_settings(mapping(c.advantage_settings)))
+    return needed if needed > c.num_generations else None
 
 
 def missing_from_continuous_batching(c: GRPOSettings) -> str:

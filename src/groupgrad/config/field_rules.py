@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from groupgrad.objectives import LOSSES, Aggregation, MismatchMode, RatioLevel, ScaleRewards, find_method
+from groupgrad.objectives import (
+    ESTIMATORS,
+    LOSSES,
+    Aggregation,
+    MismatchMode,
+    RatioLevel,
+    ScaleRewards,
+    find_estimator,
+    find_method,
+)
 from groupgrad.rewards.supervision import FailureAction
 from groupgrad.spelling import did_you_mean
 
@@ -135,6 +144,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "log_level_replica": ("passive", "debug", "info", "warning", "error", "critical"),
     "loss_type": tuple(LOSSES),
     "importance_sampling_level": get_args(RatioLevel),
+    "advantage_estimator": tuple(ESTIMATORS),
     "scale_rewards": get_args(ScaleRewards),
     "multi_objective_aggregation": get_args(Aggregation),
     "include_num_input_tokens_seen": ("no", "all", "non_padding"),
@@ -167,6 +177,7 @@ FIXED: dict[str, tuple[object, str]] = {
 
 DICTS = (
     "loss_settings",
+    "advantage_settings",
     "model_init_kwargs",
     "reward_model_init_kwargs",
     "generation_kwargs",
@@ -191,8 +202,8 @@ def field_problem(name: str, value: Any) -> str | None:
     """Explains why the setting `name` cannot have this value; None if it can."""
     if name in RANGES:
         return _range_problem(name, value, *RANGES[name])
-    if name == "loss_type":
-        return _loss_problem(value)
+    if name in _FINDERS:
+        return _unknown_definition(name, value)
     if name in CHOICES and value not in CHOICES[name]:
         return _not_among(name, value, CHOICES[name])
     if name in FIXED and value and value != FIXED[name][0]:
@@ -202,9 +213,13 @@ def field_problem(name: str, value: Any) -> str | None:
     return None
 
 
-def _loss_problem(name: Any) -> str | None:
+_FINDERS: dict[str, Callable[[str], Any]] = {"loss_type": find_method, "advantage_estimator": find_estimator}
+"""Settings that name a definition, here or in a user's module."""
+
+
+def _unknown_definition(name: str, value: Any) -> str | None:
     try:
-        find_method(str(name))
+        _FINDERS[name](str(value))
     except ValueError as error:
         return str(error)
     return None

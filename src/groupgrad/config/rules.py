@@ -79,6 +79,12 @@ RULES: tuple[Rule, ...] = (
         warns=True,
     ),
     Rule(conditions.loss_settings_problem, "{found}"),
+    Rule(conditions.advantage_settings_problem, "{found}"),
+    Rule(
+        conditions.smallest_group,
+        "advantage_estimator={c.advantage_estimator!r} with advantage_settings={c.advantage_settings} needs groups of "
+        "{found}, but num_generations is {c.num_generations}. Set num_generations to {found} or more, or a smaller k",
+    ),
     Rule(
         lambda c: (level := find_method(c.loss_type).level) not in (None, c.importance_sampling_level) and level,
         "loss_type={c.loss_type!r} is defined for importance_sampling_level={found!r}, and the level is "

@@ -290,6 +290,11 @@ class GRPOSettings(LegacyArguments):
 
     # --- Rewards ---
     reward_weights: list[float] | None = _option(None, "One weight for each reward function; unset: 1 each.")
+    advantage_estimator: str = _option(
+        "group",
+        f"How rewards become advantages: {_choices('advantage_estimator')}, or the path of a module with another.",
+    )
+    advantage_settings: dict[str, Any] | str | None = _option(None, "Settings of the advantage estimator.")
     scale_rewards: str = _option("group", "Divide advantages by the rewards' deviation: 'group', 'batch' or 'none'.")
     multi_objective_aggregation: str = _option(
         "sum_then_normalize", "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (each by itself first)."

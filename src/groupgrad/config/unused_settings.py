@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from groupgrad.config.field_rules import changed
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.settings import GRPOSettings, mapping
-from groupgrad.objectives import LOSSES, find_method
+from groupgrad.objectives import ESTIMATORS, LOSSES, find_estimator, find_method
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,11 +42,15 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 }
 """Switch -> settings that have no effect while it is off."""
 
-_READ_BY = {
-    field: [repr(name) for name, method in LOSSES.items() if field in method.reads]
-    for field in sorted({field for method in LOSSES.values() for field in method.reads})
-}
-"""Setting of some losses alone -> these losses."""
+_READ_BY = [
+    (field, option, [repr(name) for name, definition in known.items() if field in definition.reads], find)
+    for option, known, find in (
+        ("loss_type", LOSSES, find_method),
+        ("advantage_estimator", ESTIMATORS, find_estimator),
+    )
+    for field in sorted({field for definition in known.values() for field in definition.reads})
+]
+"""Setting that some losses or estimators alone read, the option that names them, these, and what finds them."""
 
 UNUSED: tuple[UnusedSettings, ...] = (
     *(
@@ -57,10 +61,10 @@ UNUSED: tuple[UnusedSettings, ...] = (
     *(
         UnusedSettings(
             (field,),
-            f"loss_type is not {losses[0]}" if len(losses) == 1 else "this loss_type does not read it",
-            lambda c, field=field: field not in find_method(c.loss_type).reads,
+            f"{option} is not {readers[0]}" if len(readers) == 1 else f"this {option} does not read it",
+            lambda c, field=field, option=option, find=find: field not in find(getattr(c, option)).reads,
         )
-        for field, losses in _READ_BY.items()
+        for field, option, readers, find in _READ_BY
     ),
     UnusedSettings(("use_bias_correction_kl",), "beta is 0", lambda c: c.beta == 0),
     UnusedSettings(

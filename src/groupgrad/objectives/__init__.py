@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from groupgrad.batch import Batch, StepTotals, TokenScores, offsets_of, rows_of
-from groupgrad.objectives.advantages import (
-    Advantages,
-    Aggregation,
-    ScaleRewards,
-    compute_advantages,
-    reward_metrics,
-    reward_spread,
-)
+from groupgrad.objectives.advantages import Advantages, compute_advantages, reward_metrics, reward_spread
 from groupgrad.objectives.entropy import applied_entropy_coef, entropy_threshold, next_entropy_coef
+from groupgrad.objectives.estimator import (
+    AdvantageOptions,
+    Aggregation,
+    Estimate,
+    Estimator,
+    ScaleRewards,
+    ScoredGroups,
+)
+from groupgrad.objectives.estimators import ESTIMATORS, find_estimator
 from groupgrad.objectives.method import Method, PolicyTerms, TokenLoss, sampler_logprobs
 from groupgrad.objectives.methods import LOSSES, find_method
 from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, logp_mismatch, mismatch_metrics
@@ -31,15 +33,19 @@ from groupgrad.objectives.required_passes import (
 )
 
 __all__ = [
+    "ESTIMATORS",
     "FORWARD",
     "FORWARD_AND_BACKWARD",
     "FRAC_DROPPED_ROWS",
     "FRAC_DROPPED_TOKENS",
     "LOSSES",
     "NO_PASS",
+    "AdvantageOptions",
     "Advantages",
     "Aggregation",
     "Batch",
+    "Estimate",
+    "Estimator",
     "Method",
     "MismatchMode",
     "MismatchOptions",
@@ -50,6 +56,7 @@ __all__ = [
     "PolicyTerms",
     "RatioLevel",
     "ScaleRewards",
+    "ScoredGroups",
     "StepTotals",
     "TokenLoss",
     "TokenScores",
@@ -57,6 +64,7 @@ __all__ = [
     "applied_entropy_coef",
     "compute_advantages",
     "entropy_threshold",
+    "find_estimator",
     "find_method",
     "fresh_rows",
     "known_rows",

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any
 
 import torch
 
 from groupgrad.metrics import Metric, mean_of
-from groupgrad.objectives.options import one_of
-
-ScaleRewards = Literal["group", "batch", "none"]
-Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
-
-STD_FLOOR = 1e-4
-"""Added to every standard deviation before dividing by it."""
-ZERO_STD = 1e-8
-"""A standard deviation up to this is none."""
+from groupgrad.objectives.estimator import (
+    AdvantageOptions,
+    Aggregation,
+    ScaleRewards,
+    ScoredGroups,
+    about_mean,
+    weighted_sum,
+)
+from groupgrad.objectives.estimators import find_estimator
 
 
 @dataclass(slots=True)
@@ -32,38 +32,28 @@ class Advantages:
     """(N,) bool, the row's group gives no signal: its rewards do not vary, or fewer than two rows were scored."""
 
 
-@dataclass(slots=True, frozen=True)
-class _Deviations:
-    """Scores about the mean of their set (a group, or the whole batch); NaN is "not scored"."""
-
-    deviations: torch.Tensor
-    """(sets, members), NaN where not scored."""
-    std: torch.Tensor
-    """(sets, 1) sample standard deviation (ddof 1) of the scored members; NaN for fewer than two."""
-
-
 def compute_advantages(
     rewards: torch.Tensor,
     weights: torch.Tensor | Sequence[float],
     num_generations: int,
     scale_rewards: ScaleRewards = "group",
     aggregation: Aggregation = "sum_then_normalize",
+    *,
+    estimator: str = "group",
+    settings: Any = None,
+    lengths: torch.Tensor | None = None,
 ) -> Advantages:
     """The advantages of all N rows of a generation batch from (N, R) rewards, rows of a group contiguous.
 
     NaN is "not scored": it touches neither the row's sum nor any mean or standard deviation. Functions of weight 0 play
-    no part, whatever they gave.
+    no part, whatever they gave. `estimator` is a name that `find_estimator` knows, with its `settings`; the files of
+    `objectives/estimators` have formulas and sources. `scale_rewards` and `aggregation` are read by `group` alone.
+    `lengths` (N,) are the tokens that the policy sampled; some estimators need them.
 
-    `sum_then_normalize`: the weighted sum less its group's mean, divided by the sample standard deviation (of the
-    `group`, of the whole `batch`, or not at all) plus 1e-4. arXiv:2402.03300, section 4.1.2; no scaling:
-    arXiv:2503.20783; batch scaling: arXiv:2508.08221. `normalize_then_sum` (GDPO): each function is normalised in its
-    group first, their weighted sum then over the batch; `scale_rewards` plays no part in it, and a group gives no
-    signal if no function varies in it.
-
-    Raises ValueError for unknown names, infinite rewards of non-zero weight, and shapes that do not fit.
+    Raises ValueError for unknown names, infinite rewards of non-zero weight, shapes that do not fit, and rewards that
+    the estimator is not for.
     """
-    one_of("scale_rewards", scale_rewards, get_args(ScaleRewards))
-    one_of("multi_objective_aggregation", aggregation, get_args(Aggregation))
+    options = AdvantageOptions(scale_rewards, aggregation, settings)
     rewards = rewards.detach().double()
     weight = torch.as_tensor(weights, dtype=torch.float64, device=rewards.device)
     fits = rewards.ndim == 2 and weight.shape == rewards.shape[1:] and num_generations > 0
@@ -72,30 +62,18 @@ def compute_advantages(
     rewards, weight = rewards[:, weight != 0], weight[weight != 0]
     if bool(rewards.isinf().any()):
         raise ValueError(_infinite_error(rewards))
-    combined = _weighted_sum(rewards, weight)
-    if aggregation == "normalize_then_sum":
-        scaled, flat = _normalize_then_sum(rewards, weight, num_generations)
-    else:
-        groups = _about_mean(combined.view(-1, num_generations))
-        scaled, flat = groups.deviations, ~(groups.std > ZERO_STD).squeeze(1)
-        if scale_rewards == "group":
-            scaled = scaled / (groups.std + STD_FLOOR)
-        elif scale_rewards == "batch":
-            scaled = scaled / (_about_mean(combined.view(1, -1)).std + STD_FLOOR)
-    advantages = scaled.reshape(-1).nan_to_num(nan=0.0)
-    return Advantages(advantages, combined, flat.repeat_interleave(num_generations))
-
-
-def _normalize_then_sum(
-    rewards: torch.Tensor, weight: torch.Tensor, num_generations: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(1, N) advantages of GDPO, and (groups,) bool: groups in which no function varies."""
-    num_rows, num_functions = rewards.shape
-    functions = _about_mean(rewards.T.reshape(-1, num_generations))
-    normalized = functions.deviations / (functions.std + STD_FLOOR)
-    batch = _about_mean(_weighted_sum(normalized.view(num_functions, num_rows).T, weight).view(1, -1))
-    varies = (functions.std > ZERO_STD).view(num_functions, num_rows // num_generations)
-    return batch.deviations / (batch.std + STD_FLOOR), ~varies.any(dim=0)
+    combined = weighted_sum(rewards, weight)
+    shape = (rewards.shape[0] // num_generations, num_generations)
+    groups = ScoredGroups(
+        combined.view(shape),
+        rewards.view(*shape, rewards.shape[1]),
+        weight,
+        None if lengths is None else lengths.to(rewards).view(shape),
+    )
+    found = find_estimator(estimator).estimate(groups, options)
+    has_signal = about_mean(groups.rewards).vary if found.has_signal is None else found.has_signal
+    advantages = found.advantages.reshape(-1).nan_to_num(nan=0.0)
+    return Advantages(advantages, combined, (~has_signal).repeat_interleave(num_generations))
 
 
 def reward_metrics(rewards: torch.Tensor, names: Sequence[str], result: Advantages) -> dict[str, Metric]:
@@ -122,28 +100,7 @@ def reward_spread(rewards: torch.Tensor, names: Sequence[str], combined: torch.T
     """`reward_std` and `rewards/<name>/std` over all rows given: (N, R) rewards, and (N,) their weighted sums."""
     columns = {f"rewards/{name}/std": rewards[:, index] for index, name in enumerate(names)}
     lines = {name: column.detach().double().view(1, -1) for name, column in {"reward_std": combined, **columns}.items()}
-    return {name: _mean(_about_mean(line).std) for name, line in lines.items()}
-
-
-def _weighted_sum(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(N,) weighted sum over the columns of (N, R) that are not NaN; NaN where all of them are."""
-    total = (values.nan_to_num(nan=0.0) * weight).sum(dim=1)
-    return torch.where(values.isnan().all(dim=1), torch.full_like(total, torch.nan), total)
-
-
-def _about_mean(values: torch.Tensor) -> _Deviations:
-    """Deviations and standard deviation of each line of (sets, members), NaN left out."""
-    scored = ~values.isnan()
-    count = scored.sum(dim=1, keepdim=True)
-    if values.shape[1] == 0:
-        return _Deviations(values, torch.full_like(values[:, :1], torch.nan))
-    # Measured from a member of the set, so that equal rewards deviate by exactly 0, however large they are.
-    origin = torch.where(scored, values, torch.full_like(values, torch.inf)).min(dim=1, keepdim=True).values
-    distance = torch.where(scored, values - origin, torch.zeros_like(values))
-    deviations = values - origin - distance.sum(dim=1, keepdim=True) / count
-    square = torch.where(scored, deviations, torch.zeros_like(values)).square().sum(dim=1, keepdim=True)
-    variance = square / (count - 1).clamp(min=1)
-    return _Deviations(deviations, torch.where(count >= 2, variance.sqrt(), torch.full_like(variance, torch.nan)))
+    return {name: _mean(about_mean(line).std) for name, line in lines.items()}
 
 
 def _mean(values: torch.Tensor) -> Metric:

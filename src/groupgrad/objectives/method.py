@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from groupgrad.metrics import Metric
 from groupgrad.objectives.options import PolicyOptions, RatioLevel
 from groupgrad.objectives.ragged import PerRow, PerToken, where_trained
 from groupgrad.objectives.reduce import Reduction
-from groupgrad.spelling import did_you_mean
+from groupgrad.objectives.registry import make_settings
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,12 +74,7 @@ class Method:
 
     def make_settings(self, values: Mapping[str, Any]) -> Any:
         """The settings with these values; None for a method without any. ValueError for others than it has."""
-        names = [] if self.settings is None else [field.name for field in fields(self.settings)]
-        for name in values:
-            if name not in names:
-                known = f"it has {', '.join(names)}" if names else "this loss_type has none"
-                raise ValueError(f"loss_settings has {name!r}, but {known}{did_you_mean(name, names, before='; ')}")
-        return None if self.settings is None else self.settings(**values)
+        return make_settings(self.settings, values, option="loss_settings", owner="loss_type")
 
     @property
     def sums_over_tokens(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,9 @@ class ScoringOptions:
     reward_weights: tuple[float, ...]
     scale_rewards: ScaleRewards = "group"
     aggregation: Aggregation = "sum_then_normalize"
+    estimator: str = "group"
+    """A name that `find_estimator` knows."""
+    estimator_settings: Any = None
     mask_truncated: bool = False
     """Take the tokens of truncated completions out of the loss."""
 
@@ -67,8 +71,9 @@ class ScoreRollouts(Protocol):
     def __call__(self, rollouts: Sequence[Rollout], *, trainer_state: Any, step: int) -> RewardTable: ...
 
 
-ComputeAdvantages = Callable[[torch.Tensor, int], Advantages]
-"""The advantages of all ranks' N rows from their (N, R) rewards and the completions of a group."""
+ComputeAdvantages = Callable[..., Advantages]
+"""The advantages of all ranks' N rows from their (N, R) rewards, the completions of a group, and the N lengths of the
+completions as `lengths`, which it need not take."""
 
 
 class ExperienceCollector:
@@ -95,6 +100,7 @@ class ExperienceCollector:
     ):
         self.rollouts, self.rewards = rollouts, rewards
         self._score, self._advantages = score, advantages
+        self._takes_lengths = "lengths" in signature(advantages).parameters
         self.options, self.timings = options, timings
         self._around, self._dynamic = around, dynamic
         self._prefetcher, self._sample = prefetcher, prefetcher or self._sample_here
@@ -111,9 +117,9 @@ class ExperienceCollector:
         scored, refills = self._scored(request, trainer_state, upcoming), {}
         if self._dynamic is not None and request.phase == "train":
             sample = partial(self._scored, trainer_state=trainer_state)
-            scored, result, refills = self._dynamic.refill(request, scored, sample, self._advantages)
+            scored, result, refills = self._dynamic.refill(request, scored, sample, self._advantages_of)
         else:
-            result = self._advantages(scored.rewards, request.num_generations)
+            result = self._advantages_of(scored, request.num_generations)
         rollouts, table = scored.rollouts, scored.table
         rows = [rollout.index for rollout in rollouts]
         advantages = result.advantages[rows]
@@ -138,6 +144,10 @@ class ExperienceCollector:
             combined_rewards=result.combined[rows].tolist(),
         )
 
+    def _advantages_of(self, scored: ScoredRollouts, num_generations: int) -> Advantages:
+        lengths = {"lengths": scored.lengths} if self._takes_lengths else {}
+        return self._advantages(scored.rewards, num_generations, **lengths)
+
     def _scored(
         self, request: GenerationRequest, trainer_state: Any, upcoming: Sequence[GenerationRequest] = ()
     ) -> ScoredRollouts:
@@ -146,10 +156,10 @@ class ExperienceCollector:
         score = self._score if rollouts else self.rewards.score  # a subclass need not score a rank without rollouts
         with dist.errors_on_all_ranks(), self.timings.phase("rewards"):
             table = score(rollouts, trainer_state=trainer_state, step=request.step)
-        rewards, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
+        rewards, lengths, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
         if problems:
             report_failures(problems, request)
-        return ScoredRollouts(rollouts, table, rewards, tokens)
+        return ScoredRollouts(rollouts, table, rewards, lengths, tokens)
 
     @staticmethod
     def spread(batches: Sequence[tuple[RewardTable, Sequence[float]]]) -> dict[str, float]:
@@ -182,13 +192,16 @@ class ExperienceCollector:
 
 def _gather_rewards(
     rollouts: list[Rollout], table: RewardTable, num_rows: int
-) -> tuple[torch.Tensor, int, dict[int, str]]:
-    """Collective. The generation batch's (N, R) rewards in row order, its tokens, and the reasons of failed rows."""
+) -> tuple[torch.Tensor, torch.Tensor, int, dict[int, str]]:
+    """Collective. The generation batch's (N, R) rewards and (N,) lengths in row order, its tokens, and the reasons of
+    failed rows."""
     problem_of_row = {r.index: r.trace.problem if r.trace else "" for r in rollouts if not r.is_scorable}
     rows = [rollout.index for rollout in rollouts]
-    parts = dist.all_gather_objects((rows, table.rewards, num_tokens(rollouts), problem_of_row))
+    lengths_here = torch.tensor([rollout.num_sampled for rollout in rollouts], dtype=torch.float64)
+    parts = dist.all_gather_objects((rows, table.rewards, lengths_here, num_tokens(rollouts), problem_of_row))
     rewards = torch.full((num_rows, len(table.names)), float("nan"), dtype=torch.float64)
-    for indices, values, _, _ in parts:
-        rewards[indices] = values.double()
+    lengths = torch.zeros(num_rows, dtype=torch.float64)
+    for indices, values, counted, _, _ in parts:
+        rewards[indices], lengths[indices] = values.double(), counted
     problems = {row: problem for *_, part in parts for row, problem in part.items()}
-    return rewards, sum(tokens for _, _, tokens, _ in parts), problems
+    return rewards, lengths, sum(tokens for *_, tokens, _ in parts), problems

@@ -32,6 +32,8 @@ class ScoredRollouts:
     """(B, R) rewards of the rollouts."""
     rewards: torch.Tensor
     """(N, R) rewards of all ranks in row order, NaN where a row has none."""
+    lengths: torch.Tensor
+    """(N,) float64, the tokens that the policy sampled for each row of all ranks."""
     num_tokens: int
     """Tokens of prompts and completions, over all ranks and rounds."""
 
@@ -39,12 +41,13 @@ class ScoredRollouts:
         """The same with `rows`, of all ranks, from a later round; metrics of functions, times and tokens of both."""
         place = {rollout.index: index for index, rollout in enumerate(self.rollouts)}
         places = [place[rollout.index] for rollout in later.rollouts]
-        rewards = self.rewards.clone()
-        rewards[rows] = later.rewards[rows]
+        rewards, lengths = self.rewards.clone(), self.lengths.clone()
+        rewards[rows], lengths[rows] = later.rewards[rows], later.lengths[rows]
         return ScoredRollouts(
             _put(self.rollouts, places, later.rollouts),
             _join(self.table, later.table, places),
             rewards,
+            lengths,
             self.num_tokens + later.num_tokens,
         )
 
@@ -63,7 +66,7 @@ class DynamicSampling:
         request: GenerationRequest,
         scored: ScoredRollouts,
         sample: Callable[[GenerationRequest], ScoredRollouts],
-        advantages: Callable[[torch.Tensor, int], Advantages],
+        advantages: Callable[[ScoredRollouts, int], Advantages],
     ) -> tuple[ScoredRollouts, Advantages, dict[str, Metric]]:
         """Collective. A generation batch with other groups in the place of those without a signal, its advantages, and
         the metrics of dynamic sampling.
@@ -72,12 +75,12 @@ class DynamicSampling:
         group of the batch, and `dynamic_sampling/reward` is the mean reward of all completions, also the discarded.
         """
         size = request.num_generations
-        result = advantages(scored.rewards, size)
+        result = advantages(scored, size)
         seen, num_discarded, attempt = [result.combined], 0, 0
         while attempt < self.num_rounds and (rows := _rows_without_signal(result, size)):
             attempt += 1
             scored = scored.with_groups(sample(self._redrawn(request, rows, attempt)), rows)
-            result = advantages(scored.rewards, size)
+            result = advantages(scored, size)
             seen.append(result.combined[rows])
             num_discarded += len(rows) // size
         rewards = torch.cat(seen)

@@ -25,6 +25,7 @@ SETTINGS = (
     "beta",
     "epsilon",
     "num_iterations",
+    "advantage_estimator",
     "scale_rewards",
     "learning_rate",
     "per_device_train_batch_size",

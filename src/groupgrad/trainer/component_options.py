@@ -16,7 +16,15 @@ from groupgrad.config.settings import mapping
 from groupgrad.engines.selection import EngineOptions
 from groupgrad.envs.tools import ToolOptions
 from groupgrad.integrations.sharding.fsdp import FSDPOptions
-from groupgrad.objectives import Aggregation, MismatchMode, MismatchOptions, PolicyOptions, ScaleRewards, find_method
+from groupgrad.objectives import (
+    Aggregation,
+    MismatchMode,
+    MismatchOptions,
+    PolicyOptions,
+    ScaleRewards,
+    find_estimator,
+    find_method,
+)
 from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
 from groupgrad.rewards.supervision import SupervisionOptions
 from groupgrad.rollout.agent import AgentOptions
@@ -184,5 +192,7 @@ def scoring_options(config: GRPOConfig, num_rewards: int, num_given: int = 0) ->
         ),
         scale_rewards=cast(ScaleRewards, str(config.scale_rewards)),
         aggregation=cast(Aggregation, config.multi_objective_aggregation),
+        estimator=config.advantage_estimator,
+        estimator_settings=find_estimator(config.advantage_estimator).make_settings(mapping(config.advantage_settings)),
         mask_truncated=config.mask_truncated_completions,
     )

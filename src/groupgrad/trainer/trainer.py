@@ -386,14 +386,21 @@ class GRPOTrainer(Hooks):
         """
         return self.rewards.score(rollouts, trainer_state=trainer_state, step=step)
 
-    def compute_advantages(self, rewards: torch.Tensor, num_generations: int) -> Advantages:
+    def compute_advantages(
+        self, rewards: torch.Tensor, num_generations: int, lengths: torch.Tensor | None = None
+    ) -> Advantages:
         """The advantages of all ranks' rows, (N,), from their (N, R) rewards; rows of a group are contiguous.
 
-        Every rank gets the same rewards and must return the same advantages. A subclass may change them.
+        `lengths` (N,) are the tokens that the policy sampled. Every rank gets the same rewards and must return the same
+        advantages. A subclass may change them; one whose method takes no `lengths` gets none.
         """
         options = self.components.collector.options
-        weights, scale, aggregation = options.reward_weights, options.scale_rewards, options.aggregation
-        return compute_advantages(rewards, weights, num_generations, scale, aggregation)
+        return compute_advantages(
+            *(rewards, options.reward_weights, num_generations, options.scale_rewards, options.aggregation),
+            estimator=options.estimator,
+            settings=options.estimator_settings,
+            lengths=lengths,
+        )
 
     def _end_step(self, step: int) -> None:
         """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""

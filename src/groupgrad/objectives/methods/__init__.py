@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from importlib import import_module
-from pkgutil import iter_modules
 
 from groupgrad.objectives.method import Method
-from groupgrad.spelling import did_you_mean
+from groupgrad.objectives.registry import Registry
 
-LOSSES: Mapping[str, Method] = {
-    module.name: import_module(f"{__name__}.{module.name}").METHOD for module in iter_modules(__path__)
-}
+_REGISTRY = Registry.of_package(__name__, __path__, "loss_type", "METHOD", Method)
+LOSSES: Mapping[str, Method] = _REGISTRY.known
 """`loss_type` -> its definition."""
 
 
@@ -25,20 +22,4 @@ def find_method(name: str) -> Method:
 
     ValueError, with what to set, for an unknown name, and for a module that cannot be imported or has no `METHOD`.
     """
-    if name in LOSSES:
-        return LOSSES[name]
-    if "." not in name:
-        hint = did_you_mean(name, list(LOSSES), after=" ")
-        raise ValueError(
-            f"loss_type={name!r} is not known: {hint}Set it to one of {', '.join(LOSSES)}, or to the path of a module "
-            "of yours, such as 'mypackage.mymethod'"
-        )
-    try:
-        method = getattr(import_module(name), "METHOD", None)
-    except Exception as error:  # a module's own code may raise anything
-        raise ValueError(
-            f"loss_type={name!r} cannot be imported ({type(error).__name__}: {error}). Set it to a module on the path"
-        ) from error
-    if not isinstance(method, Method):
-        raise ValueError(f"loss_type={name!r} has no METHOD of type groupgrad.objectives.Method. Define one there")
-    return method
+    return _REGISTRY.find(name)

@@ -1,0 +1,119 @@
+"""The parts of an advantage estimator: the rewards that it gets, its options, and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from groupgrad.objectives.options import one_of
+from groupgrad.objectives.registry import make_settings
+
+ScaleRewards = Literal["group", "batch", "none"]
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+
+ZERO_STD = 1e-8
+"""A standard deviation up to this is none."""
+
+
+@dataclass(slots=True, frozen=True)
+class ScoredGroups:
+    """The rewards of a generation batch, all ranks' rows, by group. NaN is "not scored"."""
+
+    rewards: torch.Tensor
+    """(groups, G) float64, weighted sums of the rewards."""
+    by_function: torch.Tensor
+    """(groups, G, R) float64, the rewards of the functions of non-zero weight."""
+    weights: torch.Tensor
+    """(R,) float64, their weights."""
+    lengths: torch.Tensor | None
+    """(groups, G) float64, the tokens of each completion that the policy sampled; None where nobody counted them."""
+
+    def counted(self, what: str) -> torch.Tensor:
+        """The lengths. ValueError if there are none; `what` needs them."""
+        if self.lengths is None:
+            raise ValueError(
+                f"advantage_estimator={what!r} needs the lengths of completions, but got lengths=None. Give one for "
+                "each row; a subclass's compute_advantages gets them as its third argument, lengths"
+            )
+        return self.lengths
+
+
+@dataclass(slots=True, frozen=True)
+class AdvantageOptions:
+    """Everything that advantages depend on besides rewards and lengths. Raises ValueError for unknown names."""
+
+    scale_rewards: ScaleRewards = "group"
+    aggregation: Aggregation = "sum_then_normalize"
+    settings: Any = None
+    """The estimator's own settings (`Estimator.settings`), if it has any."""
+
+    def __post_init__(self) -> None:
+        one_of("scale_rewards", self.scale_rewards, get_args(ScaleRewards))
+        one_of("multi_objective_aggregation", self.aggregation, get_args(Aggregation))
+
+
+@dataclass(slots=True, frozen=True)
+class Estimate:
+    """Output of an estimator."""
+
+    advantages: torch.Tensor
+    """(groups, G) float64; NaN is taken for 0."""
+    has_signal: torch.Tensor | None = None
+    """(groups,) bool, groups that teach something; None: those whose rewards vary."""
+
+
+@dataclass(slots=True, frozen=True)
+class Estimator:
+    """Definition of an `advantage_estimator`."""
+
+    estimate: Callable[[ScoredGroups, AdvantageOptions], Estimate]
+    reads: tuple[str, ...] = ()
+    """Fields of the configuration that it reads, and other estimators may not."""
+    settings: type[Any] | None = None
+    """A frozen dataclass of settings of its own, which `advantage_settings` fills. Its `__post_init__` raises
+    ValueError, with what to set, for values that cannot work."""
+    smallest_group: Callable[[Any], int] | None = None
+    """Its settings -> the completions that a group must have at least; None: as many as any group has."""
+
+    def make_settings(self, values: Mapping[str, Any]) -> Any:
+        """The settings with these values; None for an estimator without any. ValueError for others than it has."""
+        return make_settings(self.settings, values, option="advantage_settings", owner="advantage_estimator")
+
+
+@dataclass(slots=True, frozen=True)
+class Deviations:
+    """Scores about the mean of their set (a group, or the whole batch); NaN is "not scored"."""
+
+    deviations: torch.Tensor
+    """(sets, members), NaN where not scored."""
+    std: torch.Tensor
+    """(sets, 1) sample standard deviation (ddof 1) of the scored members; NaN for fewer than two."""
+
+    @property
+    def vary(self) -> torch.Tensor:
+        """(sets,) bool: sets with two scored members or more that are not all equal."""
+        return (self.std > ZERO_STD).squeeze(1)
+
+
+def about_mean(values: torch.Tensor) -> Deviations:
+    """Deviations and standard deviation of each line of (sets, members), NaN left out."""
+    scored = ~values.isnan()
+    count = scored.sum(dim=1, keepdim=True)
+    if values.shape[1] == 0:
+        return Deviations(values, torch.full_like(values[:, :1], torch.nan))
+    # Measured from a member of the set, so that equal rewards deviate by exactly 0, however large they are.
+    origin = torch.where(scored, values, torch.full_like(values, torch.inf)).min(dim=1, keepdim=True).values
+    distance = torch.where(scored, values - origin, torch.zeros_like(values))
+    deviations = values - origin - distance.sum(dim=1, keepdim=True) / count
+    square = torch.where(scored, deviations, torch.zeros_like(values)).square().sum(dim=1, keepdim=True)
+    variance = square / (count - 1).clamp(min=1)
+    return Deviations(deviations, torch.where(count >= 2, variance.sqrt(), torch.full_like(variance, torch.nan)))
+
+
+def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over the last dimension of (..., R), without what is NaN; NaN where all of it is."""
+    total = (values.nan_to_num(nan=0.0) * weights).sum(dim=-1)
+    return torch.where(values.isnan().all(dim=-1), torch.full_like(total, torch.nan), total)

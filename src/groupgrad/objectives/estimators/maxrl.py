@@ -1,0 +1,32 @@
+"""MaxRL: the reward less the mean of its group, divided by that mean. For rewards of 0 or 1.
+
+The gradient is that of log pass rate, to the order that a group of G allows, so hard prompts weigh more. Rewards of 1,
+0, 0 and 0 give 3, -1, -1 and -1; a group without a success gives 0.
+
+Source: arXiv:2602.02710.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from groupgrad.objectives.estimator import AdvantageOptions, Estimate, Estimator, ScoredGroups, about_mean
+
+
+def relative_to_pass_rate(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:
+    """(r - mean) / mean, 0 where the mean is 0. ValueError for rewards other than 0 and 1."""
+    rewards = groups.rewards
+    others = ~(rewards.isnan() | (rewards == 0) | (rewards == 1))
+    if bool(others.any()):
+        row = int(others.flatten().nonzero()[0])
+        raise ValueError(
+            f"advantage_estimator='maxrl' is for rewards of 0 or 1, but row {row} has {float(rewards.flatten()[row])}. "
+            "Return 1 for a success and 0 for a failure from one reward function, give the others the weight 0 in "
+            "reward_weights, or use advantage_estimator='group'"
+        )
+    pass_rate = rewards.nanmean(dim=1, keepdim=True)
+    scaled = about_mean(rewards).deviations / pass_rate
+    return Estimate(torch.where(pass_rate > 0, scaled, torch.zeros_like(scaled)))
+
+
+ESTIMATOR = Estimator(relative_to_pass_rate)

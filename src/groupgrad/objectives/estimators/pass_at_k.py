@@ -1,0 +1,61 @@
+"""pass@k: what a completion adds to the best of k that are drawn from its group.
+
+The advantage is G / C(G, k) times the sum, over all sets of k completions that contain it, of the best reward in the
+set less the best reward in it without the completion. Averaged over the group, with the gradients of the log-probs,
+this estimates the gradient of the expected best reward of k samples without bias; for rewards of 0 and 1 that is
+pass@k. With rewards in ascending order, the advantage of the i-th is
+
+    G / C(G, k) * sum over j < i of (r_i - r_j) C(j - 1, k - 2).
+
+k = G leaves G (best - second best) for the best row alone. k = 1 is `rloo`. Rewards of 0, 0, 0 and 1 under k = 2 give
+0, 0, 0 and 2.
+
+Source: arXiv:2505.15201 (leave-one-out minus one), and arXiv:2503.19595 for k = G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import comb
+
+import torch
+
+from groupgrad.objectives.estimator import AdvantageOptions, Estimate, Estimator, ScoredGroups
+from groupgrad.objectives.estimators.rloo import leave_one_out
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """Settings of pass@k."""
+
+    k: int = 4
+    """Samples of which the best counts."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, int) or self.k < 1:
+            raise ValueError(f"advantage_settings has k={self.k}, which is no number of samples. Set it to 1 or more")
+
+
+def added_to_the_best(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:
+    """Advantages of pass@k. A group with fewer than k scored rows has no set of k, and gives 0."""
+    k = Settings().k if options.settings is None else options.settings.k
+    if k == 1:
+        return Estimate(leave_one_out(groups.rewards))
+    advantages = torch.zeros_like(groups.rewards)
+    for group, rewards in enumerate(groups.rewards):
+        scored = (~rewards.isnan()).nonzero().flatten()
+        values, order = rewards[scored].sort(stable=True)
+        distance = values[:, None] - values[None, :]
+        weights = torch.tensor(_weights(len(scored), k), dtype=values.dtype, device=values.device)
+        advantages[group, scored[order]] = (distance.tril() * weights).sum(dim=1)
+    return Estimate(advantages, (advantages != 0).any(dim=1))
+
+
+@lru_cache(maxsize=64)
+def _weights(size: int, k: int) -> tuple[float, ...]:
+    """What the distance to the j-th lowest of a group counts, j = 1, 2, ...; binomials are exact as integers."""
+    return tuple(size * comb(j, k - 2) / comb(size, k) if size >= k else 0.0 for j in range(size))
+
+
+ESTIMATOR = Estimator(added_to_the_best, settings=Settings, smallest_group=lambda settings: max(2, settings.k))

@@ -1,0 +1,33 @@
+"""REINFORCE++-baseline: the reward less the mean of its group, normalised over the tokens of the generation batch.
+
+With d = r - mean of the group, and mean and sample standard deviation of d over all tokens of the generation batch
+(each token of a completion has its d), the advantage is (d - mean) / sqrt(variance + 1e-8). Rewards of 1 and 0 for
+lengths of 3 and 1 have d = 0.5 and -0.5, a mean of 0.25 and a variance of 0.25, and advantages of 0.5 and -1.5.
+
+Source: arXiv:2501.03262; over tokens as in OpenRLHF and verl.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from groupgrad.objectives.estimator import AdvantageOptions, Estimate, Estimator, ScoredGroups, about_mean
+
+VARIANCE_FLOOR = 1e-8
+"""Added to the variance before its root is taken."""
+
+
+def whitened(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:
+    """Deviations from the group's mean, normalised over tokens. A group whose rewards are equal gets the shift."""
+    about = about_mean(groups.rewards)
+    scored = ~groups.rewards.isnan()
+    lengths = torch.where(scored, groups.counted("reinforce_plus_plus_baseline"), torch.zeros_like(about.deviations))
+    deviations = about.deviations.nan_to_num(nan=0.0)
+    count = lengths.sum()
+    centred = deviations - (lengths * deviations).sum() / count.clamp(min=1)
+    variance = (lengths * centred.square()).sum() / (count - 1).clamp(min=1)
+    scaled = centred / (variance + VARIANCE_FLOOR).sqrt()
+    return Estimate(torch.where(scored, scaled, torch.zeros_like(scaled)))
+
+
+ESTIMATOR = Estimator(whitened)

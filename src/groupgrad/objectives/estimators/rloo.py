@@ -1,0 +1,26 @@
+"""RLOO: the reward less the mean reward of the other completions of its group.
+
+Rewards of 1, 0, 0 and 0 give 1, -1/3, -1/3 and -1/3. It is `group` with `scale_rewards="none"` times G / (G - 1).
+
+Source: arXiv:2402.14740.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from groupgrad.objectives.estimator import AdvantageOptions, Estimate, Estimator, ScoredGroups, about_mean
+
+
+def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
+    """(groups, G) rewards less the mean of the others that were scored; NaN where there are none."""
+    count = (~rewards.isnan()).sum(dim=1, keepdim=True)
+    return about_mean(rewards).deviations * count / (count - 1)
+
+
+def relative_to_others(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:
+    """Rewards less the mean of the others."""
+    return Estimate(leave_one_out(groups.rewards))
+
+
+ESTIMATOR = Estimator(relative_to_others)

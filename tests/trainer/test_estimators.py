@@ -1,0 +1,116 @@
+"""Advantage estimators through `train()`: they get rewards and lengths, their settings, and a user's own trains too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.errors import ConfigError
+
+GROUP = 4
+
+
+class Kept(GRPOTrainer):
+    """A trainer that keeps what the estimator got, and the advantages that it trained."""
+
+    def compute_advantages(self, rewards: Any, num_generations: int, lengths: Any = None) -> Any:
+        self.given = (rewards.squeeze(1).numpy(), lengths.numpy())
+        return super().compute_advantages(rewards, num_generations, lengths)
+
+    def batch_loss(self, model: Any, batch: Any, **known: Any) -> Any:
+        self.trained = (batch.advantages.numpy(), batch.loss_tokens.numpy())
+        return super().batch_loss(model, batch, **known)
+
+
+def baseline_by_length(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    return rewards - (lengths * rewards).sum(1, keepdims=True) / lengths.sum(1, keepdims=True)
+
+
+def over_tokens(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    deviations = rewards - rewards.mean(1, keepdims=True)
+    by_token = np.repeat(deviations.ravel(), lengths.ravel().astype(int))
+    return (deviations - by_token.mean()) / np.sqrt(by_token.var(ddof=1) + 1e-8)
+
+
+def second_best(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    ordered = np.sort(rewards, axis=1)
+    found = np.zeros_like(rewards)
+    found[np.arange(len(rewards)), rewards.argmax(1)] = GROUP * (ordered[:, -1] - ordered[:, -2])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"advantage_estimator": "rloo"}, lambda r, _: (r - r.mean(1, keepdims=True)) * GROUP / (GROUP - 1)),
+        ({"advantage_estimator": "opo"}, baseline_by_length),
+        ({"advantage_estimator": "reinforce_plus_plus_baseline"}, over_tokens),
+        ({"advantage_estimator": "pass_at_k", "advantage_settings": '{"k": 4}'}, second_best),
+    ],
+)
+def test_what_is_trained_is_what_the_estimator_says(train: Any, settings: Any, expected: Any) -> None:
+    trainer = train(cls=Kept, max_steps=1, **settings)
+    (rewards, lengths), (advantages, loss_tokens) = trainer.given, trainer.trained
+    assert sorted(lengths) == sorted(loss_tokens) and len(set(lengths)) > 1 and len(set(rewards)) > 2
+    table = expected(rewards.reshape(-1, GROUP), lengths.reshape(-1, GROUP)).ravel()
+    assert sorted(advantages) == pytest.approx(sorted(table), abs=1e-6), "micro-batches may have another order"
+
+
+def test_maxrl_trains_successes_and_refuses_other_rewards(train: Any, tools: Any) -> None:
+    success = lambda completion_ids, **_: [float(ids[0] % 3 == 0) for ids in completion_ids]  # noqa: E731
+    trainer = train(cls=Kept, max_steps=1, reward_funcs=success, advantage_estimator="maxrl")
+    rates = trainer.given[0].reshape(-1, GROUP).mean(1, keepdims=True)
+    expected = np.where(rates > 0, trainer.given[0].reshape(-1, GROUP) / np.maximum(rates, 1 / GROUP) - 1, 0.0)
+    assert sorted(trainer.trained[0]) == pytest.approx(sorted(expected.ravel()), abs=1e-6) and len(set(rates.flat)) > 1
+    with pytest.raises(ValueError, match="'maxrl' is for rewards of 0 or 1"):
+        train(max_steps=1, advantage_estimator="maxrl")
+
+
+def test_a_subclass_need_not_take_lengths(train: Any) -> None:
+    class Old(GRPOTrainer):
+        def compute_advantages(self, rewards: Any, num_generations: int) -> Any:
+            calls.append(num_generations)
+            return super().compute_advantages(rewards, num_generations)
+
+    calls: list[int] = []
+    train(cls=Old, max_steps=1)
+    assert calls == [GROUP]
+    with pytest.raises(ValueError, match="compute_advantages gets them as its third argument, lengths"):
+        train(cls=Old, max_steps=1, advantage_estimator="opo")
+
+
+def test_an_estimator_of_ones_own_and_its_settings_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any
+) -> None:
+    (tmp_path / "modules" / "estimators_of_a_run").mkdir(parents=True)
+    (tmp_path / "modules" / "estimators_of_a_run" / "shifted.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from groupgrad.objectives import Estimate, Estimator\n"
+        "@dataclass(frozen=True)\nclass Settings:\n    shift: float = 0.0\n"
+        "ESTIMATOR = Estimator(lambda groups, options: Estimate(groups.rewards - options.settings.shift),"
+        " settings=Settings)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    own = {"advantage_estimator": "estimators_of_a_run.shifted", "advantage_settings": {"shift": 2.0}}
+    trainer = train(cls=Kept, max_steps=1, **own)
+    assert sorted(trainer.trained[0]) == pytest.approx(sorted(trainer.given[0] - 2.0), abs=1e-6)
+
+
+def test_what_cannot_work_stops_a_run_before_it_begins(make_trainer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"needs groups of 8, but num_generations is 4. Set num_generations to 8"):
+        make_trainer(advantage_estimator="pass_at_k", advantage_settings={"k": 8})
+    with pytest.raises(ConfigError, match=r"advantage_settings has k=0"):
+        make_trainer(advantage_estimator="pass_at_k", advantage_settings={"k": 0})
+    with pytest.raises(ConfigError, match=r"advantage_settings has 'k', but this advantage_estimator has none"):
+        make_trainer(advantage_estimator="rloo", advantage_settings={"k": 4})
+    with pytest.raises(ConfigError, match="advantage_estimator='rlo' is not known: did you mean 'rloo'"):
+        make_trainer(advantage_estimator="rlo")
+
+
+def test_scaling_that_an_estimator_does_not_read_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"scale_rewards='none' \(advantage_estimator is not 'group'\)"):
+        GRPOConfig(use_cpu=True, advantage_estimator="rloo", scale_rewards="none")
