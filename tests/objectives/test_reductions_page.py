@@ -11,35 +11,36 @@ import torch
 
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.objectives.methods import LOSSES
-from groupgrad.objectives.reduce import REDUCTIONS
+from groupgrad.objectives.reduce import REDUCTIONS, Reduction
 
 PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
-STATED = {
-    name: float(value)
-    for names, value in re.findall(r"^\*\*.+\*\* \(((?:`\w+`(?:, )?)+); example: ([\d.]+)", PAGE, re.MULTILINE)
-    for name in re.findall(r"\w+", names)
-}
-BY_HAND = {
-    "grpo": (1 + (2 + 3 + 4) / 3) / 2,
-    "sapo": (1 + (2 + 3 + 4) / 3) / 2,
-    "dapo": (1 + 2 + 3 + 4) / 4,
-    "cispo": (1 + 2 + 3 + 4) / 4,
-    "vespo": (1 + 2 + 3 + 4) / 4,
-    "dppo_tv": (1 + 2 + 3 + 4) / 4,
-    "dppo_kl": (1 + 2 + 3 + 4) / 4,
-    "gmpo": (1 + (2 + 3 + 4) / 3) / 2,
-    "luspo": (1 + 2 + 3 + 4) / 2,
-    "dr_grpo": (1 + 2 + 3 + 4) / (2 * 5),
-    "bnpo": (1 + 2 + 3 + 4) / 4,
+STATED = {name: float(value) for name, value in re.findall(r"^\*\*(.+)\*\* \(example: ([\d.]+)", PAGE, re.MULTILINE)}
+EXAMPLES: dict[Reduction, tuple[str, float]] = {
+    "sequence_mean": ("Mean of each completion, then over completions", (1 + (2 + 3 + 4) / 3) / 2),
+    "token_mean": ("Mean over all tokens of the step", (1 + 2 + 3 + 4) / 4),
+    "sequence_sum": ("Sum of each completion, mean over completions", (1 + 2 + 3 + 4) / 2),
+    "constant": ("Sum of tokens over a constant", (1 + 2 + 3 + 4) / (2 * 5)),
+    "local_token_mean": ("Mean over the tokens of a micro-batch", (1 + 2 + 3 + 4) / 4),
 }
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_example_of_the_page(loss_type: str, make_batch: Callable[..., Batch]) -> None:
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_example_of_the_page(reduction: Reduction, make_batch: Callable[..., Batch]) -> None:
+    title, by_hand = EXAMPLES[reduction]
     batch = make_batch([[True], [True, True, True]], [0.0, 0.0])
     losses = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-    assert REDUCTIONS[LOSSES[loss_type].reduction](losses, batch, 5).item() == pytest.approx(BY_HAND[loss_type])
-    assert STATED[loss_type] == pytest.approx(BY_HAND[loss_type])
+    assert REDUCTIONS[reduction](losses, batch, 5).item() == pytest.approx(by_hand)
+    assert STATED[title] == pytest.approx(by_hand)
+
+
+def test_the_reduction_of_each_loss() -> None:
+    assert {name: method.reduction for name, method in LOSSES.items()} == {
+        **dict.fromkeys(("grpo", "sapo", "gmpo"), "sequence_mean"),
+        **dict.fromkeys(("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl"), "token_mean"),
+        "luspo": "sequence_sum",
+        "dr_grpo": "constant",
+        "bnpo": "local_token_mean",
+    }
 
 
 def test_bnpo_with_a_micro_batch_for_each_completion(make_batch: Callable[..., Batch]) -> None:

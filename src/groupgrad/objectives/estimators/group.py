@@ -1,10 +1,13 @@
 """GRPO: the reward less the mean of its group, divided by a standard deviation, or not.
 
-`scale_rewards` chooses the deviation: of the group, of the whole generation batch, or none. With
-`multi_objective_aggregation="normalize_then_sum"` (GDPO) each reward function is normalised in its group, and their
-weighted sum over the generation batch. Rewards of 1, 0, 0 and 1 give 0.866, -0.866, -0.866 and 0.866.
+`scale_rewards` chooses the deviation (plus 1e-4): of the `group`, of the whole generation `batch` (arXiv:2508.08221),
+or `none` (arXiv:2503.20783). With `multi_objective_aggregation="normalize_then_sum"` (GDPO, arXiv:2601.05242) each
+reward function is normalised in its group, and their weighted sum over the generation batch. Rewards of 1, 0, 0 and 1
+give 0.866, -0.866, -0.866 and 0.866.
 
-Source: arXiv:2402.03300, section 4.1.2; no scaling: arXiv:2503.20783; batch: arXiv:2508.08221; GDPO: arXiv:2601.05242.
+When: the default.
+
+Source: arXiv:2402.03300, section 4.1.2.
 """
 
 from __future__ import annotations

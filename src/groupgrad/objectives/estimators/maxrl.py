@@ -1,7 +1,11 @@
-"""MaxRL: the reward less the mean of its group, divided by that mean. For rewards of 0 or 1.
+r"""MaxRL: the reward less the mean of its group, divided by that mean. For rewards of 0 or 1.
 
-The gradient is that of log pass rate, to the order that a group of G allows, so hard prompts weigh more. Rewards of 1,
-0, 0 and 0 give 3, -1, -1 and -1; a group without a success gives 0.
+$$A_i = \frac{r_i - \bar r}{\bar r}$$
+
+and 0 where the mean is 0. Hard prompts weigh more: the expected gradient is that of the sum of pass@k / k for k below
+G, the first terms of the series of the log pass rate. Rewards of 1, 0, 0 and 0 give 3, -1, -1 and -1.
+
+When: verified answers, many prompts that are rarely solved, and samples enough to solve them sometimes.
 
 Source: arXiv:2602.02710.
 """

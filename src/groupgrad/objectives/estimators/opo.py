@@ -1,8 +1,13 @@
-"""OPO: the reward less the mean of its group, in which a completion counts by its length.
+r"""OPO: the reward less the mean of its group, in which a completion counts by its length.
 
-With lengths l the baseline is sum(l r) / sum(l), which has the least variance if the gradients of tokens are
-independent and of one size. Rewards of 1 and 0 for lengths of 30 and 10 have a baseline of 0.75, and advantages of 0.25
-and -0.75.
+With lengths l, the tokens that the policy sampled, the advantage is
+
+$$A_i = r_i - \frac{\sum_j l_j r_j}{\sum_j l_j}$$
+
+The baseline has the least variance if the gradients of tokens are independent and of one size. Rewards of 1 and 0 for
+lengths of 30 and 10 have a baseline of 0.75, and advantages of 0.25 and -0.75.
+
+When: on-policy steps with completions of very different lengths.
 
 Source: arXiv:2505.23585.
 """

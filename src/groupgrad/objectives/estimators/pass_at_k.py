@@ -1,16 +1,17 @@
-"""pass@k: what a completion adds to the best of k that are drawn from its group.
+r"""pass@k: what a completion adds to the best of k that are drawn from its group.
 
 The advantage is G / C(G, k) times the sum, over all sets of k completions that contain it, of the best reward in the
-set less the best reward in it without the completion. Averaged over the group, with the gradients of the log-probs,
-this estimates the gradient of the expected best reward of k samples without bias; for rewards of 0 and 1 that is
-pass@k. With rewards in ascending order, the advantage of the i-th is
+set less the best reward in it without the completion. The expected gradient is that of the expected best reward of k
+samples, without bias; for rewards of 0 and 1 that is pass@k. With rewards in ascending order,
 
-    G / C(G, k) * sum over j < i of (r_i - r_j) C(j - 1, k - 2).
+$$A_i = \frac{G}{\binom{G}{k}} \sum_{j<i} (r_i - r_j) \binom{j - 1}{k - 2}$$
 
-k = G leaves G (best - second best) for the best row alone. k = 1 is `rloo`. Rewards of 0, 0, 0 and 1 under k = 2 give
-0, 0, 0 and 2.
+`k` = G leaves G (best - second best) for the best row alone, and `k` = 1 is `rloo`. Rewards of 0, 0, 0 and 1 under
+`k` = 2 give 0, 0, 0 and 2. A group with fewer than `k` scored rows has no set of `k`, and gives 0.
 
-Source: arXiv:2505.15201 (leave-one-out minus one), and arXiv:2503.19595 for k = G.
+When: several attempts count as one, in search or with a verifier, and diversity must last.
+
+Source: arXiv:2505.15201, leave-one-out minus one; `k` = G: arXiv:2503.19595.
 """
 
 from __future__ import annotations

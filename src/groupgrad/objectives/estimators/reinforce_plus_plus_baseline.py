@@ -1,8 +1,14 @@
-"""REINFORCE++-baseline: the reward less the mean of its group, normalised over the tokens of the generation batch.
+r"""REINFORCE++-baseline: the reward less the mean of its group, normalised over the tokens of the generation batch.
 
-With d = r - mean of the group, and mean and sample standard deviation of d over all tokens of the generation batch
-(each token of a completion has its d), the advantage is (d - mean) / sqrt(variance + 1e-8). Rewards of 1 and 0 for
-lengths of 3 and 1 have d = 0.5 and -0.5, a mean of 0.25 and a variance of 0.25, and advantages of 0.5 and -1.5.
+With d the deviation from the group's mean, which each token of a completion has, and mean and sample variance of d over
+all tokens that the policy sampled, the advantage is
+
+$$A_i = \frac{d_i - mean(d)}{\sqrt{var(d) + 10^{-8}}}$$
+
+A group whose rewards are equal gets the shift alone. Rewards of 1 and 0 for lengths of 3 and 1 have d = 0.5 and -0.5, a
+mean of 0.25 and a variance of 0.25, and advantages of 0.5 and -1.5.
+
+When: one scale for all prompts, where the deviation of a single group is a poor estimate.
 
 Source: arXiv:2501.03262; over tokens as in OpenRLHF and verl.
 """

@@ -1,6 +1,9 @@
-"""BNPO, TRL's name: the clipped surrogate, averaged over the tokens of a micro-batch of one process.
+"""BNPO: the clipped surrogate of `grpo`, averaged over the tokens of a micro-batch of one process.
 
-The only loss that depends on the size of a micro-batch. TRL's documentation cites no paper.
+It is TRL's name; its documentation cites no paper. The sum of token losses is divided by the number of loss tokens in
+the micro-batch, so results vary with the micro-batch size; with one completion a micro-batch it equals `grpo`.
+
+When: only to reproduce results; no other loss depends on the micro-batch size.
 """
 
 from groupgrad.objectives.clipping import CLIP_METRICS, CLIP_SETTINGS, clipped_ratio

@@ -1,6 +1,14 @@
-"""CISPO: the weight is clipped and has no gradient, so every token keeps one. Averaged over all tokens of the step.
+r"""CISPO: the weight is clipped and has no gradient, so every token keeps one. Averaged over all tokens of the step.
 
-Source: arXiv:2506.13585, eq. 4.
+`epsilon_high` is the ceiling itself:
+
+$$\ell_{i,t} = -sg\left(\min(c_{i,t}, \epsilon_{high})\right) A_i \log\pi_{i,t}$$
+
+A ratio of 7 under a ceiling of 5 and A = 1 has the gradient of -5 log pi.
+
+When: several steps a generation batch; rare decisive tokens keep a gradient.
+
+Source: arXiv:2506.13585, eq. 4; the ceiling's default: arXiv:2510.13786.
 """
 
 from __future__ import annotations

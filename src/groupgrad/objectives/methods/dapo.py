@@ -1,4 +1,8 @@
-"""DAPO: the clipped surrogate, averaged over all tokens of the step.
+"""DAPO: the clipped surrogate of `grpo`, averaged over all tokens of the step.
+
+Every token counts the same, whichever completion it is in.
+
+When: a good first choice.
 
 Source: arXiv:2503.14476, eq. 8.
 """

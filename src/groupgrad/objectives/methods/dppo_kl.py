@@ -1,6 +1,10 @@
-"""DPPO, binary KL: as `dppo_tv`, with the Kullback-Leibler divergence between this token and any other.
+r"""DPPO, binary KL: as `dppo_tv`, with the Kullback-Leibler divergence between this token and any other.
 
-It is mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)). For mu = 0.5 and pi = 0.8 that is 0.223.
+$$\mu \log\frac{\mu}{\pi} + (1 - \mu) \log\frac{1 - \mu}{1 - \pi}$$
+
+For mu = 0.5 and pi = 0.8 that is 0.223.
+
+When: as `dppo_tv`, with a bound in nats.
 
 Source: arXiv:2602.04879, the binary approximation of the KL divergence.
 """

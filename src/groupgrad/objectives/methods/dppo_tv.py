@@ -1,9 +1,14 @@
-"""DPPO, binary TV: a token is left out once its probability is too far from the sampler's, in the wrong direction.
+r"""DPPO, binary TV: a token is left out once its probability is too far from the sampler's, in the wrong direction.
 
-With the sampler's probability mu and the weight r = min(pi / mu, ceiling), which has no gradient, a token's loss is
--r A log pi. It is 0 where A > 0 and pi - mu > threshold, or A < 0 and mu - pi > threshold. So rare tokens, whose ratios
-are large before their probabilities are, keep a gradient. Averaged over all tokens of the step. For A = 1, mu = 0.5 and
-pi = 0.6 the weight is 1.2, for pi = 0.8 the loss is 0.
+With the probability mu that the sampler gave the token and r = pi / mu, the loss of a token is 0 where A > 0 and
+pi - mu > `threshold`, or A < 0 and mu - pi > `threshold`, and elsewhere
+
+$$\ell_{i,t} = -sg\left(\min(r_{i,t}, ceiling)\right) A_i \log\pi_{i,t}$$
+
+So rare tokens, whose ratios are large before their probabilities are, keep a gradient. Where vLLM samples, its
+correction is in r already. For A = 1, mu = 0.5 and pi = 0.6 the weight is 1.2, for pi = 0.8 the loss is 0.
+
+When: samples of an engine that differs, or stale ones; rare tokens keep a gradient.
 
 Source: arXiv:2602.04879, the binary approximation of total variation; the ceiling as in verl and prime-rl.
 """

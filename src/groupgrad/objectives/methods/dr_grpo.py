@@ -1,4 +1,8 @@
-"""Dr. GRPO: the clipped surrogate, summed over tokens and divided by completions times `max_completion_length`.
+"""Dr. GRPO: the clipped surrogate of `grpo`, summed over tokens and divided by a constant.
+
+The constant is completions times `max_completion_length`. With `scale_rewards="none"` it has neither bias of `grpo`.
+
+When: lengths must not bias the gradient.
 
 Source: arXiv:2503.20783, section 3.2.
 """

@@ -1,8 +1,13 @@
-"""GMPO: completions are weighed by the geometric mean of their tokens' clipped ratios, and count once each.
+r"""GMPO: completions are weighed by the geometric mean of their tokens' clipped ratios, and count once each.
 
-A completion's loss is -A exp(m), where m is the mean of log c over its tokens that no mask takes out, with log c at
-most `clip` if A > 0 and at least -`clip` if A < 0. Ratios of e and e^-1 under A = 1 and a clip of 0.4 give
--exp((0.4 - 1) / 2) = -0.741.
+The logarithm of a ratio is at most `clip` where A > 0, and at least -`clip` where A < 0; only tokens that no mask takes
+out are in the mean. All tokens of a completion have one weight:
+
+$$\ell_{i,t} = -A_i \exp\left(\frac{1}{T_i} \sum_t \log c_{i,t}\right)$$
+
+Ratios of e and 1/e under A = 1 and a clip of 0.4 give -exp((0.4 - 1) / 2) = -0.741.
+
+When: several steps a generation batch, without single tokens that dominate.
 
 Source: arXiv:2507.20673, eq. 4.
 """

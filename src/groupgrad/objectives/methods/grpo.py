@@ -1,4 +1,13 @@
-"""GRPO: the clipped surrogate, averaged over each completion and then over completions.
+r"""GRPO: the clipped surrogate, averaged over each completion and then over completions.
+
+With the policy ratio c of a token or sequence,
+
+$$\ell_{i,t} = -\min\left(\min(c_{i,t}, \delta) A_i,\; clip(c_{i,t}, 1-\epsilon, 1+\epsilon_{high}) A_i\right)$$
+
+`delta` is a ceiling of the first ratio (arXiv:2505.07291), none by default. A ratio of 1.5 under A = 1 and a width of
+0.2 gives -1.2 without a gradient; under A = -1 it gives 1.5.
+
+When: to reproduce older results; long completions count less per token.
 
 Source: arXiv:2402.03300, eq. 3.
 """

@@ -1,6 +1,10 @@
-"""LUSPO: the clipped surrogate, summed over each completion and averaged over completions.
+"""LUSPO: the clipped surrogate of `grpo`, summed over each completion and averaged over completions.
 
-With ratios of sequences. Source: arXiv:2602.05261.
+It is defined for ratios of sequences (`importance_sampling_level="sequence"`).
+
+When: ratios of sequences (GSPO) without their preference for short completions.
+
+Source: arXiv:2602.05261.
 """
 
 from groupgrad.objectives.clipping import CLIP_METRICS, CLIP_SETTINGS, clipped_ratio

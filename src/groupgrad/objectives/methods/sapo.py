@@ -1,4 +1,12 @@
-"""SAPO: a smooth gate in place of the clip, averaged over each completion and then over completions.
+r"""SAPO: a smooth gate in place of the clip, averaged over each completion and then over completions.
+
+With the temperature `sapo_temperature_pos` where A > 0, else `sapo_temperature_neg`:
+
+$$\ell_{i,t} = -\frac{4}{\tau} \sigma\left(\tau (c_{i,t} - 1)\right) A_i$$
+
+A ratio of 1 gives -2 A / tau, with the gradient of -A c.
+
+When: stale samples, without a hard edge.
 
 Source: arXiv:2511.20347, eq. 5 and 6.
 """

@@ -1,4 +1,10 @@
-"""VESPO: each token is weighed by its whole sequence's weight. Averaged over all tokens of the step.
+r"""VESPO: each token is weighed by its whole sequence's weight. Averaged over all tokens of the step.
+
+With the product W of a completion's ratios, and `vespo_k_...` and `vespo_lambda_...` by the sign of A:
+
+$$\ell_{i,t} = -sg\left(W_i^{k} e^{\lambda (1 - W_i)}\right) A_i \log\pi_{i,t}$$
+
+When: very stale samples (`rollout_ahead`, asynchronous vLLM).
 
 Source: arXiv:2602.10693.
 """
