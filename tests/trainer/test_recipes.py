@@ -57,6 +57,8 @@ def test_a_file_trains(name: str, train: Any, tmp_path: Path, monkeypatch: pytes
         settings |= {"vllm_max_model_length": 64}
         started = simulate_vllm(monkeypatch)
     steps = 3 if settings.get("steps_per_generation") else 2
+    if settings.get("advantage_estimator") == "maxrl":
+        settings["reward_funcs"] = lambda completion_ids, **_: [float(len(ids) % 2) for ids in completion_ids]
     trainer = train(**settings | SMALL | {"max_steps": steps, "output_dir": str(tmp_path)})
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     assert len(logged) == steps
