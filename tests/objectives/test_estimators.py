@@ -1,4 +1,4 @@
-"""Advantage estimators: numbers worked by hand, gradients over all groups that can be drawn, missing rewards, settings."""
+"""Advantage estimators: numbers worked by hand, gradients over all groups that can be drawn, missing rewards."""
 
 from __future__ import annotations
 

@@ -61,13 +61,14 @@ def collect(
     phase: str = "train",
     groups: int = 3,
     number: int = 4,
+    **more: Any,
 ) -> tuple[Experience, Asked]:
     """A generation batch of groups of two whose loader has brought the first rows of `DATA`."""
     engine = Asked()
     rollouts = SingleTurnRollouts(PromptMaker(tokenizer), engine, SamplingOptions(8), seed=0)
     dynamic = DynamicSampling(num_rounds, dataset, seed=3) if num_rounds else None
     scoring = ScoringOptions((1.0,), scale_rewards="none")
-    collector = make_collector(rollouts, RewardRunner([rewards]), scoring, dynamic=dynamic)
+    collector = make_collector(rollouts, RewardRunner([rewards]), scoring, dynamic=dynamic, **more)
     rows = {group: DATA[group] for group in range(groups)}
     size = 2 * groups
     return collector(GenerationRequest(rows, range(size), size, 2, phase, number, 9), trainer_state=None), engine
@@ -93,6 +94,19 @@ def test_groups_without_a_signal_are_replaced_whole(tokenizer):
     assert experience.table.columns["seen"] == prompts, "what a function logged of a row goes with its row"
     assert len(engine.calls[0]) == 6 and all(len(call) in (2, 4) for call in engine.calls[1:])
     assert len(engine.calls) == len(rewards.seen) > 1
+
+
+def test_estimators_get_the_lengths_of_the_groups_that_stay(tokenizer):
+    def advantages(rewards: torch.Tensor, num_generations: int, lengths: torch.Tensor) -> Advantages:
+        given.append(lengths.tolist())
+        return compute_advantages(rewards, [1.0], num_generations, estimator="opo", lengths=lengths)
+
+    given: list[list[float]] = []
+    longer = Dataset.from_dict({"prompt": [name * (2 + row) for row, name in enumerate("abcdefgh")], "row": range(8)})
+    experience, _ = collect(tokenizer, Rewards(1, 3, 4, 5, 6, 7), 20, dataset=longer, advantages=advantages)
+    assert given[0] == [2.0] * 6, "a prompt of one token, and the end"
+    assert given[-1] == [float(rollout.num_sampled) for rollout in experience.rollouts]
+    assert given[-1][2:4] == [2.0, 2.0] and len(set(given[-1])) > 1
 
 
 def test_metrics_say_what_it_cost(tokenizer):

@@ -42,7 +42,8 @@ class ScoredRollouts:
         place = {rollout.index: index for index, rollout in enumerate(self.rollouts)}
         places = [place[rollout.index] for rollout in later.rollouts]
         rewards, lengths = self.rewards.clone(), self.lengths.clone()
-        rewards[rows], lengths[rows] = later.rewards[rows], later.lengths[rows]
+        rewards[rows] = later.rewards[rows]
+        lengths[rows] = later.lengths[rows]
         return ScoredRollouts(
             _put(self.rollouts, places, later.rollouts),
             _join(self.table, later.table, places),
