@@ -8,6 +8,7 @@ prompts end to end), ``R`` reward functions, ``V`` vocabulary, ``H`` hidden size
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,9 @@ from groupgrad.metrics import Metric
 FinishReason = Literal["eos", "length", "tool_budget", "context", "tool_limit", "error"]
 
 Messages = list[dict[str, Any]]
+
+Reward = float | None | list[float | None]
+"""The reward of a rollout, or of each of its turns; None for no reward."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -118,8 +122,10 @@ class Rollout:
     tool_results: dict[int, Any] = field(default_factory=dict[int, Any])
     """Results of tools as reward functions get them, by their places in `completion`, where the model read another
     form."""
-    environment_rewards: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
+    environment_rewards: dict[str, Reward] = field(default_factory=dict[str, "Reward"])
     """Rewards that the rollout brings with it, by the name of their column (its environment's)."""
+    states: list[str] | None = None
+    """What the environment said of its state before each turn; None where nobody asked it."""
     trace: Trace | None = None
     """Turns, calls and failures of an agent's rollout; None for a rollout of one turn."""
     media: Media | None = None
@@ -147,6 +153,14 @@ class Rollout:
         return self.finish_reason != "eos"
 
     @property
+    def turns(self) -> list[tuple[int, int]]:
+        """Where each turn begins and ends in the completion: the runs of tokens that the policy sampled."""
+        if self.sampled is None:
+            return [(0, len(self.completion_ids))] if self.completion_ids else []
+        bounds = [place for place, (before, now) in enumerate(pairwise([False, *self.sampled, False])) if before != now]
+        return list(zip(bounds[::2], bounds[1::2]))
+
+    @property
     def num_sampled(self) -> int:
         """Completion tokens that the policy itself produced."""
         return len(self.completion_ids) if self.sampled is None else sum(self.sampled)
@@ -166,3 +180,18 @@ class RewardTable:
     """Scalars logged by the reward functions."""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """Wall-clock seconds of each function's call, by its name."""
+    by_turn: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    """Rows whose turns were scored -> (T, R) float64 rewards of their turns, NaN where a function gave none; a reward
+    of the whole rollout stands at its last turn. `rewards` has the sums."""
+
+
+@dataclass(slots=True, frozen=True)
+class Turns:
+    """The turns of a rollout, for an estimator that credits each of them."""
+
+    lengths: list[int]
+    """Tokens that the policy sampled in each of the T turns."""
+    rewards: torch.Tensor
+    """(T, R) float64, NaN where a function gave none; a reward of the whole rollout stands at the last turn."""
+    states: list[str]
+    """Equal for turns that begin in equal states."""

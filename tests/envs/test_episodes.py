@@ -67,13 +67,15 @@ def test_observations(workers: Workers, make: Any, value: Any, problem: str | No
         (np.bool_(False), 0.0, None),
         (torch.tensor(2.0), 2.0, None),
         ("1", None, "Variant.get_reward returned a str; return a number, or None"),
-        ([1.0], None, "returned a list"),
+        ([1.0], [1.0], None),
+        ([1.0, 2.0], None, "returned 2 rewards by turn, but there were 1"),
+        (["1"], None, "Variant.get_reward returned a str; return a number, or None"),
         (torch.ones(2), None, "returned a Tensor"),
         (float("inf"), None, "returned inf; return a finite number"),
         (ZeroDivisionError("no steps"), None, "Variant.get_reward failed: ZeroDivisionError: no steps"),
     ],
 )
-def test_rewards(workers: Workers, make: Any, value: Any, reward: float | None, problem: str | None, is_async: bool):
+def test_rewards(workers: Workers, make: Any, value: Any, reward: Any, problem: str | None, is_async: bool):
     handle = start(make(variant(get_reward=returning(value, is_async))), workers)
     outcome = handle.get_reward(workers, 5).result(5)
     assert outcome.value == reward

@@ -80,6 +80,7 @@ def make_agents(
     max_context: int | None = None,
     max_tool_calling_iterations: int | None = None,
     ahead: int = 0,
+    state: str | None = None,
     **limits: Any,
 ) -> AgentRollouts:
     """Rollouts of agents over the engine."""
@@ -95,7 +96,7 @@ def make_agents(
         ChatFormat(tokenizer, schemas=schemas),
         tools=shared_tools,
         environments=environments,
-        options=AgentOptions(max_tool_calling_iterations, ToolOptions(**limits), ahead),
+        options=AgentOptions(max_tool_calling_iterations, ToolOptions(**limits), ahead, state),
         seed=SEED,
     )
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import sys
@@ -112,6 +113,17 @@ def test_numbers_of_every_type_are_accepted(make_rollouts, returned):
     assert math.isnan(rewards[0]) and math.isnan(rewards[1]) and rewards[2] == 0.0
 
 
+def test_a_row_may_have_a_reward_for_each_turn(make_rollouts):
+    rollouts = make_rollouts(["abcd", "y", ""])
+    rollouts[0] = dataclasses.replace(
+        rollouts[0], completion_ids=[5, 6, 7, 8, 9], sampled=[True, True, False, True, False]
+    )
+    inputs = CallInputs.of(rollouts, None, 0)
+    assert [rollout.turns for rollout in rollouts[:2]] == [[(0, 2), (3, 4)], [(0, len(rollouts[1].completion_ids))]]
+    first, second, third = read_rewards([(1, None), [np.float32(2.5)], 0], "f", inputs)
+    assert first[0] == 1.0 and math.isnan(first[1]) and second == [2.5] and third == 0.0
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -123,7 +135,9 @@ def test_numbers_of_every_type_are_accepted(make_rollouts, returned):
         ([0.0, 1e39, 0.0], r"returned 1e\+39 for row 1 .*beyond 3\.4e\+38"),
         (["1.0", 0.0, 0.0], r"returned '1.0' \(str\) for row 0"),
         ([1j, 0.0, 0.0], r"\(complex\) for row 0"),
-        ([[1.0], [2.0], [3.0]], r"\[1.0\] \(list\) for row 0"),
+        ([1.0, [2.0, 3.0], 0.0], r"2 rewards by turn for row 1 .*, which has 1; return a number"),
+        ([1.0, ["a"], 0.0], r"\['a'\] \(list\) for row 1"),
+        ([1.0, [1e39], 0.0], r"\[1e\+39\] for row 1 .*beyond 3\.4e\+38"),
         (torch.zeros(3, 1), r"array of shape \(3, 1\); return shape \(3,\)"),
         (1.0, r"it returned 1.0 \(float\); return a list"),
         (None, r"it returned None \(NoneType\)"),

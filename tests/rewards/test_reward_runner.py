@@ -401,6 +401,23 @@ def test_rewards_of_environments_follow_the_columns_of_functions(make_rollouts):
     assert values(RewardRunner([], environment_names=["Maze"]).score(rollouts)) == [[1.5], [99.0], [99.0]]
 
 
+def test_rewards_of_turns_stand_beside_their_sums(make_rollouts):
+    """Two turns, of which one function scores each, another the end, and the environment the first."""
+    rollouts = make_rollouts(["abcd", "y"])
+    rollouts[0] = dataclasses.replace(
+        rollouts[0], completion_ids=[5, 6, 7], sampled=[True, False, True], environment_rewards={"Maze": [0.25, None]}
+    )
+
+    def each(completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
+        return [[1.0, -3.0], 4.0]
+
+    table = RewardRunner([each, length], environment_names=["Maze"]).score(rollouts)
+    assert values(table) == [[-2.0, 4.0, 0.25], [4.0, 1.0, 99.0]]
+    assert list(table.by_turn) == [0]
+    assert table.by_turn[0].nan_to_num(nan=99.0).tolist() == [[1.0, 99.0, 0.25], [-3.0, 4.0, 99.0]]
+    assert not RewardRunner(length).score(rollouts).by_turn
+
+
 def test_failed_rollouts_are_not_passed_to_functions_and_get_no_reward(make_rollouts):
     seen: list[Any] = []
 

@@ -267,6 +267,25 @@ def _forget() -> None:
     Counter.made = []
 
 
+def test_an_environment_may_score_each_turn_and_say_its_state(tokenizer):
+    class Scored(Counter):
+        def get_reward(self) -> list[float | None]:
+            return [float(self.value), None, 1.0]
+
+    script = {0: [call("add", step=2), call("add", step=3), "5"], 1: ["nothing"]}
+    data = {0: user("count", start=0), 1: user("count", start=4)}
+    rollouts, _ = play(tokenizer, script, [], data, environment=Scored, state="value")
+    assert rollouts[0].environment_rewards == {"Scored": [5.0, None, 1.0]}
+    assert [len(rollout.turns) for rollout in rollouts] == [3, 1]
+    assert [rollout.states for rollout in rollouts] == [["0", "2", "5"], ["4"]]
+    assert rollouts[1].environment_rewards == {"Scored": None}
+    assert "returned 3 rewards by turn, but there were 1" in rollouts[1].trace.problem
+    with pytest.raises(
+        ValueError, match="the environment 'Counter' has no attribute 'place', which advantage_settings"
+    ):
+        play(tokenizer, script, [], data, environment=Counter, state="place")
+
+
 def test_an_environment_for_each_rollout(tokenizer):
     script = {0: [call("add", step=2), call("add", step=3), "5"], 1: ["nothing"]}
     data = {0: user("count", start=0), 1: user("count", start=4)}

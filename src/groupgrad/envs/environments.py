@@ -26,6 +26,7 @@ from groupgrad.envs.env_spec import (
 )
 from groupgrad.envs.tools import Tool, ToolBox, check_names, chosen_tools, error_text
 from groupgrad.run_folder.completions import distinct_names
+from groupgrad.types import Reward
 
 logger = logging.getLogger(__name__)
 
@@ -247,17 +248,27 @@ class EnvHandle:
         begin = functools.partial(self._begin, self.spec.reset_arguments(row))
         return self._call("reset", begin, self._check_observation, workers, timeout_s)
 
-    def get_reward(self, workers: Workers, timeout_s: float) -> Future[Outcome]:
-        """The reward of an environment that computes one: a finite number, or None. Never raises."""
+    def get_reward(self, workers: Workers, timeout_s: float, num_turns: int = 1) -> Future[Outcome]:
+        """The reward of an environment that computes one: a finite number or None, or one a turn. Never raises."""
         if (problem := self.problem()) is not None:
             future: Future[Outcome] = Future()
             future.set_result(Outcome(error=EnvironmentFault(f"{self.spec.reward_name}.get_reward: {problem}")))
             return future
-        return self._call("get_reward", self.method("get_reward"), self._check_reward, workers, timeout_s)
+        check = functools.partial(self._check_reward, num_turns=num_turns)
+        return self._call("get_reward", self.method("get_reward"), check, workers, timeout_s)
 
     def method(self, name: str) -> Callable[..., Any]:
         """A method of the instance, to be called with keywords."""
         return getattr(self.instance, name)
+
+    def state(self, attribute: str) -> str:
+        """An attribute of the instance, as text. ValueError if it has none of this name."""
+        if not hasattr(self.instance, attribute):
+            raise ValueError(
+                f"the environment '{self.spec.env_class.__name__}' has no attribute {attribute!r}, which "
+                "advantage_settings names as its state. Set it in reset, or name another"
+            )
+        return str(getattr(self.instance, attribute))
 
     def problem(self) -> str | None:
         """The reason why no method can be called now, in words for the model; None if one can."""
@@ -329,10 +340,22 @@ class EnvHandle:
             "return None, a text, an image, or a list of content blocks such as {'type': 'text', 'text': ...}"
         )
 
-    def _check_reward(self, value: Any) -> float | None:
+    def _check_reward(self, value: Any, num_turns: int) -> Reward:
+        name = f"{self.spec.reward_name}.get_reward"
+        if isinstance(value, (list, tuple)):
+            if len(value) != num_turns:
+                raise EnvironmentFault(
+                    f"{name} returned {len(value)} rewards by turn, but there were {num_turns}; return one for each "
+                    "time that the model was asked, the last included, or one number for all"
+                )
+            return [self._check_number(turn, name) for turn in value]
+        return self._check_number(value, name)
+
+    @staticmethod
+    def _check_number(value: Any, name: str) -> float | None:
         if value is None:
             return None
-        name, reward = f"{self.spec.reward_name}.get_reward", real_number(value)
+        reward = real_number(value)
         if reward is None:
             raise EnvironmentFault(f"{name} returned a {type(value).__name__}; return a number, or None for no reward")
         if math.isinf(reward):

@@ -89,11 +89,14 @@ def inspect_function(function: Callable[..., Any]) -> RewardFunction:
     )
 
 
-def read_rewards(returned: Any, name: str, inputs: CallInputs, *, largest: float = LARGEST_REWARD) -> list[float]:
-    """Converts the return value of a reward function to one float a row; None and NaN become NaN.
+def read_rewards(
+    returned: Any, name: str, inputs: CallInputs, *, largest: float = LARGEST_REWARD
+) -> list[float | list[float]]:
+    """Converts the return value of a reward function to one float a row, or one a turn; None and NaN become NaN.
 
-    Accepts a list, tuple, array or tensor of real numbers, booleans and None. RewardError, with the function, step and
-    row, for anything else, a wrong number of rewards, and one beyond `largest`.
+    Accepts a list, tuple, array or tensor of real numbers, booleans and None; in the place of a number also a list with
+    one for each turn of the rollout. RewardError, with the function, step and row, for anything else, a wrong number of
+    rewards, and one beyond `largest`.
     """
     values = returned.tolist() if callable(getattr(returned, "tolist", None)) else returned
     num_rows, problem = len(inputs.rollouts), ""
@@ -108,12 +111,21 @@ def read_rewards(returned: Any, name: str, inputs: CallInputs, *, largest: float
             "or None a completion, in their order"
         )
     else:
-        rewards = [math.nan if value is None else real_number(value) for value in values]
+        rewards = [
+            [_number(turn) for turn in value] if isinstance(value, (list, tuple)) else _number(value)
+            for value in values
+        ]
     for row, reward in enumerate(rewards):
-        if reward is None:
+        parts = reward if isinstance(reward, list) else [reward]
+        if isinstance(reward, list) and len(reward) != (num_turns := len(inputs.rollouts[row].turns)):
+            problem = (
+                f"{len(reward)} rewards by turn for {inputs.describe(row)}, which has {num_turns}; return a number or "
+                "None for each time that the model was asked, or one number for the whole completion"
+            )
+        elif None in parts:
             what = f"{short_repr(values[row])} for {inputs.describe(row)}"
             problem = f"{what}; return a number, or None where the function does not apply"
-        elif abs(reward) > largest:
+        elif any(abs(part) > largest for part in parts):
             problem = (
                 f"{values[row]!r} for {inputs.describe(row)}; an infinite reward, or one beyond {largest:.2g}, makes "
                 "the advantages of its whole group meaningless: return a smaller number, or None where the function "
@@ -124,6 +136,11 @@ def read_rewards(returned: Any, name: str, inputs: CallInputs, *, largest: float
     if problem:
         raise RewardError(f"reward function '{name}', step {inputs.step}: it returned {problem}")
     return rewards
+
+
+def _number(value: Any) -> float | None:
+    """NaN for no reward; None for what is no number."""
+    return math.nan if value is None else real_number(value)
 
 
 def call_error(

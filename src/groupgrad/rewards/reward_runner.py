@@ -26,7 +26,7 @@ from groupgrad.rewards.model_loading import RewardModelOptions
 from groupgrad.rewards.models import RewardModel
 from groupgrad.rewards.supervision import CallStatistics, SupervisionOptions
 from groupgrad.run_folder.completions import TABLE_COLUMNS, distinct_names
-from groupgrad.types import RewardTable, Rollout
+from groupgrad.types import Reward, RewardTable, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RewardFunc = Union[str, "PreTrainedModel", Callable[..., Any]]
+
+RewardsOfRows = list[float | list[float]]
+"""What a function gave the rows: one number each, or one for each turn; NaN where it gave none."""
 
 
 class RewardRunner:
@@ -152,9 +155,13 @@ class RewardRunner:
         logs = [CallLog(scorer.name, len(rows), step) for scorer in self._scorers]
         rewards = self._call_all(inputs, logs, table.seconds)
         for name in self._environment_names:
-            given = (rollout.environment_rewards.get(name) for rollout in inputs.rollouts)
-            rewards.append([torch.nan if value is None else value for value in given])
-        table.rewards[rows] = torch.tensor(rewards, dtype=torch.float64).T
+            rewards.append([_or_nan(rollout.environment_rewards.get(name)) for rollout in inputs.rollouts])
+        for row, given in zip(rows, zip(*rewards)):
+            table.rewards[row] = torch.tensor([_total(value) for value in given], dtype=torch.float64)
+            if any(isinstance(value, list) for value in given):
+                num_turns = len(rollouts[row].turns)
+                columns = [_of_turns(value, num_turns) for value in given]
+                table.by_turn[row] = torch.tensor(columns, dtype=torch.float64).T
         for log in logs:
             for column, values in log.columns.items():
                 # Another column may have this name; names of functions differ.
@@ -175,13 +182,13 @@ class RewardRunner:
         """Ends the worker processes of reward functions; the next call starts them again."""
         self._calls.close_workers()
 
-    def _call_all(self, inputs: CallInputs, logs: list[CallLog], seconds: dict[str, float]) -> list[list[float]]:
+    def _call_all(self, inputs: CallInputs, logs: list[CallLog], seconds: dict[str, float]) -> list[RewardsOfRows]:
         """Returns the rewards of all functions and models, in order, and notes the seconds of each.
 
         A failure cancels the pending calls.
         """
         begun: dict[int, BegunCall] = {}
-        rewards: dict[int, list[float]] = {}
+        rewards: dict[int, RewardsOfRows] = {}
         try:
             for i, scorer in enumerate(self._scorers):
                 if isinstance(scorer, RewardFunction):
@@ -204,7 +211,7 @@ class RewardRunner:
 
     def _score(
         self, index: int, function: RewardFunction, inputs: CallInputs, logs: list[CallLog], begun: dict[int, BegunCall]
-    ) -> list[float]:
+    ) -> RewardsOfRows:
         """Waits for a function's call, begins it anew after transient errors, and returns one reward a row."""
         seconds = 0.0
         for attempt in itertools.count(1):
@@ -227,7 +234,7 @@ class RewardRunner:
         largest = LARGEST_REWARD if self.weights[index] != 0.0 else math.inf
         return read_rewards(outcome.value, function.name, inputs, largest=largest)
 
-    def _failed(self, function: RewardFunction, error: BaseException, inputs: CallInputs) -> list[float]:
+    def _failed(self, function: RewardFunction, error: BaseException, inputs: CallInputs) -> RewardsOfRows:
         """The rewards of a call that failed for good, or its error."""
         self._statistics[function.name].failures += 1
         self._statistics[function.name].timeouts += isinstance(error, NoAnswer)
@@ -325,3 +332,22 @@ def _scorer(item: Any, processing_class: Any, options: RewardModelOptions) -> Re
     if check_ready is not None:
         check_ready()
     return inspect_function(item)
+
+
+def _or_nan(value: Reward) -> float | list[float]:
+    if isinstance(value, list):
+        return [torch.nan if turn is None else turn for turn in value]
+    return torch.nan if value is None else value
+
+
+def _total(value: float | list[float]) -> float:
+    """The sum of the rewards of turns, without those that are NaN; NaN if all of them are."""
+    if not isinstance(value, list):
+        return value
+    given = [turn for turn in value if not math.isnan(turn)]
+    return math.fsum(given) if given else torch.nan
+
+
+def _of_turns(value: float | list[float], num_turns: int) -> list[float]:
+    """A reward by turn; one of the whole rollout stands at the last."""
+    return value if isinstance(value, list) else [torch.nan] * (num_turns - 1) + [value]

@@ -29,7 +29,7 @@ from groupgrad.rollout.driver import Driver, sample_turn, wait_for
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, turn_seed, versions_of
 from groupgrad.rollout.single_turn import completion_budget
 from groupgrad.rollout.statistics import agent_metrics
-from groupgrad.types import FinishReason, Media, Prompt, Rollout, ToolUse, Trace
+from groupgrad.types import FinishReason, Media, Prompt, Reward, Rollout, ToolUse, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class AgentOptions:
     tools: ToolOptions = field(default_factory=ToolOptions)
     ahead: int = 0
     """Generation batches that may be sampled before an earlier one has been scored."""
+    state: str | None = None
+    """Attribute of an environment that is read before each turn."""
 
 
 class AgentRollouts(RolloutSource):
@@ -206,6 +208,7 @@ class _Agent:
         self._results: dict[int, Any] = {}
         self._media: Media | None = None
         self._num_turns = 0
+        self._states: list[str] = []
         self._tool_uses: list[ToolUse] = []
         self._wait_s = self._hidden_s = 0.0
         self._problem = ""
@@ -215,7 +218,7 @@ class _Agent:
         messages = _conversation(self._data)
         prompt = Prompt([], {**self._data, "prompt": messages}, self._group)
         reason: FinishReason = "error"
-        environment_rewards: dict[str, float | None] = {}
+        environment_rewards: dict[str, Reward] = {}
         try:
             prompt = await self._begin(messages)
             reason = await self._converse(prompt)
@@ -236,6 +239,7 @@ class _Agent:
             extra={} if self._handle is None else {"environments": self._handle.instance},
             tool_results=self._results,
             environment_rewards=environment_rewards,
+            states=self._states if self._handle is not None and self._rollouts.options.state is not None else None,
             trace=Trace(self._num_turns, self._tool_uses, self._wait_s, self._hidden_s, self._problem),
             media=None if self._media is prompt.media else self._media,
         )
@@ -296,6 +300,8 @@ class _Agent:
         self, prompt: Prompt, max_new_tokens: int, ticket: int | None, *, keep: bool
     ) -> tuple[int, Sample]:
         """Samples a turn and appends its tokens. With `keep` the engine retains their keys and values."""
+        if self._handle is not None and (state := self._rollouts.options.state) is not None:
+            self._states.append(self._handle.state(state))
         seed = turn_seed(self._seed, self._num_turns)
         media = self._media or prompt.media
         request = Request(prompt.ids + self._ids, seed, max_new_tokens, continues=ticket, keep=keep, media=media)
@@ -340,11 +346,11 @@ class _Agent:
         self._logprobs += unknown if sample is None or sample.logprobs is None else sample.logprobs
         self._entropies += unknown if sample is None or sample.entropies is None else sample.entropies
 
-    async def _environment_rewards(self) -> dict[str, float | None]:
+    async def _environment_rewards(self) -> dict[str, Reward]:
         """The environment's own reward by the name of its class; empty if it computes none."""
         if self._handle is None or not self._handle.spec.has_reward:
             return {}
-        reward = self._handle.get_reward(self._workers, self._tool_options.timeout_s)
+        reward = self._handle.get_reward(self._workers, self._tool_options.timeout_s, self._num_turns)
         (outcome,) = await self._wait_for([reward], samples_next=False)
         if outcome.error is not None:
             self._problem = str(outcome.error)
