@@ -54,7 +54,7 @@ class Batch:
     trained: torch.Tensor
     """(L,) bool, the loss mask m: sampled by the policy and not masked out as truncated."""
     advantages: torch.Tensor
-    """(B,) float32."""
+    """(B,) float32. With `token_advantages` their means over the tokens that the policy sampled."""
     totals: StepTotals
     old_logprobs: torch.Tensor | None = None
     """(L,) float32, policy at sampling time; None means "the present policy" (ratio 1)."""
@@ -68,6 +68,8 @@ class Batch:
     """(B,) int64, the rows' places in this rank's batch of the optimizer step; None before the step has one."""
     sampling_entropy: torch.Tensor | None = None
     """(L,) float32, as the sampling engine reported them, NaN where it reported none; None if it never does."""
+    token_advantages: torch.Tensor | None = None
+    """(L,) float32, where the turns of a completion have advantages of their own; None: all tokens have their row's."""
     policy_version: torch.Tensor | None = None
     """(B,) int64, the optimizer step whose weights sampled the row; -1 where unknown, None if nowhere known."""
     media: tuple[Media | None, ...] | None = None
@@ -182,6 +184,7 @@ _TOKEN_FIELDS = (
     "ref_logprobs",
     "sampling_logprobs",
     "sampling_entropy",
+    "token_advantages",
 )
 _ROW_FIELDS = ("advantages", "row_index", "step_row", "policy_version")
 _UNKNOWN = {

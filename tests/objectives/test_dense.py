@@ -35,6 +35,12 @@ class Step:
     samp: np.ndarray | None
     ent: np.ndarray
     threshold: float | None
+    turns: np.ndarray | None = None
+    """(N, T) advantages of tokens, where turns have their own; `adv` has a row's mean then."""
+
+    @property
+    def token_adv(self):
+        return np.broadcast_to(self.adv[:, None], self.lp.shape) if self.turns is None else self.turns
 
     def totals(self, world_size=1, micro_batches=1):
         kept = None if self.threshold is None else float((self.mask & (self.ent >= self.threshold)).sum())
@@ -42,7 +48,7 @@ class Step:
         return StepTotals(float(len(self.adv)), tokens, micro_batches, world_size, self.threshold, kept)
 
 
-def draw_step(rng, keep=1.0, has_old=True, has_samp=True):
+def draw_step(rng, keep=1.0, has_old=True, has_samp=True, has_turns=False):
     rows, width = int(rng.integers(1, 7)), int(rng.integers(1, 6))
     lengths = rng.integers(0, width + 1, size=rows)
     there = np.arange(width) < lengths[:, None]
@@ -55,7 +61,11 @@ def draw_step(rng, keep=1.0, has_old=True, has_samp=True):
     ent = rng.exponential(1.0, lp.shape)
     threshold = entropy_threshold(torch.from_numpy(ent[mask]), keep) if keep < 1 else None
     ref = lp + rng.normal(0, 0.4, lp.shape)
-    return Step(there, mask, rng.choice([-1.5, -0.3, 0.0, 0.4, 2.0], size=rows), lp, old, ref, samp, ent, threshold)
+    adv, turns = rng.choice([-1.5, -0.3, 0.0, 0.4, 2.0], size=rows), None
+    if has_turns:
+        turns = rng.choice([-1.5, -0.3, 0.0, 0.4, 2.0], size=lp.shape)
+        adv = masked_mean(turns, there, 1)
+    return Step(there, mask, adv, lp, old, ref, samp, ent, threshold, turns)
 
 
 def ragged(step, rows, totals):
@@ -79,6 +89,7 @@ def ragged(step, rows, totals):
         old_logprobs=flat(step.old),
         ref_logprobs=flat(step.ref),
         sampling_logprobs=flat(step.samp),
+        token_advantages=flat(step.turns),
     )
     return batch, flat(step.lp), flat(step.ent)
 
@@ -122,7 +133,7 @@ def dense_rho(step, options):
 
 
 def dense_surrogate(step, options, ratio, log_ratio, log_rho_sum):
-    adv = step.adv[:, None]
+    adv = step.token_adv
     if options.loss_type == "cispo":
         return -np.minimum(ratio, options.epsilon_high) * adv * step.lp
     if options.loss_type == "sapo":
@@ -131,8 +142,13 @@ def dense_surrogate(step, options, ratio, log_ratio, log_rho_sum):
     if options.loss_type == "vespo":
         total = (np.clip(log_ratio, -20, 20) * step.mask).sum(axis=1, keepdims=True) + log_rho_sum
         weight = np.exp(np.clip(total, math.log(1e-8), 20))
-        k = np.where(adv >= 0, options.vespo_k_pos, options.vespo_k_neg)
-        lam = np.where(adv >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg)
+        k, lam = (
+            np.where(step.adv[:, None] >= 0, pos, neg)
+            for pos, neg in (
+                (options.vespo_k_pos, options.vespo_k_neg),
+                (options.vespo_lambda_pos, options.vespo_lambda_neg),
+            )
+        )
         return -(weight**k) * np.exp(lam * (1 - weight)) * adv * step.lp
     if options.loss_type.startswith("dppo"):
         old = step.lp - log_ratio
@@ -227,7 +243,7 @@ def cases(draw, losses=tuple(LOSSES)):
         top_entropy_quantile=keep,
         mismatch=draw(mismatches),
     )
-    return draw_step(draw(seeds), keep, draw(st.booleans()), draw(st.booleans())), options
+    return draw_step(draw(seeds), keep, draw(st.booleans()), draw(st.booleans()), draw(st.booleans())), options
 
 
 EXACT = tuple(name for name in LOSSES if name != "bnpo")

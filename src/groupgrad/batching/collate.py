@@ -15,14 +15,16 @@ from groupgrad.types import Rollout
 def collate(
     rollouts: Sequence[Rollout],
     advantages: torch.Tensor | Sequence[float],
+    by_turn: Sequence[torch.Tensor] | None = None,
     *,
     mask_truncated: bool,
     totals: StepTotals | None = None,
 ) -> Batch:
     """A batch of the rollouts, each distinct prompt once, on the CPU.
 
-    `advantages` are (B,). `mask_truncated` takes the tokens of truncated rollouts out of the loss; their rows still
-    count as rows. `totals` may be filled in later, when the optimizer step is known.
+    `advantages` are (B,); `by_turn` has (T,) of the turns of each rollout, where they differ. `mask_truncated` takes
+    the tokens of truncated rollouts out of the loss; their rows still count as rows. `totals` may be filled in later,
+    when the optimizer step is known.
     """
     # Environments may begin each rollout of a group with another prompt, so prompts are told apart by their tokens.
     identities = [rollout.prompt.identity for rollout in rollouts]
@@ -47,6 +49,7 @@ def collate(
         media=media if any(media) else None,
         row_media=row_media if any(row_media) else None,
         policy_version=_integers([rollout.policy_version for rollout in rollouts]),
+        token_advantages=None if by_turn is None else _of_tokens(rollouts, by_turn),
     )
 
 
@@ -62,6 +65,17 @@ def _loss_mask(rollout: Rollout, mask_truncated: bool) -> Sequence[bool]:
     if mask_truncated and rollout.is_truncated:
         return [False] * len(rollout.completion_ids)
     return [True] * len(rollout.completion_ids) if rollout.sampled is None else rollout.sampled
+
+
+def _of_tokens(rollouts: Sequence[Rollout], by_turn: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(L,) the values of their turns; 0 for tokens that the policy did not sample."""
+    values = torch.zeros(sum(len(rollout.completion_ids) for rollout in rollouts))
+    first = 0
+    for rollout, of_turns in zip(rollouts, by_turn):
+        for (start, end), value in zip(rollout.turns, of_turns.tolist(), strict=True):
+            values[first + start : first + end] = value
+        first += len(rollout.completion_ids)
+    return values
 
 
 def _reported(rows: Sequence[list[float] | None], lengths: Sequence[int]) -> torch.Tensor | None:

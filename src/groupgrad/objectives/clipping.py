@@ -9,7 +9,7 @@ from groupgrad.metrics import Metric
 from groupgrad.objectives.measure import maximum_where, mean_where, minimum_where
 from groupgrad.objectives.method import PolicyTerms, TokenLoss
 from groupgrad.objectives.options import PolicyOptions
-from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_mean
+from groupgrad.objectives.ragged import PerRow, PerToken, row_mean, token_advantages
 
 CLIP_SETTINGS = ("delta", "epsilon", "epsilon_high")
 """Fields of the configuration that the clipped surrogate reads."""
@@ -51,7 +51,7 @@ def clip_metrics(ratio: PerToken | PerRow, batch: Batch, epsilon: float, epsilon
     region either. The extremes are over completions; a completion without loss tokens counts nowhere.
     """
     per_token = isinstance(ratio, PerToken)
-    signs = broadcast_to_tokens(PerRow(batch.advantages), batch) if per_token else batch.advantages
+    signs = token_advantages(batch) if per_token else batch.advantages
     low = ((ratio.values < 1 - epsilon) & (signs < 0)).float()
     high = ((ratio.values > 1 + epsilon_high) & (signs > 0)).float()
     rows = batch.loss_tokens > 0

@@ -14,7 +14,14 @@ from groupgrad.objectives.methods import find_method
 from groupgrad.objectives.mismatch import mismatch_ratio
 from groupgrad.objectives.nonfinite import TokenTerms
 from groupgrad.objectives.options import PolicyOptions
-from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_sum, where_trained
+from groupgrad.objectives.ragged import (
+    PerRow,
+    PerToken,
+    broadcast_to_tokens,
+    row_sum,
+    token_advantages,
+    where_trained,
+)
 from groupgrad.objectives.reduce import REDUCTIONS, even_share, token_mean_share
 from groupgrad.objectives.terms import (
     at_level,
@@ -144,7 +151,7 @@ def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyT
         gap,
         correction,
         token_ratio=broadcast_to_tokens(ratio, batch),
-        token_advantages=broadcast_to_tokens(PerRow(batch.advantages), batch),
+        token_advantages=token_advantages(batch),
     )
 
 
@@ -158,7 +165,7 @@ def _unbounded(
     """Where the loss grows with the ratio without a bound: a bool of the ratio's shape, None for nowhere."""
     where = None
     if find_method(options.loss_type).clips_ratio and options.delta is None:
-        where = kept & broadcast_to_tokens(PerRow(batch.advantages < 0), batch)
+        where = kept & (token_advantages(batch) < 0)
     if gap is not None and options.use_bias_correction_kl:
         where = gap != 0 if where is None else where | (gap != 0)
     if where is None or isinstance(log_ratio, PerToken):

@@ -28,6 +28,13 @@ class PerRow:
     """(B,)."""
 
 
+def token_advantages(batch: Batch) -> torch.Tensor:
+    """(L,) the advantage of each token: its turn's, or its row's."""
+    if batch.token_advantages is not None:
+        return batch.token_advantages
+    return broadcast_to_tokens(PerRow(batch.advantages), batch)
+
+
 def where_trained(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """(L,) the values at loss tokens, 0 elsewhere; other tokens get no gradient, whatever their value.
 

@@ -8,7 +8,7 @@ import torch
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.objectives.options import PolicyOptions
-from groupgrad.objectives.ragged import row_sum
+from groupgrad.objectives.ragged import row_sum, token_advantages
 
 NO_PASS = 0
 """The row's scores are known from sampling, or no loss token needs them."""
@@ -56,15 +56,15 @@ def known_scores(batch: Batch) -> TokenScores:
 def live_rows(batch: Batch, options: PolicyOptions, *, entropy_coef: float, aux_loss: bool) -> torch.Tensor:
     """(B,) bool: rows that the step's loss can have a gradient through.
 
-    A row without loss tokens has no gradient. A row with an advantage of exactly 0 has none either, unless a KL term or
-    an entropy bonus is applied. A load-balancing loss (`aux_loss`) reaches every row.
+    A row without loss tokens has no gradient. A row whose tokens have advantages of exactly 0 has none either, unless a
+    KL term or an entropy bonus is applied. A load-balancing loss (`aux_loss`) reaches every row.
     """
     if aux_loss:
         return torch.ones_like(batch.advantages, dtype=torch.bool)
     has_tokens = batch.loss_tokens > 0
     if options.beta != 0 or entropy_coef != 0:
         return has_tokens
-    return has_tokens & (batch.advantages != 0)
+    return row_sum((token_advantages(batch) != 0).long(), batch) > 0
 
 
 def required_passes(

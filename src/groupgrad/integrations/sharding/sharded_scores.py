@@ -86,7 +86,9 @@ def score_beside(
     if not batch.num_tokens:
         scores = score(placeholder)
         return replace(scores, logprobs=scores.logprobs[:0], entropy=scores.entropy[:0])
-    unjoined = dict.fromkeys(("old_logprobs", "ref_logprobs", "sampling_logprobs", "sampling_entropy"))
+    unjoined = dict.fromkeys(
+        ("old_logprobs", "ref_logprobs", "sampling_logprobs", "sampling_entropy", "token_advantages")
+    )
     rows = Batch.concat([replace(batch, **unjoined), placeholder])
     if precomputed is not None:
         parts = (precomputed.logprobs, torch.nan), (precomputed.gradient, 0.0)

@@ -21,7 +21,7 @@ from groupgrad.objectives.clipping import limited
 from groupgrad.objectives.measure import counted, mean_where
 from groupgrad.objectives.method import Method, PolicyTerms, TokenLoss
 from groupgrad.objectives.options import PolicyOptions
-from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens
+from groupgrad.objectives.ragged import PerRow, PerToken, token_advantages
 
 
 def cispo(ratio: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor, ceiling: float) -> torch.Tensor:
@@ -34,7 +34,7 @@ def cispo(ratio: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor,
 
 def ceiling_metrics(ratio: PerToken | PerRow, batch: Batch, ceiling: float) -> dict[str, Metric]:
     """`cispo_clip_ratio`: share of loss tokens (or sequences) with a ratio above the ceiling and positive advantage."""
-    signs = broadcast_to_tokens(PerRow(batch.advantages), batch) if isinstance(ratio, PerToken) else batch.advantages
+    signs = token_advantages(batch) if isinstance(ratio, PerToken) else batch.advantages
     above = (ratio.values > ceiling) & (signs > 0)
     return {"cispo_clip_ratio": mean_where(above.float(), counted(ratio, batch))}
 
