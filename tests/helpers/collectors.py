@@ -18,10 +18,11 @@ def make_collector(
 ) -> ExperienceCollector:
     """A collector; `more` are further arguments of its own."""
 
-    def advantages(table: torch.Tensor, num_generations: int, lengths: torch.Tensor) -> Advantages:
+    def advantages(table: torch.Tensor, num_generations: int, lengths: torch.Tensor, turns: Any) -> Advantages:
         weights, scale, aggregation = options.reward_weights, options.scale_rewards, options.aggregation
+        more = {"estimator": options.estimator, "settings": options.estimator_settings}
         return compute_advantages(
-            table, weights, num_generations, scale, aggregation, estimator=options.estimator, lengths=lengths
+            table, weights, num_generations, scale, aggregation, lengths=lengths, turns=turns, **more
         )
 
     functions = {"score": rewards.score, "advantages": advantages, **more}

@@ -12,18 +12,39 @@ import torch
 
 from groupgrad.objectives import ESTIMATORS, compute_advantages, find_estimator
 from groupgrad.objectives.estimators.pass_at_k import Settings
+from groupgrad.types import Turns
 
 NAN = math.nan
 PROBS = np.array([0.5, 0.3, 0.2])
 
 
-def advantages(estimator, rewards, group=None, *, lengths=None, **settings):
+def advantages(estimator, rewards, group=None, *, lengths=None, turns=None, scale="group", **settings):
+    """`rewards` are one number a row; those that credit turns get rows of one turn, if no `turns` are given."""
     table = torch.tensor(rewards, dtype=torch.float64).unsqueeze(1)
-    made = find_estimator(estimator).make_settings(settings)
-    given = None if lengths is None else torch.tensor(lengths, dtype=torch.float64)
+    found = find_estimator(estimator)
+    if found.uses_turns and turns is None:
+        counts = lengths or [1] * len(rewards)
+        turns = [Turns([count], row.unsqueeze(0), ["start"]) for count, row in zip(counts, table)]
     return compute_advantages(
-        table, [1.0], len(rewards) if group is None else group, estimator=estimator, settings=made, lengths=given
+        *(table, [1.0], len(rewards) if group is None else group, scale),
+        estimator=estimator,
+        settings=found.make_settings(settings),
+        lengths=None if lengths is None else torch.tensor(lengths, dtype=torch.float64),
+        turns=turns,
     )
+
+
+def by_turn(estimator, rewards, lengths=None, states=None, group=None, scale="none", **settings):
+    """Advantages of the turns of each row, from their rewards; equal turns begin in equal states by default."""
+    counts = lengths or [[1] * len(row) for row in rewards]
+    given = states or [[f"turn {turn}" for turn in range(len(row))] for row in rewards]
+    turns = [
+        Turns(count, torch.tensor(row, dtype=torch.float64).unsqueeze(1), state)
+        for count, row, state in zip(counts, rewards, given)
+    ]
+    sums = [float(np.nansum(row)) if not np.isnan(row).all() else NAN for row in rewards]
+    result = advantages(estimator, sums, group, turns=turns, scale=scale, **settings)
+    return [values.tolist() for values in result.by_turn], result
 
 
 def values(estimator, rewards, group=None, **more):
@@ -126,7 +147,7 @@ def test_unscored_rows_touch_nothing(name):
 def test_groups_without_a_signal(name, rewards):
     result = advantages(name, rewards, lengths=[1, 2, 3, 4])
     assert result.zero_std.all() and result.advantages.tolist() == [0.0] * 4
-    empty = compute_advantages(torch.zeros(0, 1), [1.0], 4, estimator=name, lengths=torch.zeros(0))
+    empty = compute_advantages(torch.zeros(0, 1), [1.0], 4, estimator=name, lengths=torch.zeros(0), turns=[])
     assert empty.advantages.shape == (0,)
 
 
@@ -145,7 +166,85 @@ def test_pass_at_k_says_which_groups_teach():
     assert large[-1] == pytest.approx(128.0) and not any(large[:-1]), "256 / C(256, 128) * C(255, 127)"
 
 
+def test_turn_returns_are_compared_with_the_same_turn_of_the_group():
+    found, result = by_turn("turn_returns", [[0.0, 1.0], [1.0, 0.0]], lengths=[[3, 1], [2, 2]])
+    assert found == [[0.0, 0.5], [0.0, -0.5]]
+    assert result.advantages.tolist() == [0.5 * 1 / 4, -0.5 * 2 / 4], "means over tokens"
+    assert not result.zero_std.any()
+    discounted, _ = by_turn("turn_returns", [[0.0, 1.0], [1.0, 0.0]], discount=0.5)
+    assert discounted == [[-0.25, 0.5], [0.25, -0.5]], "returns of 0.5 and 1 at the first turn"
+
+
+def test_a_turn_that_one_completion_alone_has_gets_none():
+    found, _ = by_turn("turn_returns", [[1.0, 0.0, 5.0], [0.0, 2.0], [4.0, NAN]])
+    # Returns: (6, 5, 5), (2, 2), (4, 0).
+    expected = [[2.0, 5 - 7 / 3, 0.0], [-2.0, 2 - 7 / 3], [0.0, -7 / 3]]
+    assert [value for row in found for value in row] == pytest.approx([value for row in expected for value in row])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_scaling_of_turn_returns(scale):
+    rows = [[1.0, 0.0], [0.0, 3.0], [2.0, 2.0], [0.5]]
+    found, _ = by_turn("turn_returns", rows, group=2, scale=scale)
+    returns = [[1.0, 0.0], [3.0, 3.0], [4.0, 2.0], [0.5]]
+    first = [np.array([returns[row][0] for row in rows_of_group]) for rows_of_group in ((0, 1), (2, 3))]
+    spread = np.std([value for row in returns for value in row], ddof=1)
+    for group, values in enumerate(first):
+        expected = (values - values.mean()) / ((values.std(ddof=1) if scale == "group" else spread) + 1e-4)
+        assert [found[2 * group][0], found[2 * group + 1][0]] == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize("name", ["turn_returns", "gigpo"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_one_turn_a_completion_is_group_to_the_bit(name, scale):
+    rewards = [0.3, 1.0, -0.2, 0.7, 2.0, 2.0, 0.1, NAN]
+    settings = {"omega": 0.0} if name == "gigpo" else {}
+    plain = advantages("group", rewards, 4, scale=scale)
+    turned = advantages(name, rewards, 4, scale=scale, **settings)
+    assert turned.advantages.tolist() == plain.advantages.tolist()
+    assert turned.zero_std.tolist() == plain.zero_std.tolist()
+
+
+def test_gigpo_adds_what_turns_of_equal_states_say():
+    """Rewards of the end: 1, 0 and 0. All begin at A; the first passes B twice, the second once, the third C."""
+    rewards, states = [[0.0, 0.0, 1.0], [0.0, 0.0], [0.0, 0.0]], [["A", "B", "B"], ["A", "B"], ["A", "C"]]
+    found, _ = by_turn("gigpo", rewards, states=states, discount=0.5, omega=2.0)
+    episodes = [1 - 1 / 3, -1 / 3, -1 / 3]
+    # Returns: (1/4, 1/2, 1), (0, 0), (0, 0). At A their mean is 1/12, at B 1/2, and C occurs once.
+    steps = [[1 / 4 - 1 / 12, 0.0, 1 / 2], [-1 / 12, -1 / 2], [-1 / 12, 0.0]]
+    expected = [episode + 2.0 * step for episode, row in zip(episodes, steps) for step in row]
+    assert [value for row in found for value in row] == pytest.approx(expected)
+
+
+def test_gigpo_scales_by_the_deviation_among_equal_states():
+    found, _ = by_turn("gigpo", [[0.0, 3.0], [1.0, 0.0]], discount=1.0, scale="group")
+    std = math.sqrt(2.0)  # of the episodes, and of the returns (3, 1) at the first turn
+    last = 1.5 / (3 / math.sqrt(2) + 1e-4)
+    expected = [2 / (std + 1e-4), 1 / (std + 1e-4) + last, -2 / (std + 1e-4), -1 / (std + 1e-4) - last]
+    assert [value for row in found for value in row] == pytest.approx(expected)
+
+
+def test_states_of_other_groups_are_others():
+    found, _ = by_turn("gigpo", [[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], group=2, omega=1.0)
+    assert found[2:] == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_rows_without_a_reward_have_zeros_for_each_turn():
+    for name in ("turn_returns", "gigpo"):
+        found, result = by_turn(name, [[1.0, 0.0], [NAN, NAN], [0.0, NAN]])
+        assert found[1] == [0.0, 0.0] and len(found[2]) == 2
+        assert result.advantages.tolist()[1] == 0.0
+
+
 def test_what_cannot_work_is_refused():
+    for name in ("turn_returns", "gigpo"):
+        with pytest.raises(ValueError, match=f"advantage_estimator='{name}' needs the turns of completions"):
+            compute_advantages(torch.zeros(2, 1), [1.0], 2, estimator=name)
+        for discount in (-0.1, 1.5, NAN):
+            with pytest.raises(ValueError, match=f"advantage_settings has discount={discount}"):
+                find_estimator(name).make_settings({"discount": discount})
+    with pytest.raises(ValueError, match="advantage_settings has omega=-1"):
+        find_estimator("gigpo").make_settings({"omega": -1})
     with pytest.raises(ValueError, match=r"'maxrl' is for rewards of 0 or 1, but row 2 has 0\.5"):
         advantages("maxrl", [1, 0, 0.5, 0])
     for name in ("opo", "reinforce_plus_plus_baseline"):

@@ -8,16 +8,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from collectors import make_collector
+from scripted_agents import PlayingEngine, ask, call, make_agents, user, with_tools
 
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Sample, SamplingOptions
 from groupgrad.errors import RolloutError
 from groupgrad.rewards.reward_runner import RewardRunner
-from groupgrad.rollout.collector import Experience, ScoringOptions
+from groupgrad.rollout.collector import Experience, ScoringOptions, turns_of
 from groupgrad.rollout.requests import GenerationRequest, report_failures
 from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.run_folder.timings import Timings
+from groupgrad.types import RewardTable
 
 TEXTS = ["ab", "a", "cab", ""]
 ROWS = {0: {"prompt": "x", "answer": 1}, 1: {"prompt": "yy", "answer": 2}}
@@ -70,6 +73,66 @@ def test_weights_multiply_the_rewards(play, tokenizer):
     )
     assert experience.advantages.tolist() == [1.0, -1.0, 3.0, -3.0]
     assert experience.mean_reward == 2 * 1.5 + 10 * 1.5
+
+
+def test_turns_have_advantages_of_their_own(tokenizer):
+    """Two agents add 1 to a counter from 0, one of them twice; each turn's reward is the count that it began with."""
+    script = {0: [call("add", step=1), call("add", step=1), "2"], 1: [call("add", step=1), "1"]}
+    tools = with_tools(tokenizer)
+
+    def add(step: int) -> int:
+        """Adds.
+
+        Args:
+            step: How much.
+        """
+        return step
+
+    def counts(completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
+        return [[0.0, 1.0, 4.0], [2.0, 1.0]]
+
+    engine = PlayingEngine(tools, script)
+    agents = make_agents(engine, tools, [add])
+    rewards = RewardRunner(counts)
+    options = ScoringOptions((1.0,), scale_rewards="none", estimator="turn_returns")
+    experience = make_collector(agents, rewards, options)(ask({0: user("go")}, size=2), trainer_state=None)
+    agents.close()
+    # Returns: (5, 5, 4) and (3, 1).
+    assert [values.tolist() for values in experience.by_turn or []] == [[1.0, 2.0, 0.0], [-1.0, -2.0]]
+    for index, rollout in enumerate(experience.rollouts):
+        start, end = experience.batch.offsets.tolist()[index : index + 2]
+        expected = torch.zeros(end - start)
+        for (first, last), value in zip(rollout.turns, experience.by_turn[index].tolist()):
+            expected[first:last] = value
+        assert torch.equal(experience.batch.token_advantages[start:end], expected)
+        mean = expected.sum() / rollout.num_sampled
+        assert experience.advantages[index].item() == pytest.approx(mean.item())
+    plain = make_collector(make_agents(engine, tools, [add]), rewards, ScoringOptions((1.0,), scale_rewards="none"))
+    summed = plain(ask({0: user("go")}, size=2), trainer_state=None)
+    assert summed.advantages.tolist() == [1.0, -1.0] and summed.batch.token_advantages is None, "sums of 5 and 3"
+
+
+def test_states_are_what_was_read_since_the_last_turn(tokenizer):
+    script = {row: [call("add", step=step), "end"] for row, step in enumerate((1, 1, 2))}
+    with_tools(tokenizer)
+
+    def add(step: int) -> int:
+        """Adds.
+
+        Args:
+            step: How much.
+        """
+        return step
+
+    agents = make_agents(PlayingEngine(tokenizer, script), tokenizer, [add])
+    rollouts = agents(ask({0: user("go")}, size=3))
+    agents.close()
+    table = RewardTable(torch.tensor([[1.0], [2.0], [3.0]]).double(), ["f"])
+    turns = [turns_of(rollout, table, row) for row, rollout in enumerate(rollouts)]
+    assert [one.rewards.nan_to_num(nan=99.0).tolist() for one in turns] == [[[99.0], [float(n)]] for n in (1, 2, 3)]
+    assert [one.lengths for one in turns] == [[end - start for start, end in rollout.turns] for rollout in rollouts]
+    first, second, third = (one.states for one in turns)
+    assert first == second and first[0] == third[0] and first[1] != third[1] and first[0] != first[1]
 
 
 def test_rows_that_nothing_scores_move_nothing(play, tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,46 @@ def test_a_subclass_need_not_take_lengths(train: Any) -> None:
         train(cls=Old, max_steps=1, advantage_estimator="opo")
 
 
+def two_turns(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    """Completions of the policy whose third token, if there are four, counts as read and not as sampled."""
+    answer = trainer.sample_completions(prompts, max_new_tokens=6)
+    masks = [[int(place != 2 or len(ids) < 4) for place in range(len(ids))] for ids in answer["completion_ids"]]
+    return {**answer, "env_mask": masks}
+
+
+def by_turns(completion_ids: list[list[int]], **_: Any) -> list[Any]:
+    return [[float(ids[0] % 5), float(ids[-1] % 3)] if len(ids) >= 4 else float(ids[0] % 5) for ids in completion_ids]
+
+
+def test_turns_train_with_advantages_of_their_own(train: Any) -> None:
+    """Two turns of rollouts of one's own, over two micro-batches and two steps of each generation batch."""
+
+    class Turns(GRPOTrainer):
+        def compute_advantages(self, rewards: Any, num_generations: int, lengths: Any = None, turns: Any = None) -> Any:
+            self.returns = [[float(x) for x in one.rewards.nan_to_num().flip(0).cumsum(0).flip(0)] for one in turns]
+            self.lengths = [one.lengths for one in turns]
+            return super().compute_advantages(rewards, num_generations, lengths, turns)
+
+        def batch_loss(self, model: Any, batch: Any, **known: Any) -> Any:
+            for row, (start, end) in enumerate(pairwise(batch.offsets.tolist())):
+                seen[int(batch.row_index[row])] = batch.token_advantages[start:end].tolist()
+            return super().batch_loss(model, batch, **known)
+
+    seen: dict[int, list[float]] = {}
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 2}
+    chosen = {"advantage_estimator": "turn_returns", "scale_rewards": "none"}
+    trainer = train(cls=Turns, reward_funcs=by_turns, trainer={"rollout_func": two_turns}, **settings, **chosen)
+    assert len(seen) == 8 and {len(returns) for returns in trainer.returns} == {1, 2}
+    for row, returns in enumerate(trainer.returns):
+        group = trainer.returns[row // GROUP * GROUP :][:GROUP]
+        expected: list[float] = []
+        for turn, (value, length) in enumerate(zip(returns, trainer.lengths[row])):
+            others = [one[turn] for one in group if turn < len(one)]
+            expected += [value - sum(others) / len(others)] * length + [0.0] * (turn == 0 and len(returns) == 2)
+        assert seen[row] == pytest.approx(expected, abs=1e-6)
+    assert any(entry["grad_norm"] > 0 for entry in trainer.state.log_history if "grad_norm" in entry)
+
+
 def test_an_estimator_of_ones_own_and_its_settings_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any
 ) -> None:
@@ -112,5 +153,5 @@ def test_what_cannot_work_stops_a_run_before_it_begins(make_trainer: Any) -> Non
 
 
 def test_scaling_that_an_estimator_does_not_read_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"scale_rewards='none' \(advantage_estimator is not 'group'\)"):
+    with pytest.warns(UserWarning, match=r"scale_rewards='none' \(this advantage_estimator does not read it\)"):
         GRPOConfig(use_cpu=True, advantage_estimator="rloo", scale_rewards="none")

@@ -12,6 +12,7 @@ from groupgrad.objectives.estimator import (
     Estimator,
     ScaleRewards,
     ScoredGroups,
+    ScoredTurns,
 )
 from groupgrad.objectives.estimators import ESTIMATORS, find_estimator
 from groupgrad.objectives.method import Method, PolicyTerms, TokenLoss, sampler_logprobs
@@ -57,6 +58,7 @@ __all__ = [
     "RatioLevel",
     "ScaleRewards",
     "ScoredGroups",
+    "ScoredTurns",
     "StepTotals",
     "TokenLoss",
     "TokenScores",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,12 @@ from groupgrad.objectives.estimator import (
     Aggregation,
     ScaleRewards,
     ScoredGroups,
+    ScoredTurns,
     about_mean,
     weighted_sum,
 )
 from groupgrad.objectives.estimators import find_estimator
+from groupgrad.types import Turns
 
 
 @dataclass(slots=True)
@@ -30,6 +33,9 @@ class Advantages:
     """(N,) float64, weighted sum of the rewards given; NaN where no function of non-zero weight scored the row."""
     zero_std: torch.Tensor
     """(N,) bool, the row's group gives no signal: its rewards do not vary, or fewer than two rows were scored."""
+    by_turn: list[torch.Tensor] | None = None
+    """(T,) float64 of the turns of each row, whose mean over tokens `advantages` has then; None: all turns have the
+    row's."""
 
 
 def compute_advantages(
@@ -42,13 +48,14 @@ def compute_advantages(
     estimator: str = "group",
     settings: Any = None,
     lengths: torch.Tensor | None = None,
+    turns: Sequence[Turns] | None = None,
 ) -> Advantages:
     """The advantages of all N rows of a generation batch from (N, R) rewards, rows of a group contiguous.
 
     NaN is "not scored": it touches neither the row's sum nor any mean or standard deviation. Functions of weight 0 play
     no part, whatever they gave. `estimator` is a name that `find_estimator` knows, with its `settings`; the files of
     `objectives/estimators` have formulas and sources. `scale_rewards` and `aggregation` are read by `group` alone.
-    `lengths` (N,) are the tokens that the policy sampled; some estimators need them.
+    `lengths` (N,) are the tokens that the policy sampled, `turns` the turns of each row; some estimators need them.
 
     Raises ValueError for unknown names, infinite rewards of non-zero weight, shapes that do not fit, and rewards that
     the estimator is not for.
@@ -59,7 +66,8 @@ def compute_advantages(
     fits = rewards.ndim == 2 and weight.shape == rewards.shape[1:] and num_generations > 0
     if not fits or rewards.shape[0] % num_generations:
         raise ValueError(_shape_error(rewards, weight, num_generations))
-    rewards, weight = rewards[:, weight != 0], weight[weight != 0]
+    counts = weight != 0
+    rewards, weight = rewards[:, counts], weight[counts]
     if bool(rewards.isinf().any()):
         raise ValueError(_infinite_error(rewards))
     combined = weighted_sum(rewards, weight)
@@ -69,11 +77,25 @@ def compute_advantages(
         rewards.view(*shape, rewards.shape[1]),
         weight,
         None if lengths is None else lengths.to(rewards).view(shape),
+        None if turns is None else [_scored(*pair, counts, weight) for pair in zip(turns, combined.tolist())],
     )
     found = find_estimator(estimator).estimate(groups, options)
     has_signal = about_mean(groups.rewards).vary if found.has_signal is None else found.has_signal
     advantages = found.advantages.reshape(-1).nan_to_num(nan=0.0)
-    return Advantages(advantages, combined, (~has_signal).repeat_interleave(num_generations))
+    by_turn = found.by_turn
+    if by_turn is not None and turns is not None:  # a row that no function scored has no advantage anywhere
+        by_turn = [
+            values if len(values) else torch.zeros(len(one.lengths), dtype=torch.float64)
+            for values, one in zip(by_turn, turns)
+        ]
+    return Advantages(advantages, combined, (~has_signal).repeat_interleave(num_generations), by_turn)
+
+
+def _scored(turns: Turns, combined: float, counts: torch.Tensor, weight: torch.Tensor) -> ScoredTurns:
+    """The turns of a row with the weighted sum of its rewards; none if it is NaN."""
+    num_turns = 0 if math.isnan(combined) else len(turns.lengths)
+    rewards = weighted_sum(turns.rewards[:num_turns, counts], weight).nan_to_num(nan=0.0)
+    return ScoredTurns(rewards, torch.tensor(turns.lengths[:num_turns], dtype=torch.float64), turns.states)
 
 
 def reward_metrics(rewards: torch.Tensor, names: Sequence[str], result: Advantages) -> dict[str, Metric]:

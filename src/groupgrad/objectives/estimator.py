@@ -19,6 +19,26 @@ ZERO_STD = 1e-8
 
 
 @dataclass(slots=True, frozen=True)
+class ScoredTurns:
+    """The T turns of a completion; none for one that no function scored."""
+
+    rewards: torch.Tensor
+    """(T,) float64, weighted sums of the rewards; 0 where no function gave one."""
+    lengths: torch.Tensor
+    """(T,) float64, tokens that the policy sampled."""
+    states: list[str]
+    """Equal for turns that begin in equal states."""
+
+    def returns(self, discount: float) -> torch.Tensor:
+        """(T,) the sum of a turn's reward and the later ones, a reward n turns later times discount^n."""
+        total, found = 0.0, []
+        for reward in reversed(self.rewards.tolist()):
+            total = reward + discount * total
+            found.append(total)
+        return torch.tensor(found[::-1], dtype=torch.float64)
+
+
+@dataclass(slots=True, frozen=True)
 class ScoredGroups:
     """The rewards of a generation batch, all ranks' rows, by group. NaN is "not scored"."""
 
@@ -30,6 +50,18 @@ class ScoredGroups:
     """(R,) float64, their weights."""
     lengths: torch.Tensor | None
     """(groups, G) float64, the tokens of each completion that the policy sampled; None where nobody counted them."""
+
+    turns: list[ScoredTurns] | None
+    """The turns of each of the N rows; None unless the estimator `uses_turns`."""
+
+    def of_turns(self, what: str) -> list[ScoredTurns]:
+        """The turns. ValueError if there are none; `what` needs them."""
+        if self.turns is None:
+            raise ValueError(
+                f"advantage_estimator={what!r} needs the turns of completions, but got turns=None. Give them for each "
+                "row; a subclass's compute_advantages gets them as its argument turns"
+            )
+        return self.turns
 
     def counted(self, what: str) -> torch.Tensor:
         """The lengths. ValueError if there are none; `what` needs them."""
@@ -63,6 +95,20 @@ class Estimate:
     """(groups, G) float64; NaN is taken for 0."""
     has_signal: torch.Tensor | None = None
     """(groups,) bool, groups that teach something; None: those whose rewards vary."""
+    by_turn: list[torch.Tensor] | None = None
+    """(T,) float64 of the turns of each row; None: all turns have their row's."""
+
+    @classmethod
+    def of_turns(cls, groups: ScoredGroups, by_turn: list[torch.Tensor]) -> Estimate:
+        """Advantages (T,) of the turns of each row; a row's is their mean over its tokens."""
+        turns = groups.turns or []
+        rows = [
+            float((of_turns * (one.lengths / one.lengths.sum().clamp(min=1))).sum())
+            for one, of_turns in zip(turns, by_turn)
+        ]
+        has_signal = torch.tensor([bool((of_turns != 0).any()) for of_turns in by_turn], dtype=torch.bool)
+        shape = groups.rewards.shape
+        return cls(torch.tensor(rows, dtype=torch.float64).view(shape), has_signal.view(shape).any(dim=1), by_turn)
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,6 +121,8 @@ class Estimator:
     settings: type[Any] | None = None
     """A frozen dataclass of settings of its own, which `advantage_settings` fills. Its `__post_init__` raises
     ValueError, with what to set, for values that cannot work."""
+    uses_turns: bool = False
+    """It credits turns, and gets their rewards."""
     smallest_group: Callable[[Any], int] | None = None
     """Its settings -> the completions that a group must have at least; None: as many as any group has."""
 

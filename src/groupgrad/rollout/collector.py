@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,7 @@ from groupgrad.objectives import (
     Advantages,
     Aggregation,
     ScaleRewards,
+    find_estimator,
     reward_metrics,
     reward_spread,
 )
@@ -28,7 +31,7 @@ from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, report_failures
 from groupgrad.rollout.statistics import completion_metrics, lag_metrics, num_tokens
 from groupgrad.run_folder.timings import Timings
-from groupgrad.types import RewardTable, Rollout
+from groupgrad.types import RewardTable, Rollout, Turns
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,6 +55,8 @@ class Experience:
     rollouts: list[Rollout]
     advantages: torch.Tensor
     """(B,) float64."""
+    by_turn: list[torch.Tensor] | None
+    """(T,) float64 advantages of the turns of each rollout, if its estimator credits turns."""
     batch: Batch
     """The rollouts with their advantages, on the CPU; the totals are filled in with the optimizer step."""
     metrics: dict[str, Metric]
@@ -72,8 +77,8 @@ class ScoreRollouts(Protocol):
 
 
 ComputeAdvantages = Callable[..., Advantages]
-"""The advantages of all ranks' N rows from their (N, R) rewards, the completions of a group, and the N lengths of the
-completions as `lengths`, which it need not take."""
+"""The advantages of all ranks' N rows from their (N, R) rewards and the completions of a group; also, if it takes them,
+from `lengths`, the tokens that the policy sampled, and `turns`, which are None unless the estimator credits turns."""
 
 
 class ExperienceCollector:
@@ -100,7 +105,7 @@ class ExperienceCollector:
     ):
         self.rollouts, self.rewards = rollouts, rewards
         self._score, self._advantages = score, advantages
-        self._takes_lengths = "lengths" in signature(advantages).parameters
+        self._taken = {"lengths", "turns"} & signature(advantages).parameters.keys()
         self.options, self.timings = options, timings
         self._around, self._dynamic = around, dynamic
         self._prefetcher, self._sample = prefetcher, prefetcher or self._sample_here
@@ -132,10 +137,12 @@ class ExperienceCollector:
         }
         if self._measures_lag and rollouts:
             metrics |= lag_metrics(rollouts, request.step)
-        batch = collate(rollouts, advantages, mask_truncated=self.options.mask_truncated)
+        by_turn = None if result.by_turn is None else [result.by_turn[row] for row in rows]
+        batch = collate(rollouts, advantages, by_turn, mask_truncated=self.options.mask_truncated)
         return Experience(
             rollouts,
             advantages,
+            by_turn,
             batch,
             metrics,
             num_tokens=scored.num_tokens,
@@ -145,8 +152,8 @@ class ExperienceCollector:
         )
 
     def _advantages_of(self, scored: ScoredRollouts, num_generations: int) -> Advantages:
-        lengths = {"lengths": scored.lengths} if self._takes_lengths else {}
-        return self._advantages(scored.rewards, num_generations, **lengths)
+        more = {name: getattr(scored, name) for name in self._taken}
+        return self._advantages(scored.rewards, num_generations, **more)
 
     def _scored(
         self, request: GenerationRequest, trainer_state: Any, upcoming: Sequence[GenerationRequest] = ()
@@ -156,10 +163,12 @@ class ExperienceCollector:
         score = self._score if rollouts else self.rewards.score  # a subclass need not score a rank without rollouts
         with dist.errors_on_all_ranks(), self.timings.phase("rewards"):
             table = score(rollouts, trainer_state=trainer_state, step=request.step)
-        rewards, lengths, tokens, problems = _gather_rewards(rollouts, table, request.num_rows)
+        uses_turns = find_estimator(self.options.estimator).uses_turns
+        turns_here = [turns_of(rollout, table, row) for row, rollout in enumerate(rollouts)] if uses_turns else []
+        rewards, lengths, turns, tokens, problems = _gather_rewards(rollouts, table, turns_here, request.num_rows)
         if problems:
             report_failures(problems, request)
-        return ScoredRollouts(rollouts, table, rewards, lengths, tokens)
+        return ScoredRollouts(rollouts, table, rewards, lengths, turns if uses_turns else None, tokens)
 
     @staticmethod
     def spread(batches: Sequence[tuple[RewardTable, Sequence[float]]]) -> dict[str, float]:
@@ -190,18 +199,39 @@ class ExperienceCollector:
             return self.rollouts(request)
 
 
+def turns_of(rollout: Rollout, table: RewardTable, row: int) -> Turns:
+    """The turns of a rollout, which is a row of the table."""
+    spans = rollout.turns
+    rewards = table.by_turn.get(row)
+    if rewards is None:
+        rewards = torch.full((len(spans), len(table.names)), torch.nan, dtype=torch.float64)
+        rewards[-1:] = table.rewards[row].double()
+    return Turns([end - start for start, end in spans], rewards, rollout.states or _states_read(rollout))
+
+
+def _states_read(rollout: Rollout) -> list[str]:
+    """What the model read since its last turn, or its prompt, before each turn: a digest of the tokens."""
+    spans, ids = rollout.turns, rollout.completion_ids
+    read = [rollout.prompt.ids, *(ids[end:start] for (_, end), (start, _) in pairwise(spans))]
+    return [hashlib.blake2b(repr(tokens).encode(), digest_size=16).hexdigest() for tokens in read[: len(spans)]]
+
+
 def _gather_rewards(
-    rollouts: list[Rollout], table: RewardTable, num_rows: int
-) -> tuple[torch.Tensor, torch.Tensor, int, dict[int, str]]:
-    """Collective. The generation batch's (N, R) rewards and (N,) lengths in row order, its tokens, and the reasons of
-    failed rows."""
+    rollouts: list[Rollout], table: RewardTable, turns_here: list[Turns], num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, list[Turns], int, dict[int, str]]:
+    """Collective. The generation batch's (N, R) rewards, (N,) lengths and turns in row order, its tokens, and the
+    reasons of failed rows."""
     problem_of_row = {r.index: r.trace.problem if r.trace else "" for r in rollouts if not r.is_scorable}
     rows = [rollout.index for rollout in rollouts]
     lengths_here = torch.tensor([rollout.num_sampled for rollout in rollouts], dtype=torch.float64)
-    parts = dist.all_gather_objects((rows, table.rewards, lengths_here, num_tokens(rollouts), problem_of_row))
+    here = (rows, table.rewards, lengths_here, turns_here, num_tokens(rollouts), problem_of_row)
+    parts = dist.all_gather_objects(here)
     rewards = torch.full((num_rows, len(table.names)), float("nan"), dtype=torch.float64)
     lengths = torch.zeros(num_rows, dtype=torch.float64)
-    for indices, values, counted, _, _ in parts:
+    turns = [Turns([], rewards[:0], [])] * num_rows
+    for indices, values, counted, of_rows, _, _ in parts:
         rewards[indices], lengths[indices] = values.double(), counted
+        for row, found in zip(indices, of_rows):
+            turns[row] = found
     problems = {row: problem for *_, part in parts for row, problem in part.items()}
-    return rewards, lengths, sum(tokens for *_, tokens, _ in parts), problems
+    return rewards, lengths, turns, sum(tokens for *_, tokens, _ in parts), problems

@@ -20,7 +20,7 @@ from groupgrad.data.columns import read_row
 from groupgrad.metrics import Metric, average, mean_of, merge_all
 from groupgrad.objectives import Advantages
 from groupgrad.rollout.requests import GenerationRequest
-from groupgrad.types import RewardTable, Rollout
+from groupgrad.types import RewardTable, Rollout, Turns
 
 
 @dataclass(slots=True)
@@ -34,6 +34,8 @@ class ScoredRollouts:
     """(N, R) rewards of all ranks in row order, NaN where a row has none."""
     lengths: torch.Tensor
     """(N,) float64, the tokens that the policy sampled for each row of all ranks."""
+    turns: list[Turns] | None
+    """The turns of each row of all ranks; None unless the estimator credits turns."""
     num_tokens: int
     """Tokens of prompts and completions, over all ranks and rounds."""
 
@@ -44,11 +46,15 @@ class ScoredRollouts:
         rewards, lengths = self.rewards.clone(), self.lengths.clone()
         rewards[rows] = later.rewards[rows]
         lengths[rows] = later.lengths[rows]
+        turns = self.turns
+        if turns is not None and later.turns is not None:
+            turns = _put(turns, rows, [later.turns[row] for row in rows])
         return ScoredRollouts(
             _put(self.rollouts, places, later.rollouts),
             _join(self.table, later.table, places),
             rewards,
             lengths,
+            turns,
             self.num_tokens + later.num_tokens,
         )
 
@@ -122,7 +128,9 @@ def _join(first: RewardTable, later: RewardTable, places: Sequence[int]) -> Rewa
     seconds = {
         name: first.seconds.get(name, 0.0) + later.seconds.get(name, 0.0) for name in {**first.seconds, **later.seconds}
     }
-    return RewardTable(rewards, first.names, columns, merge_all([first.metrics, later.metrics]), seconds)
+    by_turn = {row: values for row, values in first.by_turn.items() if row not in places}
+    by_turn |= {place: later.by_turn[row] for row, place in enumerate(places) if row in later.by_turn}
+    return RewardTable(rewards, first.names, columns, merge_all([first.metrics, later.metrics]), seconds, by_turn)
 
 
 def _put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:

@@ -71,6 +71,11 @@ def _data_seed(config: GRPOConfig) -> int:
     return config.seed if config.data_seed is None else config.data_seed
 
 
+def advantage_settings(config: GRPOConfig) -> Any:
+    """Returns the settings of the advantage estimator, or None."""
+    return find_estimator(config.advantage_estimator).make_settings(mapping(config.advantage_settings))
+
+
 def agent_options(config: GRPOConfig) -> AgentOptions:
     """Returns the options of agents, their tools and environments."""
     return AgentOptions(
@@ -81,6 +86,7 @@ def agent_options(config: GRPOConfig) -> AgentOptions:
             num_threads=config.tool_threads,
         ),
         ahead=config.rollout_ahead,
+        state=getattr(advantage_settings(config), "state", None),
     )
 
 
@@ -193,6 +199,6 @@ def scoring_options(config: GRPOConfig, num_rewards: int, num_given: int = 0) ->
         scale_rewards=cast(ScaleRewards, str(config.scale_rewards)),
         aggregation=cast(Aggregation, config.multi_objective_aggregation),
         estimator=config.advantage_estimator,
-        estimator_settings=find_estimator(config.advantage_estimator).make_settings(mapping(config.advantage_settings)),
+        estimator_settings=advantage_settings(config),
         mask_truncated=config.mask_truncated_completions,
     )

@@ -69,7 +69,7 @@ from groupgrad.trainer.hooks import STEPS_IN_BACKWARD, Hooks
 from groupgrad.trainer.sampler_logprobs import precompute_gradient
 from groupgrad.trainer.step_log import MismatchWatch, StepLog, tolerance
 from groupgrad.trainer.trl_names import check_overrides
-from groupgrad.types import RewardTable, Rollout
+from groupgrad.types import RewardTable, Rollout, Turns
 
 
 @dataclass(slots=True, frozen=True)
@@ -387,12 +387,17 @@ class GRPOTrainer(Hooks):
         return self.rewards.score(rollouts, trainer_state=trainer_state, step=step)
 
     def compute_advantages(
-        self, rewards: torch.Tensor, num_generations: int, lengths: torch.Tensor | None = None
+        self,
+        rewards: torch.Tensor,
+        num_generations: int,
+        lengths: torch.Tensor | None = None,
+        turns: Sequence[Turns] | None = None,
     ) -> Advantages:
         """The advantages of all ranks' rows, (N,), from their (N, R) rewards; rows of a group are contiguous.
 
-        `lengths` (N,) are the tokens that the policy sampled. Every rank gets the same rewards and must return the same
-        advantages. A subclass may change them; one whose method takes no `lengths` gets none.
+        `lengths` (N,) are the tokens that the policy sampled, `turns` the turns of each row, None unless the estimator
+        credits turns. Every rank gets the same rewards and must return the same advantages. A subclass may change them,
+        and need not take `lengths` and `turns`.
         """
         options = self.components.collector.options
         return compute_advantages(
@@ -400,6 +405,7 @@ class GRPOTrainer(Hooks):
             estimator=options.estimator,
             settings=options.estimator_settings,
             lengths=lengths,
+            turns=turns,
         )
 
     def _end_step(self, step: int) -> None:

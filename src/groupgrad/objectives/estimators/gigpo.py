@@ -1,0 +1,79 @@
+r"""GiGPO: the advantage of the episode, plus that of each turn among turns of the group that begin in the same state.
+
+$$A_{i,t} = A^E_i + \omega A^S_{i,t}$$
+
+The first term is that of the completion, its rewards summed, as in `group`. The second compares the discounted returns
+(see `turn_returns`) of all turns of the group's completions with the same state, as `scale_rewards` says; a state that
+occurs once gives 0. The state of a turn is what the model read since its last turn, or the environment's attribute that
+`state` names, as text. Two completions that pass one state, with returns of 1 and 0, have a second term of 0.5 and -0.5
+there under `none`.
+
+When: agents that come by the same states again and again, in games or web pages, with a reward at the end.
+
+Source: arXiv:2505.10978, eq. 3 to 8.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from groupgrad.objectives.estimator import AdvantageOptions, Estimate, Estimator, ScoredGroups, about_mean
+from groupgrad.objectives.estimators.group import STD_FLOOR, relative_to_group
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """Settings of GiGPO."""
+
+    omega: float = 1.0
+    """Weight of the second term."""
+    discount: float = 0.95
+    """Factor of a reward for each turn that it comes later."""
+    state: str | None = None
+    """Attribute or property of the environment that is its state."""
+
+    def __post_init__(self) -> None:
+        if not self.omega >= 0:
+            raise ValueError(
+                f"advantage_settings has omega={self.omega}, which rewards worse turns. Set it to 0 or more"
+            )
+        if not 0 <= self.discount <= 1:
+            raise ValueError(
+                f"advantage_settings has discount={self.discount}, with which later rewards grow without bound. Set it "
+                "from 0 to 1"
+            )
+
+
+def episodes_and_states(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:
+    """The two terms of each turn."""
+    settings = options.settings or Settings()
+    turns, size = groups.of_turns("gigpo"), groups.rewards.shape[1]
+    episodes = relative_to_group(groups, options).advantages.reshape(-1).nan_to_num(nan=0.0)
+    returns = [one.returns(settings.discount) for one in turns]
+    every = torch.cat([torch.zeros(0, dtype=torch.float64), *returns])
+    spread = about_mean(every.view(1, -1)).std if len(every) else every.new_ones(1, 1)
+    by_turn = [episodes[row].expand(len(values)).clone() for row, values in enumerate(returns)]
+    for first in range(0, len(turns), size):
+        places: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for row in range(first, first + size):
+            for turn, state in enumerate(turns[row].states[: len(returns[row])]):
+                places[state].append((row, turn))
+        for met in places.values():
+            about = about_mean(torch.stack([returns[row][turn] for row, turn in met]).view(1, -1))
+            scaled = about.deviations
+            if options.scale_rewards != "none":
+                scaled = scaled / ((about.std if options.scale_rewards == "group" else spread) + STD_FLOOR)
+            for (row, turn), value in zip(met, scaled.nan_to_num(nan=0.0).flatten().tolist()):
+                by_turn[row][turn] += settings.omega * value
+    return Estimate.of_turns(groups, by_turn)
+
+
+ESTIMATOR = Estimator(
+    episodes_and_states,
+    reads=("scale_rewards", "multi_objective_aggregation"),
+    settings=Settings,
+    uses_turns=True,
+)
