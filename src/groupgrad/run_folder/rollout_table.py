@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -18,6 +19,8 @@ from groupgrad.run_folder.render import plain_value
 from groupgrad.run_folder.token_texts import token_writers
 
 if TYPE_CHECKING:
+    import torch
+
     from groupgrad.run_folder.token_texts import Writer
     from groupgrad.types import Media, Prompt, RewardTable, Rollout
 
@@ -59,6 +62,8 @@ class StoredRows:
     combined: list[float]
     """(B,) weighted reward, NaN where nothing was scored."""
     num_generations: int
+    turn_advantages: Sequence[list[float]] | None = None
+    """(T,) advantages of the turns of each row; None unless the estimator credits turns."""
     logprobs: np.ndarray | None = None
     """(L,) float32 nats, NaN where unknown."""
     entropy: np.ndarray | None = None
@@ -93,6 +98,10 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         **{f"{REWARD}{name}": _numbers(rewards[:, place]) for place, name in enumerate(rows.table.names)},
         **{f"{SECONDS}{name}": _numbers([value] * count) for name, value in rows.table.seconds.items()},
         "advantage": _numbers(rows.advantages),
+        "turn_advantages": pa.array(rows.turn_advantages or [None] * count, pa.list_(pa.float64())),
+        "turn_rewards": pa.array(
+            [_turn_rewards(rows.table.by_turn.get(row)) for row in range(count)], pa.list_(pa.list_(pa.float64()))
+        ),
         "gradient_share": _sums(rows.offsets, rows.gradient_shares),
         "finish_reason": pa.array([rollout.finish_reason for rollout in rollouts], pa.string()),
         "num_tokens": pa.array([rollout.num_sampled for rollout in rollouts], pa.int32()),
@@ -181,6 +190,13 @@ def _digest(*parts: str) -> str:
 
 def _numbers(values: Sequence[float] | np.ndarray) -> pa.Array:
     return pa.array(np.asarray(values, dtype=np.float64), pa.float64(), from_pandas=True)
+
+
+def _turn_rewards(rewards: torch.Tensor | None) -> list[list[float | None]] | None:
+    """The rewards of each turn by function, None for no reward."""
+    if rewards is None:
+        return None
+    return [[None if math.isnan(value) else value for value in turn] for turn in rewards.tolist()]
 
 
 def _lists(offsets: np.ndarray, values: pa.Array) -> pa.Array:

@@ -62,6 +62,7 @@ def stored_rows(
         table=experience.table,
         combined=experience.combined_rewards,
         num_generations=num_generations,
+        turn_advantages=None if experience.by_turn is None else [values.tolist() for values in experience.by_turn],
         logprobs=logprobs,
         entropy=entropy,
         gradient_shares=_of_rows(batch, shares, 1)[0] if shares else None,

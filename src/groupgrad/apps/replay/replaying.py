@@ -355,4 +355,10 @@ class _RecordedRewards:
             )
         values = [[stored[item.index][place][f"reward/{name}"] for name in self._names] for item in rollouts]
         numbers = [[math.nan if value is None else value for value in row] for row in values]
-        return RewardTable(torch.tensor(numbers, dtype=torch.float64), list(self._names))
+        turns = [stored[item.index][place].get("turn_rewards") for item in rollouts]
+        by_turn = {
+            row: torch.tensor([[math.nan if value is None else value for value in turn] for turn in given]).double()
+            for row, given in enumerate(turns)
+            if given is not None
+        }
+        return RewardTable(torch.tensor(numbers, dtype=torch.float64), list(self._names), by_turn=by_turn)

@@ -156,6 +156,7 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
         el("span", { class: row.finish_reason === "eos" ? "chip" : "chip warn" }, row.finish_reason),
         el("span", { class: "quiet" }, counted(row.num_tokens, "token"))),
       rewards.length > 1 && el("p", { class: "parts" }, rewards.map((name) => el("span", {}, name.slice(7), " ", el("b", {}, short(row[name]))))),
+      (row.turn_rewards || row.turn_advantages) && turns(row, rewards),
       row.problem && el("p", { class: "bad" }, row.problem),
       tokenBlock(row, by, scale, say),
       images(row.images?.slice(numShared), `of row ${row.row}`),
@@ -203,6 +204,18 @@ function promptBlock(row) {
   const text = plainText(row.prompt, row.is_messages);
   const long = text.length > 400;
   return el("details", { class: "prompt", open: !long }, el("summary", {}, "Prompt"), el("pre", {}, text));
+}
+
+/** The rewards and the advantage of each turn. */
+function turns(row, names) {
+  const count = (row.turn_rewards ?? row.turn_advantages).length;
+  return el("ol", { class: "turns" }, Array.from({ length: count }, (_, turn) => {
+    const given = (row.turn_rewards?.[turn] ?? []).map((value, place) => [names[place], value]).filter(([, value]) => value !== null);
+    const advantage = row.turn_advantages?.[turn] ?? null;
+    return el("li", {},
+      given.map(([name, value]) => el("span", {}, names.length > 1 ? `${name.slice(7)} ` : "reward ", el("b", {}, short(value)))),
+      advantage !== null && el("span", { class: advantage > 0 ? "up" : advantage < 0 ? "down" : "" }, "advantage ", el("b", {}, `${advantage > 0 ? "+" : ""}${short(advantage)}`)));
+  }));
 }
 
 function callItem(call, given) {
