@@ -15,6 +15,15 @@ from transformers import TrainerCallback
 
 from groupgrad import GRPOConfig, GRPOTrainer
 
+
+def turns_reward(completions: list[Any], **kwargs: Any) -> list[list[float]]:
+    """A reward for each turn of the model, by its length."""
+    return [
+        [len(message["content"]) % 5 / 4 for message in messages if message["role"] == "assistant"]
+        for messages in completions
+    ]
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"dropout": 0.3, "gradient_accumulation_steps": 2, "lr_scheduler_type": "linear"},
@@ -23,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "synced_reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3, "steps_per_generation": 2},
     "adapter": {"adapter": True, "beta": 0.1, "warmup_steps": 4},
     "tools": {"tools": True, "beta": 0.05},
+    "turns": {"tools": True, "reward": turns_reward, "advantage_estimator": "gigpo", "max_completion_length": 80},
     "adaptive_entropy": {
         "entropy_coef": 0.1,
         "use_adaptive_entropy": True,

@@ -119,6 +119,11 @@ def _rows(
     short = [1 - length / tokens for length in lengths]
     combined = [one + 0.2 * two for one, two in zip(correct, short)]
     shares = numbers.normal(1 / offsets[-1], 3 / offsets[-1], offsets[-1])
+    by_turn = {
+        row: torch.tensor([[torch.nan, 0.5], [correct[row], short[row] - 0.5]], dtype=torch.float64)
+        for row, rollout in enumerate(rollouts)
+        if len(rollout.turns) == 2
+    }
     means = [np.mean(combined[row // 8 * 8 : row // 8 * 8 + 8]) for row in range(rows)]
     return StoredRows(
         rollouts=rollouts,
@@ -131,9 +136,11 @@ def _rows(
             ["correct", "short"],
             {"extracted": [str(row) for row in range(rows)]},
             seconds={"correct": 0.3, "short": 0.001},
+            by_turn=by_turn,
         ),
         combined=combined,
         num_generations=8,
+        turn_advantages=[[-0.25, 0.5][: len(rollout.turns)] for rollout in rollouts],
         logprobs=-numbers.exponential(1.2 - progress, offsets[-1]).astype(np.float32),
         entropy=numbers.exponential(1.2 - progress, offsets[-1]).astype(np.float32),
         gradient_shares=shares.astype(np.float32),

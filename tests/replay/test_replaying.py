@@ -154,6 +154,23 @@ def test_rewards_that_vary_are_named_or_taken_from_the_record(tmp_path):
     assert len(calls) == count + 3
 
 
+def test_rewards_of_turns_are_taken_from_the_record(run_of, tmp_path):
+    folder = run_of("turns")
+    stored = pq.read_table(next((folder / "rollouts").glob("step_000005.*"))).to_pylist()
+    assert {len(row["turn_rewards"]) for row in stored} > {1}
+    for row in stored:
+        assert row["reward"] == pytest.approx(sum(reward for (reward,) in row["turn_rewards"]))
+        assert len(row["turn_advantages"]) == len(row["turn_rewards"]) == row["turns"]
+    assert any(len(set(row["turn_advantages"])) > 1 for row in stored)
+
+    def turns_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        raise AssertionError("a replay with recorded rewards calls no function")
+
+    unused = make_trainer(tmp_path / "unused", **{**KINDS["turns"], "reward": turns_reward})
+    result = replay(unused, folder, 8, recorded_rewards=True)
+    assert result.is_same and result.weights[8][1] is None
+
+
 def test_mistakes_are_said_before_anything_is_repeated(run_of, tmp_path):
     folder = run_of("plain")
     fresh = make_trainer(tmp_path / "unused")
