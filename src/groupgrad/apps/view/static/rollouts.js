@@ -213,7 +213,7 @@ function turns(row, names) {
     const given = (row.turn_rewards?.[turn] ?? []).map((value, place) => [names[place], value]).filter(([, value]) => value !== null);
     const advantage = row.turn_advantages?.[turn] ?? null;
     return el("li", {},
-      given.map(([name, value]) => el("span", {}, names.length > 1 ? `${name.slice(7)} ` : "reward ", el("b", {}, short(value)))),
+      given.map(([name, value]) => [el("span", {}, names.length > 1 ? `${name.slice(7)} ` : "reward ", el("b", {}, short(value))), " "]),
       advantage !== null && el("span", { class: advantage > 0 ? "up" : advantage < 0 ? "down" : "" }, "advantage ", el("b", {}, `${advantage > 0 ? "+" : ""}${short(advantage)}`)));
   }));
 }
