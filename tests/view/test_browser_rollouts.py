@@ -165,10 +165,10 @@ def test_each_turn_of_a_rollout_has_its_rewards_and_its_advantage(tmp_path, open
         page = open_page(address + "#/rollouts?run=chat&step=1&group=0&row=5")
         page.wait_for_selector("#row-5 .turns")
         first, second = (item.inner_text() for item in page.locator("#row-5 .turns li").all())
-        alone = [item.inner_text() for item in page.locator("#row-0 .turns li").all()]
+        others = page.locator("#row-0 .turns").count()
     assert first.split() == ["short", "0.5", "advantage", "-0.25"]
     assert second.split()[:1] == ["correct"] and second.split()[-2:] == ["advantage", "+0.5"]
-    assert alone and alone[0].split() == ["advantage", "-0.25"]
+    assert others == 0, "a rollout of one turn has nothing to add"
 
 
 SHORT_TIMES = {0.0: "0 ms", 2e-5: "<0.1 ms", 2.1e-4: "0.2 ms", 0.00996: "10 ms", 0.25: "250 ms", 0.9996: "1 s"}

@@ -156,7 +156,7 @@ export function rolloutsPage(state, query, { source, go, addressOf }) {
         el("span", { class: row.finish_reason === "eos" ? "chip" : "chip warn" }, row.finish_reason),
         el("span", { class: "quiet" }, counted(row.num_tokens, "token"))),
       rewards.length > 1 && el("p", { class: "parts" }, rewards.map((name) => el("span", {}, name.slice(7), " ", el("b", {}, short(row[name]))))),
-      (row.turn_rewards || row.turn_advantages) && turns(row, rewards),
+      (row.turn_advantages ?? row.turn_rewards ?? []).length > 1 && turns(row, rewards),
       row.problem && el("p", { class: "bad" }, row.problem),
       tokenBlock(row, by, scale, say),
       images(row.images?.slice(numShared), `of row ${row.row}`),
