@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from groupgrad import GRPOConfig
-from groupgrad.objectives import ESTIMATORS, LOSSES
+from groupgrad.objectives import ESTIMATORS, LOSSES, MASKS
 
 PAGE = Path(__file__).parents[1] / "losses.md"
 
@@ -47,9 +47,8 @@ class Definition:
         ]
         if settings:
             parts.append(f"`{option}`: {' '.join(settings)}")
-        known = [
-            name for name in self.definition.reads if name in {field.name for field in dataclasses.fields(GRPOConfig)}
-        ]
+        fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+        known = [name for name in getattr(self.definition, "reads", ()) if name in fields]
         facts = {"Options": known, "Metrics": getattr(self.definition, "metrics", ())}
         lines = [f"{title}: {', '.join(f'`{name}`' for name in names)}." for title, names in facts.items() if names]
         return "\n\n".join([*parts, *([" ".join(lines)] if lines else [])])
@@ -77,11 +76,14 @@ def blocks() -> dict[str, str]:
     """The parts of the page that are written here, by the names of their marks."""
     losses = {name: Definition("methods", name, method) for name, method in LOSSES.items()}
     estimators = {name: Definition("estimators", name, estimator) for name, estimator in ESTIMATORS.items()}
+    masks = {name: Definition("masks", name, mask) for name, mask in MASKS.items()}
     return {
         "table of losses": table(losses, "loss_type"),
         "losses": "\n\n".join(one.section("loss_settings") for one in losses.values()),
         "table of estimators": table(estimators, "advantage_estimator"),
         "estimators": "\n\n".join(one.section("advantage_settings") for one in estimators.values()),
+        "table of masks": table(masks, "off_policy_mask"),
+        "masks": "\n\n".join(one.section("off_policy_mask_settings") for one in masks.values()),
     }
 
 

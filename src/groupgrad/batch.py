@@ -33,6 +33,8 @@ class StepTotals:
     """Entropy (nats) from which a token of the step is kept, when only the most uncertain tokens are trained."""
     entropy_tokens: float | None = None
     """Loss tokens of the step at or above `entropy_threshold`."""
+    drift_cutoff: float | None = None
+    """Up to where an off-policy mask keeps tokens of the step (`Mask.cutoff`); None: it keeps all."""
 
 
 @dataclass(slots=True)
@@ -70,6 +72,8 @@ class Batch:
     """(L,) float32, as the sampling engine reported them, NaN where it reported none; None if it never does."""
     token_advantages: torch.Tensor | None = None
     """(L,) float32, where the turns of a completion have advantages of their own; None: all tokens have their row's."""
+    selected: torch.Tensor | None = None
+    """(L,) bool, the tokens that a loss treats otherwise (`Method.select`); None: none."""
     policy_version: torch.Tensor | None = None
     """(B,) int64, the optimizer step whose weights sampled the row; -1 where unknown, None if nowhere known."""
     media: tuple[Media | None, ...] | None = None
@@ -185,6 +189,7 @@ _TOKEN_FIELDS = (
     "sampling_logprobs",
     "sampling_entropy",
     "token_advantages",
+    "selected",
 )
 _ROW_FIELDS = ("advantages", "row_index", "step_row", "policy_version")
 _UNKNOWN = {

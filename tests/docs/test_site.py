@@ -12,7 +12,7 @@ import pytest
 
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.apps.cli.arguments import ModelArguments, TaskArguments
-from groupgrad.objectives import ESTIMATORS, LOSSES
+from groupgrad.objectives import ESTIMATORS, LOSSES, MASKS
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +57,7 @@ def test_the_fields_and_flags_of_the_command_alone_have_their_own_sections(optio
 def test_the_page_of_losses_says_what_their_files_say() -> None:
     page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
     assert page == page_script("losses").written(page), "run `python docs/site/losses.py`"
-    for names in (LOSSES, ESTIMATORS):
+    for names in (LOSSES, ESTIMATORS, MASKS):
         assert all(f"| [`{name}`](#{name})" in page and f"\n### {name}\n" in page for name in names)
     assert "| [`dapo`](#dapo) (default) |" in page and "`threshold` = 0.2: Divergence of a token" in page
 

@@ -40,6 +40,16 @@ CASES: dict[str, dict[str, Any]] = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2, "max_steps": 4},
     "sapo": {"loss_type": "sapo", "num_iterations": 2, "max_steps": 4},
     "vespo": {"loss_type": "vespo", "num_iterations": 2, "max_steps": 4},
+    "clip_cov": {
+        "loss_type": "clip_cov",
+        "loss_settings": {"share": 0.2, "low": 0.0},
+        "off_policy_mask": "m2po",
+        "off_policy_mask_settings": {"tau": 1e-2},
+        "num_iterations": 2,
+        "max_steps": 4,
+        "optim": "sgd",
+        "learning_rate": 0.3,
+    },
     "entropy": {
         "top_entropy_quantile": 0.4,
         "entropy_coef": 0.1,
@@ -71,6 +81,14 @@ CASES: dict[str, dict[str, Any]] = {
     "cut_groups": {"step_rows": 4, "micro_batches": 1, "max_steps": 4},
     # Turns are short and read as calls by their first token, so that ranks have rollouts of different numbers of turns.
     "agents": {"agents": True, "max_completion_length": 80, "max_tool_calling_iterations": 3, "max_steps": 2},
+    # The same, with an advantage for each turn, among turns of the group that read the same.
+    "turns": {
+        "agents": True,
+        "max_completion_length": 80,
+        "max_tool_calling_iterations": 3,
+        "max_steps": 2,
+        "advantage_estimator": "gigpo",
+    },
     # An adapter on the head too, and a reference that follows it: the parameters that train change places.
     "lora": {"peft": True, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 3},
     # Most prompts have no image, so that often one rank alone passes through the vision tower.

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from groupgrad.batch import Batch, StepTotals, TokenScores
 from groupgrad.metrics import merge_all
-from groupgrad.objectives import LOSSES, MismatchOptions, PolicyOptions, entropy_threshold, policy_loss
+from groupgrad.objectives import LOSSES, MASKS, MismatchOptions, PolicyOptions, entropy_threshold, policy_loss
 
 ENTROPY_COEF = 0.05
+TOKEN_MEANS = ("bnpo", "dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
 FOLDING = ("vespo", "dppo_tv", "dppo_kl")
 """Losses whose own weight has the mismatch ratio."""
 
@@ -37,6 +38,10 @@ class Step:
     threshold: float | None
     turns: np.ndarray | None = None
     """(N, T) advantages of tokens, where turns have their own; `adv` has a row's mean then."""
+    selected: np.ndarray | None = None
+    """(N, T) the tokens that the loss selected among those of the step."""
+    cutoff: float | None = None
+    """Up to where the step's off-policy mask keeps squared log-ratios."""
 
     @property
     def token_adv(self):
@@ -45,7 +50,7 @@ class Step:
     def totals(self, world_size=1, micro_batches=1):
         kept = None if self.threshold is None else float((self.mask & (self.ent >= self.threshold)).sum())
         tokens = float(self.mask.sum())
-        return StepTotals(float(len(self.adv)), tokens, micro_batches, world_size, self.threshold, kept)
+        return StepTotals(float(len(self.adv)), tokens, micro_batches, world_size, self.threshold, kept, self.cutoff)
 
 
 def draw_step(rng, keep=1.0, has_old=True, has_samp=True, has_turns=False):
@@ -65,7 +70,8 @@ def draw_step(rng, keep=1.0, has_old=True, has_samp=True, has_turns=False):
     if has_turns:
         turns = rng.choice([-1.5, -0.3, 0.0, 0.4, 2.0], size=lp.shape)
         adv = masked_mean(turns, there, 1)
-    return Step(there, mask, adv, lp, old, ref, samp, ent, threshold, turns)
+    selected = there & (rng.random(lp.shape) < 0.3)
+    return Step(there, mask, adv, lp, old, ref, samp, ent, threshold, turns, selected, rng.choice([None, 0.05]))
 
 
 def ragged(step, rows, totals):
@@ -90,6 +96,7 @@ def ragged(step, rows, totals):
         ref_logprobs=flat(step.ref),
         sampling_logprobs=flat(step.samp),
         token_advantages=flat(step.turns),
+        selected=flat(step.selected),
     )
     return batch, flat(step.lp), flat(step.ent)
 
@@ -162,8 +169,13 @@ def dense_surrogate(step, options, ratio, log_ratio, log_rho_sum):
     if options.loss_type == "gmpo":
         clip, kept = options.settings.clip, dense_kept(step, options)
         bounded = np.where(adv > 0, np.minimum(log_ratio, clip), np.maximum(log_ratio, -clip))
+        bounded = np.where(adv == 0, 0.0, bounded)  # a turn that has no advantage moves no weight
         return -np.exp(masked_mean(bounded, kept, 1))[:, None] * adv * np.ones_like(step.lp)
-    assert options.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), "give the new loss its formula"
+    if options.loss_type == "kl_cov":
+        return -ratio * adv + options.settings.coef * np.abs(log_ratio) * step.selected
+    assert options.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "clip_cov"), (
+        "give the new loss its formula"
+    )
     clipped = np.clip(ratio, 1 - options.epsilon, 1 + options.epsilon_high)
     return -np.minimum(np.minimum(ratio, options.delta or math.inf) * adv, clipped * adv)
 
@@ -171,11 +183,34 @@ def dense_surrogate(step, options, ratio, log_ratio, log_rho_sum):
 def dense_kept(step, options):
     """(N, T) the loss tokens that no mask takes out of the policy term."""
     kept = step.mask if step.threshold is None else step.mask & (step.ent >= step.threshold)
+    if options.loss_type == "clip_cov":
+        kept = kept & ~step.selected
     behaviour = step.old if step.samp is None else step.samp
     if options.off_policy_mask_threshold is not None and behaviour is not None:
         drift = masked_mean(np.nan_to_num(behaviour - step.lp), step.mask, 1)[:, None]
         kept = kept & ((step.adv[:, None] >= 0) | (drift <= options.off_policy_mask_threshold))
+    if options.off_policy_mask is not None and behaviour is not None:
+        kept = kept & dense_near(step, np.nan_to_num(step.lp - behaviour) * step.mask, options)
     return kept & (dense_rho(step, options)[0] != 0)
+
+
+def dense_near(step, gap, options):
+    """(N, T) the tokens that the off-policy mask keeps, from log-ratios to the sampler."""
+    name, chosen = options.off_policy_mask, options.mask_settings
+    if name == "m2po":
+        return gap**2 <= (math.inf if step.cutoff is None else step.cutoff)
+    if name == "geometric":
+        mean = np.exp(masked_mean(gap, step.mask, 1)[:, None])
+        return np.broadcast_to((mean >= chosen.low) & (mean <= chosen.high), gap.shape)
+    values = {"k1": gap, "k2": gap**2 / 2, "k3": np.exp(gap) - 1 - gap}[name]
+    found = {
+        "token": values,
+        "sequence_mean": masked_mean(values, step.mask, 1)[:, None],
+        "sequence_sum": (values * step.mask).sum(1, keepdims=True),
+        "sequence_max": np.where(step.mask.any(1), np.where(step.mask, values, -np.inf).max(1), 0.0)[:, None],
+    }[chosen.level]
+    low, high = (math.log(chosen.low), math.log(chosen.high)) if name == "k1" else (-math.inf, chosen.threshold)
+    return np.broadcast_to((found >= low) & (found <= high), gap.shape)
 
 
 def dense_terms(step, options):
@@ -205,7 +240,7 @@ def dense_loss(step, options):
         **dict.fromkeys(("grpo", "sapo", "gmpo"), lambda: masked_mean(loss, mask, 1).mean()),
         "luspo": lambda: loss.sum(axis=1).mean(),
         "dr_grpo": lambda: loss.sum() / (rows * options.max_completion_length),
-        **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo", "dppo_tv", "dppo_kl"), lambda: loss.sum() / tokens),
+        **dict.fromkeys(TOKEN_MEANS, lambda: loss.sum() / tokens),
     }[options.loss_type]()
     return reduced - ENTROPY_COEF * masked_mean(step.ent, kept)
 
@@ -224,11 +259,26 @@ mismatches = st.one_of(
 )
 
 
+masks = st.one_of(
+    st.just((None, {})),
+    st.just(("geometric", {"low": 0.9, "high": 1.1})),
+    st.just(("m2po", {})),
+    st.sampled_from(["token", "sequence_mean", "sequence_sum"]).map(lambda at: ("k1", {"level": at, "low": 0.8})),
+    st.tuples(
+        st.sampled_from(["k2", "k3"]),
+        st.sampled_from(["token", "sequence_mean", "sequence_sum", "sequence_max"]).map(
+            lambda at: {"level": at, "threshold": 0.05}
+        ),
+    ),
+)
+
+
 @st.composite
 def cases(draw, losses=tuple(LOSSES)):
     """A step and options that fit each other."""
     keep = draw(st.sampled_from([1.0, 0.5, 0.0]))
     loss_type = draw(st.sampled_from(losses))
+    mask, chosen = draw(masks)
     options = PolicyOptions(
         loss_type=loss_type,
         settings=LOSSES[loss_type].make_settings({}),
@@ -240,6 +290,8 @@ def cases(draw, losses=tuple(LOSSES)):
         use_bias_correction_kl=draw(st.booleans()),
         max_completion_length=9,
         off_policy_mask_threshold=draw(st.sampled_from([None, 0.1])),
+        off_policy_mask=mask,
+        mask_settings=None if mask is None else MASKS[mask].make_settings(chosen),
         top_entropy_quantile=keep,
         mismatch=draw(mismatches),
     )
@@ -327,6 +379,7 @@ def far_step(keep):
     policy, reference, sampler = (np.stack([cells[:, place], np.full(len(cells), 0.125)], 1) for place in range(3))
     there, entropy = np.ones(lp.shape, dtype=bool), np.tile([1.0, 2.0], (len(cells), 1))
     step = Step(there, there, cells[:, 3], lp, lp - policy, lp + reference, lp - policy - sampler, entropy, None)
+    step = replace(step, selected=np.broadcast_to([True, False], lp.shape))
     return step if keep == 1 else replace(step, threshold=1.5)
 
 
@@ -387,7 +440,8 @@ def test_log_ratios_of_200_nats_make_only_those_losses_infinite_that_are(loss_ty
         every = every[(step.adv == 0) | ~(apart | unbounded).any(axis=1)]
     if options.use_bias_correction_kl:
         # The estimate is exactly 0, so its differences are noise times e^200.
-        slopes[(step.lp - step.old > 100) & (step.ref == step.lp)] = 0.0
+        noise = (step.lp - step.old > 100) & (step.ref == step.lp)
+        slopes[noise] = step.selected[noise] if loss_type == "kl_cov" else 0.0  # the slope of its penalty
     rows = every[(np.abs(values[every]) < np.finfo(np.float32).max).all(axis=1)]
     assert len(rows) >= 27
     loss, gradient = share_in_float32(step, rows, options)

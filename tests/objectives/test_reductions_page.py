@@ -36,7 +36,7 @@ def test_the_example_of_the_page(reduction: Reduction, make_batch: Callable[...,
 def test_the_reduction_of_each_loss() -> None:
     assert {name: method.reduction for name, method in LOSSES.items()} == {
         **dict.fromkeys(("grpo", "sapo", "gmpo"), "sequence_mean"),
-        **dict.fromkeys(("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl"), "token_mean"),
+        **dict.fromkeys(("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"), "token_mean"),
         "luspo": "sequence_sum",
         "dr_grpo": "constant",
         "bnpo": "local_token_mean",

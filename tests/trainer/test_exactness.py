@@ -53,6 +53,14 @@ FEATURES: dict[str, dict[str, Any]] = {
         "entropy_target": 5.0,
         "entropy_coef_delta": 0.05,
     },
+    "furthest_tokens_left_out": {"off_policy_mask": "m2po", "off_policy_mask_settings": {"tau": 1e-4}, **TWO_STEPS},
+    "drawn_tokens_left_out": {
+        "loss_type": "clip_cov",
+        "loss_settings": {"share": 0.2, "low": 0.0},
+        "off_policy_mask": "k3",
+        "off_policy_mask_settings": {"threshold": 1e-3},
+        **TWO_STEPS,
+    },
     "sequence_ratio": {
         "loss_type": "grpo",
         "importance_sampling_level": "sequence",

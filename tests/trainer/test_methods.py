@@ -48,6 +48,28 @@ def test_methods_log_what_they_leave_out_or_clip(train: Any, make_policy: Any, l
     assert shares[1] == [0.0] * 8
 
 
+@pytest.mark.parametrize(("name", "share"), [("clip_cov", 0.25), ("kl_cov", 0.1)])
+def test_a_share_of_the_tokens_is_selected_in_each_step(train: Any, make_policy: Any, name: str, share: float) -> None:
+    """Also in steps whose policy is not the one that sampled; covariances come from a forward pass there."""
+    chosen = {"share": share, **({"low": -100.0, "high": 100.0} if name == "clip_cov" else {})}
+    settings: dict[str, Any] = {"loss_type": name, "loss_settings": chosen, "num_iterations": 2, "max_steps": 4}
+    trainer = train(model=make_policy(), **settings, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    found = [entry[f"{name}/selected_mean"] for entry in trainer.state.log_history if f"{name}/selected_mean" in entry]
+    assert len(found) == 4 and all(0.6 * share < value <= share for value in found)
+
+
+def test_the_furthest_tokens_are_left_out_of_later_steps(train: Any, make_policy: Any) -> None:
+    settings: dict[str, Any] = {"off_policy_mask": "m2po", "num_iterations": 3, "max_steps": 6, "learning_rate": 3e-3}
+    shares = []
+    for tau in (1e-2, 1e4):
+        trainer = train(model=make_policy(), **settings, off_policy_mask_settings={"tau": tau})
+        log = [entry for entry in trainer.state.log_history if "off_policy_mask/masked_mean" in entry]
+        shares.append([entry["off_policy_mask/masked_mean"] for entry in log])
+    assert shares[0][0] == shares[0][3] == 0.0, "on policy nothing has moved"
+    assert 0 < shares[0][1] < 1 and 0 < shares[0][4] < 1
+    assert shares[1] == [0.0] * 6
+
+
 def test_settings_that_cannot_work_stop_a_run_before_it_begins(make_trainer: Any) -> None:
     with pytest.raises(ConfigError, match=r"loss_settings has 'thresold', but it has threshold, ceiling; did you mean"):
         make_trainer(loss_type="dppo_tv", loss_settings={"thresold": 0.1})
@@ -55,3 +77,9 @@ def test_settings_that_cannot_work_stop_a_run_before_it_begins(make_trainer: Any
         make_trainer(loss_type="dppo_tv", loss_settings='{"threshold": -1}')
     with pytest.raises(ConfigError, match="loss_settings has 'threshold', but this loss_type has none"):
         make_trainer(loss_type="dapo", loss_settings={"threshold": 0.1})
+    with pytest.raises(ConfigError, match="off_policy_mask_settings has tau=-1"):
+        make_trainer(off_policy_mask="m2po", off_policy_mask_settings={"tau": -1})
+    with pytest.raises(ConfigError, match="off_policy_mask='m2p' is not known: did you mean 'm2po'"):
+        make_trainer(off_policy_mask="m2p")
+    with pytest.warns(UserWarning, match="off_policy_mask is not set"):
+        make_trainer(off_policy_mask_settings={"tau": 1.0})

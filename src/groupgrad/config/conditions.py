@@ -21,7 +21,7 @@ from groupgrad.config.sampling import has_comparable_logprobs, sampling_options,
 from groupgrad.config.settings import SAMPLING_FIELDS, GRPOSettings, mapping
 from groupgrad.engines.generation_options import INTERNAL, MOVED, missing_from_paged
 from groupgrad.integrations.vllm.vllm_params import shaping
-from groupgrad.objectives import Estimator, Method, find_estimator, find_method
+from groupgrad.objectives import Estimator, Mask, Method, find_estimator, find_mask, find_method
 from groupgrad.spelling import with_nearest
 
 
@@ -104,7 +104,14 @@ def advantage_settings_problem(c: GRPOSettings) -> str:
     return _settings_problem(find_estimator(c.advantage_estimator), c.advantage_settings)
 
 
-def _settings_problem(definition: Method | Estimator, settings: Any) -> str:
+def mask_settings_problem(c: GRPOSettings) -> str:
+    """Says what the off-policy mask cannot do with its settings."""
+    return (
+        "" if c.off_policy_mask is None else _settings_problem(find_mask(c.off_policy_mask), c.off_policy_mask_settings)
+    )
+
+
+def _settings_problem(definition: Method | Estimator | Mask, settings: Any) -> str:
     try:
         definition.make_settings(mapping(settings))
     except (TypeError, ValueError) as error:  # such as a text where it compares numbers

@@ -15,11 +15,13 @@ from typing import Any, get_args
 from groupgrad.objectives import (
     ESTIMATORS,
     LOSSES,
+    MASKS,
     Aggregation,
     MismatchMode,
     RatioLevel,
     ScaleRewards,
     find_estimator,
+    find_mask,
     find_method,
 )
 from groupgrad.rewards.supervision import FailureAction
@@ -145,6 +147,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss_type": tuple(LOSSES),
     "importance_sampling_level": get_args(RatioLevel),
     "advantage_estimator": tuple(ESTIMATORS),
+    "off_policy_mask": tuple(MASKS),
     "scale_rewards": get_args(ScaleRewards),
     "multi_objective_aggregation": get_args(Aggregation),
     "include_num_input_tokens_seen": ("no", "all", "non_padding"),
@@ -178,6 +181,7 @@ FIXED: dict[str, tuple[object, str]] = {
 DICTS = (
     "loss_settings",
     "advantage_settings",
+    "off_policy_mask_settings",
     "model_init_kwargs",
     "reward_model_init_kwargs",
     "generation_kwargs",
@@ -203,7 +207,7 @@ def field_problem(name: str, value: Any) -> str | None:
     if name in RANGES:
         return _range_problem(name, value, *RANGES[name])
     if name in _FINDERS:
-        return _unknown_definition(name, value)
+        return None if name == "off_policy_mask" and value is None else _unknown_definition(name, value)
     if name in CHOICES and value not in CHOICES[name]:
         return _not_among(name, value, CHOICES[name])
     if name in FIXED and value and value != FIXED[name][0]:
@@ -213,7 +217,11 @@ def field_problem(name: str, value: Any) -> str | None:
     return None
 
 
-_FINDERS: dict[str, Callable[[str], Any]] = {"loss_type": find_method, "advantage_estimator": find_estimator}
+_FINDERS: dict[str, Callable[[str], Any]] = {
+    "loss_type": find_method,
+    "advantage_estimator": find_estimator,
+    "off_policy_mask": find_mask,
+}
 """Settings that name a definition, here or in a user's module."""
 
 

@@ -278,6 +278,12 @@ class GRPOSettings(LegacyArguments):
     mask_truncated_completions: bool = _option(False, "Leave truncated completions out of the loss.")
     top_entropy_quantile: float = _option(1.0, "Share of tokens, by entropy, that the policy term trains; 1: all.")
     use_bias_correction_kl: bool = _option(False, "Multiply the KL estimate by the policy ratio to make it unbiased.")
+    off_policy_mask: str | None = _option(
+        None,
+        f"Leave out tokens or completions that drifted from the sampler: {_choices('off_policy_mask')}, or the path of "
+        "a module with another; unset: none.",
+    )
+    off_policy_mask_settings: dict[str, Any] | str | None = _option(None, "Settings of off_policy_mask.")
     off_policy_mask_threshold: float | None = _option(
         None, "Leave out completions of negative advantage that drifted further than this (nats a token)."
     )

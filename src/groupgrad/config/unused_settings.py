@@ -67,6 +67,7 @@ UNUSED: tuple[UnusedSettings, ...] = (
         for field, option, readers, find in _READ_BY
     ),
     UnusedSettings(("use_bias_correction_kl",), "beta is 0", lambda c: c.beta == 0),
+    UnusedSettings(("off_policy_mask_settings",), "off_policy_mask is not set", lambda c: c.off_policy_mask is None),
     UnusedSettings(
         ("scale_rewards",),
         "normalize_then_sum scales each reward in its group and the sum over the batch",

@@ -15,7 +15,9 @@ from groupgrad.objectives.estimator import (
     ScoredTurns,
 )
 from groupgrad.objectives.estimators import ESTIMATORS, find_estimator
-from groupgrad.objectives.method import Method, PolicyTerms, TokenLoss, sampler_logprobs
+from groupgrad.objectives.mask import Mask
+from groupgrad.objectives.masks import MASKS, find_mask
+from groupgrad.objectives.method import Method, PolicyTerms, StepTokens, TokenLoss, sampler_logprobs
 from groupgrad.objectives.methods import LOSSES, find_method
 from groupgrad.objectives.mismatch import FRAC_DROPPED_ROWS, FRAC_DROPPED_TOKENS, logp_mismatch, mismatch_metrics
 from groupgrad.objectives.nonfinite import NonFiniteToken, TokenTerms, nonfinite_tokens
@@ -32,6 +34,7 @@ from groupgrad.objectives.required_passes import (
     live_rows,
     required_passes,
 )
+from groupgrad.objectives.terms import drift
 
 __all__ = [
     "ESTIMATORS",
@@ -40,6 +43,7 @@ __all__ = [
     "FRAC_DROPPED_ROWS",
     "FRAC_DROPPED_TOKENS",
     "LOSSES",
+    "MASKS",
     "NO_PASS",
     "AdvantageOptions",
     "Advantages",
@@ -47,6 +51,7 @@ __all__ = [
     "Batch",
     "Estimate",
     "Estimator",
+    "Mask",
     "Method",
     "MismatchMode",
     "MismatchOptions",
@@ -59,14 +64,17 @@ __all__ = [
     "ScaleRewards",
     "ScoredGroups",
     "ScoredTurns",
+    "StepTokens",
     "StepTotals",
     "TokenLoss",
     "TokenScores",
     "TokenTerms",
     "applied_entropy_coef",
     "compute_advantages",
+    "drift",
     "entropy_threshold",
     "find_estimator",
+    "find_mask",
     "find_method",
     "fresh_rows",
     "known_rows",

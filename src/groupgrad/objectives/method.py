@@ -51,6 +51,16 @@ class TokenLoss:
 
 
 @dataclass(slots=True, frozen=True)
+class StepTokens:
+    """All loss tokens of an optimizer step, of all ranks."""
+
+    logprobs: torch.Tensor
+    """(N,) float64, log-probs of the present policy, nats."""
+    advantages: torch.Tensor
+    """(N,) float64."""
+
+
+@dataclass(slots=True, frozen=True)
 class Method:
     """Definition of a `loss_type`."""
 
@@ -67,6 +77,14 @@ class Method:
     """The surrogate has the mismatch in its own weight already."""
     needs_token_correction: bool = False
     """The surrogate reads `PolicyTerms.correction`, and needs a ratio for each token."""
+    select: Callable[[StepTokens, PolicyOptions, torch.Generator], torch.Tensor] | None = None
+    """The tokens of the whole step -> (N,) bool, those that `Batch.selected` marks before the step. Its choice depends
+    on the order of tokens in nothing. Needs a forward pass wherever the sampler's log-probs are not those of the
+    present policy."""
+    leaves_out_selected: bool = False
+    """The tokens that it selects train nothing, as if a mask took them out."""
+    grows_with_ratio: bool = False
+    """The loss of every token grows with its ratio without a bound."""
     clips_ratio: bool = False
     """The ratio is clipped on both sides."""
     metrics: tuple[str, ...] = ()

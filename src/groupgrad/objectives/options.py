@@ -71,6 +71,10 @@ class PolicyOptions:
     """Decay of the sequence weight in `vespo` where the advantage is negative."""
     off_policy_mask_threshold: float | None = None
     """Mean drift (nats a token) beyond which a sequence of negative advantage is left out; None keeps all."""
+    off_policy_mask: str | None = None
+    """A name that `masks.find_mask` knows: which tokens or sequences are left out for their drift from the sampler."""
+    mask_settings: Any = None
+    """The mask's own settings (`Mask.settings`), if it has any; None: their defaults."""
     top_entropy_quantile: float = 1.0
     """Share of tokens, the most uncertain ones, that the policy term keeps: `entropy_threshold` makes the threshold of
     the step's totals from it. The loss itself reads only that threshold; None there keeps all tokens."""

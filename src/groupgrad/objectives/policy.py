@@ -8,6 +8,7 @@ import torch
 
 from groupgrad.batch import Batch, TokenScores
 from groupgrad.metrics import Metric, mean_of
+from groupgrad.objectives.masks import find_mask
 from groupgrad.objectives.measure import mean_where
 from groupgrad.objectives.method import PolicyTerms
 from groupgrad.objectives.methods import find_method
@@ -25,6 +26,7 @@ from groupgrad.objectives.ragged import (
 from groupgrad.objectives.reduce import REDUCTIONS, even_share, token_mean_share
 from groupgrad.objectives.terms import (
     at_level,
+    drift,
     high_entropy_keep,
     kl_to_reference,
     off_policy_keep,
@@ -33,6 +35,9 @@ from groupgrad.objectives.terms import (
     reference_gap,
     unbiased_kl,
 )
+
+MASKED = "off_policy_mask/masked_mean"
+"""Metric of `off_policy_mask`: the share of loss tokens that it leaves out."""
 
 
 @dataclass(slots=True)
@@ -72,15 +77,18 @@ def policy_loss(
     method = find_method(options.loss_type)
     if method.settings is not None and options.settings is None:
         options = replace(options, settings=method.settings())
-    terms = _terms(scores, batch, options)
+    near = None if options.off_policy_mask is None else _near_sampler(scores.logprobs, batch, options)
+    terms = _terms(scores, batch, options, near)
     policy = method.surrogate(terms, options)
     per_token = torch.where(terms.kept, policy.per_token, torch.zeros_like(policy.per_token))
     if terms.correction is not None and not method.folds_mismatch:
         # Infinity times 0 is NaN, so the ratio is read only where there is something to multiply.
-        counts = terms.kept & (terms.token_advantages != 0)
+        counts = terms.kept & ((terms.token_advantages != 0) | (per_token.detach() != 0))
         correction = broadcast_to_tokens(terms.correction, batch)
         per_token = per_token * torch.where(counts, correction, torch.zeros_like(correction))
     metrics = {"entropy": mean_where(scores.entropy, batch.trained), **policy.metrics}
+    if near is not None:
+        metrics[MASKED] = mean_where((~near).float(), batch.trained)
     kl = None
     if terms.gap is not None:
         kl = kl_to_reference(terms.gap)
@@ -126,13 +134,17 @@ def _token_terms(
     return TokenTerms(batch.step_row, batch.offsets, batch.trained, given)
 
 
-def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions) -> PolicyTerms:
+def _terms(scores: TokenScores, batch: Batch, options: PolicyOptions, near: torch.Tensor | None) -> PolicyTerms:
     log_ratio = policy_log_ratio(scores.logprobs, batch.old_logprobs, batch)
     correction = None
     if options.mismatch is not None and batch.sampling_logprobs is not None:
         old = scores.logprobs if batch.old_logprobs is None else batch.old_logprobs
         correction = mismatch_ratio(old, batch.sampling_logprobs, batch, options.mismatch)
     kept = _high_entropy(scores.entropy, batch)
+    if near is not None:
+        kept = kept & near
+    if batch.selected is not None and find_method(options.loss_type).leaves_out_selected:
+        kept = kept & ~batch.selected
     threshold = options.off_policy_mask_threshold
     if threshold is not None:
         kept = kept & _small_drift(scores.logprobs, batch, threshold)
@@ -163,8 +175,10 @@ def _unbounded(
     options: PolicyOptions,
 ) -> torch.Tensor | None:
     """Where the loss grows with the ratio without a bound: a bool of the ratio's shape, None for nowhere."""
-    where = None
-    if find_method(options.loss_type).clips_ratio and options.delta is None:
+    where, method = None, find_method(options.loss_type)
+    if method.grows_with_ratio:
+        where = kept & (token_advantages(batch) != 0)
+    elif method.clips_ratio and options.delta is None:
         where = kept & (token_advantages(batch) < 0)
     if gap is not None and options.use_bias_correction_kl:
         where = gap != 0 if where is None else where | (gap != 0)
@@ -185,6 +199,16 @@ def _small_drift(logprobs: torch.Tensor, batch: Batch, threshold: float) -> torc
     if behaviour is None:
         return batch.trained
     return broadcast_to_tokens(off_policy_keep(where_trained(logprobs, batch), behaviour, batch, threshold), batch)
+
+
+def _near_sampler(logprobs: torch.Tensor, batch: Batch, options: PolicyOptions) -> torch.Tensor:
+    """(L,) bool: tokens that the off-policy mask keeps; a token whose sampler log-prob is NaN counts as no drift."""
+    behaviour = batch.old_logprobs if batch.sampling_logprobs is None else batch.sampling_logprobs
+    if behaviour is None:
+        return batch.trained
+    mask = find_mask(str(options.off_policy_mask))
+    settings = options.mask_settings or (None if mask.settings is None else mask.settings())
+    return broadcast_to_tokens(mask.keep(drift(logprobs, behaviour, batch), batch, settings), batch)
 
 
 def _reference_gap(scores: TokenScores, batch: Batch, options: PolicyOptions) -> torch.Tensor:

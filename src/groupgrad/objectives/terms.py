@@ -58,6 +58,15 @@ def off_policy_keep(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, ba
     return PerRow((batch.advantages >= 0) | (drift <= threshold))
 
 
+def drift(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(L,) log-ratio of the policy to the sampler, nats; 0 outside the loss tokens and where `behaviour` is NaN.
+
+    No gradient.
+    """
+    gap = logprobs.detach() - behaviour_logprobs
+    return where_trained(torch.where(gap.isnan(), torch.zeros_like(gap), gap), batch)
+
+
 def high_entropy_keep(entropy: torch.Tensor, batch: Batch, threshold: float) -> torch.Tensor:
     """(L,) bool: loss tokens whose entropy (nats) is at least `threshold`.
 

@@ -23,6 +23,7 @@ from groupgrad.objectives import (
     PolicyOptions,
     ScaleRewards,
     find_estimator,
+    find_mask,
     find_method,
 )
 from groupgrad.rewards.model_loading import RewardModelOptions, hub_kwargs
@@ -123,6 +124,10 @@ def policy_options(config: GRPOConfig, max_context: int | None = None) -> Policy
     # Most fields have the same name in both records.
     values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(PolicyOptions)}
     settings = find_method(config.loss_type).make_settings(mapping(config.loss_settings))
+    if config.off_policy_mask is not None:
+        values["mask_settings"] = find_mask(config.off_policy_mask).make_settings(
+            mapping(config.off_policy_mask_settings)
+        )
     values |= {"settings": settings, "epsilon_high": config.epsilon_high_resolved, "mismatch": mismatch}
     longest = min(cast(int, config.max_completion_length), longest_completion(config, max_context))
     return PolicyOptions(**{**values, "max_completion_length": longest})

@@ -13,6 +13,7 @@ from groupgrad.objectives import (
     PolicyOptions,
     fresh_rows,
     known_rows,
+    known_scores,
     logp_mismatch,
     mismatch_metrics,
     policy_loss,
@@ -91,11 +92,9 @@ class SamplerLogprobs:
         others = "a forward pass of training" if self.are_old else "sampling"
         return f"those of {source}, from which those of {others} differ by up to {gap:.1g} nats a token"
 
-    def entropy(self, batch: Batch, step: int) -> torch.Tensor | None:
-        """(L,) entropies (nats) of the policy of this step in evaluation mode; None if unknown."""
-        if bool(known_rows(batch, OnPolicyInfo(step, self._is_exact)).all()):
-            return batch.sampling_entropy
-        return None
+    def scores(self, batch: Batch, step: int) -> TokenScores | None:
+        """Log-probs and entropies of the policy of this step in evaluation mode; None if unknown."""
+        return known_scores(batch) if bool(known_rows(batch, OnPolicyInfo(step, self._is_exact)).all()) else None
 
     def metrics(self, scores: TokenScores, batch: Batch, step: int) -> dict[str, Metric]:
         """The difference between sampling and training, over tokens that the training pass has scored.

@@ -23,13 +23,13 @@ from transformers import ProgressCallback as PlainProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from groupgrad import dist
-from groupgrad.batch import Batch
+from groupgrad.batch import Batch, StepTotals, TokenScores
 from groupgrad.batching.buffer import GenerationBuffer
 from groupgrad.batching.eval_loader import EvalLoader, checked_batches
 from groupgrad.batching.loader import MicroBatchKey, keys_of_step, make_train_loader, reread_rows
 from groupgrad.batching.micro_batches import MicroBatch, MicroBatchRules, assign_micro_batches
 from groupgrad.batching.rank_balance import rows_to_trainers
-from groupgrad.batching.totals import step_totals, with_entropy_threshold
+from groupgrad.batching.totals import step_totals, with_drift_cutoff, with_entropy_threshold, with_selected
 from groupgrad.config import GRPOConfig
 from groupgrad.engines.native import NativeEngine
 from groupgrad.integrations.sharding.fsdp import is_offloaded
@@ -43,6 +43,8 @@ from groupgrad.objectives import (
     OnPolicyInfo,
     PolicyLoss,
     compute_advantages,
+    find_mask,
+    find_method,
     known_scores,
     policy_loss,
 )
@@ -233,9 +235,9 @@ class GRPOTrainer(Hooks):
         self.buffer.batches = {key.generation: self.buffer.batches[key.generation] for key in keys}
         with dist.errors_on_all_ranks():
             batch = self._rows_of_step(keys)
-        totals, keep = step_totals(batch, len(keys)), self.args.top_entropy_quantile
-        if keep < 1.0:
-            totals = with_entropy_threshold(totals, batch, self._entropy(batch), keep)
+        totals = step_totals(batch, len(keys))
+        if self._chooses_tokens:
+            batch, totals = self._choose_tokens(batch, totals)
         return assign_micro_batches(
             replace(batch, totals=totals),
             [range(index * size, (index + 1) * size) for index in range(len(keys))],
@@ -295,13 +297,34 @@ class GRPOTrainer(Hooks):
             batches.append(batch if rows == list(range(batch.num_rows)) else batch.select(rows))
         return batches[0] if len(batches) == 1 else Batch.concat(batches)
 
-    def _entropy(self, batch: Batch) -> torch.Tensor:
-        """Collective. (L,) entropies (nats) of the policy of this step in evaluation mode."""
+    @property
+    def _chooses_tokens(self) -> bool:
+        """True if the loss of a step depends on how its tokens compare with each other."""
+        policy = self.components.policy_options
+        mask = policy.off_policy_mask
+        has_cutoff = mask is not None and find_mask(mask).cutoff is not None
+        return self.args.top_entropy_quantile < 1.0 or has_cutoff or find_method(policy.loss_type).select is not None
+
+    def _choose_tokens(self, batch: Batch, totals: StepTotals) -> tuple[Batch, StepTotals]:
+        """Collective. This rank's part of the step and its totals, with what is chosen among all tokens of the step."""
+        scores, policy = self._scores(batch), self.components.policy_options
+        if (keep := self.args.top_entropy_quantile) < 1.0:
+            totals = with_entropy_threshold(totals, batch, scores.entropy, keep)
+        if policy.off_policy_mask is not None:
+            totals = with_drift_cutoff(totals, batch, scores.logprobs, find_mask(policy.off_policy_mask), policy)
+        method = find_method(policy.loss_type)
+        if method.select is not None:
+            seed = self.args.seed + self.state.global_step
+            batch = with_selected(batch, scores.logprobs, method, policy, seed)
+        return batch, totals
+
+    def _scores(self, batch: Batch) -> TokenScores:
+        """Collective. Log-probs and entropies of the policy of this step in evaluation mode."""
         with self.timings.phase("scoring"), errors_of_passes(self.model):
-            entropy = self.sampler_logprobs.entropy(batch, self.state.global_step)
-            if entropy is not None:
-                return entropy
-            return self.components.scorer.policy(batch, rows_per_pass=self.plan.micro_batch_rows).entropy
+            scores = self.sampler_logprobs.scores(batch, self.state.global_step)
+            if scores is not None:
+                return scores
+            return self.components.scorer.policy(batch, rows_per_pass=self.plan.micro_batch_rows)
 
     def _loss(self, model: nn.Module, part: MicroBatch) -> PolicyLoss:
         """The loss of rows that all need the same passes, with a gradient if they need a backward pass.

@@ -87,7 +87,10 @@ def score_beside(
         scores = score(placeholder)
         return replace(scores, logprobs=scores.logprobs[:0], entropy=scores.entropy[:0])
     unjoined = dict.fromkeys(
-        ("old_logprobs", "ref_logprobs", "sampling_logprobs", "sampling_entropy", "token_advantages")
+        (
+            *("old_logprobs", "ref_logprobs", "sampling_logprobs", "sampling_entropy"),
+            *("token_advantages", "selected"),
+        )
     )
     rows = Batch.concat([replace(batch, **unjoined), placeholder])
     if precomputed is not None:

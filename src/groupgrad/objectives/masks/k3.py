@@ -1,0 +1,49 @@
+r"""k3: tokens or completions whose k3 estimate of the divergence from the sampler is above a threshold are left out.
+
+$$r_{i,t} - 1 - \log r_{i,t}$$
+
+of the token (`level` = token), or its mean, sum or largest over the completion (sequence_mean, sequence_sum,
+sequence_max). It is never negative. A ratio of 2 has 1 - log 2 = 0.307.
+
+When: as `k2`; ratios above 1 count more than those below.
+
+Source: joschu.net/blog/kl-approx.html; as a mask in verl (rollout_rs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from groupgrad.batch import Batch
+from groupgrad.objectives.mask import LEVELS, Mask, at_level
+from groupgrad.objectives.options import one_of
+from groupgrad.objectives.ragged import PerRow, PerToken
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """Settings of masks by a divergence."""
+
+    level: str = "sequence_mean"
+    """token, sequence_mean, sequence_sum or sequence_max."""
+    threshold: float = 0.01
+    """Largest divergence that is kept, nats."""
+
+    def __post_init__(self) -> None:
+        one_of("off_policy_mask_settings has level", self.level, LEVELS)
+        if not self.threshold >= 0:
+            raise ValueError(
+                f"off_policy_mask_settings has threshold={self.threshold}, which leaves out an unmoved policy. Set it "
+                "to 0 or more"
+            )
+
+
+def below(log_ratio: torch.Tensor, batch: Batch, settings: Settings) -> PerToken | PerRow:
+    """True where the divergence is at most the threshold."""
+    found = at_level(torch.expm1(log_ratio) - log_ratio, batch, settings.level)
+    return type(found)(found.values <= settings.threshold)
+
+
+MASK = Mask(below, Settings)

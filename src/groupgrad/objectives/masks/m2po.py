@@ -1,0 +1,58 @@
+r"""M2PO: the tokens that drifted furthest are left out until the second moment of the others is at most a bound.
+
+Over all loss tokens of the optimizer step, the largest squared log-ratios are left out until
+
+$$\frac{1}{N} \sum (\log r)^2 \le \tau$$
+
+holds for the N that stay. Squares of 0.01, 0.02, 0.09 and 1 under `tau` = 0.04 keep the first three, whose mean is
+exactly 0.04. In later steps of a generation batch it takes a forward pass of the step's rows.
+
+When: very stale samples; few tokens carry most of the variance.
+
+Source: arXiv:2510.01161.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from groupgrad.batch import Batch
+from groupgrad.objectives.mask import Mask
+from groupgrad.objectives.ragged import PerToken
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """Settings of M2PO."""
+
+    tau: float = 0.04
+    """Largest second moment of the log-ratios, nats squared."""
+
+    def __post_init__(self) -> None:
+        if not self.tau >= 0:
+            raise ValueError(f"off_policy_mask_settings has tau={self.tau}, which keeps no token. Set it to 0 or more")
+
+
+def largest_kept(log_ratios: torch.Tensor, settings: Settings) -> float:
+    """The largest squared log-ratio that stays; -1 if none does. Equal squares stay or go together."""
+    squares = log_ratios.double().square().sort().values
+    count = torch.arange(1, len(squares) + 1, dtype=torch.float64, device=squares.device)
+    fits = squares.cumsum(0) / count <= settings.tau * (1 + 1e-12)
+    if bool(fits.all()):
+        return math.inf
+    kept = int(fits.sum())  # the running mean of ascending numbers never falls
+    lower = squares[squares < squares[kept]]
+    return float(lower[-1]) if len(lower) else -1.0
+
+
+def small(log_ratio: torch.Tensor, batch: Batch, settings: Settings) -> PerToken:
+    """True for tokens up to the step's cutoff."""
+    cutoff = batch.totals.drift_cutoff
+    squares = log_ratio.double().square()
+    return PerToken(torch.ones_like(squares, dtype=torch.bool) if cutoff is None else squares <= cutoff)
+
+
+MASK = Mask(small, Settings, cutoff=largest_kept)

@@ -1,0 +1,74 @@
+r"""KL-Cov: the ratio times the advantage, with a penalty on a few tokens of the highest covariance.
+
+The share `share` of the step's tokens with the highest covariances (see `clip_cov`), at least one, is held near the old
+policy:
+
+$$\ell_{i,t} = -c_{i,t} A_{i,t} + \beta\,|\log\pi_{i,t} - \log\pi^{old}_{i,t}|$$
+
+with `coef` for beta; all others have the first term alone, without a clip. Averaged over all tokens of the step. In
+later steps of a generation batch the covariances take a forward pass of the step's rows. In an on-policy step the
+penalty is 0, and so is its gradient. A ratio of e under A = 1 and `coef` = 1 gives -e + 1.
+
+When: as `clip_cov`; the penalty acts from the second step of a generation batch on.
+
+Source: arXiv:2505.22617, eq. 13 and 14; the penalty as in verl.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from groupgrad.objectives.covariance import covariances, num_of
+from groupgrad.objectives.measure import mean_where
+from groupgrad.objectives.method import Method, PolicyTerms, StepTokens, TokenLoss
+from groupgrad.objectives.options import PolicyOptions
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """Settings of KL-Cov."""
+
+    share: float = 0.0002
+    """Share of the step's tokens that have the penalty."""
+    coef: float = 1.0
+    """Weight of the penalty."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(
+                f"loss_settings has share={self.share}, which is no part of the tokens. Set it above 0, below 1"
+            )
+        if not self.coef > 0:
+            raise ValueError(f"loss_settings has coef={self.coef}, which is no penalty. Set it above 0")
+
+
+def highest(tokens: StepTokens, options: PolicyOptions, generator: torch.Generator) -> torch.Tensor:
+    """(N,) bool, the tokens that have the penalty; equal covariances have it together."""
+    found = covariances(tokens)
+    count = num_of((options.settings or Settings()).share, len(found))
+    return (
+        found >= found.sort(descending=True).values[count - 1] if count else torch.zeros_like(found, dtype=torch.bool)
+    )
+
+
+def held_where_selected(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
+    """-c A, with the penalty on the tokens selected."""
+    selected = terms.batch.selected
+    if selected is None:
+        selected = torch.zeros_like(terms.batch.trained)
+    penalty = options.settings.coef * terms.log_ratio.abs()
+    loss = -terms.token_ratio * terms.token_advantages + torch.where(selected, penalty, torch.zeros_like(penalty))
+    return TokenLoss(loss, {"kl_cov/selected_mean": mean_where(selected.float(), terms.batch.trained)})
+
+
+METHOD = Method(
+    held_where_selected,
+    "token_mean",
+    settings=Settings,
+    level="token",
+    select=highest,
+    grows_with_ratio=True,
+    metrics=("kl_cov/selected_mean",),
+)
