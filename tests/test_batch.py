@@ -155,3 +155,14 @@ def test_what_one_batch_does_not_know_is_marked():
     assert bool(whole.sampling_logprobs[3:].isnan().all())
     assert whole.policy_version.tolist() == [4, 4, -1, -1]
     assert (whole.sampling_entropy, whole.row_index, whole.old_logprobs) == (None, None, None)
+
+
+def test_rows_without_turns_have_their_advantage_beside_rows_that_have_some():
+    with_turns = batch(token_advantages=torch.tensor([0.5, 0.0, -1.5]), selected=torch.tensor([True, False, False]))
+    plain = batch()
+    whole = Batch.concat([plain, with_turns])
+    assert whole.token_advantages is not None and whole.selected is not None
+    assert whole.token_advantages[:3].tolist() == plain.advantages[plain.row_of_token].tolist()
+    assert whole.token_advantages[3:].tolist() == [0.5, 0.0, -1.5]
+    assert whole.selected.tolist() == [False] * 3 + [True, False, False]
+    assert Batch.concat([plain, plain]).token_advantages is None

@@ -150,6 +150,8 @@ class Batch:
         Numbers that only some of the batches know are NaN or -1 for the others; old and reference log-probs must be set
         in all or in none, and there must be at least one batch. The totals are those of the first.
         """
+        if any(batch.token_advantages is not None for batch in batches):
+            batches = [batch.with_token_advantages() for batch in batches]
         places: dict[tuple[tuple[int, ...], str], int] = {}
         media: list[Media | None] = []
         prompt_of_row: list[torch.Tensor] = []
@@ -175,6 +177,12 @@ class Batch:
             **{name: _joined(name, batches) for name in (*_TOKEN_FIELDS, *_ROW_FIELDS)},  # pyright: ignore[reportArgumentType]
         )
 
+    def with_token_advantages(self) -> Batch:
+        """The batch with the advantages of its tokens, those of their rows where turns have none of their own."""
+        if self.token_advantages is not None:
+            return self
+        return dataclasses.replace(self, token_advantages=self.advantages[self.row_of_token])
+
     def prompts(self) -> list[tuple[int, ...]]:
         """The token ids of the Q distinct prompts."""
         ids, bounds = _integers(self.prompt_ids), _integers(self.prompt_offsets)
@@ -193,6 +201,7 @@ _TOKEN_FIELDS = (
 )
 _ROW_FIELDS = ("advantages", "row_index", "step_row", "policy_version")
 _UNKNOWN = {
+    "selected": False,
     "sampling_logprobs": float("nan"),
     "sampling_entropy": float("nan"),
     "row_index": -1,

@@ -150,7 +150,7 @@ def dense_surrogate(step, options, ratio, log_ratio, log_rho_sum):
         total = (np.clip(log_ratio, -20, 20) * step.mask).sum(axis=1, keepdims=True) + log_rho_sum
         weight = np.exp(np.clip(total, math.log(1e-8), 20))
         k, lam = (
-            np.where(step.adv[:, None] >= 0, pos, neg)
+            np.where(adv >= 0, pos, neg)
             for pos, neg in (
                 (options.vespo_k_pos, options.vespo_k_neg),
                 (options.vespo_lambda_pos, options.vespo_lambda_neg),
@@ -169,8 +169,7 @@ def dense_surrogate(step, options, ratio, log_ratio, log_rho_sum):
     if options.loss_type == "gmpo":
         clip, kept = options.settings.clip, dense_kept(step, options)
         bounded = np.where(adv > 0, np.minimum(log_ratio, clip), np.maximum(log_ratio, -clip))
-        bounded = np.where(adv == 0, 0.0, bounded)  # a turn that has no advantage moves no weight
-        return -np.exp(masked_mean(bounded, kept, 1))[:, None] * adv * np.ones_like(step.lp)
+        return -np.exp(masked_mean(bounded, kept & (adv != 0), 1))[:, None] * adv * np.ones_like(step.lp)
     if options.loss_type == "kl_cov":
         return -ratio * adv + options.settings.coef * np.abs(log_ratio) * step.selected
     assert options.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "clip_cov"), (
@@ -188,7 +187,7 @@ def dense_kept(step, options):
     behaviour = step.old if step.samp is None else step.samp
     if options.off_policy_mask_threshold is not None and behaviour is not None:
         drift = masked_mean(np.nan_to_num(behaviour - step.lp), step.mask, 1)[:, None]
-        kept = kept & ((step.adv[:, None] >= 0) | (drift <= options.off_policy_mask_threshold))
+        kept = kept & ((step.token_adv >= 0) | (drift <= options.off_policy_mask_threshold))
     if options.off_policy_mask is not None and behaviour is not None:
         kept = kept & dense_near(step, np.nan_to_num(step.lp - behaviour) * step.mask, options)
     return kept & (dense_rho(step, options)[0] != 0)

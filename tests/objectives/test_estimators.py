@@ -240,18 +240,23 @@ def test_what_cannot_work_is_refused():
     for name in ("turn_returns", "gigpo"):
         with pytest.raises(ValueError, match=f"advantage_estimator='{name}' needs the turns of completions"):
             compute_advantages(torch.zeros(2, 1), [1.0], 2, estimator=name)
-        for discount in (-0.1, 1.5, NAN):
-            with pytest.raises(ValueError, match=f"advantage_settings has discount={discount}"):
+        for discount in (-0.1, 1.5, NAN, "1"):
+            with pytest.raises(ValueError, match=f"advantage_settings has discount={discount!r}"):
                 find_estimator(name).make_settings({"discount": discount})
-    with pytest.raises(ValueError, match="advantage_settings has omega=-1"):
-        find_estimator("gigpo").make_settings({"omega": -1})
-    with pytest.raises(ValueError, match=r"'maxrl' is for rewards of 0 or 1, but row 2 has 0\.5"):
+    for name, value in {"omega": -1, "state": 3}.items():
+        with pytest.raises(ValueError, match=f"advantage_settings has {name}={value}"):
+            find_estimator("gigpo").make_settings({name: value})
+    with pytest.raises(ValueError, match="advantage_settings has omega=inf"):
+        find_estimator("gigpo").make_settings({"omega": math.inf})
+    with pytest.raises(ValueError, match=r"'maxrl' is for rewards of 0 or 1, but the sum of row 2 is 0\.5"):
         advantages("maxrl", [1, 0, 0.5, 0])
+    halved = compute_advantages(torch.tensor([[1.0, 7], [0, 8]]).double(), [0.5, 0.0], 2, estimator="maxrl")
+    assert halved.advantages.tolist() == [1.0, -1.0], "the weight of a single function does not matter"
     for name in ("opo", "reinforce_plus_plus_baseline"):
         with pytest.raises(ValueError, match=f"advantage_estimator='{name}' needs the lengths of completions"):
             advantages(name, [1, 0])
-    for k in (0, -1, 2.5, "4"):
-        with pytest.raises(ValueError, match=f"advantage_settings has k={k}, which is no number of samples"):
+    for k in (0, -1, 2.5, "4", True):
+        with pytest.raises(ValueError, match=f"advantage_settings has k={k!r}, which is no number of samples"):
             Settings(k)
     with pytest.raises(ValueError, match="advantage_settings has 'n', but it has k"):
         find_estimator("pass_at_k").make_settings({"n": 4})

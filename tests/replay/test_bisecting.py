@@ -7,6 +7,7 @@ import math
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from repeatable_runs import make_trainer
 from replay_rounds import STEPS, faulty, random_faults, without_records
@@ -42,6 +43,14 @@ def test_equal_runs_have_no_difference(clean, tmp_path):
     assert [step for step, (count, found) in result.weights.items() if count > 1000 and found is None] == [4, 8, 12]
     report = bisection_report(result)
     assert "No difference was found." in report and "configuration: the same" in report
+
+
+def test_a_run_of_an_earlier_release_may_lack_columns_that_are_empty(clean, tmp_path):
+    older = tmp_path / "older"
+    shutil.copytree(clean, older)
+    for path in (older / "rollouts").iterdir():
+        pq.write_table(pq.read_table(path).drop_columns(["turn_advantages", "turn_rewards"]), path)
+    assert bisect(clean, older).first_step is None
 
 
 def test_settings_are_named_first(clean, tmp_path):

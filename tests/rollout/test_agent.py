@@ -269,21 +269,24 @@ def _forget() -> None:
 
 def test_an_environment_may_score_each_turn_and_say_its_state(tokenizer):
     class Scored(Counter):
-        def get_reward(self) -> list[float | None]:
-            return [float(self.value), None, 1.0]
+        def get_reward(self, num_turns: int) -> list[float | None]:
+            return [float(self.value), None, float(num_turns)]
 
     script = {0: [call("add", step=2), call("add", step=3), "5"], 1: ["nothing"]}
     data = {0: user("count", start=0), 1: user("count", start=4)}
     rollouts, _ = play(tokenizer, script, [], data, environment=Scored, state="value")
-    assert rollouts[0].environment_rewards == {"Scored": [5.0, None, 1.0]}
+    assert rollouts[0].environment_rewards == {"Scored": [5.0, None, 3.0]}
     assert [len(rollout.turns) for rollout in rollouts] == [3, 1]
-    assert [rollout.states for rollout in rollouts] == [["0", "2", "5"], ["4"]]
+    assert [len(set(rollout.states)) for rollout in rollouts] == [3, 1]
+    again, _ = play(tokenizer, {0: ["2"]}, [], {0: user("count", start=2)}, environment=Scored, state="value")
+    assert again[0].states == rollouts[0].states[1:2], "the same value is the same state, in any rollout"
     assert rollouts[1].environment_rewards == {"Scored": None}
     assert "returned 3 rewards by turn, but there were 1" in rollouts[1].trace.problem
-    with pytest.raises(
-        ValueError, match="the environment 'Counter' has no attribute 'place', which advantage_settings"
-    ):
-        play(tokenizer, script, [], data, environment=Counter, state="place")
+    problems = {"place": "AttributeError: 'Counter' object has no", "add": "is a method, which cannot"}
+    for state, problem in problems.items():
+        failed, _ = play(tokenizer, script, [], data, environment=Counter, state=state)
+        assert [rollout.finish_reason for rollout in failed] == ["error"] * 2
+        assert problem in failed[0].trace.problem
 
 
 def test_an_environment_for_each_rollout(tokenizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from scripted_agents import PlayingEngine, ask, call, make_agents, user, with_to
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.engines.base import Sample, SamplingOptions
 from groupgrad.errors import RolloutError
+from groupgrad.objectives import compute_advantages
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import Experience, ScoringOptions, turns_of
 from groupgrad.rollout.requests import GenerationRequest, report_failures
@@ -110,6 +112,42 @@ def test_turns_have_advantages_of_their_own(tokenizer):
     plain = make_collector(make_agents(engine, tools, [add]), rewards, ScoringOptions((1.0,), scale_rewards="none"))
     summed = plain(ask({0: user("go")}, size=2), trainer_state=None)
     assert summed.advantages.tolist() == [1.0, -1.0] and summed.batch.token_advantages is None, "sums of 5 and 3"
+
+
+def test_a_row_whose_advantage_alone_was_changed_is_an_error(tokenizer):
+    """Its turns are what trains. The rewards of a subclass are those of its turns, though."""
+
+    def scaled(rewards: Any, num_generations: int, **more: Any) -> Any:
+        result = compute_advantages(rewards, [1.0], num_generations, "none", estimator="turn_returns", **more)
+        return replace(result, advantages=result.advantages * 2)
+
+    with_tools(tokenizer)
+    agents = make_agents(PlayingEngine(tokenizer, {0: ["a"], 1: ["b"]}), tokenizer, [])
+    rewards = RewardRunner(lambda completion_ids, **_: [[1.0], [0.0]])
+    options = ScoringOptions((1.0,), scale_rewards="none", estimator="turn_returns")
+    with pytest.raises(ValueError, match=r"gave row 0 the advantage 1, but the mean .* is 0\.5\. The turns are what"):
+        make_collector(agents, rewards, options, advantages=scaled)(ask({0: user("go")}, size=2), trainer_state=None)
+    agents.close()
+    rollout = rollout_of_two_turns(tokenizer)
+    table = RewardTable(torch.tensor([[4.0, 2.0, math.nan]]).double(), ["f", "g", "h"])
+    table.by_turn[0] = torch.tensor([[1.0, math.nan, 5.0], [2.0, 2.0, 6.0]]).double()
+    found = turns_of(rollout, table, 0).rewards.nan_to_num(nan=99.0).tolist()
+    assert found == [[1.0, 99.0, 99.0], [3.0, 2.0, 99.0]], "a penalty or bonus of the whole rollout is at its last turn"
+
+
+def rollout_of_two_turns(tokenizer: Any) -> Any:
+    def add(step: int) -> int:
+        """Adds.
+
+        Args:
+            step: How much.
+        """
+        return step
+
+    agents = make_agents(PlayingEngine(tokenizer, {0: [call("add", step=1), "end"]}), tokenizer, [add])
+    (rollout,) = agents(ask({0: user("go")}))
+    agents.close()
+    return rollout
 
 
 def test_states_are_what_was_read_since_the_last_turn(tokenizer):

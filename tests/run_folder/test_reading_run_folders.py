@@ -190,6 +190,17 @@ def test_tokens_have_the_advantage_of_their_row(folder, capsys, monkeypatch):
     assert len(own) == 1 and abs(float(own.pop())) > 0
 
 
+def test_tokens_have_the_advantage_of_their_turn_where_turns_have_one(folder, capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    (row,) = [row for row in run_rows(folder, 3) if row["row"] == 5]
+    assert row["turn_advantages"] == [-0.25, 0.5]
+    assert main(["rollouts", str(folder), "--step", "3", "--tool", "calculator", "--tokens", "advantage"]) == 0
+    lines = capsys.readouterr().out.partition("row 5, by advantage (of the row):\n")[2].splitlines()
+    shown = [line.split()[1] for line in lines[: len(row["tokens"])]]
+    assert shown[:5] == ["-0.25"] * 5 and shown[10] == "0.5"
+    assert not {"-0.25", "0.5"} & set(shown[5:10])
+
+
 def test_the_command_prints_rollouts(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["rollouts", str(folder), "--step", "7", "--search", "onerror", "--tokens", "entropy"]) == 0

@@ -141,6 +141,13 @@ def test_an_estimator_of_ones_own_and_its_settings_train(
     assert sorted(trainer.trained[0]) == pytest.approx(sorted(trainer.given[0] - 2.0), abs=1e-6)
 
 
+def test_a_state_needs_environments_and_turns_need_tools(make_trainer: Any, caplog: Any) -> None:
+    with pytest.raises(ValueError, match="names state='board', an attribute of environments, but there is no"):
+        make_trainer(advantage_estimator="gigpo", advantage_settings={"state": "board"})
+    make_trainer(advantage_estimator="gigpo")
+    assert "advantage_estimator='gigpo' credits turns, but every completion is one turn" in caplog.text
+
+
 def test_what_cannot_work_stops_a_run_before_it_begins(make_trainer: Any) -> None:
     with pytest.raises(ConfigError, match=r"needs groups of 8, but num_generations is 4. Set num_generations to 8"):
         make_trainer(advantage_estimator="pass_at_k", advantage_settings={"k": 8})

@@ -166,8 +166,12 @@ def test_each_turn_of_a_rollout_has_its_rewards_and_its_advantage(tmp_path, open
         page.wait_for_selector("#row-5 .turns")
         first, second = (item.inner_text() for item in page.locator("#row-5 .turns li").all())
         others = page.locator("#row-0 .turns").count()
+        page.select_option("#shade", "advantage")
+        page.wait_for_selector(".detail[data-shade=advantage] #row-5 .tokens")
+        shades = {kind: page.locator(f"#row-5 .tokens [class^={kind}]").count() for kind in "np"}
     assert first.split() == ["short", "0.5", "advantage", "-0.25"]
     assert second.split()[:1] == ["correct"] and second.split()[-2:] == ["advantage", "+0.5"]
+    assert shades["n"] == 5 and shades["p"] > 5, "the first turn has five tokens, and a negative advantage"
     assert others == 0, "a rollout of one turn has nothing to add"
 
 

@@ -84,7 +84,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         conditions.smallest_group,
         "advantage_estimator={c.advantage_estimator!r} with advantage_settings={c.advantage_settings} needs groups of "
-        "{found}, but num_generations is {c.num_generations}. Set num_generations to {found} or more, or a smaller k",
+        "{found}, but num_generations is {c.num_generations}. Set num_generations to {found} or more, or other "
+        "advantage_settings",
     ),
     Rule(
         lambda c: (level := find_method(c.loss_type).level) not in (None, c.importance_sampling_level) and level,

@@ -38,6 +38,8 @@ class EnvSpec:
     reset_takes_all: bool
     """True if `reset` has `**kwargs` and so takes all columns."""
     has_reward: bool
+    reward_takes_turns: bool
+    """True if `get_reward` has an argument `num_turns`."""
     has_close: bool
     """True if instances can release what they hold, so that each may serve a single rollout."""
     is_chosen_by_column: bool
@@ -90,6 +92,7 @@ def inspect_factory(instance: Any, factory: Callable[[], Any], name: str | None)
         reset_names=names,
         reset_takes_all=takes_all,
         has_reward=callable(getattr(instance, "get_reward", None)),
+        reward_takes_turns="num_turns" in _columns(getattr(instance, "get_reward", lambda: None))[0],
         has_close=callable(getattr(instance, "close", None)),
         is_chosen_by_column=name is not None,
         pool=[instance],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import hashlib
+import json
 import logging
 import math
 import threading
@@ -255,20 +257,22 @@ class EnvHandle:
             future.set_result(Outcome(error=EnvironmentFault(f"{self.spec.reward_name}.get_reward: {problem}")))
             return future
         check = functools.partial(self._check_reward, num_turns=num_turns)
-        return self._call("get_reward", self.method("get_reward"), check, workers, timeout_s)
+        function = self.method("get_reward")
+        if self.spec.reward_takes_turns:
+            function = functools.partial(function, num_turns=num_turns)
+        return self._call("get_reward", function, check, workers, timeout_s)
 
     def method(self, name: str) -> Callable[..., Any]:
         """A method of the instance, to be called with keywords."""
         return getattr(self.instance, name)
 
-    def state(self, attribute: str) -> str:
-        """An attribute of the instance, as text. ValueError if it has none of this name."""
-        if not hasattr(self.instance, attribute):
-            raise ValueError(
-                f"the environment '{self.spec.env_class.__name__}' has no attribute {attribute!r}, which "
-                "advantage_settings names as its state. Set it in reset, or name another"
-            )
-        return str(getattr(self.instance, attribute))
+    def state(self, attribute: str, workers: Workers, timeout_s: float) -> Future[Outcome]:
+        """A digest of an attribute of the instance, equal for equal values. Never raises."""
+
+        def read() -> Any:
+            return getattr(self.instance, attribute)
+
+        return self._call("state", read, functools.partial(self._digest, attribute), workers, timeout_s)
 
     def problem(self) -> str | None:
         """The reason why no method can be called now, in words for the model; None if one can."""
@@ -328,6 +332,16 @@ class EnvHandle:
         running.add_done_callback(answer)
         return answered
 
+    def _digest(self, attribute: str, value: Any) -> str:
+        try:
+            text = json.dumps(value, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFault(
+                f"{self.spec.reward_name}.{attribute} is a {type(value).__name__}, which cannot be compared as a "
+                "state. Name an attribute or property that is a text, a number, or lists and dicts of these"
+            ) from error
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
     def _check_observation(self, value: Any) -> Observation:
         if value is None or isinstance(value, str):
             return value
@@ -342,6 +356,7 @@ class EnvHandle:
 
     def _check_reward(self, value: Any, num_turns: int) -> Reward:
         name = f"{self.spec.reward_name}.get_reward"
+        value = value.tolist() if getattr(value, "ndim", 0) == 1 else value
         if isinstance(value, (list, tuple)):
             if len(value) != num_turns:
                 raise EnvironmentFault(

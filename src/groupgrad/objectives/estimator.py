@@ -14,6 +14,8 @@ from groupgrad.objectives.registry import make_settings
 ScaleRewards = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
+STD_FLOOR = 1e-4
+"""Added to every standard deviation before dividing by it."""
 ZERO_STD = 1e-8
 """A standard deviation up to this is none."""
 
@@ -123,6 +125,8 @@ class Estimator:
     ValueError, with what to set, for values that cannot work."""
     uses_turns: bool = False
     """It credits turns, and gets their rewards."""
+    state: Callable[[Any], str | None] | None = None
+    """Its settings -> the attribute of environments that is the state of a turn, or None."""
     smallest_group: Callable[[Any], int] | None = None
     """Its settings -> the completions that a group must have at least; None: as many as any group has."""
 
@@ -159,6 +163,22 @@ def about_mean(values: torch.Tensor) -> Deviations:
     square = torch.where(scored, deviations, torch.zeros_like(values)).square().sum(dim=1, keepdim=True)
     variance = square / (count - 1).clamp(min=1)
     return Deviations(deviations, torch.where(count >= 2, variance.sqrt(), torch.full_like(variance, torch.nan)))
+
+
+def scaled(about: Deviations, every: torch.Tensor, scale: ScaleRewards) -> torch.Tensor:
+    """(sets, members) deviations divided by the deviation of their set, of `every` value given, or by nothing."""
+    if scale == "none":
+        return about.deviations
+    std = about.std if scale == "group" else about_mean(every.reshape(1, -1)).std
+    return about.deviations / (std + STD_FLOOR)
+
+
+def check_discount(discount: Any) -> None:
+    """Raises ValueError unless the setting `discount` of an estimator is a number from 0 to 1."""
+    if not isinstance(discount, (int, float)) or not 0 <= discount <= 1:
+        raise ValueError(
+            f"advantage_settings has discount={discount!r}, which is no factor of later rewards. Set it from 0 to 1"
+        )
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

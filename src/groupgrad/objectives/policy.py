@@ -198,7 +198,7 @@ def _small_drift(logprobs: torch.Tensor, batch: Batch, threshold: float) -> torc
     behaviour = batch.old_logprobs if batch.sampling_logprobs is None else batch.sampling_logprobs
     if behaviour is None:
         return batch.trained
-    return broadcast_to_tokens(off_policy_keep(where_trained(logprobs, batch), behaviour, batch, threshold), batch)
+    return off_policy_keep(where_trained(logprobs, batch), behaviour, batch, threshold)
 
 
 def _near_sampler(logprobs: torch.Tensor, batch: Batch, options: PolicyOptions) -> torch.Tensor:

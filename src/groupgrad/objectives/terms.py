@@ -9,7 +9,7 @@ import torch
 
 from groupgrad.batch import Batch
 from groupgrad.objectives.options import RatioLevel
-from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_mean, where_trained
+from groupgrad.objectives.ragged import PerRow, PerToken, broadcast_to_tokens, row_mean, token_advantages, where_trained
 
 LOG_RATIO_MAX = 80.0
 """Log-ratio (nats) whose exponential is beyond every clip, and finite in float32 and bfloat16."""
@@ -46,16 +46,19 @@ def policy_ratio(log_ratio: PerToken | PerRow, unbounded: torch.Tensor | None = 
     return type(log_ratio)(values.clamp(max=limit).exp())
 
 
-def off_policy_keep(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, batch: Batch, threshold: float) -> PerRow:
-    """(B,) bool: sequences that are kept, as their advantage is not negative or their drift is at most `threshold`.
+def off_policy_keep(
+    logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, batch: Batch, threshold: float
+) -> torch.Tensor:
+    """(L,) bool: tokens that are kept, as their advantage is not negative or the drift of their sequence is at most
+    `threshold`.
 
     The drift is the mean over loss tokens of `behaviour - logprobs`, in nats; a token whose behaviour log-prob is NaN
     (the engine gave none) counts as no drift. No gradient. Source: arXiv:2512.02556, off-policy sequence masking.
     """
     gap = behaviour_logprobs - logprobs.detach()
     gap = torch.where(gap.isnan(), torch.zeros_like(gap), gap)
-    drift = row_mean(gap, batch)
-    return PerRow((batch.advantages >= 0) | (drift <= threshold))
+    is_near = PerRow(row_mean(gap, batch) <= threshold)
+    return (token_advantages(batch) >= 0) | broadcast_to_tokens(is_near, batch)
 
 
 def drift(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:

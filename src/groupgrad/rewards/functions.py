@@ -111,6 +111,7 @@ def read_rewards(
             "or None a completion, in their order"
         )
     else:
+        values = [value.tolist() if getattr(value, "ndim", 0) == 1 else value for value in values]
         rewards = [
             [_number(turn) for turn in value] if isinstance(value, (list, tuple)) else _number(value)
             for value in values
@@ -125,7 +126,7 @@ def read_rewards(
         elif None in parts:
             what = f"{short_repr(values[row])} for {inputs.describe(row)}"
             problem = f"{what}; return a number, or None where the function does not apply"
-        elif any(abs(part) > largest for part in parts):
+        elif any(abs(part) > largest for part in [*parts, math.fsum(part for part in parts if abs(part) <= largest)]):
             problem = (
                 f"{values[row]!r} for {inputs.describe(row)}; an infinite reward, or one beyond {largest:.2g}, makes "
                 "the advantages of its whole group meaningless: return a smaller number, or None where the function "

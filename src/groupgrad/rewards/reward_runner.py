@@ -345,7 +345,7 @@ def _total(value: float | list[float]) -> float:
     if not isinstance(value, list):
         return value
     given = [turn for turn in value if not math.isnan(turn)]
-    return math.fsum(given) if given else torch.nan
+    return sum(given) if given else torch.nan
 
 
 def _of_turns(value: float | list[float], num_turns: int) -> list[float]:

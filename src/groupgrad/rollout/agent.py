@@ -301,7 +301,11 @@ class _Agent:
     ) -> tuple[int, Sample]:
         """Samples a turn and appends its tokens. With `keep` the engine retains their keys and values."""
         if self._handle is not None and (state := self._rollouts.options.state) is not None:
-            self._states.append(self._handle.state(state))
+            reading = self._handle.state(state, self._workers, self._tool_options.timeout_s)
+            (outcome,) = await self._wait_for([reading])
+            if outcome.error is not None:
+                raise _RolloutFailed(str(outcome.error))
+            self._states.append(outcome.value)
         seed = turn_seed(self._seed, self._num_turns)
         media = self._media or prompt.media
         request = Request(prompt.ids + self._ids, seed, max_new_tokens, continues=ticket, keep=keep, media=media)

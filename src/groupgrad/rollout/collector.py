@@ -105,7 +105,9 @@ class ExperienceCollector:
     ):
         self.rollouts, self.rewards = rollouts, rewards
         self._score, self._advantages = score, advantages
-        self._taken = {"lengths", "turns"} & signature(advantages).parameters.keys()
+        parameters = signature(advantages).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        self._taken = {name for name in ("lengths", "turns") if takes_all or name in parameters}
         self.options, self.timings = options, timings
         self._around, self._dynamic = around, dynamic
         self._prefetcher, self._sample = prefetcher, prefetcher or self._sample_here
@@ -138,6 +140,8 @@ class ExperienceCollector:
         if self._measures_lag and rollouts:
             metrics |= lag_metrics(rollouts, request.step)
         by_turn = None if result.by_turn is None else [result.by_turn[row] for row in rows]
+        if by_turn is not None:
+            _check_means(advantages, by_turn, rollouts)
         batch = collate(rollouts, advantages, by_turn, mask_truncated=self.options.mask_truncated)
         return Experience(
             rollouts,
@@ -201,19 +205,38 @@ class ExperienceCollector:
 
 def turns_of(rollout: Rollout, table: RewardTable, row: int) -> Turns:
     """The turns of a rollout, which is a row of the table."""
-    spans = rollout.turns
-    rewards = table.by_turn.get(row)
-    if rewards is None:
-        rewards = torch.full((len(spans), len(table.names)), torch.nan, dtype=torch.float64)
-        rewards[-1:] = table.rewards[row].double()
+    spans, total = rollout.turns, table.rewards[row].double()
+    rewards = torch.full((len(spans), len(table.names)), torch.nan, dtype=torch.float64)
+    rewards = table.by_turn.get(row, rewards).clone()
+    # What `rewards` has beyond the sums, such as all of it, belongs to the whole rollout.
+    beyond = total - rewards.nansum(dim=0)
+    is_beyond = ~(beyond.abs() <= 1e-9 * total.abs()) & ~total.isnan()
+    rewards[-1:] = torch.where(is_beyond, rewards[-1:].nan_to_num(nan=0.0) + beyond, rewards[-1:])
+    rewards[:, total.isnan()] = torch.nan
     return Turns([end - start for start, end in spans], rewards, rollout.states or _states_read(rollout))
 
 
 def _states_read(rollout: Rollout) -> list[str]:
     """What the model read since its last turn, or its prompt, before each turn: a digest of the tokens."""
     spans, ids = rollout.turns, rollout.completion_ids
-    read = [rollout.prompt.ids, *(ids[end:start] for (_, end), (start, _) in pairwise(spans))]
-    return [hashlib.blake2b(repr(tokens).encode(), digest_size=16).hexdigest() for tokens in read[: len(spans)]]
+    tokens = [rollout.prompt.ids, *(ids[end:start] for (_, end), (start, _) in pairwise(spans))][: len(spans)]
+    # Images that a tool returned are told apart only as a whole: turns behind them are in states of their own.
+    first, later = ("" if media is None else media.key for media in (rollout.prompt.media, rollout.media))
+    read = [f"{part}{first if turn == 0 else later}" for turn, part in enumerate(tokens)]
+    return [hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in read]
+
+
+def _check_means(advantages: torch.Tensor, by_turn: Sequence[torch.Tensor], rollouts: Sequence[Rollout]) -> None:
+    """ValueError if a row's advantage is not the mean of those of its turns, as where a subclass changed one alone."""
+    for advantage, of_turns, rollout in zip(advantages.tolist(), by_turn, rollouts):
+        lengths = [end - start for start, end in rollout.turns]
+        mean = sum(value * length for value, length in zip(of_turns.tolist(), lengths)) / max(1, sum(lengths))
+        if abs(advantage - mean) > 1e-6 * max(1.0, abs(mean)):
+            raise ValueError(
+                f"compute_advantages gave row {rollout.index} the advantage {advantage:g}, but the mean over the "
+                f"tokens of its turns (Advantages.by_turn) is {mean:g}. The turns are what trains: change by_turn too, "
+                "or set it to None"
+            )
 
 
 def _gather_rewards(

@@ -68,7 +68,16 @@ class RolloutComponents:
         seed: int,
         trainer: Any,
     ) -> RolloutSource:
-        """The source that produces rollouts for each generation batch. A rollout function is called with `trainer`."""
+        """The source that produces rollouts for each generation batch. A rollout function is called with `trainer`.
+
+        ValueError if the options name a state, and there are no environments to have it.
+        """
+        if options.state is not None and self.environments is None:
+            raise ValueError(
+                f"advantage_settings names state={options.state!r}, an attribute of environments, but there is no "
+                "environment_factory. Give one, or leave state out: turns then begin in equal states if the model has "
+                "read the same"
+            )
         if self.function is not None:
             return CustomRollouts(self.function, trainer, prompt_maker, sampling.eos_ids)
         if self.chat is None:

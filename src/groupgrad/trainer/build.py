@@ -48,11 +48,12 @@ from groupgrad.multimodal.vlm_prompts import (
     is_processor,
     tokenizer_with_processor_template,
 )
-from groupgrad.objectives import PolicyOptions
+from groupgrad.objectives import PolicyOptions, find_estimator
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import ExperienceCollector
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.prefetch import RolloutPrefetcher
+from groupgrad.rollout.single_turn import SingleTurnRollouts
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.run_folder.completions import CompletionLog, CompletionsUpload
 from groupgrad.run_folder.progress import bars_on_terminals_only
@@ -402,6 +403,12 @@ def build_components(
         seed=config.seed,
         trainer=trainer,
     )
+    if isinstance(rollouts, SingleTurnRollouts) and find_estimator(config.advantage_estimator).uses_turns:
+        logger.warning(
+            "advantage_estimator=%r credits turns, but every completion is one turn: there are no tools, no "
+            "environment_factory and no rollout_func",
+            config.advantage_estimator,
+        )
     num_given = len(rollout_components.reward_names)
     scoring = component_options.scoring_options(config, len(rewards.names) - num_given, num_given)
     rewards.weights = scoring.reward_weights

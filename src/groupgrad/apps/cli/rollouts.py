@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
@@ -190,7 +191,7 @@ def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
     console.print(Text(f"\nstep {row['step']} row {row['row']}, by {number} ({UNITS[number]}):", style="bold"))
     values, writers = row.get(number) or [None] * len(row["tokens"]), _writers(row)
     if number == "advantage":
-        values = [row[number] if writer == POLICY else None for writer in writers]
+        values = _advantages(row, writers)
     bounds: tuple[float, ...] = BOUNDS
     if number == "gradient_shares":
         largest = max((abs(value) for value in values if value is not None), default=0.0) or 1.0
@@ -204,6 +205,18 @@ def _print_tokens(console: Console, row: dict[str, Any], number: str) -> None:
         shade = SHADES[sum(size >= bound for bound in bounds)] if writer == POLICY else OTHERS[writer]
         line.append(visible(token), style=shade)
     console.print(line)
+
+
+def _advantages(row: dict[str, Any], writers: Sequence[str]) -> list[float | None]:
+    """The advantage of each token of the policy: its turn's, where turns have their own."""
+    of_turns = row.get("turn_advantages")
+    if not of_turns:
+        return [row["advantage"] if writer == POLICY else None for writer in writers]
+    sampled, turn, found = row["sampled"] or [True] * len(writers), -1, []
+    for before, now in pairwise([False, *sampled]):
+        turn += now and not before
+        found.append(of_turns[turn] if now else None)
+    return found
 
 
 def _writers(row: dict[str, Any]) -> list[str]:

@@ -15,13 +15,22 @@ Source: arXiv:2505.10978, eq. 3 to 8.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 
-from groupgrad.objectives.estimator import AdvantageOptions, Estimate, Estimator, ScoredGroups, about_mean
-from groupgrad.objectives.estimators.group import STD_FLOOR, relative_to_group
+from groupgrad.objectives.estimator import (
+    AdvantageOptions,
+    Estimate,
+    Estimator,
+    ScoredGroups,
+    about_mean,
+    check_discount,
+    scaled,
+)
+from groupgrad.objectives.estimators.group import relative_to_group
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,14 +45,15 @@ class Settings:
     """Attribute or property of the environment that is its state."""
 
     def __post_init__(self) -> None:
-        if not self.omega >= 0:
+        if not isinstance(self.omega, (int, float)) or not 0 <= self.omega < math.inf:
             raise ValueError(
-                f"advantage_settings has omega={self.omega}, which rewards worse turns. Set it to 0 or more"
+                f"advantage_settings has omega={self.omega!r}, which is no weight. Set it to a number from 0 on"
             )
-        if not 0 <= self.discount <= 1:
+        check_discount(self.discount)
+        if not isinstance(self.state, (str, type(None))):
             raise ValueError(
-                f"advantage_settings has discount={self.discount}, with which later rewards grow without bound. Set it "
-                "from 0 to 1"
+                f"advantage_settings has state={self.state!r}, which names no attribute. Set it to a name, or leave it "
+                "out"
             )
 
 
@@ -54,7 +64,6 @@ def episodes_and_states(groups: ScoredGroups, options: AdvantageOptions) -> Esti
     episodes = relative_to_group(groups, options).advantages.reshape(-1).nan_to_num(nan=0.0)
     returns = [one.returns(settings.discount) for one in turns]
     every = torch.cat([torch.zeros(0, dtype=torch.float64), *returns])
-    spread = about_mean(every.view(1, -1)).std if len(every) else every.new_ones(1, 1)
     by_turn = [episodes[row].expand(len(values)).clone() for row, values in enumerate(returns)]
     for first in range(0, len(turns), size):
         places: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -62,11 +71,9 @@ def episodes_and_states(groups: ScoredGroups, options: AdvantageOptions) -> Esti
             for turn, state in enumerate(turns[row].states[: len(returns[row])]):
                 places[state].append((row, turn))
         for met in places.values():
-            about = about_mean(torch.stack([returns[row][turn] for row, turn in met]).view(1, -1))
-            scaled = about.deviations
-            if options.scale_rewards != "none":
-                scaled = scaled / ((about.std if options.scale_rewards == "group" else spread) + STD_FLOOR)
-            for (row, turn), value in zip(met, scaled.nan_to_num(nan=0.0).flatten().tolist()):
+            met_again = torch.stack([returns[row][turn] for row, turn in met]).view(1, -1)
+            values = scaled(about_mean(met_again), every, options.scale_rewards).nan_to_num(nan=0.0)
+            for (row, turn), value in zip(met, values.flatten().tolist()):
                 by_turn[row][turn] += settings.omega * value
     return Estimate.of_turns(groups, by_turn)
 
@@ -76,4 +83,5 @@ ESTIMATOR = Estimator(
     reads=("scale_rewards", "multi_objective_aggregation"),
     settings=Settings,
     uses_turns=True,
+    state=lambda settings: settings.state,
 )

@@ -18,11 +18,9 @@ from groupgrad.objectives.estimator import (
     Estimator,
     ScoredGroups,
     about_mean,
+    scaled,
     weighted_sum,
 )
-
-STD_FLOOR = 1e-4
-"""Added to every standard deviation before dividing by it."""
 
 
 def relative_to_group(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:
@@ -30,23 +28,18 @@ def relative_to_group(groups: ScoredGroups, options: AdvantageOptions) -> Estima
     if options.aggregation == "normalize_then_sum":
         return _normalize_then_sum(groups)
     about = about_mean(groups.rewards)
-    scaled = about.deviations
-    if options.scale_rewards == "group":
-        scaled = scaled / (about.std + STD_FLOOR)
-    elif options.scale_rewards == "batch":
-        scaled = scaled / (about_mean(groups.rewards.reshape(1, -1)).std + STD_FLOOR)
-    return Estimate(scaled, about.vary)
+    return Estimate(scaled(about, groups.rewards, options.scale_rewards), about.vary)
 
 
 def _normalize_then_sum(groups: ScoredGroups) -> Estimate:
     """GDPO. A group teaches nothing if no function varies in it."""
     num_groups, size, num_functions = groups.by_function.shape
     functions = about_mean(groups.by_function.permute(2, 0, 1).reshape(-1, size))
-    normalized = functions.deviations / (functions.std + STD_FLOOR)
+    normalized = scaled(functions, groups.by_function, "group")
     by_row = normalized.view(num_functions, num_groups * size).T
     batch = about_mean(weighted_sum(by_row, groups.weights).view(1, -1))
-    scaled = batch.deviations / (batch.std + STD_FLOOR)
-    return Estimate(scaled.view(num_groups, size), functions.vary.view(num_functions, num_groups).any(dim=0))
+    advantages = scaled(batch, by_row, "group")
+    return Estimate(advantages.view(num_groups, size), functions.vary.view(num_functions, num_groups).any(dim=0))
 
 
 ESTIMATOR = Estimator(relative_to_group, reads=("scale_rewards", "multi_objective_aggregation"))

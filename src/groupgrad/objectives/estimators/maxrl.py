@@ -20,13 +20,15 @@ from groupgrad.objectives.estimator import AdvantageOptions, Estimate, Estimator
 def relative_to_pass_rate(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:
     """(r - mean) / mean, 0 where the mean is 0. ValueError for rewards other than 0 and 1."""
     rewards = groups.rewards
+    if len(groups.weights) == 1:  # whatever the weight of a single function is
+        rewards = rewards / groups.weights.abs()
     others = ~(rewards.isnan() | (rewards == 0) | (rewards == 1))
     if bool(others.any()):
         row = int(others.flatten().nonzero()[0])
         raise ValueError(
-            f"advantage_estimator='maxrl' is for rewards of 0 or 1, but row {row} has {float(rewards.flatten()[row])}. "
-            "Return 1 for a success and 0 for a failure from one reward function, give the others the weight 0 in "
-            "reward_weights, or use advantage_estimator='group'"
+            f"advantage_estimator='maxrl' is for rewards of 0 or 1, but the sum of row {row} is "
+            f"{float(rewards.flatten()[row])}. Have one reward function return 1 for a success and 0 for a failure, "
+            "give all others the weight 0 in reward_weights, or use advantage_estimator='group'"
         )
     pass_rate = rewards.nanmean(dim=1, keepdim=True)
     scaled = about_mean(rewards).deviations / pass_rate

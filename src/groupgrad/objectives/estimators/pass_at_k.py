@@ -34,8 +34,8 @@ class Settings:
     """Samples of which the best counts."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or self.k < 1:
-            raise ValueError(f"advantage_settings has k={self.k}, which is no number of samples. Set it to 1 or more")
+        if type(self.k) is not int or self.k < 1:
+            raise ValueError(f"advantage_settings has k={self.k!r}, which is no number of samples. Set it to 1 or more")
 
 
 def added_to_the_best(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:

@@ -13,8 +13,8 @@ completion it is `group`. Rewards of (0, 1) and (1, 0) under `none` and `discoun
 
 When: agents whose turns are scored one by one.
 
-Source: returns as in REINFORCE with a baseline by time (Sutton and Barto, Reinforcement Learning, 13.4), in a group as
-in arXiv:2402.03300, section 4.1.3 (process supervision).
+Source: returns as in REINFORCE with a baseline by time (Sutton and Barto, Reinforcement Learning, 13.4), which is the
+group here. arXiv:2402.03300, section 4.1.3, sums rewards that were normalised over all steps of the group instead.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ from dataclasses import dataclass
 
 import torch
 
-from groupgrad.objectives.estimator import AdvantageOptions, Estimate, Estimator, ScoredGroups, about_mean
-from groupgrad.objectives.estimators.group import STD_FLOOR
+from groupgrad.objectives.estimator import (
+    AdvantageOptions,
+    Estimate,
+    Estimator,
+    ScoredGroups,
+    about_mean,
+    check_discount,
+    scaled,
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,11 +42,7 @@ class Settings:
     """Factor of a reward for each turn that it comes later."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.discount <= 1:
-            raise ValueError(
-                f"advantage_settings has discount={self.discount}, with which later rewards grow without bound. Set it "
-                "from 0 to 1"
-            )
+        check_discount(self.discount)
 
 
 def relative_to_same_turn(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:
@@ -52,15 +55,8 @@ def relative_to_same_turn(groups: ScoredGroups, options: AdvantageOptions) -> Es
     for row, values in enumerate(returns):
         lines[row, : len(values)] = values
     by_turn = lines.view(num_groups, size, longest).transpose(1, 2).reshape(num_groups * longest, size)
-    about = about_mean(by_turn)
-    scaled = about.deviations
-    if options.scale_rewards == "group":
-        scaled = scaled / (about.std + STD_FLOOR)
-    elif options.scale_rewards == "batch":
-        scaled = scaled / (about_mean(by_turn.reshape(1, -1)).std + STD_FLOOR)
-    rows = (
-        scaled.nan_to_num(nan=0.0).view(num_groups, longest, size).transpose(1, 2).reshape(num_groups * size, longest)
-    )
+    found = scaled(about_mean(by_turn), by_turn, options.scale_rewards)
+    rows = found.nan_to_num(nan=0.0).view(num_groups, longest, size).transpose(1, 2).reshape(num_groups * size, longest)
     return Estimate.of_turns(groups, [rows[row, : len(values)] for row, values in enumerate(returns)])
 
 

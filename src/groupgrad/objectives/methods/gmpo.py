@@ -42,8 +42,9 @@ def geometric_mean(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
     sign = terms.token_advantages.sign()
     bounded = torch.where(sign > 0, log_ratio.clamp(max=clip), log_ratio.clamp(min=-clip))
     bounded = torch.where(sign == 0, torch.zeros_like(bounded), bounded)  # where an infinite weight would leave NaN
-    count = row_sum(terms.kept.to(log_ratio.dtype), terms.batch).clamp(min=1)
-    mean = row_sum(torch.where(terms.kept, bounded, torch.zeros_like(bounded)), terms.batch) / count
+    counts = terms.kept & (sign != 0)  # a turn without an advantage weakens no other turn of the row
+    count = row_sum(counts.to(log_ratio.dtype), terms.batch).clamp(min=1)
+    mean = row_sum(torch.where(counts, bounded, torch.zeros_like(bounded)), terms.batch) / count
     is_clipped = (bounded != log_ratio) & (sign != 0)
     metrics = {"gmpo/clipped_mean": mean_where(is_clipped.float(), terms.batch.trained)}
     weight = broadcast_to_tokens(PerRow(mean.exp()), terms.batch)

@@ -66,17 +66,15 @@ def gamma_weights(
 
 def weighted_sequences(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
     """`vespo` of each token."""
-    log_weight = sequence_log_weight(terms.log_ratio, terms.correction, terms.batch)
-    phi = gamma_weights(
-        log_weight,
-        terms.batch.advantages,
-        options.vespo_k_pos,
-        options.vespo_lambda_pos,
-        options.vespo_k_neg,
-        options.vespo_lambda_neg,
-    )
-    loss = vespo(broadcast_to_tokens(PerRow(phi), terms.batch), terms.token_advantages, terms.logprobs)
-    return TokenLoss(loss, {"vespo/phi_seq_mean": mean_where(phi, terms.batch.loss_tokens > 0)})
+    batch = terms.batch
+    log_weight = sequence_log_weight(terms.log_ratio, terms.correction, batch)
+    by_sign = (options.vespo_k_pos, options.vespo_lambda_pos, options.vespo_k_neg, options.vespo_lambda_neg)
+    phi = gamma_weights(log_weight, batch.advantages, *by_sign)
+    of_tokens = broadcast_to_tokens(PerRow(phi), batch)
+    if batch.token_advantages is not None:  # turns of one sequence may have different signs
+        of_tokens = gamma_weights(broadcast_to_tokens(PerRow(log_weight), batch), terms.token_advantages, *by_sign)
+    loss = vespo(of_tokens, terms.token_advantages, terms.logprobs)
+    return TokenLoss(loss, {"vespo/phi_seq_mean": mean_where(phi, batch.loss_tokens > 0)})
 
 
 METHOD = Method(

@@ -21,11 +21,25 @@ function writerOf(row, place) {
   return row.sampled && !row.sampled[place] ? "tool or template" : "policy";
 }
 
+/** The advantage of a token: its turn's, where turns have their own. */
+function advantageOf(row, place) {
+  if (!row.turn_advantages) return row.advantage;
+  let turn = -1;
+  for (let at = 0; at <= place; at += 1) {
+    if (isSampled(row, at) && (at === 0 || !isSampled(row, at - 1))) turn += 1;
+  }
+  return row.turn_advantages[turn] ?? null;
+}
+
+function isSampled(row, place) {
+  return !row.sampled || row.sampled[place];
+}
+
 function shadeOf(row, place, by, scale) {
   const writer = writerOf(row, place);
   if (writer !== "policy") return writer === "template" ? "template" : "tool";
   if (by === "advantage") {
-    const { advantage } = row;
+    const advantage = advantageOf(row, place);
     return advantage === null ? "s0" : `${advantage < 0 ? "n" : "p"}${level(Math.abs(advantage), ADVANTAGE)}`;
   }
   if (by === "gradient_shares") {
