@@ -125,7 +125,7 @@ def smallest_group(c: GRPOSettings) -> int | None:
     if estimator.smallest_group is None or advantage_settings_problem(c):
         return None
     needed = estimator.smallest_group(estimator.make_settings(mapping(c.advantage_settings)))
-    return needed if needed > c.num_generations else None
+    return needed if needed > (c.num_generations or 0) else None
 
 
 def missing_from_continuous_batching(c: GRPOSettings) -> str:

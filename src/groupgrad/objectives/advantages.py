@@ -17,6 +17,7 @@ from groupgrad.objectives.estimator import (
     ScoredGroups,
     ScoredTurns,
     about_mean,
+    numbers_of,
     weighted_sum,
 )
 from groupgrad.objectives.estimators import find_estimator
@@ -77,7 +78,7 @@ def compute_advantages(
         rewards.view(*shape, rewards.shape[1]),
         weight,
         None if lengths is None else lengths.to(rewards).view(shape),
-        None if turns is None else [_scored(*pair, counts, weight) for pair in zip(turns, combined.tolist())],
+        None if turns is None else [_scored(*pair, counts, weight) for pair in zip(turns, numbers_of(combined))],
     )
     found = find_estimator(estimator).estimate(groups, options)
     has_signal = about_mean(groups.rewards).vary if found.has_signal is None else found.has_signal

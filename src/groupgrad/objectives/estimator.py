@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -33,8 +34,8 @@ class ScoredTurns:
 
     def returns(self, discount: float) -> torch.Tensor:
         """(T,) the sum of a turn's reward and the later ones, a reward n turns later times discount^n."""
-        total, found = 0.0, []
-        for reward in reversed(self.rewards.tolist()):
+        total, found = 0.0, list[float]()
+        for reward in reversed(numbers_of(self.rewards)):
             total = reward + discount * total
             found.append(total)
         return torch.tensor(found[::-1], dtype=torch.float64)
@@ -173,12 +174,22 @@ def scaled(about: Deviations, every: torch.Tensor, scale: ScaleRewards) -> torch
     return about.deviations / (std + STD_FLOOR)
 
 
-def check_discount(discount: Any) -> None:
-    """Raises ValueError unless the setting `discount` of an estimator is a number from 0 to 1."""
-    if not isinstance(discount, (int, float)) or not 0 <= discount <= 1:
-        raise ValueError(
-            f"advantage_settings has discount={discount!r}, which is no factor of later rewards. Set it from 0 to 1"
-        )
+def check_number(name: str, value: Any, high: float) -> None:
+    """Raises ValueError unless this setting of an estimator is a number from 0 to `high`."""
+    if not isinstance(value, (int, float)) or not 0 <= value <= high or value == math.inf:
+        wanted = "0 or more" if high == math.inf else f"a number from 0 to {high:g}"
+        raise ValueError(f"advantage_settings has {name}={value!r}, which cannot work. Set it to {wanted}")
+
+
+def check_name(name: str, value: Any) -> None:
+    """Raises ValueError unless this setting of an estimator is a text or None."""
+    if not isinstance(value, (str, type(None))):
+        raise ValueError(f"advantage_settings has {name}={value!r}, which is no name. Set it to one, or leave it out")
+
+
+def numbers_of(values: torch.Tensor) -> list[float]:
+    """The numbers of a tensor of one dimension."""
+    return cast("list[float]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

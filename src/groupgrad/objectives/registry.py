@@ -23,12 +23,6 @@ class Registry(Generic[T]):
     kind: type[T]
     known: Mapping[str, T]
 
-    @classmethod
-    def of_package(cls, name: str, paths: Sequence[str], option: str, attribute: str, kind: type[T]) -> Registry[T]:
-        """The registry of a package with this name and these `__path__`, each of whose modules has the attribute."""
-        modules = {module.name: import_module(f"{name}.{module.name}") for module in iter_modules(paths)}
-        return cls(option, attribute, kind, {key: getattr(module, attribute) for key, module in modules.items()})
-
     def find(self, name: str) -> T:
         """The definition of this name. ValueError, with what to set, if there is none."""
         if name in self.known:
@@ -52,6 +46,12 @@ class Registry(Generic[T]):
                 "Define one there"
             )
         return found
+
+
+def registry_of(name: str, paths: Sequence[str], option: str, attribute: str, kind: type[T]) -> Registry[T]:
+    """The registry of a package with this name and these `__path__`, each of whose modules has the attribute."""
+    modules = {module.name: import_module(f"{name}.{module.name}") for module in iter_modules(paths)}
+    return Registry(option, attribute, kind, {key: getattr(module, attribute) for key, module in modules.items()})
 
 
 def make_settings(settings: type[Any] | None, values: Mapping[str, Any], *, option: str, owner: str) -> Any:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 RewardFunc = Union[str, "PreTrainedModel", Callable[..., Any]]
 
-RewardsOfRows = list[float | list[float]]
+RewardsOfRows = Sequence[float | list[float]]
 """What a function gave the rows: one number each, or one for each turn; NaN where it gave none."""
 
 

@@ -9,9 +9,9 @@ import functools
 from collections.abc import Mapping
 
 from groupgrad.objectives.estimator import Estimator
-from groupgrad.objectives.registry import Registry
+from groupgrad.objectives.registry import registry_of
 
-_REGISTRY = Registry.of_package(__name__, __path__, "advantage_estimator", "ESTIMATOR", Estimator)
+_REGISTRY = registry_of(__name__, __path__, "advantage_estimator", "ESTIMATOR", Estimator)
 ESTIMATORS: Mapping[str, Estimator] = _REGISTRY.known
 """`advantage_estimator` -> its definition."""
 

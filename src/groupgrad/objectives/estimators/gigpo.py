@@ -27,7 +27,9 @@ from groupgrad.objectives.estimator import (
     Estimator,
     ScoredGroups,
     about_mean,
-    check_discount,
+    check_name,
+    check_number,
+    numbers_of,
     scaled,
 )
 from groupgrad.objectives.estimators.group import relative_to_group
@@ -45,16 +47,9 @@ class Settings:
     """Attribute or property of the environment that is its state."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.omega, (int, float)) or not 0 <= self.omega < math.inf:
-            raise ValueError(
-                f"advantage_settings has omega={self.omega!r}, which is no weight. Set it to a number from 0 on"
-            )
-        check_discount(self.discount)
-        if not isinstance(self.state, (str, type(None))):
-            raise ValueError(
-                f"advantage_settings has state={self.state!r}, which names no attribute. Set it to a name, or leave it "
-                "out"
-            )
+        check_number("omega", self.omega, math.inf)
+        check_number("discount", self.discount, 1)
+        check_name("state", self.state)
 
 
 def episodes_and_states(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:
@@ -73,7 +68,7 @@ def episodes_and_states(groups: ScoredGroups, options: AdvantageOptions) -> Esti
         for met in places.values():
             met_again = torch.stack([returns[row][turn] for row, turn in met]).view(1, -1)
             values = scaled(about_mean(met_again), every, options.scale_rewards).nan_to_num(nan=0.0)
-            for (row, turn), value in zip(met, values.flatten().tolist()):
+            for (row, turn), value in zip(met, numbers_of(values.flatten())):
                 by_turn[row][turn] += settings.omega * value
     return Estimate.of_turns(groups, by_turn)
 

@@ -29,7 +29,7 @@ from groupgrad.objectives.estimator import (
     Estimator,
     ScoredGroups,
     about_mean,
-    check_discount,
+    check_number,
     scaled,
 )
 
@@ -42,7 +42,7 @@ class Settings:
     """Factor of a reward for each turn that it comes later."""
 
     def __post_init__(self) -> None:
-        check_discount(self.discount)
+        check_number("discount", self.discount, 1)
 
 
 def relative_to_same_turn(groups: ScoredGroups, options: AdvantageOptions) -> Estimate:

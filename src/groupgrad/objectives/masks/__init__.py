@@ -9,9 +9,9 @@ import functools
 from collections.abc import Mapping
 
 from groupgrad.objectives.mask import Mask
-from groupgrad.objectives.registry import Registry
+from groupgrad.objectives.registry import registry_of
 
-_REGISTRY = Registry.of_package(__name__, __path__, "off_policy_mask", "MASK", Mask)
+_REGISTRY = registry_of(__name__, __path__, "off_policy_mask", "MASK", Mask)
 MASKS: Mapping[str, Mask] = _REGISTRY.known
 """`off_policy_mask` -> its definition."""
 

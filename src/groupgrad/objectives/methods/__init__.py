@@ -9,9 +9,9 @@ import functools
 from collections.abc import Mapping
 
 from groupgrad.objectives.method import Method
-from groupgrad.objectives.registry import Registry
+from groupgrad.objectives.registry import registry_of
 
-_REGISTRY = Registry.of_package(__name__, __path__, "loss_type", "METHOD", Method)
+_REGISTRY = registry_of(__name__, __path__, "loss_type", "METHOD", Method)
 LOSSES: Mapping[str, Method] = _REGISTRY.known
 """`loss_type` -> its definition."""
 
