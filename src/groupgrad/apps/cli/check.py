@@ -115,10 +115,14 @@ def _build(parsed: Parsed, folder: str) -> Any:
     """Builds the trainer of the run, but lets it write to `folder` and report to no tracker."""
     from groupgrad.apps.cli.train import build
 
-    config = parsed.config
+    quiet_settings(parsed.config, folder)
+    return build(parsed)
+
+
+def quiet_settings(config: Any, folder: str) -> None:
+    """Makes a run write to `folder`, report to no tracker and push nothing."""
     config.output_dir, config.report_to, config.push_to_hub, config.log_completions = folder, [], False, False
     config.record_spans, config.record_traces = False, False
-    return build(parsed)
 
 
 def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:

@@ -31,6 +31,7 @@ COMMAND_CODES: dict[str, dict[int, str]] = {
         2: EXIT_CODES[2],
         70: EXIT_CODES[70],
     },
+    "eval": {0: "the evaluation was printed", 1: "an error while it ran", 2: EXIT_CODES[2], 70: EXIT_CODES[70]},
     "plan": {0: "something fits", 1: "nothing fits", 2: "the command line or the model's configuration cannot work"},
     "sweep": {
         0: "all was done",

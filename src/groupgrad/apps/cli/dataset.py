@@ -12,6 +12,11 @@ from groupgrad.integrations import reasoning_gym
 FILES: dict[str, str] = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """File suffix -> loader of `datasets`."""
 
+NO_DATASET = (
+    "no data set is given; set dataset_name to a hub id, a folder, a .json, .jsonl, .parquet or .csv file, or "
+    f"{reasoning_gym.PREFIX}TASK"
+)
+
 
 def load_splits(script: TaskArguments, evaluate: bool) -> tuple[Any, Any]:
     """Loads the training data and, if `evaluate`, the evaluation data (else None), ready for the trainer.
@@ -19,10 +24,7 @@ def load_splits(script: TaskArguments, evaluate: bool) -> tuple[Any, Any]:
     ValueError, with what to set, for a missing data set or rows that do not fit.
     """
     if not script.dataset_name:
-        raise ValueError(
-            "no data set is given; set dataset_name to a hub id, a folder, a .json, .jsonl, .parquet or .csv file, or "
-            f"{reasoning_gym.PREFIX}TASK"
-        )
+        raise ValueError(NO_DATASET)
     train = _load(script.dataset_name, script.dataset_train_split, script, "dataset_train_split")
     if script.max_train_rows is not None:
         if script.max_train_rows < 1:
@@ -37,8 +39,21 @@ def load_splits(script: TaskArguments, evaluate: bool) -> tuple[Any, Any]:
             f"eval_strategy asks for evaluation, but {script.dataset_name} is one file without a test split; "
             f"set dataset_test_name to the file to evaluate on, or eval_strategy to no"
         )
+    return train, load_test_split(script)
+
+
+def load_test_split(script: TaskArguments, limit: int | None = None) -> Any:
+    """Loads the evaluation data, its first `limit` rows or all; of a file that is no split, the whole file.
+
+    ValueError as `load_splits`.
+    """
     name = script.dataset_test_name or script.dataset_name
-    return train, prepare(_load(name, script.dataset_test_split, script, "dataset_test_split"), script)
+    if not name:
+        raise ValueError(NO_DATASET)
+    rows = _load(name, script.dataset_test_split, script, "dataset_test_split")
+    if limit is not None:
+        rows = rows.take(limit) if script.dataset_streaming else rows.select(range(min(limit, len(rows))))
+    return prepare(rows, script)
 
 
 def _load(name: str, split: str, script: TaskArguments, setting: str) -> Any:

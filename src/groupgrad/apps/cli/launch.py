@@ -1,4 +1,4 @@
-"""Starts `groupgrad train` or `check` on several processes by `accelerate launch`.
+"""Starts `groupgrad train`, `check` or `eval` on several processes by `accelerate launch`.
 
 The process that starts them imports neither transformers nor the trainer, and torch only to count GPUs.
 """

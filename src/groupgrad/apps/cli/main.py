@@ -27,6 +27,7 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "train": Command("train a model with GRPO on a data set", "train"),
     "check": Command("try a run before it begins: settings, data, one small round", "train"),
+    "eval": Command("measure a model on a data set: pass@k, intervals, comparison of two", "train"),
     "plan": Command("predict the memory of a run, and say what fits", "train"),
     "sweep": Command("train many configurations in turns, and stop, resume, clone or delete them", "train"),
     "vllm-serve": Command("serve a model with vLLM, for a trainer that pushes weights to it", "train"),
@@ -39,7 +40,7 @@ COMMANDS: dict[str, Command] = {
     "completion": Command("print a script that completes commands in a shell", "set up"),
 }
 
-LAUNCHED = ("train", "check")
+LAUNCHED = ("train", "check", "eval")
 """Commands that flags start on several processes."""
 
 PRINTING = ("plan", "rollouts", "bisect", "env", "completion")
@@ -56,6 +57,7 @@ _EXAMPLES = """\
 examples:
   groupgrad train --config run.yaml --learning_rate 2e-6
   groupgrad check --config run.yaml
+  groupgrad eval runs/math --config run.yaml --k 1,8
   groupgrad sweep sweep.yaml
   groupgrad view runs/math
   groupgrad rollouts runs/math --step 40 --min-reward 0.5

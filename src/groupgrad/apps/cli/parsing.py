@@ -46,7 +46,10 @@ SECTIONS: dict[str, str] = {
 }
 """First field of a section of `--help` -> the section's title."""
 
-_NO_FIELDS = ("help", "config", "set", "dry_run", "num_processes", "accelerate_config", "prompts", "no_round")
+_NO_FIELDS = (
+    *("help", "config", "set", "dry_run", "num_processes", "accelerate_config", "prompts", "no_round"),
+    *("model", "k", "threshold", "limit", "by", "answer", "against", "output"),
+)
 
 TRAINING, OLD = "Training (transformers.TrainingArguments)", "Accepted for older scripts"
 

@@ -1,0 +1,256 @@
+"""`groupgrad eval`: samples a data set from a model, and prints what its completions score, with intervals."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from groupgrad.apps.cli.check import quiet_settings
+from groupgrad.apps.cli.command_parser import epilog, refuse
+from groupgrad.apps.cli.launch import add_flags
+from groupgrad.apps.cli.parsing import Parsed, TrainParser, parse
+
+ROWS_AT_ONCE = 256
+"""Completions that a process samples and scores at a time, unless `per_device_eval_batch_size` is given."""
+
+_EXAMPLES = """\
+groupgrad eval runs/math --dataset_name gsm8k_test.jsonl --reward_funcs accuracy_reward --k 1,8
+groupgrad eval runs/math/checkpoint-40 --config run.yaml --num_generations 32 --k 1,8,32 --by level --output step40.json
+groupgrad eval runs/math --config run.yaml --against Qwen/Qwen2.5-0.5B-Instruct
+groupgrad eval runs/math --config run.yaml --against base.json
+"""
+
+_OF_NO_USE = {
+    "per_device_train_batch_size": "2",
+    "generation_batch_size": "none",
+    "steps_per_generation": "1",
+    "num_iterations": "1",
+    "num_generations": "2",
+    "dynamic_sampling_rounds": "0",
+    "rollout_ahead": "0",
+    "beta": "0",
+    "sync_ref_model": "false",
+    "eval_strategy": "no",
+    "eval_on_start": "false",
+    "save_strategy": "no",
+    "load_best_model_at_end": "false",
+    "use_peft": "false",
+    "remove_unused_columns": "false",
+    "rollouts_keep": "0",
+}
+"""Settings of a training that an evaluation has no use for, with values that need one prompt and nothing else."""
+
+
+class EvalParser(TrainParser):
+    """Parser of this command: that of `groupgrad train`, whose settings of training have no effect."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            prog="groupgrad eval",
+            usage="groupgrad eval MODEL [--config FILE] [--FIELD VALUE ...] [--k K,...] [--against OTHER] ...",
+            description="Sample completions of a data set from a model, and score them: mean reward, pass@k, majority "
+            "votes, 95 % intervals over prompts. Completions of the same prompts come from the same random streams for "
+            "every model, so that two can be compared prompt by prompt.",
+            epilog=epilog("eval", _EXAMPLES),
+        )
+        self.add_argument("model", metavar="MODEL", help="model to evaluate: a hub id, a folder, a checkpoint or a run")
+        group = self.add_argument_group("Evaluation")
+        group.add_argument("--k", type=_counts, default=(1,), metavar="K,...", help="the k of pass@k, best@k and maj@k")
+        group.add_argument(
+            "--threshold", type=float, default=1.0, help="a completion with this reward or more is right"
+        )
+        group.add_argument("--limit", type=_count, metavar="N", help="evaluate on the first N rows")
+        group.add_argument("--by", metavar="COLUMN", help="also print the means of each value of this column")
+        group.add_argument(
+            "--answer",
+            metavar="COLUMN",
+            help="column logged by a reward function whose values vote in maj@k; unset: answer_parsed, if there is one",
+        )
+        group.add_argument(
+            "--against", metavar="OTHER", help="another model, or a file of --output, to compare with prompt by prompt"
+        )
+        group.add_argument("--output", metavar="FILE", type=Path, help="write all numbers to this file, as JSON")
+        add_flags(self)
+        self.fields()["per_device_eval_batch_size"].default = ROWS_AT_ONCE
+
+    def parse_args_into_dataclasses(self, args: Any = None, **options: Any) -> Any:  # pyright: ignore
+        """The records, with the completions of a prompt in `num_generations_eval` and nothing that trains.
+
+        `--num_generations` on the command line counts them, else `num_generations_eval`, else `num_generations` of the
+        file.
+        """
+        known, _ = self.parse_known_args(args)
+        words = {str(word).partition("=")[0] for word in args}
+        size = known.num_generations
+        if words.isdisjoint(self.fields()["num_generations"].option_strings):
+            size = known.num_generations_eval or size
+        # The engine runs as many rows at once as an optimizer step has.
+        accumulation = max(1, known.per_device_eval_batch_size // 2)
+        values = {
+            **_OF_NO_USE,
+            "num_generations_eval": str(size),
+            "gradient_accumulation_steps": str(accumulation),
+        }
+        flags = [word for name, value in values.items() for word in (f"--{name}", value)]
+        return super().parse_args_into_dataclasses([*args, *flags], **options)
+
+
+parser = EvalParser
+"""Makes the parser of this command."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the evaluation, and the comparison with another model. Returns 2 after a sentence if it cannot begin.
+
+    Under a launcher the main process prints.
+    """
+    parsed = parse(argv, EvalParser())
+    from groupgrad import dist
+    from groupgrad.apps.eval import report, results
+
+    flags = parsed.flags
+    measure = results.Measure(flags["k"], flags["threshold"])
+
+    def write(differences: Any = None) -> None:
+        if flags["output"] is not None and dist.is_main():
+            results.write(flags["output"], here, measure, differences)
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _check(parsed)
+            models, there = [_model(flags["model"])], None
+            if flags["against"] is not None and Path(flags["against"]).suffix == ".json":
+                there = results.read(Path(flags["against"]))
+            elif flags["against"] is not None:
+                models.append(_model(flags["against"]))
+            prepared = _prepare(parsed, models[0], folder, there)
+        except (ValueError, TypeError, ImportError, OSError) as error:
+            return refuse("eval", error)
+        try:
+            here = _evaluate(prepared, parsed)
+            _print(report.report(here, measure))
+            write()
+            if len(models) > 1:
+                del prepared
+                gc.collect()  # trainers are in cycles, and the next model needs the memory
+                again = parse(argv, EvalParser())
+                there = _evaluate(_prepare(again, models[1], folder, here), again)
+                _print("\n" + report.report(there, measure))
+            if there is not None:
+                differences = results.compare(here, there, measure)
+                _print("\n" + report.comparison(here, there, differences))
+                write(differences)
+        except (ValueError, OSError) as error:
+            return refuse("eval", error, 1)
+    return 0
+
+
+def _print(text: str) -> None:
+    from groupgrad import dist
+
+    if dist.is_main():
+        print(text, end="", flush=True)
+
+
+def _check(parsed: Parsed) -> None:
+    """ValueError for options that cannot work together."""
+    flags, size = parsed.flags, parsed.config.num_generations_eval_resolved
+    if max(flags["k"]) > size:
+        raise ValueError(
+            f"--k {max(flags['k'])} needs as many completions of a prompt, and there are {size}; set --num_generations "
+            f"to {max(flags['k'])} or more"
+        )
+    against = flags["against"]
+    if parsed.config.use_vllm and against is not None and Path(against).suffix != ".json":
+        raise ValueError(
+            f"--against {against} is a model, and vLLM serves one model in a command; evaluate it by itself with "
+            "--output there.json, then compare with --against there.json"
+        )
+    if flags["output"] is not None and not flags["output"].parent.is_dir():
+        raise ValueError(f"--output {flags['output']}: there is no folder {flags['output'].parent}; make it first")
+
+
+def _model(name: str) -> str:
+    """The name of a model, or a folder with one. ValueError for a run that has no model, or only in checkpoints."""
+    from groupgrad.checkpoints.saving import checkpoints_in
+    from groupgrad.models.model_names import check_model_name
+
+    check_model_name("MODEL", name)
+    folder = Path(name)
+    if folder.is_dir() and not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+        checkpoints = checkpoints_in(folder)
+        if checkpoints:
+            raise ValueError(f"{name} has no model, only checkpoints; give one of them, such as {checkpoints[-1]}")
+        raise ValueError(f"{name} has no model: neither config.json nor adapter_config.json is there")
+    return name
+
+
+class _Prepared(NamedTuple):
+    """A trainer that only evaluates, and what it evaluates."""
+
+    trainer: Any
+    rows: Any
+    model: str
+    settings: dict[str, Any]
+
+
+def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> _Prepared:
+    """Loads the data and a model; the trainer writes to `folder`.
+
+    ValueError for data that do not fit, or whose prompts are not those of the evaluation `there`.
+    """
+    from datasets import Dataset, IterableDataset
+
+    from groupgrad.apps.cli.dataset import load_test_split
+    from groupgrad.apps.cli.train import build
+    from groupgrad.apps.eval import results
+    from groupgrad.run_folder.render import plain_value
+
+    flags, script, config = parsed.flags, parsed.script, parsed.config
+    rows = load_test_split(script, flags["limit"])
+    if isinstance(rows, IterableDataset):
+        rows = Dataset.from_list(list(rows))
+    if flags["by"] is not None and flags["by"] not in rows.column_names:
+        raise ValueError(f"--by {flags['by']}: the data set has no such column, only {', '.join(rows.column_names)}")
+    if there is not None:
+        results.check_same_prompts([plain_value(row["prompt"]) for row in rows], there)
+    parsed.model.model_name_or_path = model
+    quiet_settings(config, folder)
+    trainer = build(parsed, splits_of=lambda *_: (rows, None))
+    settings = {
+        "dataset": script.dataset_test_name or script.dataset_name,
+        "split": script.dataset_test_split,
+        "limit": flags["limit"],
+        "by": flags["by"],
+        "num_generations": config.num_generations_eval_resolved,
+        **config.sampling_resolved,
+        "max_completion_length": config.max_new_tokens_resolved,
+        "generation_kwargs": config.generation_kwargs_resolved,
+        "seed": config.seed,
+        "rewards": trainer.rewards.names,
+        "reward_weights": config.reward_weights,
+    }
+    return _Prepared(trainer, rows, model, settings)
+
+
+def _evaluate(prepared: _Prepared, parsed: Parsed) -> Any:
+    from groupgrad.apps.eval.measuring import evaluate
+
+    trainer, rows, model, settings = prepared
+    return evaluate(trainer, rows, model, settings, answers=parsed.flags["answer"], by=parsed.flags["by"])
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return number
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Numbers from 1 on, separated by commas, in ascending order."""
+    return tuple(sorted({_count(part) for part in text.split(",")}))

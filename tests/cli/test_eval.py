@@ -1,0 +1,127 @@
+"""`groupgrad eval` evaluates models, checkpoints and runs, and compares two of them prompt by prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupgrad.apps.cli.main import main
+
+DIGITS = '''\
+def odd(completions, answer, log_extra=None, **kwargs):
+    """1 for a completion whose first character has an odd code; it is the answer that votes."""
+    log_extra("answer_parsed", [text[:1] or None for text in completions])
+    log_extra("length_parsed", [str(len(text)) for text in completions])
+    return [float(text[:1] != "" and ord(text[0]) % 2 == 1) for text in completions]
+'''
+
+
+@pytest.fixture
+def flags(run_flags: list[str], tmp_path: Path, make_model: Any, make_tokenizer: Any) -> list[str]:
+    """Flags of an evaluation in the working folder, where `model` and `other` are two models."""
+    make_model(1).save_pretrained(tmp_path / "other")
+    make_tokenizer().save_pretrained(tmp_path / "other")
+    (tmp_path / "digits.py").write_text(DIGITS)
+    rows = [json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1), "level": a % 2}) for a in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "run.yaml").write_text("max_steps: 2\nnum_generations: 4\nmax_completion_length: 3\nbeta: 0.1\n")
+    return ["--config", "run.yaml", "--dataset_name", "rows.jsonl", "--reward_funcs", "digits.odd", "--use-cpu"]
+
+
+def numbers_of(shown: str, name: str) -> list[str]:
+    """The cells of the lines that begin with a name."""
+    return [line.split()[1] for line in shown.splitlines() if line.split()[:1] == [name]]
+
+
+def test_two_models_are_compared_prompt_by_prompt(tmp_path: Path, flags: list[str], capsys: Any) -> None:
+    """The means are those of the completions in the file, and comparing with the file is comparing with the model."""
+    options = ["--num_generations", "8", "--k", "1,8", "--by", "level"]
+    assert main(["eval", "model", *flags, *options, "--against", "other", "--output", "both.json"]) == 0
+    shown = capsys.readouterr().out
+    content = json.loads(Path("both.json").read_text())
+    assert [len(prompt["rewards"]) for prompt in content["prompts"]] == [8] * 6
+    for prompt in content["prompts"]:
+        right = [text[:1] != "" and ord(text[0]) % 2 == 1 for text in prompt["completions"]]
+        assert prompt["rewards"] == [float(one) for one in right]
+        assert prompt["numbers"]["pass@1"] == sum(right) / 8 and prompt["numbers"]["pass@8"] == float(any(right))
+    mean = sum(prompt["numbers"]["pass@1"] for prompt in content["prompts"]) / 6
+    there = content["differences"]["pass@1"]["there"]
+    assert content["means"]["pass@1"]["mean"] == content["differences"]["pass@1"]["here"] == pytest.approx(mean)
+    assert numbers_of(shown, "pass@1") == [f"{mean:.4g}", f"{there:.4g}", f"{mean:.4g}"]
+    assert "model on 6 prompts of rows.jsonl" in shown and "other on 6 prompts" in shown and "maj@8" in shown
+    assert set(content["by"]) == {"0", "1"}
+
+    assert main(["eval", "other", *flags, *options, "--output", "other.json"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "model", *flags, *options, "--against", "other.json", "--output", "again.json"]) == 0
+    assert capsys.readouterr().out.splitlines()[-8:] == shown.splitlines()[-8:]
+    again = json.loads(Path("again.json").read_text())
+    assert (again["prompts"], again["differences"]) == (content["prompts"], content["differences"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_model_of_a_run_and_its_checkpoint(flags: list[str], run_flags: list[str], capsys: Any) -> None:
+    assert main(["train", *run_flags, "--save_strategy", "steps", "--save_steps", "1", "--learning_rate", "0.1"]) == 0
+    for name in ("out", "out/checkpoint-1", "out/checkpoint-2"):
+        assert main(["eval", name, *flags, "--limit", "2", "--output", f"{Path(name).name}.json"]) == 0
+    found = [json.loads(Path(f"{name}.json").read_text()) for name in ("out", "checkpoint-2", "checkpoint-1")]
+    assert found[0]["settings"]["num_generations"] == 4 and len(found[0]["prompts"]) == 2
+    completions = [[prompt["completions"] for prompt in one["prompts"]] for one in found]
+    assert completions[0] == completions[1] != completions[2]
+    capsys.readouterr()
+    Path("out/config.json").unlink()
+    assert main(["eval", "out", *flags]) == 2
+    assert "out has no model, only checkpoints; give one of them, such as out/checkpoint-2" in capsys.readouterr().err
+
+
+def test_the_completions_of_a_prompt_are_counted_by_flag_then_by_file(flags: list[str], capsys: Any) -> None:
+    Path("run.yaml").write_text("num_generations: 4\nnum_generations_eval: 3\nmax_completion_length: 2\n")
+    for given, size in (([], 3), (["--num-generations", "5"], 5), (["--num_generations=1"], 1)):
+        assert main(["eval", "model", *flags, *given, "--limit", "1"]) == 0
+        assert f"num_generations {size}, temperature 1.0" in capsys.readouterr().out
+    assert main(["eval", "model", *flags, "--limit", "1", "--answer", "length_parsed", "--k", "1,3"]) == 0
+    shown = capsys.readouterr().out
+    assert "maj@3" in shown and "temperature 1.0, top_p 1.0, repetition_penalty 1.0, max_completion_length 2" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--k", "8"], "--k 8 needs as many completions of a prompt, and there are 4; set --num_generations to 8"),
+        (["--by", "subject"], "--by subject: the data set has no such column, only prompt, answer, level"),
+        (["--against", "nothing.json"], "nothing.json"),
+        (["--against", "./nothing"], "there is no such folder"),
+        (["--output", "none/a.json"], "there is no folder none; make it first"),
+        (["--use_vllm", "--against", "other"], "evaluate it by itself with --output there.json"),
+        (["--dataset_name", "none.jsonl"], "there is no file none.jsonl"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_sampled(
+    options: list[str], text: str, flags: list[str], capsys: Any
+) -> None:
+    assert main(["eval", "model", *flags, *options]) == 2
+    shown = capsys.readouterr()
+    assert text in shown.err and not shown.out
+
+
+def test_other_prompts_are_refused_before_anything_is_sampled(flags: list[str], capsys: Any) -> None:
+    assert main(["eval", "model", *flags, "--limit", "2", "--output", "two.json"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "model", *flags, "--against", "two.json"]) == 2
+    shown = capsys.readouterr()
+    assert "the evaluation of model has 2 prompts, this one 6" in shown.err and not shown.out
+
+
+def test_a_column_of_answers_that_nobody_logs(flags: list[str], capsys: Any) -> None:
+    assert main(["eval", "model", *flags, "--answer", "vote"]) == 1
+    assert "logged no such column by log_extra, but answer_parsed, length_parsed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("k", ["0", "1,x", ""])
+def test_ks_are_numbers(k: str, flags: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "model", *flags, "--k", k])
+    assert "--k" in capsys.readouterr().err
