@@ -90,7 +90,6 @@ def test_the_completions_of_a_prompt_are_counted_by_flag_then_by_file(flags: lis
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--k", "8"], "--k 8 needs as many completions of a prompt, and there are 4; set --num_generations to 8"),
         (["--by", "subject"], "--by subject: the data set has no such column, only prompt, answer, level"),
         (["--against", "nothing.json"], "nothing.json"),
         (["--against", "./nothing"], "there is no such folder"),
@@ -120,8 +119,36 @@ def test_a_column_of_answers_that_nobody_logs(flags: list[str], capsys: Any) -> 
     assert "logged no such column by log_extra, but answer_parsed, length_parsed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("k", ["0", "1,x", ""])
-def test_ks_are_numbers(k: str, flags: list[str], capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["eval", "model", *flags, "--k", k])
-    assert "--k" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--k", "0"], "--k"),
+        (["--k", "1,x"], "--k"),
+        (
+            ["--k", "8"],
+            "eval_k has 8, and an evaluation samples 4 completions of a prompt. Set num_generations_eval to 8",
+        ),
+        (["--temperature", "0"], "temperature=0.0"),
+        (["--agianst", "other"], "did you mean --against?"),
+    ],
+)
+def test_a_command_line_that_cannot_work(options: list[str], text: str, flags: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "model", *flags, *options])
+    assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_a_file_for_training_says_how_to_evaluate(flags: list[str], capsys: Any) -> None:
+    """`eval_sampling` and `eval_k` of the file are in force, and a flag wins over each of them."""
+    lines = ["num_generations: 4", "eval_k: [1, 2]", "eval_strategy: steps", "max_completion_length: 3"]
+    sampling = "eval_sampling: {temperature: 0.5, max_completion_length: 2, num_generations: 6}"
+    Path("run.yaml").write_text("\n".join([*lines, sampling]))
+    assert main(["eval", "model", *flags, "--limit", "1", "--output", "a.json"]) == 0
+    shown = capsys.readouterr().out
+    assert "num_generations 6, temperature 0.5" in shown and "max_completion_length 2" in shown and "pass@2" in shown
+    assert max(json.loads(Path("a.json").read_text())["prompts"][0]["lengths"]) == 2
+    more = ["--num_generations", "3", "--temperature", "2", "--k", "3", "--max_completion_length", "1"]
+    assert main(["eval", "model", *flags, "--limit", "1", *more]) == 0
+    shown = capsys.readouterr().out
+    assert "num_generations 3, temperature 2.0" in shown and "max_completion_length 1" in shown
+    assert "pass@3" in shown and "pass@2" not in shown

@@ -62,6 +62,8 @@ def test_generation_batch_sizes(settings, steps, size):
     assert (config.steps_per_generation_resolved, config.generation_batch_size_resolved) == (steps, size)
     assert config.num_generations_eval_resolved == 8
     assert make(num_generations_eval=2).num_generations_eval_resolved == 2
+    assert make(eval_sampling='{"num_generations": 4}').num_generations_eval_resolved == 4
+    assert make(eval_sampling={"temperature": 0.5}, num_generations_eval=2).num_generations_eval_resolved == 2
 
 
 def test_generation_kwargs_override_the_named_fields():

@@ -145,6 +145,19 @@ def test_the_budget_counts_tool_tokens_and_a_reply_that_does_not_fit_is_left_out
         assert len(rollout.completion_ids) == (budget if words else len(first) + 1)
 
 
+def test_a_request_may_change_the_sampling(tokenizer):
+    """As an evaluation does: the budget ends the rollout, and the engine gets the options."""
+    with_tools(tokenizer)
+    engine = PlayingEngine(tokenizer, {0: ["a longer answer"]})
+    agents = make_agents(engine, tokenizer, [multiply])
+    request = replace(ask({0: user("go")}), sampling={"max_new_tokens": 5, "temperature": 0.5})
+    (rollout,) = agents(request)
+    agents.close()
+    assert (rollout.finish_reason, len(rollout.completion_ids)) == ("length", 5)
+    assert engine.options == replace(agents.sampling, max_new_tokens=5, temperature=0.5)
+    assert engine.options != agents.sampling
+
+
 def test_the_context_ends_a_rollout(tokenizer):
     first = call("multiply", a=6, b=7)
     (rollout,), engine = play(tokenizer, {0: [first, "it is 42"]}, [multiply])

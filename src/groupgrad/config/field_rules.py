@@ -178,7 +178,14 @@ FIXED: dict[str, tuple[object, str]] = {
 }
 """The only value of a setting that works, and what is wrong with others."""
 
+EVAL_SAMPLING: dict[str, str] = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "max_completion_length")},
+    "num_generations": "num_generations_eval",
+}
+"""Key of `eval_sampling` -> the setting whose values it may have."""
+
 DICTS = (
+    "eval_sampling",
     "loss_settings",
     "advantage_settings",
     "off_policy_mask_settings",
@@ -198,7 +205,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 def field_problems(config: Any) -> dict[str, str]:
     """Maps each setting whose value is invalid on its own to the reason."""
-    names = [name for name in (*CHOICES, *RANGES, *FIXED, *DICTS) if hasattr(config, name)]
+    names = [name for name in (*CHOICES, *RANGES, *FIXED, *DICTS, "eval_k") if hasattr(config, name)]
     return {name: text for name in names if (text := field_problem(name, getattr(config, name)))}
 
 
@@ -214,6 +221,20 @@ def field_problem(name: str, value: Any) -> str | None:
         return f"{name}={value!r} {FIXED[name][1].format(name=name)}"
     if name in DICTS and not isinstance(value, (dict, type(None))):
         return f"{name}={value!r} is not a dict. Give a dict, or one as JSON text such as '{{\"key\": 1}}'"
+    if name == "eval_sampling":
+        return _eval_sampling_problem(value or {})
+    if name == "eval_k" and not all(isinstance(k, int) and k >= 1 for k in value or ()):
+        return f"eval_k={value!r} cannot work: it counts completions. Set it to whole numbers of at least 1"
+    return None
+
+
+def _eval_sampling_problem(given: dict[str, Any]) -> str | None:
+    for key, value in given.items():
+        if key not in EVAL_SAMPLING:
+            hint = did_you_mean(key, EVAL_SAMPLING, after=" ")
+            return f"eval_sampling has {key!r}: {hint}Take it out, or give one of {', '.join(EVAL_SAMPLING)}"
+        if text := field_problem(EVAL_SAMPLING[key], value):
+            return f"in eval_sampling, {key}{text.removeprefix(EVAL_SAMPLING[key])}"
     return None
 
 

@@ -16,7 +16,7 @@ from groupgrad.config import conditions
 from groupgrad.config.conditions import FSDP_OPTIMIZERS, Rule
 from groupgrad.config.field_rules import field_problems, is_number
 from groupgrad.config.launcher import fsdp_settings, uses_deepspeed, uses_fsdp, zero_stage
-from groupgrad.config.settings import GRPOSettings
+from groupgrad.config.settings import GRPOSettings, mapping
 from groupgrad.config.unused_settings import unused_settings
 from groupgrad.engines.generation_options import MOVED
 from groupgrad.objectives import find_method
@@ -71,6 +71,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(conditions.cut_group, "{found}"),
     Rule(conditions.cut_evaluation_group, "{found}"),
+    Rule(
+        lambda c: (
+            None not in (sizes := (c.num_generations_eval, mapping(c.eval_sampling).get("num_generations")))
+            and sizes[0] != sizes[1]
+            and sizes[1]
+        ),
+        "num_generations_eval={c.num_generations_eval}, and eval_sampling has num_generations={found}. Set one of them",
+    ),
+    Rule(
+        lambda c: (most := max(c.eval_k or [0])) > c.num_generations_eval_resolved and most,
+        "eval_k has {found}, and an evaluation samples {c.num_generations_eval_resolved} completions of a prompt. Set "
+        "num_generations_eval to {found} or more",
+    ),
     # --- objective ---
     Rule(
         lambda c: c.loss_type == "cispo" and c.epsilon_high is None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from groupgrad.config.settings import GRPOSettings
+from groupgrad.config.settings import GRPOSettings, mapping
 from groupgrad.engines.base import SamplingOptions
 from groupgrad.integrations.vllm.vllm_params import logprobs_mode, sampling_fields
 
@@ -26,6 +26,16 @@ def sampling_options(config: GRPOSettings, *, eos_ids: list[int], pad_id: int) -
         cache_implementation=config.cache_implementation,
         extra=extra,
     )
+
+
+def eval_sampling_changes(config: GRPOSettings) -> dict[str, Any]:
+    """Returns the fields of `SamplingOptions` that `eval_sampling` sets in evaluation."""
+    names = {"max_completion_length": "max_new_tokens"}
+    changes = {names.get(key, key): value for key, value in mapping(config.eval_sampling).items()}
+    changes.pop("num_generations", None)
+    if "top_k" in changes:
+        changes["top_k"] = changes["top_k"] or 0
+    return changes
 
 
 def vllm_fields(config: GRPOSettings) -> dict[str, Any]:

@@ -114,6 +114,14 @@ class GRPOSettings(LegacyArguments):
     # --- Data and groups ---
     num_generations: int | None = _option(8, "Completions sampled for each prompt, the group size G; at least 2.")
     num_generations_eval: int | None = _option(None, "Group size in evaluation; unset: num_generations.")
+    eval_sampling: dict | str | None = _option(
+        None,
+        "Sampling in evaluation where it differs from training: temperature, top_p, top_k, min_p, "
+        "max_completion_length and num_generations; dict or JSON text.",
+    )
+    eval_k: list[int] | None = _option(
+        None, "Log pass@k in evaluation, the chance that one of k completions has a reward of 1 or more, for these k."
+    )
     max_completion_length: int | None = _option(256, "Maximum length of a completion, in tokens.")
     shuffle_dataset: bool | None = _option(True, "Shuffle the training prompts, by data_seed or seed.")
     shuffle_rows: str = _option(
@@ -393,7 +401,9 @@ class GRPOSettings(LegacyArguments):
 
     @property
     def num_generations_eval_resolved(self) -> int:
-        """Group size in evaluation: `num_generations_eval`, or `num_generations` if unset."""
+        """Group size in evaluation: that of `eval_sampling`, else `num_generations_eval`, else `num_generations`."""
+        if size := mapping(self.eval_sampling).get("num_generations"):
+            return size
         return self.num_generations_eval or self.num_generations or 0
 
     @property

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupgrad.chat import ChatFormat, PlainFormat, ToolCall, Turn
@@ -99,7 +99,7 @@ class AgentRollouts(RolloutSource):
         self._release_scored(request)
         shared_prompts: dict[Any, tuple[Prompt, Any]] = {}
         agents = [_Agent(self, request, row, self._acquire(request, row), shared_prompts) for row in request.rows]
-        with self.engine.session(self.sampling) as session:
+        with self.engine.session(replace(self.sampling, **request.sampling)) as session:
             return Driver(session, [agent.run() for agent in agents]).run()
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
@@ -194,6 +194,7 @@ class _Agent:
         self._workers, self._tool_options = rollouts.workers, rollouts.options.tools
         self._row, self._group, self._step = row, row // request.num_generations, request.step
         self._seed = request.seed_of(row, rollouts.seed)
+        self._max_new_tokens = request.sampling.get("max_new_tokens", rollouts.sampling.max_new_tokens)
         self._data = request.rows_by_group[self._group]
         self._handle = handle
         self._toolbox = ToolBox(chosen_tools(rollouts.tools, self._data)) if handle is None else handle.toolbox
@@ -274,8 +275,8 @@ class _Agent:
     async def _converse(self, prompt: Prompt) -> FinishReason:
         """Alternates turns of the model and replies of tools until there is a reason to end."""
         max_iterations, schemas = self._rollouts.options.max_tool_calling_iterations, self._toolbox.schemas
-        max_new_tokens, max_context = self._rollouts.sampling.max_new_tokens, self._prompt_maker.max_context
-        budget, reason_if_full = completion_budget(prompt, max_new_tokens, max_context)
+        max_context = self._prompt_maker.max_context
+        budget, reason_if_full = completion_budget(prompt, self._max_new_tokens, max_context)
         ticket: int | None = None
         for iteration in itertools.count():
             is_last = max_iterations is not None and iteration >= max_iterations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from groupgrad.batching.totals import step_totals, with_entropy_threshold
 from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.objectives import OnPolicyInfo, PolicyOptions, find_method, known_rows, known_scores, policy_loss
+from groupgrad.objectives.pass_at_k import pass_metrics
 from groupgrad.rollout.collector import Experience, ExperienceCollector
 from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.scoring.forward import ForwardOptions, errors_of_passes, score_without_gradient
@@ -36,6 +39,10 @@ class Evaluator:
     num_generations: int
     aux_loss_coef: float
     device: torch.device | str
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `SamplingOptions` that differ from training's. `scorer` and `forward_options` have its temperature."""
+    ks: tuple[int, ...] = ()
+    """The k of pass@k."""
 
     def __call__(
         self, batch: EvalBatch, *, phase: str, step: int, trainer_state: Any
@@ -51,6 +58,7 @@ class Evaluator:
                 phase=phase,
                 number=batch.number,
                 step=step,
+                sampling=self.sampling,
             ),
             trainer_state=trainer_state,
         )
@@ -62,7 +70,18 @@ class Evaluator:
             totals = with_entropy_threshold(totals, experience.batch, entropy, keep)
         with errors_of_passes(self.model):
             loss = self._loss(replace(experience.batch, totals=totals), sampled_scores)
-        return experience, {**experience.metrics, **loss}
+        return experience, {**experience.metrics, **loss, **self._passes(experience)}
+
+    def _passes(self, experience: Experience) -> dict[str, Metric]:
+        """Collective if there are any `ks`. pass@k over all groups of the batch, the same on all ranks."""
+        if not self.ks:
+            return {}
+        here = [(r.index, reward) for r, reward in zip(experience.rollouts, experience.combined_rewards)]
+        groups: defaultdict[int, list[float]] = defaultdict(list)
+        for part in dist.all_gather_objects(here):
+            for row, reward in part:
+                groups[row // self.num_generations].append(reward)
+        return pass_metrics(list(groups.values()), self.ks)
 
     def _known_scores(self, batch: Batch, step: int) -> TokenScores | None:
         """The sampler's log-probs and entropies, if a forward pass would give the same; else None."""

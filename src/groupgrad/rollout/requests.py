@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from groupgrad import dist
@@ -33,6 +33,8 @@ class GenerationRequest:
     step: int
     attempt: int = 0
     """0 for the prompts of the data loader; 1, 2, ... for those that dynamic sampling draws in their place."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `SamplingOptions` that differ from those of the source, as an evaluation may have them."""
 
     def seed_of(self, row: int, run_seed: int) -> int:
         """The seed of a row's random stream. It does not depend on the rank or on the other rows of the batch."""

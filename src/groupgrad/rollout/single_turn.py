@@ -59,7 +59,8 @@ class SingleTurnRollouts(RolloutSource):
         by_group = {group: self.prompt_maker(row, group) for group, row in request.rows_by_group.items()}
         prompts = [by_group[row // request.num_generations] for row in request.rows]
         seeds = [request.seed_of(row, self.seed) for row in request.rows]
-        samples = sample_prompts(self.engine, self.prompt_maker, self.sampling, prompts, seeds)
+        sampling = replace(self.sampling, **request.sampling)
+        samples = sample_prompts(self.engine, self.prompt_maker, sampling, prompts, seeds)
         maker = self.prompt_maker
         decode = CompletionTexts(maker.tokenizer, self.sampling.eos_ids, maker.keeps_special_tokens)
         texts = decode([sample.ids for sample in samples])

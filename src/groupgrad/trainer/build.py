@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, set_seed
 from groupgrad import compat, dist
 from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
-from groupgrad.config.sampling import sampling_options
+from groupgrad.config.sampling import eval_sampling_changes, sampling_options
 from groupgrad.config.settings import mapping
 from groupgrad.config.unused_settings import unused_reward_settings
 from groupgrad.data.completions import CompletionTexts
@@ -51,6 +51,7 @@ from groupgrad.multimodal.vlm_prompts import (
 from groupgrad.objectives import PolicyOptions, find_estimator
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.collector import ExperienceCollector
+from groupgrad.rollout.custom import CustomRollouts
 from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.prefetch import RolloutPrefetcher
 from groupgrad.rollout.single_turn import SingleTurnRollouts
@@ -430,18 +431,39 @@ def build_components(
         around=around,
         dynamic=dynamic,
     )
-    evaluator = Evaluator(
+    evaluator = _evaluator(config, policy, policy_options, forward_options, collector)
+    in_training = replace(forward_options, rank_group=execution.rank_group)
+    return TrainerComponents(policy_options, in_training, sampling, scorer, collector, evaluator)
+
+
+def _evaluator(
+    config: GRPOConfig,
+    policy: PolicyBundle,
+    policy_options: PolicyOptions,
+    forward_options: ForwardOptions,
+    collector: ExperienceCollector,
+) -> Evaluator:
+    """Measures at the temperature at which evaluation samples. ValueError for a user's function, which samples itself,
+    beside `eval_sampling`."""
+    changes = eval_sampling_changes(config)
+    if changes and isinstance(collector.rollouts, CustomRollouts):
+        raise ValueError(
+            f"eval_sampling={config.eval_sampling!r} with a rollout_func, which samples by itself; leave all but "
+            "num_generations out"
+        )
+    options = replace(forward_options, temperature=changes.get("temperature", forward_options.temperature))
+    return Evaluator(
         model=policy.model,
         collector=collector,
-        scorer=scorer,
+        scorer=OldAndRefScorer(policy.model, policy.reference, options, config.device),
         policy_options=policy_options,
-        forward_options=forward_options,
+        forward_options=options,
         num_generations=config.num_generations_eval_resolved,
         aux_loss_coef=policy.aux_loss_coef,
         device=config.device,
+        sampling=changes,
+        ks=tuple(config.eval_k or ()),
     )
-    in_training = replace(forward_options, rank_group=execution.rank_group)
-    return TrainerComponents(policy_options, in_training, sampling, scorer, collector, evaluator)
 
 
 def sampler_logprobs(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from groupgrad.apps.cli.check import quiet_settings
 from groupgrad.apps.cli.command_parser import epilog, refuse
 from groupgrad.apps.cli.launch import add_flags
 from groupgrad.apps.cli.parsing import Parsed, TrainParser, parse
+from groupgrad.config.settings import mapping
 
 ROWS_AT_ONCE = 256
 """Completions that a process samples and scores at a time, unless `per_device_eval_batch_size` is given."""
@@ -24,23 +27,23 @@ groupgrad eval runs/math --config run.yaml --against Qwen/Qwen2.5-0.5B-Instruct
 groupgrad eval runs/math --config run.yaml --against base.json
 """
 
-_OF_NO_USE = {
-    "per_device_train_batch_size": "2",
-    "generation_batch_size": "none",
-    "steps_per_generation": "1",
-    "num_iterations": "1",
-    "num_generations": "2",
-    "dynamic_sampling_rounds": "0",
-    "rollout_ahead": "0",
-    "beta": "0",
-    "sync_ref_model": "false",
-    "eval_strategy": "no",
-    "eval_on_start": "false",
-    "save_strategy": "no",
-    "load_best_model_at_end": "false",
-    "use_peft": "false",
-    "remove_unused_columns": "false",
-    "rollouts_keep": "0",
+_OF_NO_USE: dict[str, Sequence[Any]] = {
+    "per_device_train_batch_size": ["2"],
+    "generation_batch_size": ["none"],
+    "steps_per_generation": ["1"],
+    "num_iterations": ["1"],
+    "num_generations": ["2"],
+    "dynamic_sampling_rounds": ["0"],
+    "rollout_ahead": ["0"],
+    "beta": ["0"],
+    "sync_ref_model": ["false"],
+    "eval_strategy": ["no"],
+    "eval_on_start": ["false"],
+    "save_strategy": ["no"],
+    "load_best_model_at_end": ["false"],
+    "use_peft": ["false"],
+    "remove_unused_columns": ["false"],
+    "rollouts_keep": ["0"],
 }
 """Settings of a training that an evaluation has no use for, with values that need one prompt and nothing else."""
 
@@ -59,7 +62,9 @@ class EvalParser(TrainParser):
         )
         self.add_argument("model", metavar="MODEL", help="model to evaluate: a hub id, a folder, a checkpoint or a run")
         group = self.add_argument_group("Evaluation")
-        group.add_argument("--k", type=_counts, default=(1,), metavar="K,...", help="the k of pass@k, best@k and maj@k")
+        group.add_argument(
+            "--k", type=_counts, metavar="K,...", help="the k of pass@k, best@k and maj@k; unset: eval_k, or 1"
+        )
         group.add_argument(
             "--threshold", type=float, default=1.0, help="a completion with this reward or more is right"
         )
@@ -78,24 +83,29 @@ class EvalParser(TrainParser):
         self.fields()["per_device_eval_batch_size"].default = ROWS_AT_ONCE
 
     def parse_args_into_dataclasses(self, args: Any = None, **options: Any) -> Any:  # pyright: ignore
-        """The records, with the completions of a prompt in `num_generations_eval` and nothing that trains.
+        """The records, with `--k` as `eval_k`, the completions of a prompt in `num_generations_eval`, nothing to train.
 
-        `--num_generations` on the command line counts them, else `num_generations_eval`, else `num_generations` of the
-        file.
+        `--num_generations` on the command line counts completions; without it the configuration does. A flag wins over
+        the file's `eval_sampling`.
         """
         known, _ = self.parse_known_args(args)
         words = {str(word).partition("=")[0] for word in args}
+        given = {name for name, flag in self.fields().items() if not words.isdisjoint(flag.option_strings)}
+        values = {**_OF_NO_USE, "gradient_accumulation_steps": [max(1, known.per_device_eval_batch_size // 2)]}
         size = known.num_generations
-        if words.isdisjoint(self.fields()["num_generations"].option_strings):
+        sampling = known.eval_sampling
+        with suppress(ValueError):  # the rules say what is wrong with a text that is no JSON
+            sampling = json.loads(sampling) if isinstance(sampling, str) else sampling
+        if isinstance(sampling, dict):
+            kept = {name: value for name, value in sampling.items() if name not in given}
+            size = kept.pop("num_generations", None) or size
+            values["eval_sampling"] = [json.dumps(kept)]
+        if "num_generations" not in given:
             size = known.num_generations_eval or size
-        # The engine runs as many rows at once as an optimizer step has.
-        accumulation = max(1, known.per_device_eval_batch_size // 2)
-        values = {
-            **_OF_NO_USE,
-            "num_generations_eval": str(size),
-            "gradient_accumulation_steps": str(accumulation),
-        }
-        flags = [word for name, value in values.items() for word in (f"--{name}", value)]
+        if known.k is not None:
+            values["eval_k"] = known.k
+        values["num_generations_eval"] = [size]
+        flags = [str(word) for name, texts in values.items() for word in (f"--{name}", *texts)]
         return super().parse_args_into_dataclasses([*args, *flags], **options)
 
 
@@ -113,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     from groupgrad.apps.eval import report, results
 
     flags = parsed.flags
-    measure = results.Measure(flags["k"], flags["threshold"])
+    measure = results.Measure(tuple(sorted(set(parsed.config.eval_k or [1]))), flags["threshold"])
 
     def write(differences: Any = None) -> None:
         if flags["output"] is not None and dist.is_main():
@@ -158,12 +168,7 @@ def _print(text: str) -> None:
 
 def _check(parsed: Parsed) -> None:
     """ValueError for options that cannot work together."""
-    flags, size = parsed.flags, parsed.config.num_generations_eval_resolved
-    if max(flags["k"]) > size:
-        raise ValueError(
-            f"--k {max(flags['k'])} needs as many completions of a prompt, and there are {size}; set --num_generations "
-            f"to {max(flags['k'])} or more"
-        )
+    flags = parsed.flags
     against = flags["against"]
     if parsed.config.use_vllm and against is not None and Path(against).suffix != ".json":
         raise ValueError(
@@ -229,6 +234,7 @@ def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> _Prepared:
         "num_generations": config.num_generations_eval_resolved,
         **config.sampling_resolved,
         "max_completion_length": config.max_new_tokens_resolved,
+        **mapping(config.eval_sampling),
         "generation_kwargs": config.generation_kwargs_resolved,
         "seed": config.seed,
         "rewards": trainer.rewards.names,
@@ -251,6 +257,6 @@ def _count(text: str) -> int:
     return number
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    """Numbers from 1 on, separated by commas, in ascending order."""
-    return tuple(sorted({_count(part) for part in text.split(",")}))
+def _counts(text: str) -> list[int]:
+    """Numbers from 1 on, separated by commas."""
+    return [_count(part) for part in text.split(",")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -15,7 +14,8 @@ from groupgrad import dist
 from groupgrad.apps.eval.results import Evaluation, PromptResult
 from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.metrics import Metric
-from groupgrad.rollout.collector import Experience, ExperienceCollector
+from groupgrad.rollout.collector import Experience
+from groupgrad.rollout.evaluation import Evaluator
 from groupgrad.rollout.requests import GenerationRequest, row_seed
 from groupgrad.run_folder.progress import ProgressCallback
 from groupgrad.run_folder.render import plain_value
@@ -45,15 +45,15 @@ class NumberedRequest(GenerationRequest):
 class Sampler:
     """Takes the place of a trainer's `Evaluator`: samples and scores each batch, and keeps what it scored."""
 
-    def __init__(self, collector: ExperienceCollector, size: int, answers: str | None, by: str | None, bar: tqdm):
-        self._collector, self._size, self._answers, self._by, self._bar = collector, size, answers, by, bar
+    def __init__(self, evaluator: Evaluator, answers: str | None, by: str | None, bar: tqdm):
+        self._evaluator, self._answers, self._by, self._bar = evaluator, answers, by, bar
         self.prompts: list[PromptResult] = []
 
     def __call__(
         self, batch: EvalBatch, *, phase: str, step: int, trainer_state: Any
     ) -> tuple[Experience, dict[str, Metric]]:
         """Collective. One batch's rollouts and this rank's part of its metrics."""
-        size = self._size
+        size = self._evaluator.num_generations
         rows = batch.rank_rows(dist.rank(), dist.world_size(), size)
         request = NumberedRequest(
             rows_by_group={row // size: batch.rows[row // size] for row in rows},
@@ -63,9 +63,10 @@ class Sampler:
             phase=phase,
             number=batch.number,
             step=step,
+            sampling=self._evaluator.sampling,
             first_prompt=batch.number * batch.prompts_per_batch,
         )
-        experience = self._collector(request, trainer_state=trainer_state)
+        experience = self._evaluator.collector(request, trainer_state=trainer_state)
         with dist.errors_on_all_ranks():
             here = self._scored(experience)
         scored = {row: record for part in dist.all_gather_objects(here) for row, record in part.items()}
@@ -120,17 +121,12 @@ def evaluate(
     """
     for callback in (ProgressCallback, StartLines, FirstBatch):
         trainer.remove_callback(callback)
-    components, size, began = trainer.components, trainer.args.num_generations_eval_resolved, time.monotonic()
+    components, began = trainer.components, time.monotonic()
     with tqdm(total=len(dataset), desc=f"prompts of {model}", file=sys.stderr, disable=None, leave=False) as bar:
-        sampler = Sampler(components.collector, size, answers, by, bar)
+        sampler = Sampler(components.evaluator, answers, by, bar)
         trainer.components = replace(components, evaluator=sampler)
         try:
             trainer.evaluate(dataset)
         finally:
             trainer.components = components
     return Evaluation(model, dict(settings), sampler.prompts, time.monotonic() - began)
-
-
-def unscored(evaluation: Evaluation) -> int:
-    """The number of completions without a reward."""
-    return sum(math.isnan(reward) for prompt in evaluation.prompts for reward in prompt.rewards)

@@ -232,7 +232,9 @@ class VLLMPolicy:
         with ExitStack() as stack:
             with self._lock:
                 session = stack.enter_context(self.engine.session(options))
-            yield _PolicySession(session, self)
+            # An evaluation may sample by other options than training.
+            keeps_logprobs = self._keeps_logprobs and self.engine.plain_logprobs(options)
+            yield _PolicySession(session, self, keeps_logprobs=keeps_logprobs)
 
     def close(self) -> None:
         """Ends what this process started of vLLM."""
@@ -242,8 +244,8 @@ class VLLMPolicy:
 class _PolicySession:
     """An engine's session that ends when the policy is stopped, waits for pushes, and may drop log-probs."""
 
-    def __init__(self, inner: Session, policy: VLLMPolicy):
-        self._inner, self._policy = inner, policy
+    def __init__(self, inner: Session, policy: VLLMPolicy, *, keeps_logprobs: bool):
+        self._inner, self._policy, self._keeps_logprobs = inner, policy, keeps_logprobs
         self.submit, self.release = inner.submit, inner.release
 
     def advance(self) -> list[tuple[int, Sample]]:
@@ -256,7 +258,7 @@ class _PolicySession:
             return []
         with policy._lock:
             ended = self._inner.advance()
-        if policy._keeps_logprobs:
+        if self._keeps_logprobs:
             return ended
         return [(ticket, replace(sample, logprobs=None)) for ticket, sample in ended]
 

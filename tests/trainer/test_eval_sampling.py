@@ -1,0 +1,112 @@
+"""`eval_sampling` and `eval_k`: an evaluation samples by options of its own, and measures pass@k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from forked_ranks import on_ranks
+from simulated_vllm import simulate_vllm
+
+from groupgrad.batching.eval_loader import EvalBatch
+from groupgrad.objectives.pass_at_k import pass_at_k
+
+CHANGES: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "max_completion_length": 4}
+
+
+def passes(completion_ids: list[list[int]], **kwargs: Any) -> list[float | None]:
+    """1 or more for an odd last token, None for some."""
+    return [None if ids[0] % 11 == 0 else float(ids[-1] % 2) * 1.5 for ids in completion_ids]
+
+
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_an_evaluation_is_that_of_a_run_which_trains_with_these_options(make_trainer, tools, engine):
+    """Samples, loss, KL and entropy are those at the temperature of the evaluation, whatever the run trains at."""
+    settings = {"beta": 0.1, "rollout_engine": engine, "per_device_eval_batch_size": 8}
+    expected = make_trainer(**settings, **CHANGES).evaluate(tools.prompts(5))
+    changed = make_trainer(**settings, temperature=1.5, eval_sampling=CHANGES).evaluate(tools.prompts(5))
+    assert tools.without_times([changed]) == tools.without_times([expected])
+    assert changed["eval_completions/max_length"] <= 4 and changed["eval_kl"] == pytest.approx(0.0, abs=1e-6)
+    plain = make_trainer(**settings, temperature=1.5).evaluate(tools.prompts(5))
+    assert plain["eval_entropy"] != changed["eval_entropy"] and plain["eval_completions/max_length"] > 4
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}])
+def test_vllm_evaluates_as_in_a_run_which_trains_with_these_options(make_trainer, tools, monkeypatch, cut):
+    """Its log-probs are kept unless a cut makes them of another distribution than the trainer's."""
+    simulate_vllm(monkeypatch)
+    changes = {"temperature": 0.5, "max_completion_length": 4, **cut}
+    settings = {"use_vllm": True, "per_device_eval_batch_size": 8}
+    trainer = make_trainer(**settings, eval_sampling=changes)
+    changed = trainer.evaluate(tools.prompts(5))
+    expected = make_trainer(**settings, **changes).evaluate(tools.prompts(5))
+    assert tools.without_times([changed]) == tools.without_times([expected])
+    batch = EvalBatch(0, [{"prompt": "ab"}], 1)
+    experience, _ = trainer.components.evaluator(batch, phase="eval", step=0, trainer_state=trainer.state)
+    assert (experience.batch.sampling_logprobs is None) == bool(cut)
+
+
+def test_training_does_not_change(make_trainer, make_policy, tools):
+    runs = []
+    for settings in ({}, {"eval_sampling": {**CHANGES, "num_generations": 2}, "eval_k": [1, 2]}):
+        trainer = make_trainer(
+            model=make_policy(),
+            trainer={"eval_dataset": tools.prompts(3)},
+            **{"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, **settings},
+        )
+        trainer.train()
+        runs.append(trainer)
+    first, second = (tools.weights(trainer.model) for trainer in runs)
+    assert torch.equal(first, second)
+    logs = [[entry for entry in trainer.state.log_history if "eval_reward" in entry] for trainer in runs]
+    assert all("eval_pass@1" not in entry for entry in logs[0])
+    assert all({"eval_pass@1", "eval_pass@2"} <= entry.keys() for entry in logs[1])
+    assert max(entry["eval_completions/max_length"] for entry in logs[1]) <= 4
+
+
+def test_the_completions_of_a_prompt(make_trainer, tools, recorder):
+    trainer = make_trainer(reward_funcs=recorder, eval_sampling={"num_generations": 6}, num_generations_eval=None)
+    trainer.evaluate(tools.prompts(2))
+    assert recorder.take("row") == [0] * 6 + [1] * 6
+
+
+def test_pass_at_k_by_hand(make_trainer, tools):
+    """Rows without a reward are left out, and a group counts for a k if it has as many others; over uneven batches."""
+    seen: list[float | None] = []
+
+    def reward(**kwargs: Any) -> list[float | None]:
+        seen.extend(passes(**kwargs))
+        return seen[-len(kwargs["completion_ids"]) :]
+
+    settings = {"num_generations_eval": 4, "per_device_eval_batch_size": 8, "eval_k": [1, 2, 4]}
+    metrics = make_trainer(reward_funcs=reward, **settings).evaluate(tools.prompts(7))
+    groups = [[value for value in seen[start : start + 4] if value is not None] for start in range(0, 28, 4)]
+    assert {len(group) for group in groups} >= {3, 4}
+    assert {name for name in metrics if "@" in name} == {"eval_pass@1", "eval_pass@2", "eval_pass@4"}
+    for k in (1, 2, 4):
+        known = [pass_at_k(len(group), sum(value >= 1 for value in group), k) for group in groups if len(group) >= k]
+        assert metrics[f"eval_pass@{k}"] == pytest.approx(sum(known) / len(known), rel=1e-12)
+
+
+def test_ranks_that_share_a_group_find_the_same(ranks, tmp_path, tools):
+    """Two ranks of two rows each share the groups of four, as where a group is larger than a rank's batch."""
+
+    def evaluate(folder: Any, rows: int) -> dict[str, float]:
+        settings = {"eval_k": [1, 3], "per_device_eval_batch_size": rows, "num_generations_eval": 4}
+        metrics = ranks.build("passes", folder, reward=passes, **settings).evaluate(tools.prompts(3))
+        return {name: value for name, value in metrics.items() if "pass@" in name}
+
+    both = on_ranks(lambda rank: evaluate(tmp_path / "two", 2), tmp_path, 2, connect=False)
+    alone = evaluate(tmp_path / "one", 4)
+    assert len(alone) == 2 and 0 < alone["eval_pass@1"] < 1
+    assert both[0] == both[1] == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_rollout_function_samples_by_itself(make_trainer):
+    def sample(prompts: Any, trainer: Any) -> dict[str, Any]:
+        return trainer.sample_completions(prompts)
+
+    with pytest.raises(ValueError, match="with a rollout_func, which samples by itself; leave all but num_generations"):
+        make_trainer(trainer={"rollout_func": sample}, eval_sampling={"temperature": 0.5})
+    make_trainer(trainer={"rollout_func": sample}, eval_sampling={"num_generations": 2})
