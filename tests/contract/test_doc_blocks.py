@@ -24,7 +24,7 @@ from scripted_agents import with_tools
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(page for folder in (".", "docs", "recipes", "bench") for page in (ROOT / folder).glob("*.md"))
-SHELL_PAGES = [ROOT / "docs" / f"{name}.md" for name in ("quick-start", "view", "sweep", "replay")]
+SHELL_PAGES = [ROOT / "docs" / f"{name}.md" for name in ("quick-start", "view", "sweep", "replay", "evaluation")]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _REASON = re.compile(r"<!-- (not run|run by): (.+) -->\n$")
