@@ -138,9 +138,10 @@ def test_a_command_line_that_cannot_work(options: list[str], text: str, flags: l
     assert ended.value.code == 2 and text in capsys.readouterr().err
 
 
-def test_a_file_for_training_says_how_to_evaluate(flags: list[str], capsys: Any) -> None:
-    """`eval_sampling` and `eval_k` of the file are in force, and a flag wins over each of them."""
+def test_a_file_for_training_says_how_to_evaluate(flags: list[str], capsys: Any, recwarn: Any) -> None:
+    """`eval_sampling` and `eval_k` of the file are in force, a flag wins over each of them, and what trains is left."""
     lines = ["num_generations: 4", "eval_k: [1, 2]", "eval_strategy: steps", "max_completion_length: 3"]
+    lines += ["use_peft: true", "lora_r: 4", "beta: 0.1", "sync_ref_model: true", "ref_model_sync_steps: 4"]
     sampling = "eval_sampling: {temperature: 0.5, max_completion_length: 2, num_generations: 6}"
     Path("run.yaml").write_text("\n".join([*lines, sampling]))
     assert main(["eval", "model", *flags, "--limit", "1", "--output", "a.json"]) == 0
@@ -152,3 +153,4 @@ def test_a_file_for_training_says_how_to_evaluate(flags: list[str], capsys: Any)
     shown = capsys.readouterr().out
     assert "num_generations 3, temperature 2.0" in shown and "max_completion_length 1" in shown
     assert "pass@3" in shown and "pass@2" not in shown
+    assert not [str(warning.message) for warning in recwarn if "no effect" in str(warning.message)]

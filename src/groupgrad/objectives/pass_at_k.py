@@ -42,7 +42,7 @@ def pass_metrics(groups: Sequence[Sequence[float]], ks: Sequence[int]) -> dict[s
     """
     scored = [[reward for reward in group if not math.isnan(reward)] for group in groups]
     counts = [(len(rewards), sum(reward >= RIGHT for reward in rewards)) for rewards in scored]
-    metrics = {}
+    metrics: dict[str, Metric] = {}
     for k in ks:
         known = [pass_at_k(number, right, k) for number, right in counts if number >= k]
         metrics[f"pass@{k}"] = mean_of(math.fsum(known), len(known))

@@ -6,8 +6,9 @@ import argparse
 import gc
 import json
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
 
     Under a launcher the main process prints.
     """
-    parsed = parse(argv, EvalParser())
+    parsed = _parsed(argv)
     from groupgrad import dist
     from groupgrad.apps.eval import report, results
 
@@ -147,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
             if len(models) > 1:
                 del prepared
                 gc.collect()  # trainers are in cycles, and the next model needs the memory
-                again = parse(argv, EvalParser())
+                again = _parsed(argv)
                 there = _evaluate(_prepare(again, models[1], folder, here), again)
                 _print("\n" + report.report(there, measure))
             if there is not None:
@@ -157,6 +158,19 @@ def main(argv: Sequence[str]) -> int:
         except (ValueError, OSError) as error:
             return refuse("eval", error, 1)
     return 0
+
+
+def _parsed(argv: Sequence[str]) -> Parsed:
+    with _without_warnings("these settings have no effect here"):
+        return parse(argv, EvalParser())
+
+
+@contextmanager
+def _without_warnings(text: str) -> Iterator[None]:
+    """Leaves out warnings that begin so: of a file's settings of training, which have no effect on an evaluation."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=text)
+        yield
 
 
 def _print(text: str) -> None:
@@ -216,7 +230,7 @@ def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> _Prepared:
     from groupgrad.run_folder.render import plain_value
 
     flags, script, config = parsed.flags, parsed.script, parsed.config
-    rows = load_test_split(script, flags["limit"])
+    rows: Any = load_test_split(script, flags["limit"])
     if isinstance(rows, IterableDataset):
         rows = Dataset.from_list(list(rows))
     if flags["by"] is not None and flags["by"] not in rows.column_names:
@@ -225,7 +239,8 @@ def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> _Prepared:
         results.check_same_prompts([plain_value(row["prompt"]) for row in rows], there)
     parsed.model.model_name_or_path = model
     quiet_settings(config, folder)
-    trainer = build(parsed, splits_of=lambda *_: (rows, None))
+    with _without_warnings("no effect: .* without use_peft"):
+        trainer = build(parsed, splits_of=lambda *_: (rows, None))
     settings = {
         "dataset": script.dataset_test_name or script.dataset_name,
         "split": script.dataset_test_split,
