@@ -57,7 +57,7 @@ def format_log(
     prefix = _evaluation_prefix(logs)
     if prefix is not None:
         seconds = logs.get(f"{prefix}_runtime")
-        parts = _parts(logs, prefix + "_")
+        parts = _parts(logs, prefix + "_") + _passes(logs, prefix + "_")
         tail = [f"{_number(seconds, '.1f')} s"] if seconds is not None else []
         return _joined(f"{prefix:<4} {counter}", [*parts, *tail], width)
     parts = _parts(logs, "")
@@ -79,6 +79,12 @@ def _parts(logs: Mapping[str, Any], prefix: str) -> list[str]:
         scaled = value * field.scale if isinstance(value, (int, float)) else value
         parts.append(f"{field.label} {_significant(scaled, field.spec):>{field.width}}{field.unit}")
     return parts
+
+
+def _passes(logs: Mapping[str, Any], prefix: str) -> list[str]:
+    """pass@k for each k that an evaluation has measured."""
+    known = {name.removeprefix(prefix): value for name, value in logs.items() if name.startswith(f"{prefix}pass@")}
+    return [f"{name} {_number(value, '.3f')}" for name, value in known.items()]
 
 
 def _joined(head: str, parts: list[str], width: int | None) -> str:
