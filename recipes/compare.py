@@ -52,7 +52,7 @@ TASKS: dict[str, dict[str, Any]] = {
 """Tasks of reasoning-gym and their settings."""
 ROWS, HELD_OUT = 32, 100
 """Completions of a generation batch, and held-out questions, each of which gets one answer."""
-BUDGET, EVALUATIONS = 60_000, 3
+BUDGET, EVALUATIONS = 40_000, 3
 """Tokens of prompts and completions that an arm may spend, and evaluations on the way."""
 DAPO_ROUNDS = 2
 """Further rounds of sampling in place of the recipe's 10, which may spend a third of the budget on one batch."""

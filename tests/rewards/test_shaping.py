@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 
 from groupgrad.rewards import (
     get_cosine_scaled_reward,
+    get_length_penalized_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
     shaping,
     think_format_reward,
 )
+from groupgrad.rewards.functions import inspect_function
+from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rewards.text import completion_text, conversation_text
 
 
@@ -104,3 +108,40 @@ def test_texts_of_completions_and_conversations():
     assert conversation_text([{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]) == (
         "user: q | assistant: "
     )
+
+
+def right(completions, answer, **kwargs):
+    """1 where a completion is the row's answer; None for an answer of None."""
+    return [None if want is None else float(text == want) for text, want in zip(completions, answer)]
+
+
+def test_length_is_penalized_among_the_right_answers_of_a_group():
+    reward = get_length_penalized_reward(right, penalty=0.4)
+    assert reward.__name__ == "length_penalized_right"
+    prompts, texts = ["p"] * 4 + ["q"] * 3, ["4", "4", "4", "5", "6", "7", "6"]
+    answers, lengths = ["4"] * 4 + ["6", "6", None], [10, 30, 20, 5, 80, 2, 1]
+    found = reward(prompts=prompts, completions=texts, answer=answers, completion_ids=ids(*lengths))
+    assert found == pytest.approx([1.0, 0.6, 0.8, 0.0, 1.0, 0.0, None]), "alone, a right answer loses nothing"
+    equal = reward(prompts=["p"] * 2, completions=["4"] * 2, answer=["4"] * 2, completion_ids=ids(7, 7))
+    assert equal == [1.0, 1.0]
+
+
+def test_a_penalized_reward_asks_for_what_its_function_needs(make_rollouts):
+    function = inspect_function(get_length_penalized_reward(right))
+    assert set(function.requires) == {"completions", "answer", "prompts", "completion_ids"}
+    assert function.missing(["prompt"]) == ["answer"] and function.missing(["prompt", "answer"]) == []
+    copied = pickle.loads(pickle.dumps(get_length_penalized_reward(right, 0.4)))
+    assert copied(prompts=["p"], completions=["4"], answer=["4"], completion_ids=ids(3)) == [1.0]
+    table = RewardRunner(get_length_penalized_reward(right)).score(make_rollouts(["a", "b"], [{"answer": "a"}] * 2))
+    assert table.names == ["length_penalized_right"] and table.rewards.flatten().tolist() == [1.0, 0.0]
+
+
+def test_a_penalty_that_cannot_work_is_refused():
+    async def later(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    with pytest.raises(ValueError, match="later is async"):
+        get_length_penalized_reward(later)
+    for penalty in (-0.1, 1.5):
+        with pytest.raises(ValueError, match=f"penalty={penalty} is not between 0 and 1"):
+            get_length_penalized_reward(right, penalty)

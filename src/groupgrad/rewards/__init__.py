@@ -11,6 +11,7 @@ from groupgrad.rewards.accuracy import accuracy_reward, reasoning_accuracy_rewar
 from groupgrad.rewards.judge import judge
 from groupgrad.rewards.shaping import (
     get_cosine_scaled_reward,
+    get_length_penalized_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
     think_format_reward,
@@ -21,6 +22,7 @@ __all__ = [
     "accuracy_reward",
     "code_reward",
     "get_cosine_scaled_reward",
+    "get_length_penalized_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
     "judge",

@@ -6,10 +6,13 @@ The `__name__` of a factory's function, which names its metric, does not depend 
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from groupgrad.concurrency.callables import is_async
 from groupgrad.rewards.accuracy import accuracy_reward, requires_math_verify
 from groupgrad.rewards.text import turn_text
 
@@ -124,6 +127,53 @@ def repetition_penalty_reward(
 ) -> list[float | None]:
     """0 without repeated n-grams, closer to `max_penalty` the more n-grams repeat."""
     return [_repeated_share(ids, ngram_size) * max_penalty for ids in completion_ids]
+
+
+def get_length_penalized_reward(reward: RewardFunction, penalty: float = 0.5) -> RewardFunction:
+    """Builds `reward` with a linear penalty for length among the right answers of a group.
+
+    Of completions with a reward of 1 or more, the shortest of the group keeps its reward, the longest loses `penalty`,
+    and one between them a part of it in proportion to its tokens; others keep theirs. So lengths compete only where
+    answers are right, whatever length the task takes (a linear penalty for length as in arXiv:2501.12599, section
+    2.3.3, there around the middle, and for wrong answers too). A group is a run of equal prompts. ValueError for an
+    `async` function, and for a penalty outside 0 to 1, with which a long right answer counts less than a wrong one.
+    """
+    if is_async(reward):
+        raise ValueError(
+            f"{getattr(reward, '__name__', reward)} is async, and the penalty needs its rewards at once; give a plain "
+            "function"
+        )
+    if not 0 <= penalty <= 1:
+        raise ValueError(f"penalty={penalty} is not between 0 and 1: a long right answer must not count as wrong")
+    return _LengthPenalized(reward, penalty)
+
+
+class _LengthPenalized:
+    """A reward function with a penalty for length; its arguments are those of the reward, and what it needs itself."""
+
+    def __init__(self, reward: RewardFunction, penalty: float):
+        self._reward, self._penalty = reward, penalty
+        self.__name__ = f"length_penalized_{getattr(reward, '__name__', 'reward')}"
+        parameters = dict(inspect.signature(reward).parameters)
+        self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        self._takes = set(parameters)
+        own = [name for name in ("prompts", "completion_ids") if name not in parameters]
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in own]
+        variadic = [one for one in parameters.values() if one.kind is one.VAR_KEYWORD]
+        plain = [one.replace(kind=one.KEYWORD_ONLY) for one in parameters.values() if one not in variadic]
+        self.__signature__ = inspect.Signature([*plain, *added, *variadic])
+
+    def __call__(self, **arguments: Any) -> list[float | None]:
+        given = {name: value for name, value in arguments.items() if self._takes_all or name in self._takes}
+        prompts, lengths = arguments["prompts"], [len(ids) for ids in arguments["completion_ids"]]
+        rewards = list(self._reward(**given))
+        for _, rows in itertools.groupby(range(len(rewards)), key=lambda row: prompts[row]):
+            right = {row: reward for row in rows if (reward := rewards[row]) is not None and reward >= 1.0}
+            counts = [lengths[row] for row in right]
+            for row, reward in right.items():
+                longer = (lengths[row] - min(counts)) / max(1, max(counts) - min(counts))
+                rewards[row] = reward - self._penalty * longer
+        return rewards
 
 
 def _with_settings(function: RewardFunction, **settings: Any) -> RewardFunction:
