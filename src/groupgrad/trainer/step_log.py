@@ -178,7 +178,7 @@ PATIENCE = 10
 
 _UNSCORED = "no completion was scored (reward functions returned None)"
 _ALL_TRUNCATED = "every completion was truncated, and mask_truncated_completions=True leaves them out"
-_EQUAL = "no group had a signal (the rewards of each were equal, or its advantages 0)"
+_EQUAL = "the rewards of each group were equal, or gave no advantage"
 _REMEDIES = {
     _UNSCORED: "have a reward function return numbers for these rows",
     _ALL_TRUNCATED: "raise max_completion_length",

@@ -41,7 +41,6 @@ def geometric_mean(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
     clip, log_ratio = options.settings.clip, terms.log_ratio
     sign = terms.token_advantages.sign()
     bounded = torch.where(sign > 0, log_ratio.clamp(max=clip), log_ratio.clamp(min=-clip))
-    bounded = torch.where(sign == 0, torch.zeros_like(bounded), bounded)  # where an infinite weight would leave NaN
     counts = terms.kept & (sign != 0)  # a turn without an advantage weakens no other turn of the row
     count = row_sum(counts.to(log_ratio.dtype), terms.batch).clamp(min=1)
     mean = row_sum(torch.where(counts, bounded, torch.zeros_like(bounded)), terms.batch) / count

@@ -68,7 +68,10 @@ def weighted_sequences(terms: PolicyTerms, options: PolicyOptions) -> TokenLoss:
     """`vespo` of each token."""
     batch = terms.batch
     log_weight = sequence_log_weight(terms.log_ratio, terms.correction, batch)
-    by_sign = (options.vespo_k_pos, options.vespo_lambda_pos, options.vespo_k_neg, options.vespo_lambda_neg)
+    by_sign = (
+        *(options.vespo_k_pos, options.vespo_lambda_pos),
+        *(options.vespo_k_neg, options.vespo_lambda_neg),
+    )
     phi = gamma_weights(log_weight, batch.advantages, *by_sign)
     of_tokens = broadcast_to_tokens(PerRow(phi), batch)
     if batch.token_advantages is not None:  # turns of one sequence may have different signs
