@@ -132,7 +132,9 @@ def test_a_penalized_reward_asks_for_what_its_function_needs(make_rollouts):
     assert function.missing(["prompt"]) == ["answer"] and function.missing(["prompt", "answer"]) == []
     copied = pickle.loads(pickle.dumps(get_length_penalized_reward(right, 0.4)))
     assert copied(prompts=["p"], completions=["4"], answer=["4"], completion_ids=ids(3)) == [1.0]
-    table = RewardRunner(get_length_penalized_reward(right)).score(make_rollouts(["a", "b"], [{"prompt": "p", "answer": "a"}] * 2))
+    table = RewardRunner(get_length_penalized_reward(right)).score(
+        make_rollouts(["a", "b"], [{"prompt": "p", "answer": "a"}] * 2)
+    )
     assert table.names == ["length_penalized_right"] and table.rewards.flatten().tolist() == [1.0, 0.0]
 
 

@@ -21,7 +21,8 @@ from groupgrad.errors import CheckpointError
 
 SLOW = [
     *("dapo", "grpo", "luspo", "dr_grpo", "cispo", "sapo", "vespo", "entropy", "flat_groups", "reward_model"),
-    *("cut_groups", "agents", "hybrid", "clipped", "lora", "reference", "images", "bnpo", "dynamic_sampling"),
+    *("cut_groups", "agents", "turns", "clip_cov", "hybrid", "clipped", "lora", "reference", "images", "bnpo"),
+    "dynamic_sampling",
 ]
 SAVED = ["saved", pytest.param("saved_lora", marks=pytest.mark.slow)]
 Results = list[dict[str, Any]]
