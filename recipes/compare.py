@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import yaml
+from arms import finished, interval, start_process
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
@@ -174,26 +174,6 @@ def arms(seeds: int) -> list[Arm]:
     return [Arm(task, recipe, seed) for seed, task, recipe in itertools.product(range(seeds), TASKS, RECIPES)]
 
 
-def finished(path: Path, plan: dict[str, Any]) -> dict[Arm, dict[str, Any]]:
-    """The arms that have been trained with this plan."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = (json.loads(line) for line in lines)
-    return {Arm(*result["arm"]): result for result in kept if result["plan"] == plan}
-
-
-def start_process(path: Path) -> None:
-    """In a process of the pool: writes what runs print to a file, so that arms side by side do not mix.
-
-    The process ends when the one that started it is killed; it would keep its memory and wait for ever.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    file = path.open("a", encoding="utf-8")
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(file.fileno(), stream.fileno())
-
-
 def estimate(pool: ProcessPoolExecutor, missing: Sequence[Arm], tokens: int, folder: Path) -> float:
     """Minutes that the missing arms take, by one of each task that trains one generation batch, and evaluates twice."""
     samples = {arm.task: arm for arm in reversed(missing)}
@@ -223,12 +203,6 @@ def train_missing(missing: Sequence[Arm], options: argparse.Namespace, plan: dic
             task, recipe, seed = result["arm"]
             accuracy = f"{result['accuracy'][0]:.0%} -> {result['accuracy'][-1]:.0%}"
             print(f"{number:3} of {len(missing)}  {task} {recipe:8} seed {seed}: {accuracy}", flush=True)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half the width of its 95 % interval by Student's distribution."""
-    half = student_quantile(0.025, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values), half
 
 
 def verdict(results: Mapping[Arm, dict[str, Any]], seeds: int) -> str:
@@ -318,10 +292,10 @@ def main() -> int:
         return 1
     options.output_dir.mkdir(parents=True, exist_ok=True)
     plan = {"tokens": options.tokens, "rows": ROWS, "held_out": HELD_OUT, "tasks": TASKS}
-    results = finished(options.output_dir / "results.jsonl", plan)
+    results = finished(options.output_dir / "results.jsonl", plan, Arm)
     if missing := [arm for arm in arms(options.seeds) if arm not in results]:
         train_missing(missing, options, plan)
-        results = finished(options.output_dir / "results.jsonl", plan)
+        results = finished(options.output_dir / "results.jsonl", plan, Arm)
     draw(results, options.seeds, ROOT / "docs" / "recipes.png")
     page = ROOT / "recipes" / "README.md"
     old = page.read_text(encoding="utf-8")

@@ -21,7 +21,8 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
     import compare
 
     yield compare
-    del sys.modules["compare"]
+    for name in ("compare", "arms"):
+        del sys.modules[name]
 
 
 def made_up(compare: Any, after: dict[str, float]) -> dict[Any, dict[str, Any]]:
@@ -66,11 +67,11 @@ def test_right_is_the_whole_score_alone(compare: Any) -> None:
 
 def test_finished_arms_are_those_of_the_same_plan(compare: Any, tmp_path: Path) -> None:
     path, plan = tmp_path / "results.jsonl", {"tokens": 5}
-    assert compare.finished(path, plan) == {}
+    assert compare.finished(path, plan, compare.Arm) == {}
     arms = compare.arms(1)[:2]
     lines = [{"arm": arms[0], "plan": plan}, {"arm": arms[1], "plan": {"tokens": 6}}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert list(compare.finished(path, plan)) == [arms[0]]
+    assert list(compare.finished(path, plan, compare.Arm)) == [arms[0]]
 
 
 def test_the_sentence_names_those_that_differ(compare: Any) -> None:
