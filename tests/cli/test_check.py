@@ -113,11 +113,14 @@ def test_the_groups_of_a_round_are_those_of_its_prompts(tmp_path: Path, run_flag
 def test_the_time_of_evaluations_is_told(flags: list[str], completions: int, run_flags: list[str], capsys: Any) -> None:
     main(["check", *run_flags, "--dataset_test_name", "rows.jsonl", *flags])
     shown = " ".join(capsys.readouterr().out.split())
-    found = re.search(
-        r"and 2 steps [\d.]+ s(?:; (\d+) completions in evaluations take [\d.]+ (?:s|min) more)? ok", shown
+    pattern = (
+        r"and 2 steps [\d.]+ s(?:; (\d+) completions in evaluations take [\d.]+ (?:s|min) more)?(; eval_on.*?)? ok"
     )
+    found = re.search(pattern, shown)
     assert found is not None, shown
     assert int(found[1] or 0) == completions
+    offer = None if not completions or "--eval_on_start" in flags else "also evaluates before the first step"
+    assert (found[2] or "").endswith(offer or "") and bool(found[2]) == bool(offer)
 
 
 def test_a_run_that_truncates_all_completions_is_an_error(tmp_path: Path, run_flags: list[str], capsys: Any) -> None:

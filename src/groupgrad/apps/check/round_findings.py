@@ -23,9 +23,18 @@ _HAVE_ROWS = (TRUNCATED, NO_VARIANCE, _REWARD_SECONDS, DIFFERENCE)
 
 
 def round_findings(
-    trainer: Any, done: Round, plan: GenerationPlan, num_steps: int, num_evaluated: int = 0
+    trainer: Any,
+    done: Round,
+    plan: GenerationPlan,
+    num_steps: int,
+    num_evaluated: int = 0,
+    *,
+    begins_with_one: bool = True,
 ) -> list[Finding]:
-    """Returns what a small round shows of a run with this plan, number of steps and of completions in evaluations."""
+    """Returns what a small round shows of a run with this plan, number of steps and of completions in evaluations.
+
+    `begins_with_one`: the run evaluates before its first step.
+    """
     advices = advice_on_step(done.metrics)
     further = [found for metric, found in advices.items() if metric not in _HAVE_ROWS]
     return [
@@ -34,7 +43,7 @@ def round_findings(
         *_rewards(done, advices, trainer.rewards.names),
         _agreement(trainer, done.metrics, advices),
         *(Finding("advice", found.text, "warning", found.setting) for found in further),
-        _seconds(done, plan, num_steps, num_evaluated),
+        _seconds(done, plan, num_steps, num_evaluated, begins_with_one=begins_with_one),
         _memory(done, plan),
     ]
 
@@ -136,7 +145,9 @@ def evaluated_completions(trainer: Any, num_steps: int) -> int:
     return times * sum(map(len, datasets)) * config.num_generations_eval_resolved
 
 
-def _seconds(done: Round, plan: GenerationPlan, num_steps: int, num_evaluated: int) -> Finding:
+def _seconds(
+    done: Round, plan: GenerationPlan, num_steps: int, num_evaluated: int, *, begins_with_one: bool
+) -> Finding:
     metrics = done.metrics
     parts = ", ".join(
         f"{key.removeprefix('time/')} {value:.2g} s" for key, value in metrics.items() if key.startswith("time/")
@@ -149,6 +160,8 @@ def _seconds(done: Round, plan: GenerationPlan, num_steps: int, num_evaluated: i
     if num_evaluated:
         one = (metrics["step_time"] - metrics.get("time/training", 0.0)) / done.rows
         text += f"; {num_evaluated:,} completions in evaluations take {_duration(one * num_evaluated)} more"
+        if not begins_with_one:
+            text += "; eval_on_start=True also evaluates before the first step"
     return Finding("time", text)
 
 

@@ -137,7 +137,7 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
     if parsed.flags["no_round"]:
         return True
     num_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
-    num_evaluated = evaluated_completions(trainer, num_steps)
+    num_evaluated, begins_with_one = evaluated_completions(trainer, num_steps), bool(trainer.args.eval_on_start)
 
     def end_with(reason: str) -> None:
         report.fail(reason)
@@ -154,7 +154,7 @@ def _try(trainer: Any, parsed: Parsed, report: _Report) -> bool:
         else:
             report.fail(f"{type(error).__name__}: {error}")
         return False
-    report.add(*round_findings(trainer, done, plan, num_steps, num_evaluated))
+    report.add(*round_findings(trainer, done, plan, num_steps, num_evaluated, begins_with_one=begins_with_one))
     return True
 
 
