@@ -121,6 +121,10 @@ def test_a_row_may_have_a_reward_for_each_turn(make_rollouts):
     inputs = CallInputs.of(rollouts, None, 0)
     assert [rollout.turns for rollout in rollouts[:2]] == [[(0, 2), (3, 4)], [(0, len(rollouts[1].completion_ids))]]
     first, second, third = read_rewards([(1, None), [np.float32(2.5)], 0], "f", inputs)
+    only_logged = read_rewards([(math.inf, -math.inf), 1e308, 0], "f", inputs, largest=math.inf)
+    assert only_logged[0] == [math.inf, -math.inf], "one of weight 0 may return any number"
+    with pytest.raises(RewardError, match=r"for row 0 .*beyond 3\.4e\+38"):
+        read_rewards([(3e38, 3e38), 0, 0], "f", inputs)
     assert first[0] == 1.0 and math.isnan(first[1]) and second == [2.5] and third == 0.0
 
 

@@ -126,7 +126,7 @@ def read_rewards(
         elif None in parts:
             what = f"{short_repr(values[row])} for {inputs.describe(row)}"
             problem = f"{what}; return a number, or None where the function does not apply"
-        elif any(abs(part) > largest for part in [*parts, math.fsum(part for part in parts if abs(part) <= largest)]):
+        elif any(abs(part) > largest for part in [*parts, sum(part for part in parts if not math.isnan(part))]):
             problem = (
                 f"{values[row]!r} for {inputs.describe(row)}; an infinite reward, or one beyond {largest:.2g}, makes "
                 "the advantages of its whole group meaningless: return a smaller number, or None where the function "
