@@ -22,7 +22,7 @@ def with_links(text: str) -> str:
 
 
 class Definition:
-    """What a loss or an estimator says of itself."""
+    """The documentation of a loss, an estimator or a mask, read from its file."""
 
     def __init__(self, package: str, name: str, definition: Any):
         self.name, self.definition = name, definition

@@ -125,7 +125,7 @@ class Rollout:
     environment_rewards: dict[str, Reward] = field(default_factory=dict[str, "Reward"])
     """Rewards that the rollout brings with it, by the name of their column (its environment's)."""
     states: list[str] | None = None
-    """What the environment said of its state before each turn; None where nobody asked it."""
+    """A digest of the environment's state before each turn; None if it was not read."""
     trace: Trace | None = None
     """Turns, calls and failures of an agent's rollout; None for a rollout of one turn."""
     media: Media | None = None
@@ -154,7 +154,7 @@ class Rollout:
 
     @property
     def turns(self) -> list[tuple[int, int]]:
-        """Where each turn begins and ends in the completion: the runs of tokens that the policy sampled."""
+        """The first and last place (exclusive) of each turn: a run of completion tokens that the policy sampled."""
         if self.sampled is None:
             return [(0, len(self.completion_ids))] if self.completion_ids else []
         bounds = [place for place, (before, now) in enumerate(pairwise([False, *self.sampled, False])) if before != now]

@@ -8,7 +8,7 @@ from groupgrad.objectives.method import StepTokens
 
 
 def covariances(tokens: StepTokens) -> torch.Tensor:
-    """(N,) (log pi - mean)(A - mean) of each token, the means over all tokens. Source: arXiv:2505.22617, eq. 10."""
+    """(N,) (log pi - mean)(A - mean) of each token, the means over all tokens. Source: arXiv:2505.22617."""
     return (tokens.logprobs - tokens.logprobs.mean()) * (tokens.advantages - tokens.advantages.mean())
 
 

@@ -52,8 +52,7 @@ class ScoredGroups:
     weights: torch.Tensor
     """(R,) float64, their weights."""
     lengths: torch.Tensor | None
-    """(groups, G) float64, the tokens of each completion that the policy sampled; None where nobody counted them."""
-
+    """(groups, G) float64, the tokens of each completion that the policy sampled; None if they were not given."""
     turns: list[ScoredTurns] | None
     """The turns of each of the N rows; None unless the estimator `uses_turns`."""
 

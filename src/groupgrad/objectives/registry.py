@@ -1,4 +1,4 @@
-"""Definitions of one file each: those of a package, and those of a user's own modules, by name."""
+"""Finds losses, estimators and masks by name: each is a file of a package, or a module of the user's own."""
 
 from __future__ import annotations
 

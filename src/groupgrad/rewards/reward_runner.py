@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 RewardFunc = Union[str, "PreTrainedModel", Callable[..., Any]]
 
 RewardsOfRows = Sequence[float | list[float]]
-"""What a function gave the rows: one number each, or one for each turn; NaN where it gave none."""
+"""The rewards of the rows by one function: one number each, or one for each turn; NaN for no reward."""
 
 
 class RewardRunner:

@@ -134,8 +134,8 @@ def get_length_penalized_reward(reward: RewardFunction, penalty: float = 0.5) ->
 
     Of completions with a reward of 1 or more, the shortest of the group keeps its reward, the longest loses `penalty`,
     and one between them a part of it in proportion to its tokens; others keep theirs. So lengths compete only where
-    answers are right, whatever length the task takes (a linear penalty for length as in arXiv:2501.12599, section
-    2.3.3, there around the middle, and for wrong answers too). A group is a run of equal prompts. ValueError for an
+    answers are right, whatever length the task takes (arXiv:2501.12599 has a linear penalty for length
+    around the middle, and for wrong answers too). A group is a run of equal prompts. ValueError for an
     `async` function, and for a penalty outside 0 to 1, with which a long right answer counts less than a wrong one.
     """
     if is_async(reward):

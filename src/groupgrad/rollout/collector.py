@@ -217,7 +217,7 @@ def turns_of(rollout: Rollout, table: RewardTable, row: int) -> Turns:
 
 
 def _states_read(rollout: Rollout) -> list[str]:
-    """What the model read since its last turn, or its prompt, before each turn: a digest of the tokens."""
+    """A digest of the tokens that the model read before each turn: its prompt, then the reply to its last turn."""
     spans, ids = rollout.turns, rollout.completion_ids
     tokens = [rollout.prompt.ids, *(ids[end:start] for (_, end), (start, _) in pairwise(spans))][: len(spans)]
     # Images that a tool returned are told apart only as a whole: turns behind them are in states of their own.

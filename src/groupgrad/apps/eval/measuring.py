@@ -76,7 +76,7 @@ class Sampler:
         return experience, experience.metrics
 
     def _scored(self, experience: Experience) -> dict[int, dict[str, Any]]:
-        """What this rank's rows have scored, by row. ValueError if no function has logged the column of answers."""
+        """The rewards and answers of this rank's rows, by row. ValueError if no function logged the answers."""
         table, found = experience.table, {}
         answers = table.columns.get(self._answers or ANSWERS)
         if self._answers is not None and answers is None and experience.rollouts:

@@ -23,7 +23,7 @@ _UNITS = {"length": "length (tokens)", "truncated": "truncated (share)"}
 
 
 def report(evaluation: Evaluation, measure: Measure) -> str:
-    """What was evaluated and how, the means with their intervals and, with a column, the means of each value."""
+    """Names model, data and settings; then the means with their intervals, and those of each value of a column."""
     numbers, settings = numbers_of_prompts(evaluation, measure), evaluation.settings
     found, count = means(numbers), len(evaluation.prompts)
     sampled = ", ".join(f"{name} {settings[name]}" for name in SAMPLING if settings[name] is not None)

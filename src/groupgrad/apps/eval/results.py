@@ -53,7 +53,7 @@ class Evaluation:
 
 @dataclass(slots=True, frozen=True)
 class Measure:
-    """How the completions of a prompt become numbers: the k of pass@k, and the reward from which one is right."""
+    """The k of pass@k, and the reward from which a completion is right."""
 
     ks: tuple[int, ...] = (1,)
     threshold: float = 1.0

@@ -10,7 +10,7 @@ there under `none`.
 
 When: agents that come by the same states again and again, in games or web pages, with a reward at the end.
 
-Source: arXiv:2505.10978, eq. 3 to 8.
+Source: arXiv:2505.10978.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def added_to_the_best(groups: ScoredGroups, options: AdvantageOptions) -> Estima
 
 @lru_cache(maxsize=64)
 def _weights(size: int, k: int) -> tuple[float, ...]:
-    """What the distance to the j-th lowest of a group counts, j = 1, 2, ...; binomials are exact as integers."""
+    """The weight of the distance to the j-th lowest reward, j = 1, 2, ...; binomials are exact as integers."""
     return tuple(size * comb(j, k - 2) / comb(size, k) if size >= k else 0.0 for j in range(size))
 
 

@@ -11,7 +11,7 @@ of a generation batch the covariances take a forward pass of the step's rows. Lo
 
 When: entropy collapses before the reward is learnt.
 
-Source: arXiv:2505.22617, eq. 10 to 12; on top of the clip as in verl.
+Source: arXiv:2505.22617; on top of the clip as in verl.
 """
 
 from __future__ import annotations

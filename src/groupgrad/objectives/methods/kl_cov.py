@@ -11,7 +11,7 @@ penalty is 0, and so is its gradient. A ratio of e under A = 1 and `coef` = 1 gi
 
 When: as `clip_cov`; the penalty acts from the second step of a generation batch on.
 
-Source: arXiv:2505.22617, eq. 13 and 14; the penalty as in verl.
+Source: arXiv:2505.22617; the penalty as in verl.
 """
 
 from __future__ import annotations
