@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.errors import ConfigError
-from groupgrad.types import Prompt, Rollout
+from groupgrad.types import Branch, Prompt, Rollout
 
 
 def batch(**changes: object) -> Batch:
@@ -166,3 +166,48 @@ def test_rows_without_turns_have_their_advantage_beside_rows_that_have_some():
     assert whole.token_advantages[3:].tolist() == [0.5, 0.0, -1.5]
     assert whole.selected.tolist() == [False] * 3 + [True, False, False]
     assert Batch.concat([plain, plain]).token_advantages is None
+
+
+BRANCHES = (Branch(1, (7, 8)), Branch(2, (4, 1)))
+
+
+def test_a_branch_is_a_row_of_its_own_in_a_pass():
+    """Row 0 is [1 2 3 5] behind [4]: [2] continues [7 8], [3 5] continues [4 1]; row 1 is [6] behind [4]."""
+    whole = batch(
+        completion_ids=torch.tensor([1, 2, 3, 5, 6]),
+        row_of_token=torch.tensor([0, 0, 0, 0, 1]),
+        offsets=torch.tensor([0, 4, 5]),
+        trained=torch.ones(5, dtype=torch.bool),
+        branches=(BRANCHES, ()),
+    )
+    found = whole.by_branch()
+    assert found.prompts() == [(4,), (7, 8), (4, 1)]
+    assert found.prompt_of_row.tolist() == [0, 1, 2, 0]
+    assert found.offsets.tolist() == [0, 1, 2, 4, 5]
+    assert found.row_of_token.tolist() == [0, 1, 2, 2, 3]
+    assert found.completion_ids is whole.completion_ids
+    assert found.advantages.tolist() == [1.0, 1.0, 1.0, -1.0]
+    assert found.branches is None and found.by_branch() is found
+    first = whole.select([1, 0])
+    assert first.branches == ((), BRANCHES)
+    assert whole.select([1]).branches is None
+    joined = Batch.concat([whole.select([1]), whole.select([0])])
+    assert joined.branches == ((), BRANCHES)
+
+
+def test_a_row_may_begin_with_a_branch():
+    found = batch(branches=((Branch(0, (9, 9)),), ())).by_branch()
+    assert (found.prompts()[int(found.prompt_of_row[0])], found.offsets.tolist()) == ((9, 9), [0, 2, 3])
+
+
+@pytest.mark.parametrize("start", [-1, 2])
+def test_a_branch_begins_inside_its_row(start: int):
+    with pytest.raises(AssertionError, match="outside its row"):
+        batch(branches=((Branch(start, (9,)),), ())).by_branch()
+
+
+def test_a_turn_ends_where_a_branch_begins():
+    rollout = Rollout(Prompt([4], {"prompt": "p"}, 0), 0, [1, 2, 3, 5], "eos", "", "", branches=BRANCHES)
+    assert rollout.turns == [(0, 1), (1, 2), (2, 4)]
+    assert dataclasses.replace(rollout, sampled=[True, False, True, True]).turns == [(0, 1), (2, 4)]
+    assert dataclasses.replace(rollout, branches=()).turns == [(0, 4)]

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from groupgrad.types import Media
+from groupgrad.types import Branch, Media
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,6 +81,9 @@ class Batch:
     row_media: tuple[Media | None, ...] | None = None
     """B entries, all images of a row, its prompt's included, where its completion has some (`Rollout.media`); None if
     no row has any of its own. Never moved by `to`."""
+    branches: tuple[tuple[Branch, ...], ...] | None = None
+    """B entries, the parts of each row that continue tokens of their own (`Rollout.branches`); None if no row has any.
+    Never moved by `to`."""
 
     @property
     def num_rows(self) -> int:
@@ -138,8 +141,9 @@ class Batch:
             prompt_ids=self.prompt_ids[prompt_tokens],
             prompt_offsets=prompt_offsets,
             prompt_of_row=prompt_of_row,
-            media=None if self.media is None else _selected_media(self.media, prompts),
-            row_media=None if self.row_media is None else _selected_media(self.row_media, rows),
+            media=_selected(self.media, prompts),
+            row_media=_selected(self.row_media, rows),
+            branches=_selected(self.branches, rows),
             **selected,
         )
 
@@ -165,6 +169,7 @@ class Batch:
         offsets = offsets_of(torch.cat([batch.offsets.diff() for batch in batches]))
         prompts = [torch.tensor(ids, dtype=torch.int64) for ids, _ in places]
         row_media = [item for batch in batches for item in batch.row_media or (None,) * batch.num_rows]
+        branches = [item for batch in batches for item in batch.branches or ((),) * batch.num_rows]
         return cls(
             offsets=offsets,
             row_of_token=rows_of(offsets),
@@ -172,6 +177,7 @@ class Batch:
             prompt_offsets=offsets_of(torch.tensor([len(ids) for ids in prompts], dtype=torch.int64)).to(device),
             media=tuple(media) if any(media) else None,
             row_media=tuple(row_media) if any(row_media) else None,
+            branches=tuple(branches) if any(branches) else None,
             prompt_of_row=torch.cat(prompt_of_row).to(device),
             totals=batches[0].totals,
             **{name: _joined(name, batches) for name in (*_TOKEN_FIELDS, *_ROW_FIELDS)},  # pyright: ignore[reportArgumentType]
@@ -182,6 +188,45 @@ class Batch:
         if self.token_advantages is not None:
             return self
         return dataclasses.replace(self, token_advantages=self.advantages[self.row_of_token])
+
+    def by_branch(self) -> Batch:
+        """The batch as a forward pass sees it: each branch of a row is a row that continues the branch's context.
+
+        The tokens keep their order, so what is known of them, (L,), fits both; a row's numbers stand at its branches.
+        Rows with branches have no images.
+        """
+        if self.branches is None:
+            return self
+        prompts = self.prompts()
+        places = {ids: place for place, ids in enumerate(prompts)}
+        starts: list[int] = []
+        prompt_of: list[int] = []
+        row_of: list[int] = []
+        prompt_of_row = _integers(self.prompt_of_row)
+        for row, ((start, end), branches) in enumerate(zip(pairwise(_integers(self.offsets)), self.branches)):
+            begins = [start + branch.start for branch in branches]
+            assert all(a < b for a, b in pairwise([start - 1, *begins, end])), "a branch begins outside its row"
+            for branch in branches:
+                if branch.context not in places:
+                    places[branch.context] = len(prompts)
+                    prompts.append(branch.context)
+            has_trunk = begins[:1] != [start]  # tokens that continue the row's prompt
+            starts += [start] * has_trunk + begins
+            prompt_of += [prompt_of_row[row]] * has_trunk + [places[branch.context] for branch in branches]
+            row_of += [row] * (has_trunk + len(branches))
+        device = self.offsets.device
+        offsets = torch.tensor([*starts, self.num_tokens], dtype=torch.int64, device=device)
+        of_rows: dict[str, Any] = {name: getattr(self, name) for name in _ROW_FIELDS}
+        return dataclasses.replace(
+            self,
+            offsets=offsets,
+            row_of_token=rows_of(offsets),
+            prompt_ids=torch.tensor([token for ids in prompts for token in ids], dtype=torch.int64, device=device),
+            prompt_offsets=offsets_of(torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=device)),
+            prompt_of_row=torch.tensor(prompt_of, dtype=torch.int64, device=device),
+            branches=None,
+            **{name: None if values is None else values[row_of] for name, values in of_rows.items()},
+        )
 
     def prompts(self) -> list[tuple[int, ...]]:
         """The token ids of the Q distinct prompts."""
@@ -246,8 +291,9 @@ def _tokens_of(offsets: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor
     return places, new_offsets
 
 
-def _selected_media(media: tuple[Media | None, ...], places: torch.Tensor) -> tuple[Media | None, ...] | None:
-    selected = tuple(media[place] for place in _integers(places))
+def _selected(items: tuple[Any, ...] | None, places: torch.Tensor) -> tuple[Any, ...] | None:
+    """The items at these places; None if all are empty."""
+    selected = () if items is None else tuple(items[place] for place in _integers(places))
     return selected if any(selected) else None
 
 

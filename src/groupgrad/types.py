@@ -92,6 +92,19 @@ class Trace:
 
 
 @dataclass(slots=True, frozen=True)
+class Branch:
+    """A part of a completion that continues tokens of its own, not the prompt and the tokens before it.
+
+    An agent makes one where it drops or edits earlier messages, asks the same question again, or begins a sub-agent.
+    """
+
+    start: int
+    """Place of its first token in the completion; it reaches to the next branch or to the end."""
+    context: tuple[int, ...]
+    """Token ids that the model read before its first token, at least one."""
+
+
+@dataclass(slots=True, frozen=True)
 class Rollout:
     """One finished completion. Made once, never edited."""
 
@@ -126,6 +139,8 @@ class Rollout:
     """Rewards that the rollout brings with it, by the name of their column (its environment's)."""
     states: list[str] | None = None
     """A digest of the environment's state before each turn; None if it was not read."""
+    branches: tuple[Branch, ...] = ()
+    """Parts of the completion that continue other tokens, by their starts."""
     trace: Trace | None = None
     """Turns, calls and failures of an agent's rollout; None for a rollout of one turn."""
     media: Media | None = None
@@ -154,10 +169,14 @@ class Rollout:
 
     @property
     def turns(self) -> list[tuple[int, int]]:
-        """The first and last place (exclusive) of each turn: a run of completion tokens that the policy sampled."""
-        if self.sampled is None:
-            return [(0, len(self.completion_ids))] if self.completion_ids else []
-        bounds = [place for place, (before, now) in enumerate(pairwise([False, *self.sampled, False])) if before != now]
+        """The first and last place (exclusive) of each turn: a run of completion tokens that the policy sampled, which
+        ends where a branch begins."""
+        sampled = [True] * len(self.completion_ids) if self.sampled is None else self.sampled
+        bounds = [place for place, (before, now) in enumerate(pairwise([False, *sampled, False])) if before != now]
+        inside = [
+            b.start for b in self.branches if 0 < b.start < len(sampled) and all(sampled[b.start - 1 : b.start + 1])
+        ]
+        bounds = sorted([*bounds, *inside, *inside])
         return list(zip(bounds[::2], bounds[1::2]))
 
     @property

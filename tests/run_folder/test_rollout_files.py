@@ -17,7 +17,7 @@ from groupgrad.data.images import digest
 from groupgrad.run_folder.rollout_files import RolloutFiles
 from groupgrad.run_folder.rollout_table import StoredRows, images_by_name, to_table
 from groupgrad.run_folder.run_files import parse_rollout_file
-from groupgrad.types import Media, Prompt
+from groupgrad.types import Branch, Media, Prompt
 
 RED, BLUE, GREEN = (Image.new("RGB", (8, 6), color) for color in ("red", "blue", "green"))
 
@@ -89,3 +89,11 @@ def test_each_image_is_written_once(tmp_path: Path):
     stored = {path.stem for path in (tmp_path / "rollout_images").iterdir()}
     named = {name for row in pq.read_table(tmp_path / "rollouts").to_pylist() for name in row["images"]}
     assert stored == named and len(stored) == 3
+
+
+def test_branches_are_stored_with_what_they_continue():
+    rows = invented(2)
+    first, second = rows.rollouts
+    rows.rollouts = [first, replace(second, branches=(Branch(3, (7, 8)), Branch(9, (1,))))]
+    stored = to_table(1, rows)["branches"].to_pylist()
+    assert stored == [[], [{"start": 3, "context": [7, 8]}, {"start": 9, "context": [1]}]]

@@ -11,7 +11,7 @@ import torch
 
 from groupgrad.batch import Batch, StepTotals
 from groupgrad.batching.generation_plan import GenerationPlan
-from groupgrad.types import Media
+from groupgrad.types import Branch, Media
 
 _MEDIA = ("media", "row_media")
 
@@ -67,6 +67,8 @@ class GenerationBuffer:
 def _batch_state(batch: Batch) -> dict[str, Any]:
     state = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "totals"}
     tensors = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    if batch.branches is not None:
+        tensors["branches"] = [[(branch.start, branch.context) for branch in branches] for branches in batch.branches]
     media = {name: None if state[name] is None else [_media_state(item) for item in state[name]] for name in _MEDIA}
     return {**tensors, "totals": dataclasses.asdict(batch.totals), **media}
 
@@ -74,6 +76,8 @@ def _batch_state(batch: Batch) -> dict[str, Any]:
 def _batch_from(state: dict[str, Any]) -> Batch:
     names = {f.name for f in dataclasses.fields(Batch)}
     values = {name: value for name, value in state.items() if name in names}
+    if values.get("branches") is not None:
+        values["branches"] = tuple(tuple(Branch(*branch) for branch in branches) for branches in values["branches"])
     items = {name: state.get(name) for name in _MEDIA}
     media = {name: None if item is None else tuple(map(_media_from, item)) for name, item in items.items()}
     return Batch(**{**values, "totals": StepTotals(**state["totals"]), **media})

@@ -49,6 +49,7 @@ def collate(
         media=media if any(media) else None,
         row_media=row_media if any(row_media) else None,
         policy_version=_integers([rollout.policy_version for rollout in rollouts]),
+        branches=tuple(rollout.branches for rollout in rollouts) if any(r.branches for r in rollouts) else None,
         token_advantages=None if by_turn is None else _of_tokens(rollouts, by_turn),
     )
 

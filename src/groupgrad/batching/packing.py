@@ -38,6 +38,8 @@ def row_costs(batch: Batch, passes: Sequence[int], attention_cost: float = 0.0) 
     prompt, the tokens before it and itself.
     """
     completions, prompts = batch.offsets.diff().tolist(), batch.prompt_offsets.diff().tolist()
+    for row, branches in enumerate(batch.branches or ()):
+        completions[row] += sum(len(branch.context) for branch in branches)
     weights = [_WEIGHTS.get(needed, 0) for needed in passes]
     groups = batch.prompt_of_row.tolist()
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ MAX_DATA_CHARS = 2000
 _CALLS = pa.list_(
     pa.struct([("name", pa.string()), ("failed", pa.bool_()), ("timed_out", pa.bool_()), ("seconds", pa.float64())])
 )
+_BRANCHES = pa.list_(pa.struct([("start", pa.int32()), ("context", pa.list_(pa.int32()))]))
 _SUMMARY = (
     *("row", "group", "prompt", "completion", "is_messages", "reward"),
     *("advantage", "gradient_share", "finish_reason", "num_tokens"),
@@ -118,6 +119,7 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "tokens": _lists(rows.offsets, pa.array(rows.texts, pa.string())),
         "policy_versions": pa.array([rollout.policy_versions for rollout in rollouts], pa.list_(pa.int32())),
         "sampled": pa.array([rollout.sampled for rollout in rollouts], pa.list_(pa.bool_())),
+        "branches": pa.array([[asdict(b) for b in r.branches] for r in rollouts], _BRANCHES),
         "writers": pa.array(_writers(rows), pa.list_(pa.string())),
         "logprobs": _numbers_of_tokens(rows.offsets, rows.logprobs),
         "entropy": _numbers_of_tokens(rows.offsets, rows.entropy),

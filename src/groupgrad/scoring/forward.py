@@ -108,6 +108,7 @@ def score_tokens(
         score = partial(score_tokens, model, options=options)
         return score_beside(_placeholder(options).to(batch.offsets.device), score, batch, precomputed, tap)
 
+    batch = batch.by_branch()
     layout = layout_for(model, options) if batch.num_tokens else "dense"
     if layout == "dense":
         inputs = dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)

@@ -123,6 +123,7 @@ class CheckpointingByNeed:
 
     def prepare(self, batch: Batch) -> None:
         """Switches gradient checkpointing for a forward pass of the batch. Collective if it `is_joint`."""
+        batch = batch.by_branch()
         num_tokens = _num_tokens(batch)
         num_values = _num_image_values(self._model, self._options, batch) if batch.has_images else 0
         if batch.num_rows and layout_for(self._model, self._options) == "dense":
