@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from groupgrad import compat
@@ -115,17 +115,21 @@ class ChatFormat:
         return self._template.render(messages, schemas, prompt=True, ending=ending)
 
     def reply_ids(
-        self, turn_ids: list[int], replies: list[dict[str, Any]], encode: Callable[[str], list[int]] | None = None
+        self,
+        turn_ids: list[int],
+        replies: list[dict[str, Any]],
+        encode: Callable[[str], list[int]] | None = None,
+        then: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
         """Token ids to append to a sampled turn: the missing part of its end, `replies`, and the generation prompt.
 
-        `replies` are tool messages, one per call, in order, at least one. Only they and the last of `turn_ids` matter;
-        names and call ids that a template could reject are replaced by placeholders. `encode` makes token ids of the
-        text with the replies; None uses the tokenizer.
+        `replies` are tool messages, one per call, in order, at least one; `then` are messages behind them. Only these
+        and the last of `turn_ids` matter; names and call ids that a template could reject are replaced by placeholders.
+        `encode` makes token ids of the text with the replies; None uses the tokenizer.
         """
         if not replies:
             raise ValueError("there are no replies, so there is nothing to put behind the turn")
-        return self._replies.ids(turn_ids, replies, encode or self._template.encode)
+        return self._replies.ids(turn_ids, replies, encode or self._template.encode, then)
 
     def parse(self, turn_ids: list[int], schemas: list[dict[str, Any]]) -> Turn:
         """Parses a sampled turn into its message and calls. Never raises for text of the model.

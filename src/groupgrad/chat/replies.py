@@ -8,7 +8,7 @@ that render earlier turns differently once messages follow them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,19 @@ class ToolReplies:
         self._closing_ids = self._find_closing_ids()
         self._use_schemas_if_needed(conversation, schemas)
 
-    def ids(self, turn_ids: list[int], replies: list[dict[str, Any]], encode: Callable[[str], list[int]]) -> list[int]:
+    def ids(
+        self,
+        turn_ids: list[int],
+        replies: list[dict[str, Any]],
+        encode: Callable[[str], list[int]],
+        then: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
         """Token ids to append to a sampled turn: the missing part of its end, the replies, the generation prompt.
 
-        `encode` makes ids of the text with the replies; the last ids of its result are returned, behind the missing
-        part of the turn's end.
+        `then` are further messages behind the replies. `encode` makes ids of the text with the replies; the last ids of
+        its result are returned, behind the missing part of the turn's end.
         """
-        conversation = self._render(replies)
+        conversation = self._render(replies, then)
         if self.end_token is None:
             return encode(conversation.tail)
         # The whole text is encoded, as the ids next to a control token may depend on it.
@@ -118,13 +124,14 @@ class ToolReplies:
         # The template renders only the content of a turn, so the content marks its end.
         return call_message(calls, content=_VALUE)
 
-    def _render(self, replies: list[dict[str, Any]]) -> _Conversation:
+    def _render(self, replies: list[dict[str, Any]], then: Sequence[dict[str, Any]] = ()) -> _Conversation:
         """A conversation with these replies to as many calls. Call ids that the template rejects are replaced."""
         placeholders = [f"call{number:05d}" for number in range(len(replies))]  # nine characters for some templates
         ids = [reply.get("tool_call_id") or placeholder for reply, placeholder in zip(replies, placeholders)]
-        rendered = self._template.try_render(self._messages(replies, ids), self._schemas, prompt=True)
+        rendered = self._template.try_render([*self._messages(replies, ids), *then], self._schemas, prompt=True)
         if rendered is None:
-            rendered = self._template.render(self._messages(replies, placeholders), self._schemas, prompt=True)
+            messages = [*self._messages(replies, placeholders), *then]
+            rendered = self._template.render(messages, self._schemas, prompt=True)
         conversation = self._locate(rendered, len(replies) if self._probes.two_calls else 1)
         if conversation is None or not conversation.tail.startswith(self._turn_end):
             raise ValueError(self._no_continuation(rendered))

@@ -234,6 +234,12 @@ class GRPOSettings(LegacyArguments):
     )
     tool_max_result_chars: int = _option(20_000, "Maximum length of a tool result in characters; the rest is cut.")
     tool_threads: int = _option(64, "Maximum number of synchronous tools and environments that run at once.")
+    agent_timeout_s: float = _option(600.0, "Timeout of a rollout whose agent is a program (agent=), in seconds.")
+    agent_sampling: str = _option(
+        "refuse",
+        "What becomes of an agent's request for a temperature or top_p that is not the policy's: 'refuse' answers it "
+        "with an error; 'policy' samples as the policy does.",
+    )
 
     # --- vLLM ---
     use_vllm: bool = _option(False, "Sample with vLLM.")

@@ -74,7 +74,7 @@ class Driver(Generic[T]):
     """
 
     session: Session
-    rollouts: Sequence[Coroutine[Any, Any, T]]
+    rollouts: list[Coroutine[Any, Any, T]]
     _results: dict[int, T] = field(default_factory=dict)
     """Return values by the rollout's index."""
     _sampling: dict[int, int] = field(default_factory=dict)
@@ -91,8 +91,9 @@ class Driver(Generic[T]):
 
     def run(self) -> list[T]:
         """Runs all coroutines; returns their values, in order. If one raises, all are closed before it is raised."""
+        count = len(self.rollouts)
         try:
-            for index in range(len(self.rollouts)):
+            for index in range(count):
                 self._resume(index, None)
             while self._sampling or self._waiting:
                 for index in self._next_answered():
@@ -104,7 +105,12 @@ class Driver(Generic[T]):
         finally:
             for rollout in self.rollouts:
                 rollout.close()
-        return [self._results[index] for index in range(len(self.rollouts))]
+        return [self._results[index] for index in range(count)]
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Runs a further coroutine to its end beside the others; only one that runs may call this."""
+        self.rollouts.append(coroutine)
+        self._resume(len(self.rollouts) - 1, None)
 
     def _resume(self, index: int, value: tuple[int, Sample] | ToolWait | None) -> None:
         """Runs a rollout up to its next turn or wait, or to its end."""

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -36,10 +38,14 @@ class RolloutComponents:
     environments: Environments | None = None
     chat: ChatFormat | PlainFormat | None = None
     """Set if there are tools or environments."""
+    program: Callable[..., Any] | None = None
+    """The user's agent, a program that talks to an address. It excludes the others."""
 
     @property
     def reward_names(self) -> list[str]:
-        """Classes of environments that compute rewards of their own."""
+        """Classes of environments that compute rewards of their own, or the name of a program."""
+        if self.program is not None:
+            return [getattr(self.program, "__name__", type(self.program).__name__)]
         return [] if self.environments is None else self.environments.reward_names
 
     @property
@@ -65,6 +71,7 @@ class RolloutComponents:
         sampling: SamplingOptions,
         options: AgentOptions,
         *,
+        program_options: dict[str, Any],
         seed: int,
         trainer: Any,
     ) -> RolloutSource:
@@ -77,6 +84,14 @@ class RolloutComponents:
                 f"advantage_settings names state={options.state!r}, an attribute of environments, but there is no "
                 "environment_factory. Give one, or leave state out: turns then begin in equal states if the model has "
                 "read the same"
+            )
+        if self.program is not None:
+            from groupgrad.integrations.agents.rollouts import ProgramOptions, ProgramRollouts
+
+            return ProgramRollouts(
+                *(self.program, prompt_maker, engine, sampling, ProgramOptions(**program_options)),
+                reward_name=self.reward_names[0],
+                seed=seed,
             )
         if self.function is not None:
             return CustomRollouts(self.function, trainer, prompt_maker, sampling.eos_ids)
@@ -153,6 +168,7 @@ def build_rollout_components(
     environment_factory: Any = None,
     rollout_func: Any = None,
     response_parser: Any = None,
+    agent: Any = None,
     *,
     max_tool_calling_iterations: int | None = None,
     reuse_environments: bool | None = None,
@@ -168,6 +184,11 @@ def build_rollout_components(
         "max_tool_calling_iterations": max_tool_calling_iterations,
     }
     reuse = {"reuse_environments": reuse_environments}
+    if agent is not None:
+        given = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+        _check_program(agent, [name for name, value in given.items() if value])
+        _warn_unused({**call_settings, **reuse}, "an agent makes whole rollouts itself")
+        return RolloutComponents(program=agent)
     if rollout_func is not None:
         _warn_unused({**call_settings, **reuse}, "a rollout_func makes whole rollouts itself")
         if tools or environment_factory:
@@ -208,6 +229,24 @@ def build_rollout_components(
         )
         on_error.pop_all()
     return RolloutComponents(tools=shared_tools, environments=environments, chat=chat)
+
+
+def _check_program(agent: Any, others: Sequence[str]) -> None:
+    """TypeError, ValueError or ImportError for an agent that cannot make rollouts."""
+    if not callable(agent):
+        raise TypeError(f"agent is a {type(agent).__name__}; give a function of (row, session), plain or async")
+    if others:
+        raise ValueError(f"agent makes whole rollouts itself, so {' and '.join(others)} cannot be given with it")
+    try:
+        signature(agent).bind({}, None)
+    except TypeError as error:
+        raise TypeError(f"agent must take two arguments, (row, session): {error}") from error
+    except ValueError:  # some callables have no signature
+        pass
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise ImportError(
+            f"an agent talks to an address, which needs {' and '.join(missing)}: pip install groupgrad[agents]"
+        )
 
 
 def _warn_unused(settings: dict[str, Any], reason: str) -> None:

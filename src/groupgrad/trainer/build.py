@@ -401,6 +401,7 @@ def build_components(
         prompt_maker,
         sampling,
         component_options.agent_options(config),
+        program_options=component_options.program_options(config),
         seed=config.seed,
         trainer=trainer,
     )

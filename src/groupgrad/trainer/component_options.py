@@ -97,6 +97,11 @@ def agent_options(config: GRPOConfig) -> AgentOptions:
     )
 
 
+def program_options(config: GRPOConfig) -> dict[str, Any]:
+    """Returns the options of agents that are programs."""
+    return {"timeout_s": float(config.agent_timeout_s), "follows_policy": config.agent_sampling == "policy"}
+
+
 def engine_options(config: GRPOConfig) -> EngineOptions:
     """Returns the choice of sampling engine and its options."""
     return EngineOptions(

@@ -175,6 +175,8 @@ def columns_in_words(trainer: Any, names: Sequence[str] | None = None) -> str:
         text += f", and get {', '.join(others)} by **kwargs"
     if environments is not None:
         return f"environments get all; {text}"
+    if trainer.rollout_components.program is not None:
+        return f"the agent gets all; {text}"
     unused = ", ".join(name for name in names if name not in (*of_prompt, *named, *others))
     return f"{text}; nothing uses {unused}" if unused else text
 

@@ -119,6 +119,8 @@ class GRPOTrainer(Hooks):
         rollout_func: makes whole rollouts in place of the model: `f(prompts, trainer)`, see `CustomRollouts`.
         environment_factory: makes an environment for each rollout: `reset(**row)`, public methods as tools, and
             optionally `get_reward()` and `close()`; or a dict of such, chosen by a row's `environment`.
+        agent: a program in place of a loop of the trainer's, `agent(row, session)`, plain or async, that talks to an
+            OpenAI-compatible address and returns its reward, see `AgentSession`.
         response_parser: reads the calls from a turn whose syntax is not known, see `ChatFormat`.
         tokenizer, reward_fn, reward_model, num_generations: other spellings of `processing_class`, `reward_funcs` and
             `args.num_generations`.
@@ -145,6 +147,7 @@ class GRPOTrainer(Hooks):
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Any = None,
         *,
+        agent: Callable[..., Any] | None = None,
         response_parser: Callable[..., Any] | None = None,
         tokenizer: Any = None,
         reward_fn: Callable[..., Any] | None = None,
@@ -154,7 +157,7 @@ class GRPOTrainer(Hooks):
         self._start_folder = os.getcwd()
         check_overrides(self)
         config = resolve_config(args, model, num_generations)
-        reward_funcs = resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory)
+        reward_funcs = resolve_reward_funcs(reward_funcs, reward_fn, reward_model, environment_factory or agent)
         processing_class = resolve_processing_class(processing_class, tokenizer)
         policy = build.build_policy(model, config, processing_class, quantization_config, peft_config)
         use_one_device(config, policy.model)
@@ -169,6 +172,7 @@ class GRPOTrainer(Hooks):
             environment_factory,
             rollout_func,
             response_parser,
+            agent,
             max_tool_calling_iterations=config.max_tool_calling_iterations,
             reuse_environments=config.reuse_environments,
         )

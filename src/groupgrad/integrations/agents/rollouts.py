@@ -1,0 +1,401 @@
+"""Rollouts that programs make: each one talks to an address, and the engine answers what it asks.
+
+A rollout is a coroutine over the shared engine (`rollout/driver.py`) that runs the program on another thread or event
+loop and takes its requests. Each branch of its conversations is a coroutine of its own, so that a program may ask for
+several completions at once, and so that a branch keeps its keys and values in the engine until the rollout ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from groupgrad.concurrency.workers import Outcome, Workers
+from groupgrad.data.completions import CompletionTexts
+from groupgrad.data.prompts import PromptMaker
+from groupgrad.data.values import copy_containers
+from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
+from groupgrad.integrations.agents.conversations import Conversations, Formats, Place
+from groupgrad.integrations.agents.server import Address, make_app
+from groupgrad.integrations.agents.session import AgentSession, Asking, Clients
+from groupgrad.integrations.agents.wire import Answer, BadRequest, Question, message_of
+from groupgrad.metrics import Metric, mean_of
+from groupgrad.rollout.driver import Driver, sample_turn, wait_for
+from groupgrad.rollout.requests import GenerationRequest, RolloutSource, versions_of
+from groupgrad.rollout.statistics import ending_metrics
+from groupgrad.types import Branch, FinishReason, Prompt, Reward, Rollout, Trace
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 1024
+"""Programs that are plain functions and run at once; async ones are coroutines, without a limit."""
+
+
+@dataclass(slots=True, frozen=True)
+class ProgramOptions:
+    """Limits of programs."""
+
+    timeout_s: float = 600.0
+    """Seconds that a rollout may take."""
+    follows_policy: bool = False
+    """Sample at the policy's temperature and top-p where a request asks for others; False: refuse it."""
+
+
+class ProgramRollouts(RolloutSource):
+    """Calls `agent(row, session)` for each rollout and makes a row of what its requests sampled.
+
+    `sampling.max_new_tokens` is the budget of each branch: the tokens behind its context, those of later messages
+    included. A rollout whose program raises, runs out of time or asks for nothing ends as `error`, unless a budget was
+    used up: then as `length`.
+    """
+
+    def __init__(
+        self,
+        agent: Callable[..., Any],
+        prompt_maker: PromptMaker,
+        engine: Engine,
+        sampling: SamplingOptions,
+        options: ProgramOptions,
+        *,
+        reward_name: str,
+        seed: int,
+    ):
+        self.agent, self.prompt_maker, self.engine = agent, prompt_maker, engine
+        self.options, self.reward_name, self.seed = options, reward_name, seed
+        self.formats = Formats(prompt_maker, sampling.eos_ids)
+        self.sampling = sampling
+        self.texts = CompletionTexts(prompt_maker.tokenizer, sampling.eos_ids, prompt_maker.keeps_special_tokens)
+        self.workers = Workers(NUM_THREADS)
+        self.sessions: dict[str, AgentSession] = {}
+        """The open sessions by their keys."""
+        self._address: Address | None = None
+        self._clients: Clients | None = None
+        self._parts: list[dict[str, float]] = []
+        self._said: set[str] = set()
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the engine's log-probs are those that training would compute."""
+        return self.engine.is_exact
+
+    @property
+    def address(self) -> Address:
+        """The address that sessions talk to, opened on first use."""
+        if self._address is None:
+            self._address = Address(make_app(self.sessions.get))
+        return self._address
+
+    def __call__(self, request: GenerationRequest) -> list[Rollout]:
+        """One rollout for each row number; all of them run side by side."""
+        sampling = replace(self.sampling, **request.sampling)
+        self._parts = []
+        programs = [_Program(self, request, row, sampling) for row in request.rows]
+        with self.engine.session(sampling) as session:
+            driver = Driver(session, [program.run() for program in programs])
+            for program in programs:
+                program.driver = driver
+            try:
+                return driver.run()
+            finally:  # where it raises, no program may wait for an answer
+                for program in programs:
+                    program.close()
+
+    def open_session(self) -> AgentSession:
+        """A session with a key of its own, until `close_session`."""
+        self._clients = self._clients or Clients(self.address.url, self.options.timeout_s)
+        session = AgentSession(self.address.url, secrets.token_urlsafe(24), self._clients)
+        self.sessions[session.api_key] = session
+        return session
+
+    def close_session(self, session: AgentSession) -> None:
+        """Forgets a session's key."""
+        self.sessions.pop(session.api_key, None)
+
+    def note_parts(self, parts: dict[str, float]) -> None:
+        """The named parts of a rollout's reward, for the metrics."""
+        self._parts.append(parts)
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+        """Requests and branches of a rollout, the named parts of its reward, and why rollouts ended."""
+        traces = [rollout.trace for rollout in rollouts if rollout.trace is not None]
+        names = dict.fromkeys(name for parts in self._parts for name in parts)
+        count, reasons = len(rollouts), ("eos", "length", "context", "error")
+        return {
+            **ending_metrics(rollouts, reasons),
+            "rollouts/turns": mean_of(sum(trace.num_turns for trace in traces), count),
+            "rollouts/branches": mean_of(sum(len(rollout.branches) for rollout in rollouts), count),
+            **{
+                f"rewards/{self.reward_name}/{name}": mean_of(
+                    sum(parts.get(name, 0.0) for parts in self._parts), sum(name in parts for parts in self._parts)
+                )
+                for name in names
+            },
+            **self.engine.metrics(),
+        }
+
+    def close(self) -> None:
+        """Ends the address and the threads of programs. May be called any number of times."""
+        if self._address is not None:
+            self._address.close()
+            self._address = self._clients = None
+        self.workers.close()
+
+    def check_sampling(self, question: Question, sampling: SamplingOptions) -> None:
+        """BadRequest, or one warning, for a request that asks for another distribution than the policy's."""
+        for name, wanted in question.wanted.items():
+            of_policy = getattr(sampling, name)
+            if abs(wanted - of_policy) <= 1e-9:
+                continue
+            asked = f"a request asks for {name}={wanted:g}, and the policy samples at {name}={of_policy:g}"
+            if not self.options.follows_policy:
+                raise BadRequest(
+                    f"{asked}, by which it is trained. Leave {name} out of the request, or set "
+                    f"agent_sampling='policy' to have such requests sampled as the policy samples"
+                )
+            if name not in self._said:
+                self._said.add(name)
+                logger.warning("%s, which is what it gets (agent_sampling='policy'); said once", asked)
+
+
+class _Program:
+    """One rollout under way."""
+
+    driver: Driver[Any]
+
+    def __init__(self, rollouts: ProgramRollouts, request: GenerationRequest, row: int, sampling: SamplingOptions):
+        self._rollouts, self._sampling = rollouts, sampling
+        self._row, self._group, self._step = row, row // request.num_generations, request.step
+        self._data = request.rows_by_group[self._group]
+        self._seed = request.seed_of(row, rollouts.seed)
+        self._session = rollouts.open_session()
+        self._conversations = Conversations(rollouts.formats)
+        self._waiters: dict[int, Future[tuple[Asking, Place] | None]] = {}
+        """What the idle branches wait for, by the identity of each."""
+        self._ends: list[Future[None]] = []
+        """One for each branch, done once it has ended."""
+        self._asked: Counter[bytes] = Counter()
+        """How often the same tokens were to be continued."""
+        self._first_messages: list[dict[str, Any]] | None = None
+        self._has_ended = False
+        self._ended_by: FinishReason | None = None
+        self._wait_s = self._hidden_s = 0.0
+
+    async def run(self) -> Rollout:
+        """The finished rollout."""
+        session, row = self._session, copy_containers(dict(self._data))
+        arguments, limit_s = {"row": row, "session": session}, self._rollouts.options.timeout_s
+        name = f"the agent of row {self._row}"
+        # Positional, as a program may name its parameters as it likes.
+        call = _positional(self._rollouts.agent)
+        running = self._rollouts.workers.call(call, arguments, timeout_s=limit_s, name=name)
+        running.add_done_callback(lambda _: session.end())
+        while (asking := (await wait_for([session.next_asking()])).results[0]) is not None:
+            self._take(asking)
+        self._has_ended = True
+        self.close()
+        for waiter in list(self._waiters.values()):
+            waiter.set_result(None)
+        await wait_for(self._ends, samples_next=False)
+        return self._rollout(running.result())
+
+    def close(self) -> None:
+        """Ends the session: what its program still asks is refused."""
+        self._session.end()
+        self._rollouts.close_session(self._session)
+
+    def _take(self, asking: Asking) -> None:
+        """Hands a question to the branch that it makes longer, or to a new one."""
+        try:
+            self._rollouts.check_sampling(asking.question, self._sampling)
+            place = self._conversations.place(asking.question)
+        except BadRequest as error:
+            asking.answer.set_exception(error)
+            return
+        if self._first_messages is None:
+            self._first_messages = asking.question.messages
+        if place.is_longer:
+            self._waiters.pop(id(place.branch)).set_result((asking, place))
+        else:
+            self._ends.append(Future())
+            self.driver.spawn(self._serve_branch(asking, place, self._ends[-1]))
+
+    async def _serve_branch(self, asking: Asking, place: Place, end: Future[None]) -> None:
+        """Answers the questions of a branch until the rollout ends."""
+        ticket: int | None = None
+        while True:
+            try:
+                ticket = await self._answer(asking, place, ticket)
+            except BadRequest as error:
+                place.branch.is_asked = False
+                asking.answer.set_exception(error)
+            if self._has_ended:
+                break
+            self._waiters[id(place.branch)] = waiter = Future()
+            wait = await wait_for([waiter])
+            if wait.results[0] is None:
+                break
+            self._wait_s += wait.seconds
+            self._hidden_s += wait.hidden_s
+            asking, place = wait.results[0]
+        end.set_result(None)
+
+    async def _answer(self, asking: Asking, place: Place, ticket: int | None) -> int | None:
+        """Samples the answer to a question; the ticket by which the branch's next question continues it."""
+        question, context = asking.question, place.ids
+        budget, reason = self._budget(place, len(context))
+        limit = min(budget, question.max_tokens or budget)
+        digest = hashlib.blake2b(repr(context).encode(), digest_size=16).digest()
+        self._asked[digest] += 1
+        seed = _seed(self._seed, digest, self._asked[digest])
+        keeps = not question.stop  # a turn that is cut has other tokens than the engine retains
+        continued = ticket if place.is_longer else None
+        ticket, sample = await sample_turn(Request(context, seed, limit, continues=continued, keep=keeps))
+        if self._has_ended:  # nobody reads it
+            place.branch.is_asked = False
+            asking.answer.set_exception(BadRequest("this session has ended", status=409))
+            return ticket
+        ids, is_cut = self._cut(sample, question.stop)
+        if sample.finish_reason != "eos" and not is_cut and limit == budget:
+            self._ended_by = reason if sample.finish_reason == "length" else sample.finish_reason
+        turn = self._rollouts.formats.parse(ids, question)
+        if is_cut:
+            turn.message["content"] = _before_stop(turn.message["content"], question.stop)
+        calls = turn.message.get("tool_calls", [])
+        call_ids = [call.get("id") or f"call_{digest.hex()[:12]}_{number}" for number, call in enumerate(calls)]
+        for call, call_id in zip(calls, call_ids):
+            call["id"] = call_id
+        self._conversations.answered(place, question, sample, ids, turn.message, self._step)
+        self._session.num_answered = self._conversations.num_answered
+        ended = "stop" if is_cut or sample.finish_reason == "eos" else "length"
+        asking.answer.set_result(
+            Answer(
+                message_of(turn.message, call_ids),
+                turn.message.get("content") or "",
+                "tool_calls" if calls and ended == "stop" else ended,
+                len(context),
+                [self._rollouts.prompt_maker.tokenizer.decode([token]) for token in ids],
+                None if sample.logprobs is None else sample.logprobs[: len(ids)],
+            )
+        )
+        return ticket if keeps else None
+
+    def _budget(self, place: Place, num_read: int) -> tuple[int, FinishReason]:
+        """Tokens that may be sampled, and the reason for which a turn that uses them up ends; BadRequest if none."""
+        used = len(place.branch.ids) + len(place.between)
+        budget = self._sampling.max_new_tokens - used
+        reason: FinishReason = "length"
+        max_context = self._rollouts.prompt_maker.max_context
+        if max_context is not None and max_context - num_read < budget:
+            budget, reason = max_context - num_read, "context"
+        if budget < 1:
+            self._ended_by = reason
+            said = (
+                f"the conversation has used up its {self._sampling.max_new_tokens} tokens (max_completion_length)"
+                if reason == "length"
+                else f"the conversation has {num_read} tokens, and the model has {max_context} positions"
+            )
+            raise BadRequest(said, code="context_length_exceeded")
+        return budget, reason
+
+    def _cut(self, sample: Sample, stop: Sequence[str]) -> tuple[list[int], bool]:
+        """The ids up to the token that completes a stop text, and whether there is one. The others were never used, and
+        the first ones are a sample of the policy with or without them."""
+        tokenizer = self._rollouts.prompt_maker.tokenizer
+        if not stop or not _has_stop(tokenizer.decode(sample.ids, skip_special_tokens=False), stop):
+            return sample.ids, False
+        low, high = 1, len(sample.ids)
+        while low < high:  # the first length whose text has a stop text
+            middle = (low + high) // 2
+            text = tokenizer.decode(sample.ids[:middle], skip_special_tokens=False)
+            low, high = (low, middle) if _has_stop(text, stop) else (middle + 1, high)
+        return sample.ids[:low], True
+
+    def _rollout(self, outcome: Outcome) -> Rollout:
+        """The row of all branches, and the reward that the program gave."""
+        branches = [branch for branch in self._conversations.branches if branch.ids]
+        problem, reason = self._ending(outcome, bool(branches))
+        reward: Reward = None
+        if reason != "error":
+            order = [number for branch in branches for number in branch.requests]
+            try:
+                value = None if outcome.error is not None else outcome.value
+                reward, parts = self._session.rewards(value, order)
+                self._rollouts.note_parts(parts)
+            except TypeError as error:
+                problem, reason = str(error), "error"
+        starts = [0, *accumulate(len(branch.ids) for branch in branches)]
+        first, said = self._first_messages or [], self._conversations.last
+        num_shared = next((i for i, (a, b) in enumerate(zip(first, said)) if a != b), min(len(first), len(said)))
+        ids, versions = _joined(branches, "ids"), _joined(branches, "versions")
+        # A program that completes plain text has no messages; its prompt is the data set's.
+        row = {**self._data, "prompt": first} if first else self._data
+        (text,) = self._rollouts.texts([ids])
+        return Rollout(
+            prompt=Prompt(branches[0].context if branches else [], row, self._group),
+            index=self._row,
+            completion_ids=ids,
+            finish_reason=reason,
+            completion=text if isinstance(row["prompt"], str) else said[num_shared:],
+            text=text,
+            sampled=_joined(branches, "sampled"),
+            sampling_logprobs=_joined(branches, "logprobs"),
+            sampling_entropy=_joined(branches, "entropies"),
+            **versions_of(versions, self._step),
+            environment_rewards={self._rollouts.reward_name: reward},
+            branches=tuple(Branch(start, tuple(b.context)) for start, b in zip(starts[1:], branches[1:])),
+            trace=Trace(self._conversations.num_answered, [], self._wait_s, self._hidden_s, problem),
+        )
+
+    def _ending(self, outcome: Outcome, has_tokens: bool) -> tuple[str, FinishReason]:
+        """What went wrong, if anything, and why the rollout ended."""
+        problem = "" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
+        if outcome.timed_out:
+            problem = f"the agent had not returned after agent_timeout_s={self._rollouts.options.timeout_s:g} seconds"
+        if has_tokens and self._ended_by is not None and not outcome.timed_out:
+            return problem, self._ended_by
+        if problem or not has_tokens:
+            return problem or "the agent returned without a request that was answered", "error"
+        return "", "eos"
+
+
+def _positional(agent: Callable[..., Any]) -> Callable[..., Any]:
+    """The agent as a function of `row` and `session`, async if it is."""
+    from groupgrad.concurrency.callables import is_async
+
+    if is_async(agent):
+
+        async def call_async(row: Any, session: Any) -> Any:
+            return await agent(row, session)
+
+        return call_async
+
+    def call(row: Any, session: Any) -> Any:
+        return agent(row, session)
+
+    return call
+
+
+def _joined(branches: Sequence[Any], name: str) -> list[Any]:
+    return [value for branch in branches for value in getattr(branch, name)]
+
+
+def _has_stop(text: str, stop: Sequence[str]) -> bool:
+    return any(one in text for one in stop)
+
+
+def _before_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop text, which OpenAI's API leaves out."""
+    return text[: min((place for one in stop if (place := text.find(one)) >= 0), default=len(text))]
+
+
+def _seed(seed: int, digest: bytes, number: int) -> int:
+    """Seed of an answer's random stream, by what it continues: the order of parallel requests does not matter."""
+    named = hashlib.blake2b(f"{seed}/{digest.hex()}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(named, "big") >> 1

@@ -1,0 +1,171 @@
+"""What a program gets of its rollout: an address, a key, ready clients, and a place for rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from groupgrad.integrations.agents.wire import MODEL, Answer, BadRequest, Question
+from groupgrad.types import Reward
+
+
+@dataclass(slots=True, frozen=True)
+class Asking:
+    """A question that waits for its answer."""
+
+    question: Question
+    answer: Future[Answer]
+
+
+class Clients:
+    """The `openai` clients of an address. Making one takes up to 50 ms, so sessions share those of a thread's loop."""
+
+    def __init__(self, base_url: str, timeout_s: float):
+        # The deadline is the rollout's; a client's own retries would ask again for what is being sampled.
+        self._options = {"base_url": base_url, "timeout": timeout_s, "max_retries": 0, "api_key": "none"}
+        self._lock = threading.Lock()
+        self._plain: Any = None
+        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
+
+    def plain(self, **options: Any) -> Any:
+        """An `openai.OpenAI` client."""
+        from openai import OpenAI
+
+        with self._lock:
+            self._plain = self._plain or OpenAI(**self._options)
+        return self._plain.with_options(**options)
+
+    def on_loop(self, **options: Any) -> Any:
+        """An `openai.AsyncOpenAI` client for the running event loop, to which its connections belong."""
+        from openai import AsyncOpenAI
+
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._by_loop:
+                self._by_loop[loop] = AsyncOpenAI(**self._options)
+            return self._by_loop[loop].with_options(**options)
+
+
+class AgentSession:
+    """One rollout, as its program sees it.
+
+    `base_url`, `api_key` and `model` are for any client of OpenAI's API; `env` has them as environment variables, for
+    child processes. All requests with this key belong to this rollout. Thread-safe.
+    """
+
+    def __init__(self, base_url: str, api_key: str, clients: Clients):
+        self.base_url, self.api_key, self.model = base_url, api_key, MODEL
+        self._clients = clients
+        self._lock = threading.Lock()
+        self._askings: deque[Asking | None] = deque()
+        self._waiter: Future[Asking | None] | None = None
+        self._has_ended = False
+        self._rewards: list[tuple[float, str | None, int | None]] = []
+        self.num_answered = 0
+        """Requests that the model has answered so far."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment variables that clients read: `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_API_BASE`."""
+        url = self.base_url
+        return {"OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": self.api_key}
+
+    def openai(self, **options: Any) -> Any:
+        """An `openai.OpenAI` client of this session; `options` are those of the client."""
+        return self._clients.plain(**{"api_key": self.api_key, **options})
+
+    def async_openai(self, **options: Any) -> Any:
+        """An `openai.AsyncOpenAI` client of this session. RuntimeError where no event loop runs."""
+        return self._clients.on_loop(**{"api_key": self.api_key, **options})
+
+    def log_reward(self, value: float, name: str | None = None, *, turn: int | None = None) -> None:
+        """Adds to the rollout's reward. A `name` makes it a metric of its own, too.
+
+        `turn` credits it to one answered request, 0 for the first (`num_answered - 1` is the last one). ValueError for
+        a number that is not finite or a turn that is not there.
+        """
+        if isinstance(value, str) or not math.isfinite(value):
+            raise ValueError(f"log_reward got {value!r}; a reward is a finite number")
+        if turn is not None and not 0 <= turn < self.num_answered:
+            raise ValueError(f"log_reward got turn={turn}; the model has answered {self.num_answered} requests")
+        with self._lock:
+            self._rewards.append((float(value), name, turn))
+
+    # ------------------------------------------------------------------------------------------- for the rollout
+
+    def ask(self, question: Question) -> Future[Answer]:
+        """Asks for a completion."""
+        answer: Future[Answer] = Future()
+        self._push(Asking(question, answer))
+        return answer
+
+    def next_asking(self) -> Future[Asking | None]:
+        """The next question; None once the program has ended. One caller at a time."""
+        waiter: Future[Asking | None] = Future()
+        with self._lock:
+            if not self._askings:
+                self._waiter = waiter
+                return waiter
+            item = self._askings.popleft()
+        waiter.set_result(item)
+        return waiter
+
+    def end(self) -> None:
+        """Takes no more questions."""
+        self._push(None)
+
+    def _push(self, item: Asking | None) -> None:
+        with self._lock:
+            if self._has_ended:
+                if item is None:
+                    return
+                raise BadRequest("this session has ended: its program returned or ran out of time", status=409)
+            self._has_ended = item is None
+            waiter, self._waiter = self._waiter, None
+            if waiter is None:
+                self._askings.append(item)
+        if waiter is not None:
+            waiter.set_result(item)
+
+    def rewards(self, returned: Any, order: list[int]) -> tuple[Reward, dict[str, float]]:
+        """The rollout's reward from what the program returned and logged, and its named parts.
+
+        `order` has, for each turn of the row, the number of its request. TypeError for what is no reward.
+        """
+        parts: dict[str, float] = {}
+        total: float | None = None
+        by_turn: list[float | None] = [None] * len(order)
+        if isinstance(returned, Mapping):
+            logged = [(_number(value), str(name), None) for name, value in returned.items() if value is not None]
+        else:
+            logged = [] if returned is None else [(_number(returned), None, None)]
+        with self._lock:
+            logged += self._rewards
+        for value, name, turn in logged:
+            if name is not None:
+                parts[name] = parts.get(name, 0.0) + value
+            if turn is None:
+                total = (total or 0.0) + value
+            elif turn in order:  # else the rollout ended before its answer
+                place = order.index(turn)
+                by_turn[place] = (by_turn[place] or 0.0) + value
+        if all(value is None for value in by_turn):
+            return total, parts
+        if total is not None:
+            by_turn[-1] = (by_turn[-1] or 0.0) + total
+        return by_turn, parts
+
+
+def _number(value: Any) -> float:
+    """A reward as a float; TypeError for anything else."""
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise TypeError(f"the agent returned {value!r}; return a finite number, a dict of numbers by name, or None")
+    return float(number)

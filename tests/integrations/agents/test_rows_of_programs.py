@@ -1,0 +1,417 @@
+"""Programs over the real address and engine: every token and log-prob is that of a plain pass over what they read."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from openai import APIStatusError
+from scripted_agents import with_tools
+
+from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.errors import ConfigError, RolloutError
+from groupgrad.types import Rollout
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]},
+    },
+}
+
+
+@pytest.fixture
+def make_programs(
+    tmp_path: Path, make_model: Any, make_tokenizer: Any
+) -> Callable[..., tuple[GRPOTrainer, list[Rollout]]]:
+    """A trainer of a program, and the list that its training rollouts come to."""
+
+    def make(
+        agent: Any, *, budget: int = 200, reward_funcs: Any = None, **config: Any
+    ) -> tuple[GRPOTrainer, list[Rollout]]:
+        settings: dict[str, Any] = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "report_to": "none",
+            "save_strategy": "no",
+            "per_device_train_batch_size": 4,
+            "num_generations": 2,
+            "max_completion_length": budget,
+            "max_steps": 1,
+            "logging_steps": 1,
+            "disable_tqdm": True,
+            "agent_timeout_s": 60,
+        }
+        trainer = GRPOTrainer(
+            model=make_model(max_position_embeddings=4096),
+            processing_class=with_tools(make_tokenizer()),
+            agent=agent,
+            reward_funcs=reward_funcs,
+            args=GRPOConfig(**settings | config),
+            train_dataset=Dataset.from_list([{"prompt": "?", "number": n} for n in range(4)]),
+        )
+        found: list[Rollout] = []
+        trainer.on_experience = lambda experience: found.extend(experience.rollouts)
+        return trainer, found
+
+    return make
+
+
+def contexts(rollout: Rollout) -> list[list[int]]:
+    """What the model read before each token of the completion."""
+    branches = list(rollout.branches)
+    found, before = [], list(rollout.prompt.ids)
+    for place, token in enumerate(rollout.completion_ids):
+        if branches and branches[0].start == place:
+            before = list(branches.pop(0).context)
+        found.append(list(before))
+        before.append(token)
+    return found
+
+
+def assert_exact(model: Any, rollout: Rollout) -> None:
+    """Log-probs and entropies of the row are those of plain passes in float64."""
+    assert rollout.sampled is not None and rollout.sampling_logprobs is not None
+    model = model.double()
+    for place, context in enumerate(contexts(rollout)):
+        if not rollout.sampled[place]:
+            continue
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([context])).logits[0, -1]
+        logprobs = logits.log_softmax(-1)
+        assert rollout.sampling_logprobs[place] == pytest.approx(
+            float(logprobs[rollout.completion_ids[place]]), abs=1e-4
+        )
+    model.float()
+
+
+class Wanderer:
+    """Plays one of several moves a turn, as a stream of random numbers says. `seen` has what it asked and got."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[tuple[list[dict[str, Any]], list[str]]]] = {}
+
+    async def __call__(self, row: dict[str, Any], session: Any) -> float:
+        client, dice = session.async_openai(), random.Random(f"{row['number']}/{session.api_key}")
+        asked = self.seen.setdefault(session.api_key, [])
+
+        async def ask(messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+            answer = await client.chat.completions.create(
+                model=session.model, messages=messages, max_tokens=dice.randint(1, 6), logprobs=True, **options
+            )
+            choices = answer.choices
+            for choice in choices:
+                asked.append((messages, [entry.token for entry in choice.logprobs.content]))
+            return choices[0].message.model_dump(exclude_none=True)
+
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"{row['number']}?"}]
+        for _ in range(6):
+            move = dice.choice(["go on", "go on", "again", "drop", "edit", "both", "sub", "two"])
+            if move == "go on":
+                messages = [*messages, await ask(messages), {"role": "user", "content": f"{dice.randint(0, 9)}+"}]
+            elif move == "again":  # the same question
+                await ask(messages)
+            elif move == "drop" and len(messages) > 2:
+                messages = messages[2:]
+            elif move == "edit" and len(messages) > 2:
+                messages = [{"role": "user", "content": "1+1="}, *messages[1:]]
+            elif move == "both":  # two questions at once behind the same history
+                ends = [{"role": "user", "content": text} for text in ("2", "3")]
+                await asyncio.gather(*(ask([*messages[:-1], end]) for end in ends))
+            elif move == "sub":  # a sub-agent with a system prompt of its own
+                await ask([{"role": "system", "content": "7"}, {"role": "user", "content": "8"}])
+            elif move == "two":
+                await ask(messages, n=2)
+        messages = [*messages, await ask(messages)]
+        return float(len(messages))
+
+
+def test_random_programs_have_exact_rows(make_programs: Any) -> None:
+    agent = Wanderer()
+    trainer, found = make_programs(agent, per_device_train_batch_size=8, num_generations=4, seed=3)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    assert len(found) == 8 and sum(len(rollout.branches) for rollout in found) > 8
+    trainer.model.load_state_dict(before)
+    tokenizer = trainer.processing_class
+    asked = sorted(len(tokens) for session in agent.seen.values() for _, tokens in session)
+    assert asked == sorted(end - start for rollout in found for start, end in rollout.turns)
+    for rollout in found:
+        assert_exact(trainer.model, rollout)
+        (session,) = [  # the requests of this rollout, by what was sampled
+            requests
+            for requests in agent.seen.values()
+            if sorted("".join(tokens) for _, tokens in requests)
+            == sorted(tokenizer.decode(rollout.completion_ids[start:end]) for start, end in rollout.turns)
+        ]
+        # Each request was answered from what its messages render to; texts and ids of this tokenizer are one to one.
+        read = sorted(plain(tokenizer, contexts(rollout)[start]) for start, _ in rollout.turns)
+        assert read == sorted(plain(tokenizer, rendered(tokenizer, messages)) for messages, _ in session)
+
+
+def plain(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))["input_ids"]
+
+
+# --- what programs may do, and what becomes of those that fail ---
+
+
+def ask(session: Any, *messages: dict[str, Any], **options: Any) -> Any:
+    return session.openai().chat.completions.create(model="any name", messages=list(messages), **options)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_a_plain_function_its_reward_and_the_messages_of_reward_functions(make_programs: Any) -> None:
+    read: list[Any] = []
+
+    def look(completions: Any, prompts: Any, number: Any, **_: Any) -> list[float]:
+        read.extend(zip(prompts, completions, number))
+        return [0.5] * len(completions)
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        first = ask(session, user("a"), max_tokens=4).choices[0].message.model_dump(exclude_none=True)
+        ask(session, user("a"), first, user("b"), max_tokens=4)
+        return float(row["number"])
+
+    trainer, found = make_programs(solve, reward_funcs=look)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["rewards/look/mean"] == 0.5 and "rewards/solve/mean" in log and log["rollouts/turns"] == 2
+    assert log["sampling/logp_mismatch"] == pytest.approx(0.0, abs=1e-6)
+    for prompt, completion, _ in read:
+        assert prompt == [user("a")] and [message["role"] for message in completion] == [
+            "assistant",
+            "user",
+            "assistant",
+        ]
+    assert all(not rollout.branches and len(rollout.turns) == 2 for rollout in found)
+
+
+def test_rewards_by_name_and_by_turn(make_programs: Any) -> None:
+    def solve(row: dict[str, Any], session: Any) -> dict[str, float]:
+        ask(session, user("a"), max_tokens=4)
+        session.log_reward(0.25, "early", turn=0)
+        ask(session, user("b"), max_tokens=4)
+        session.log_reward(1.0)
+        with pytest.raises(ValueError, match="has answered 2 requests"):
+            session.log_reward(1.0, turn=2)
+        return {"late": 2.0, "none": None}
+
+    trainer, found = make_programs(solve, advantage_estimator="turn_returns")
+    trainer.train()
+    assert [rollout.environment_rewards for rollout in found] == [{"solve": [0.25, 3.0]}] * 4
+    log = trainer.state.log_history[0]
+    assert (log["rewards/solve/early"], log["rewards/solve/late"], log["rewards/solve/mean"]) == (0.25, 2.0, 3.25)
+    assert [len(rollout.branches) for rollout in found] == [1] * 4
+
+
+def test_tools_stop_texts_and_streams(make_programs: Any, monkeypatch: Any) -> None:
+    heard: list[Any] = []
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        first = ask(session, user("a"), max_tokens=8, tools=[SCHEMA]).choices[0].message
+        call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+        said = {"role": "assistant", "content": first.content, "tool_calls": [call]}
+        ask(
+            session,
+            user("a"),
+            said,
+            {"role": "tool", "tool_call_id": "c1", "content": "7"},
+            max_tokens=4,
+            tools=[SCHEMA],
+        )
+        whole = ask(session, user("s"), max_tokens=30).choices[0].message.content
+        cut = ask(session, user("s"), max_tokens=30, stop=list("0123456789+=")).choices[0]
+        events = list(ask(session, user("t"), max_tokens=4, stream=True, stream_options={"include_usage": True}))
+        heard.append((whole, cut, "".join(e.choices[0].delta.content or "" for e in events[:-1]), events[-1].usage))
+        text = session.openai().completions.create(model="m", prompt="1+1=", max_tokens=3, logprobs=1)
+        assert len(text.choices[0].logprobs.token_logprobs) == text.usage.completion_tokens <= 3
+        assert [model.id for model in session.openai().models.list()] == ["policy"]
+        return 1.0
+
+    trainer, found = make_programs(solve)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    trainer.model.load_state_dict(before)
+    for rollout in found:
+        assert rollout.trace is not None and rollout.trace.num_turns == 6
+        assert_exact(trainer.model, rollout)
+    for _, cut, _, usage in heard:
+        assert not set(cut.message.content) & set("0123456789+=")
+        assert cut.finish_reason in ("stop", "length") and usage.completion_tokens <= 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"temperature": 0.3}, "temperature=0.3, and the policy samples at temperature=1"),
+        ({"top_p": 0.5}, "agent_sampling='policy'"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5 cannot be honoured"),
+        ({"response_format": {"type": "json_object"}}, "ask for the format in the prompt"),
+        ({"tool_choice": "required", "tools": [SCHEMA]}, "tool_choice='required' cannot be honoured"),
+        ({"max_tokens": 0}, "max_tokens=0 is no positive"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], said: str, make_programs: Any) -> None:
+    errors: list[str] = []
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        with pytest.raises(APIStatusError) as error:
+            ask(session, user("a"), **{"max_tokens": 2, **options})
+        errors.append(error.value.message)
+        ask(session, user("a"), max_tokens=2)
+        return 1.0
+
+    trainer, _ = make_programs(solve)
+    trainer.train()
+    assert len(errors) == 4 and all(said in error for error in errors)
+
+
+def test_an_image_and_a_foreign_key_are_refused(make_programs: Any) -> None:
+    import openai
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        with pytest.raises(APIStatusError, match="'image_url' cannot be read"):
+            ask(session, {"role": "user", "content": [image]})
+        with pytest.raises(openai.AuthenticationError, match="opens no session"):
+            session.openai(api_key="another").models.list()
+        ask(
+            session,
+            {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]},
+            max_tokens=2,
+        )
+        return 1.0
+
+    trainer, found = make_programs(solve)
+    trainer.train()
+    assert found[0].prompt.row["prompt"] == [user("1\n2")]
+
+
+def test_another_temperature_may_be_sampled_as_the_policy(make_programs: Any, caplog: Any) -> None:
+    def solve(row: dict[str, Any], session: Any) -> float:
+        ask(session, user("a"), max_tokens=2, temperature=0.0)
+        return 1.0
+
+    trainer, found = make_programs(solve, agent_sampling="policy")
+    trainer.train()
+    assert len(found) == 4 and caplog.text.count("asks for temperature=0") == 1
+    with pytest.raises(ConfigError, match="agent_sampling='maybe'"):
+        make_programs(solve, agent_sampling="maybe")
+
+
+def test_a_budget_that_is_used_up(make_programs: Any) -> None:
+    """The program is told as OpenAI's API tells it, and the rollout is truncated, not failed, if that ends it."""
+    codes: list[Any] = []
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        messages = [user("a")]
+        while True:
+            try:
+                said = ask(session, *messages).choices[0].message.model_dump(exclude_none=True)
+            except APIStatusError as error:
+                codes.append(error.code)
+                raise
+            messages = [*messages, said, user("b")]
+
+    trainer, found = make_programs(solve, budget=40)
+    trainer.train()
+    assert codes == ["context_length_exceeded"] * 4
+    assert [rollout.finish_reason for rollout in found] == ["length"] * 4
+    assert all(len(rollout.completion_ids) <= 40 for rollout in found)
+    assert all(rollout.environment_rewards == {"solve": None} for rollout in found)
+
+
+def test_a_program_that_never_answers_is_named_and_ends_at_its_deadline(make_programs: Any, caplog: Any) -> None:
+    stop = threading.Event()
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        ask(session, user("a"), max_tokens=2)
+        if row["number"] == 0:
+            stop.wait(30)
+        return 1.0
+
+    trainer, found = make_programs(solve, agent_timeout_s=3.0, per_device_train_batch_size=8)
+    began = time.monotonic()
+    trainer.train()
+    stop.set()
+    assert time.monotonic() - began < 25
+    failed = [rollout for rollout in found if rollout.finish_reason == "error"]
+    assert [rollout.prompt.row["number"] for rollout in failed] == [0, 0]
+    assert all("agent_timeout_s=3" in rollout.trace.problem for rollout in failed)
+    assert "agent of row" in caplog.text
+
+
+def test_programs_that_fail_or_return_no_reward(make_programs: Any) -> None:
+    def solve(row: dict[str, Any], session: Any) -> Any:
+        if row["number"] == 0:
+            raise KeyError("lost")
+        ask(session, user("a"), max_tokens=2)
+        return "good" if row["number"] == 1 else 1.0
+
+    trainer, found = make_programs(solve, per_device_train_batch_size=8)
+    trainer.train()
+    problems = {rollout.prompt.row["number"]: rollout.trace.problem for rollout in found}
+    assert "KeyError: 'lost'" in problems[0] and "the agent returned 'good'" in problems[1] and problems[2] == ""
+
+
+def test_a_step_of_which_most_programs_fail_ends_the_run(make_programs: Any) -> None:
+    trainer, _ = make_programs(lambda row, session: 1.0)
+    with pytest.raises(RolloutError, match="without a request that was answered"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"agent": 3}, "agent is a int"),
+        ({"agent": lambda row: 1.0}, r"two arguments, \(row, session\)"),
+        ({"agent": lambda row, session: 1.0, "tools": [len]}, "tools cannot be given with it"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_sampled(
+    arguments: Any, said: str, make_model: Any, make_tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        GRPOTrainer(
+            model=make_model(),
+            processing_class=make_tokenizer(),
+            args=GRPOConfig(output_dir=str(tmp_path), use_cpu=True),
+            train_dataset=Dataset.from_list([{"prompt": "?"}] * 8),
+            **arguments,
+        )
+
+
+def test_a_thousand_sessions_are_open_at_once(make_programs: Any) -> None:
+    most, open_now = 0, 0
+
+    async def solve(row: dict[str, Any], session: Any) -> float:
+        nonlocal most, open_now
+        open_now += 1
+        most = max(most, open_now)
+        await session.async_openai().chat.completions.create(model="m", messages=[user("a")], max_tokens=1)
+        while most < 1000:
+            await asyncio.sleep(0.01)
+        open_now -= 1
+        return 1.0
+
+    trainer, found = make_programs(solve, per_device_train_batch_size=1000, num_generations=250)
+    trainer.train()
+    assert most == 1000 and len(found) == 1000 and all(rollout.finish_reason != "error" for rollout in found)
