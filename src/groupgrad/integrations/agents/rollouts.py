@@ -126,9 +126,9 @@ class ProgramRollouts(RolloutSource):
         """Requests and branches of a rollout, the named parts of its reward, and why rollouts ended."""
         traces = [rollout.trace for rollout in rollouts if rollout.trace is not None]
         names = dict.fromkeys(name for parts in self._parts for name in parts)
-        count, reasons = len(rollouts), ("eos", "length", "context", "error")
+        count = len(rollouts)
         return {
-            **ending_metrics(rollouts, reasons),
+            **ending_metrics(rollouts, ("eos", "length", "context", "error")),
             "rollouts/turns": mean_of(sum(trace.num_turns for trace in traces), count),
             "rollouts/branches": mean_of(sum(len(rollout.branches) for rollout in rollouts), count),
             **{
