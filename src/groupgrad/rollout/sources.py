@@ -42,6 +42,16 @@ class RolloutComponents:
     """The user's agent, a program that talks to an address. It excludes the others."""
 
     @property
+    def makes_prompts(self) -> bool:
+        """Environments or a program begin conversations, so a row needs no prompt."""
+        return self.environments is not None or self.program is not None
+
+    @property
+    def renders_prompts(self) -> bool:
+        """Prompts go to the model as the data set has them."""
+        return self.function is None and self.chat is None and self.program is None
+
+    @property
     def reward_names(self) -> list[str]:
         """Classes of environments that compute rewards of their own, or the name of a program."""
         if self.program is not None:

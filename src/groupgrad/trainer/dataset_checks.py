@@ -136,7 +136,7 @@ def rows_for_environment(environment_factory: Any, plan: GenerationPlan, config:
 
 
 def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_components: RolloutComponents) -> None:
-    """Refuses a data set whose rows cannot be used; environments may begin without a prompt."""
+    """Refuses a data set whose rows cannot be used; environments and programs may begin without a prompt."""
     if taken := [column for column in column_names(dataset) if column in {*STANDARD_ARGUMENTS} - {*HIDDEN_COLUMNS}]:
         raise ValueError(
             f"{name} has the column {taken[0]!r}, a name under which reward functions get something else from the "
@@ -146,8 +146,8 @@ def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_compo
         dataset,
         name,
         prompt_maker,
-        may_lack_prompts=rollout_components.environments is not None,
-        renders=rollout_components.function is None and rollout_components.chat is None,
+        may_lack_prompts=rollout_components.makes_prompts,
+        renders=rollout_components.renders_prompts,
     )
     rollout_components.check_dataset(dataset, name)
 

@@ -58,7 +58,7 @@ def make_programs(
             agent=agent,
             reward_funcs=reward_funcs,
             args=GRPOConfig(**settings | config),
-            train_dataset=Dataset.from_list([{"prompt": "?", "number": n} for n in range(4)]),
+            train_dataset=Dataset.from_list([{"number": n} for n in range(4)]),
         )
         found: list[Rollout] = []
         trainer.on_experience = lambda experience: found.extend(experience.rollouts)

@@ -335,7 +335,7 @@ class _Program:
         num_shared = next((i for i, (a, b) in enumerate(zip(first, said)) if a != b), min(len(first), len(said)))
         ids, versions = _joined(branches, "ids"), _joined(branches, "versions")
         # A program that completes plain text has no messages; its prompt is the data set's.
-        row = {**self._data, "prompt": first} if first else self._data
+        row = {**self._data, "prompt": first or self._data.get("prompt", "")}
         (text,) = self._rollouts.texts([ids])
         return Rollout(
             prompt=Prompt(branches[0].context if branches else [], row, self._group),
