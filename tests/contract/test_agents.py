@@ -87,6 +87,21 @@ def test_an_environments_own_reward_needs_no_function(make_agents: Any, calling:
     assert log["reward"] == pytest.approx(0.5 * log["rewards/longer/mean"] + log["rewards/Counter/mean"])
 
 
+def test_the_rewards_of_environments_stay_in_an_evaluation_with_functions_of_its_own(
+    make_agents: Any, calling: Any
+) -> None:
+    calling(lambda n: call("add", step=n))
+    arguments = {"environment_factory": Counter, "reward_funcs": longer, "eval_dataset": chats({}, {})}
+    shown = {}
+    for functions in ([lambda completion_ids, **kwargs: [0.5] * len(completion_ids)], []):
+        trainer = make_agents({"reward_weights": [9.0]}, **arguments, eval_reward_funcs=functions)
+        metrics = trainer.evaluate()
+        assert trainer.eval_rewards.names[-1] == "Counter" and trainer.rewards.names == ["longer", "Counter"]
+        assert "eval_rewards/longer/mean" not in metrics
+        shown[len(functions)] = metrics["eval_reward"], metrics["eval_rewards/Counter/mean"]
+    assert shown[1][0] == shown[1][1] + 0.5 and shown[0][0] == shown[0][1] > 0
+
+
 class Judged(Counter):
     def get_reward(self) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
         return -1.0

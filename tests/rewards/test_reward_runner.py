@@ -349,7 +349,7 @@ def test_unscored_rows_are_reported_once_and_columns_belong_to_one_call(make_rol
 @pytest.mark.parametrize(
     ("functions", "classes", "error", "message"),
     [
-        ([], None, ValueError, r"reward_funcs=\[\]: without a reward there is nothing to learn"),
+        ([], None, ValueError, r"reward_funcs=\[\]: completions need a reward"),
         ([length, 3], None, TypeError, r"reward_funcs contains 3 \(int\), which cannot be called"),
         (None, None, TypeError, r"contains None"),
         (dict, None, TypeError, "<class 'dict'> .*cannot be called with completions; give functions"),

@@ -22,7 +22,7 @@ import torch
 
 from groupgrad.errors import RewardError
 from groupgrad.rewards import accuracy_reward, supervision
-from groupgrad.rewards.reward_runner import RewardRunner
+from groupgrad.rewards.reward_runner import RewardRunner, check_failure_names
 from groupgrad.rewards.supervision import SupervisionOptions
 
 
@@ -166,7 +166,7 @@ def test_what_failures_mean_is_said_by_name(make):
     with pytest.raises(RewardError, match=r"'bad_async' failed at step 0.*KeyError"):
         make([bad, bad_async], on_failure={"bad": None}).score()
     with pytest.raises(ValueError, match="on_reward_failure names 'worse', and the reward functions are 'bad'"):
-        make(bad, on_failure={"worse": None})
+        check_failure_names(SupervisionOptions(on_failure={"worse": None}), make(bad).runner.function_names)
     with pytest.raises(RewardError, match="it returned 1 rewards for 2"):  # a fault of the function, not of a call
         make(lambda completions: [1.0], on_failure=None).score()
 

@@ -16,7 +16,7 @@ from groupgrad.spelling import nearest
 TRAINER_ARGUMENTS = (
     *("model", "reward_funcs", "train_dataset", "eval_dataset", "processing_class", "reward_processing_classes"),
     *("callbacks", "optimizers", "quantization_config", "peft_config", "tools", "rollout_func", "environment_factory"),
-    *("agent", "response_parser", "tokenizer", "reward_fn", "reward_model"),
+    *("agent", "response_parser", "eval_reward_funcs", "tokenizer", "reward_fn", "reward_model"),
 )
 """Arguments of `GRPOTrainer` that are no settings."""
 

@@ -34,6 +34,8 @@ class RewardModelOptions:
     """Maximum tokens of a forward pass, padding included; a longer text gets a pass of its own."""
     offload: bool = False
     """Keep the weights in host memory between calls."""
+    argument: str = "reward_funcs"
+    """The trainer's argument that names the models, for messages."""
 
     @property
     def trusts(self) -> bool:
@@ -67,12 +69,12 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
         )
     kwargs |= {"num_labels": 1, "trust_remote_code": options.trusts, "output_loading_info": True}
     if (why := missing_because(name)) is not None:
-        raise ValueError(_not_loaded(name, why))
+        raise ValueError(_not_loaded(name, why, options.argument))
     try:
         with loading_unsharded():
             model, loading_info = AutoModelForSequenceClassification.from_pretrained(name, **kwargs)
     except OSError as error:
-        raise OSError(_not_loaded(name, error)) from error
+        raise OSError(_not_loaded(name, error, options.argument)) from error
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise ValueError(
@@ -82,9 +84,9 @@ def load_model(name: str, options: RewardModelOptions) -> nn.Module:
     return model
 
 
-def _not_loaded(name: str, why: object) -> str:
+def _not_loaded(name: str, why: object, argument: str) -> str:
     return (
-        f"reward_funcs has {name!r}, a text, which stands for a sequence-classification model, and it cannot be "
+        f"{argument} has {name!r}, a text, which stands for a sequence-classification model, and it cannot be "
         f"loaded: {why}; correct the name, or give the function itself"
     )
 

@@ -47,7 +47,7 @@ class RewardRunner:
     single item, or a list as long as the items, in which entries of callables are ignored. `environment_names` names
     the rewards that rollouts bring along (`Rollout.environment_rewards`): they become further columns of the table, and
     with them `reward_funcs` may be empty. `supervision` has deadlines, worker processes, retries, and what a failure
-    means.
+    means; whether the names in it exist is for `check_failure_names`, since another runner may have some of them.
     ValueError or TypeError for arguments that cannot work.
     """
 
@@ -62,12 +62,12 @@ class RewardRunner:
     ):
         given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         items: list[Any] = [folder_as_text(item) for item in given]
-        if not items and not environment_names:
-            raise ValueError("reward_funcs=[]: without a reward there is nothing to learn; give at least one function")
-        tokenizers = _align(processing_classes, len(items))
         options = models or RewardModelOptions()
+        if not items and not environment_names:
+            raise ValueError(f"{options.argument}=[]: completions need a reward; give at least one function")
+        tokenizers = _align(processing_classes, len(items))
         for item in items:  # all of them before the first model is loaded
-            _check(item)
+            _check(item, options.argument)
         self._scorers = [_scorer(item, tokenizer, options) for item, tokenizer in zip(items, tokenizers)]
         self._environment_names = tuple(environment_names)
         self.names: list[str] = distinct_names([*(scorer.name for scorer in self._scorers), *environment_names])
@@ -79,7 +79,6 @@ class RewardRunner:
         """Decodes turns for the argument `raw_completions`."""
         self.supervision = supervision or SupervisionOptions()
         self._functions = [scorer for scorer in self._scorers if isinstance(scorer, RewardFunction)]
-        _check_failure_names(self.supervision, [function.name for function in self._functions])
         self._calls = FunctionCalls(self._functions, self.supervision)
         self._statistics = {function.name: CallStatistics() for function in self._functions}
         self._logs_calls = self.supervision.is_active
@@ -90,6 +89,11 @@ class RewardRunner:
     def functions(self) -> list[Any]:
         """The reward functions and models as they are called."""
         return [scorer.model if isinstance(scorer, RewardModel) else scorer.call for scorer in self._scorers]
+
+    @property
+    def function_names(self) -> list[str]:
+        """The names of the reward functions, without those of models and environments."""
+        return [function.name for function in self._functions]
 
     @property
     def origins(self) -> list[str]:
@@ -300,23 +304,23 @@ def _align(processing_classes: Any, count: int) -> list[Any]:
     return classes
 
 
-def _check(item: Any) -> None:
-    """ValueError or TypeError for an item that is neither callable nor the name of a model."""
+def _check(item: Any, argument: str) -> None:
+    """ValueError or TypeError for an item of `argument` that is neither callable nor the name of a model."""
     if isinstance(item, str):
         if item in REWARD_FUNCTIONS:
             raise ValueError(
-                f"reward_funcs={item!r}: a text is the name of a reward model, but this is a function of "
+                f"{argument}={item!r}: a text is the name of a reward model, but this is a function of "
                 "groupgrad.rewards; give the function itself"
             )
     elif isinstance(item, type) or not callable(item):
         raise TypeError(
-            f"reward_funcs contains {item!r} ({type(item).__name__}), which cannot be called with completions; give "
+            f"{argument} contains {item!r} ({type(item).__name__}), which cannot be called with completions; give "
             "functions, callable objects, sequence-classification models or the names of such models"
         )
 
 
-def _check_failure_names(supervision: SupervisionOptions, names: list[str]) -> None:
-    """ValueError if what a failure means is said of a function that does not exist."""
+def check_failure_names(supervision: SupervisionOptions, names: Sequence[str]) -> None:
+    """ValueError if what a failure means is said of a function that is none of these."""
     named = supervision.on_failure if isinstance(supervision.on_failure, Mapping) else {}
     if unknown := [name for name in named if name not in names]:
         raise ValueError(

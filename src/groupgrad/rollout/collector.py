@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from itertools import pairwise
@@ -21,6 +21,7 @@ from groupgrad.objectives import (
     Advantages,
     Aggregation,
     ScaleRewards,
+    compute_advantages,
     find_estimator,
     reward_metrics,
     reward_spread,
@@ -46,6 +47,22 @@ class ScoringOptions:
     estimator_settings: Any = None
     mask_truncated: bool = False
     """Take the tokens of truncated completions out of the loss."""
+
+    def advantages(
+        self,
+        rewards: torch.Tensor,
+        num_generations: int,
+        lengths: torch.Tensor | None = None,
+        turns: Sequence[Turns] | None = None,
+    ) -> Advantages:
+        """`compute_advantages` of all ranks' (N, R) rewards with these options."""
+        return compute_advantages(
+            *(rewards, self.reward_weights, num_generations, self.scale_rewards, self.aggregation),
+            estimator=self.estimator,
+            settings=self.estimator_settings,
+            lengths=lengths,
+            turns=turns,
+        )
 
 
 @dataclass(slots=True)
@@ -110,8 +127,21 @@ class ExperienceCollector:
         self._taken = {name for name in ("lengths", "turns") if takes_all or name in parameters}
         self.options, self.timings = options, timings
         self._around, self._dynamic = around, dynamic
+        self._others: list[ExperienceCollector] = []
         self._prefetcher, self._sample = prefetcher, prefetcher or self._sample_here
         self._measures_lag = prefetcher is not None and prefetcher.ahead > 0
+
+    def with_rewards(self, rewards: RewardRunner) -> ExperienceCollector:
+        """A collector that samples as this one does and scores by other rewards, each of weight 1; it closes with this.
+
+        No hook of the trainer is called, since those of a subclass are made for its own rewards. The estimator is
+        `group`, since another one may not be for rewards such as these.
+        """
+        options = replace(self.options, reward_weights=rewards.weights, estimator="group", estimator_settings=None)
+        parts = self.rollouts, rewards, options, self.timings, self._prefetcher
+        other = ExperienceCollector(*parts, score=rewards.score, advantages=options.advantages, around=self._around)
+        self._others.append(other)
+        return other
 
     def __call__(
         self, request: GenerationRequest, *, trainer_state: Any, upcoming: Sequence[GenerationRequest] = ()
@@ -192,7 +222,8 @@ class ExperienceCollector:
 
     def close(self) -> None:
         """Releases the engine, tools, environments and reward workers. May be called any number of times."""
-        self.rewards.close_workers()
+        for rewards in (self.rewards, *(other.rewards for other in self._others)):
+            rewards.close_workers()
         if self._prefetcher is not None:
             self._prefetcher.close()
         self.rollouts.close()

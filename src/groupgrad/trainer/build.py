@@ -20,7 +20,6 @@ from groupgrad.config import GRPOConfig
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import eval_sampling_changes, sampling_options
 from groupgrad.config.settings import mapping
-from groupgrad.config.unused_settings import unused_reward_settings
 from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.dist import RankGroup
@@ -339,39 +338,6 @@ def build_completion_log(config: GRPOConfig) -> CompletionLog:
     return log
 
 
-def build_rewards(
-    config: GRPOConfig, reward_funcs: Any, processing_classes: Any, rollout_components: RolloutComponents
-) -> RewardRunner:
-    """The runner of reward functions and reward models. ValueError if there is not one weight for each."""
-    rewards = RewardRunner(
-        reward_funcs,
-        processing_classes,
-        models=component_options.reward_model_options(config),
-        environment_names=rollout_components.reward_names,
-        supervision=component_options.supervision_options(config),
-    )
-    if config.reward_workers > rewards.num_workers:
-        warnings.warn(
-            f"reward_workers={config.reward_workers} starts {rewards.num_workers}: each function runs in one process, "
-            "but async functions, reward models and accuracy rewards, which have processes of their own, in none"
-        )
-    by_name = any(model.is_by_name for model in rewards.models)
-    if unused := unused_reward_settings(config, models=bool(rewards.models), by_name=by_name):
-        warnings.warn(unused)
-    component_options.scoring_options(
-        config, len(rewards.names) - len(rollout_components.reward_names), len(rollout_components.reward_names)
-    )
-    plan = component_options.generation_plan(config)
-    if rewards.has_functions and not plan.samples_whole_groups and dist.is_main():
-        logger.warning(
-            "reward functions see parts of groups: a process samples %d completions of a generation batch, which "
-            "num_generations=%d does not divide; where a function compares the completions of a prompt, make "
-            "per_device_train_batch_size x steps_per_generation (%d x %d) a multiple of it",
-            *(plan.rows_per_rank, plan.num_generations, plan.micro_batch_rows, plan.steps_per_generation),
-        )
-    return rewards
-
-
 def build_components(
     config: GRPOConfig,
     policy: PolicyBundle,
@@ -384,7 +350,8 @@ def build_components(
 ) -> TrainerComponents:
     """Makes the components of a run from the configuration.
 
-    A user's rollout function is called with `trainer`, whose `score_rollouts` and `compute_advantages` serve.
+    A user's rollout function is called with `trainer`, whose `score_rollouts` and `compute_advantages` serve; its
+    `eval_rewards` score evaluations.
     """
     pad_id = int(policy.tokenizer.pad_token_id)
     policy_options = component_options.policy_options(config, prompt_maker.max_context)
@@ -415,7 +382,7 @@ def build_components(
     scoring = component_options.scoring_options(config, len(rewards.names) - num_given, num_given)
     rewards.weights = scoring.reward_weights
     end_ids = (*sampling.eos_ids, *(() if rollout_components.chat is None else rollout_components.chat.end_ids))
-    rewards.texts = CompletionTexts(policy.tokenizer, frozenset(end_ids))
+    rewards.texts = trainer.eval_rewards.texts = CompletionTexts(policy.tokenizer, frozenset(end_ids))
     prefetcher, around = None, nullcontext
     if isinstance(engine, VLLMPolicy):
         ahead, in_flight = config.rollout_ahead, config.vllm_in_flight_updates
@@ -432,7 +399,8 @@ def build_components(
         around=around,
         dynamic=dynamic,
     )
-    evaluator = _evaluator(config, policy, policy_options, forward_options, collector)
+    scored = collector if trainer.eval_rewards is rewards else collector.with_rewards(trainer.eval_rewards)
+    evaluator = _evaluator(config, policy, policy_options, forward_options, scored)
     in_training = replace(forward_options, rank_group=execution.rank_group)
     return TrainerComponents(policy_options, in_training, sampling, scorer, collector, evaluator)
 

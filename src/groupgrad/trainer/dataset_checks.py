@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -23,7 +23,7 @@ from groupgrad.rewards.call_inputs import (
     TRAINER_METRIC_PREFIXES,
     TRAINER_METRICS,
 )
-from groupgrad.rewards.functions import inspect_function
+from groupgrad.rewards.functions import RewardFunction, inspect_function
 from groupgrad.rewards.reward_runner import RewardRunner
 from groupgrad.rollout.sources import RolloutComponents
 from groupgrad.spelling import did_you_mean
@@ -155,25 +155,32 @@ def check_rows(dataset: Any, name: str, prompt_maker: PromptMaker, rollout_compo
 def rows_to_evaluate(trainer: Any, dataset: Any) -> Any:
     """A data set that the trainer's configuration allows to evaluate on, with the columns that it keeps."""
     rollouts = trainer.rollout_components
-    _, dataset = keep_columns(trainer.args, None, dataset, trainer.rewards.functions, rollouts)
+    _, dataset = keep_columns(trainer.args, None, dataset, ([], trainer.eval_rewards.functions), rollouts)
     check_rows(dataset, "eval_dataset", trainer.prompt_maker, rollouts)
     return dataset
 
 
-def check_rewards(rewards: RewardRunner, train: Any, evaluation: Any, rollout_components: RolloutComponents) -> None:
-    """ValueError if reward functions or reward models cannot read the rows of the data sets."""
+def check_rewards(
+    rewards: RewardRunner,
+    eval_rewards: RewardRunner,
+    train: Any,
+    evaluation: Any,
+    rollout_components: RolloutComponents,
+) -> None:
+    """ValueError if the rewards of training or evaluation cannot read the rows of its data sets."""
     # Rows without prompts are for environments, which begin with a conversation.
     if not isinstance(next(iter(train), {}).get("prompt"), str):
-        for model in rewards.models:
+        for model in dict.fromkeys((*rewards.models, *eval_rewards.models)):
             model.check_conversations()
     # Rollout functions and environments may bring further arguments.
     if rollout_components.function is None and rollout_components.environments is None:
-        _check_reward_arguments(rewards, train, evaluation)
+        _check_reward_arguments(rewards, {"train_dataset": train})
+        _check_reward_arguments(eval_rewards, named_datasets(evaluation))
 
 
-def _check_reward_arguments(rewards: RewardRunner, train: Any, evaluation: Any) -> None:
+def _check_reward_arguments(rewards: RewardRunner, datasets: Mapping[str, Any]) -> None:
     """ValueError if a reward function requires an argument that a data set has no column for."""
-    for name, dataset in {"train_dataset": train, **named_datasets(evaluation)}.items():
+    for name, dataset in datasets.items():
         columns = column_names(dataset)
         for function, missing in rewards.missing_arguments(columns).items():
             raise ValueError(
@@ -201,20 +208,25 @@ def named_datasets(evaluation: Any) -> dict[str, Any]:
 
 
 def keep_columns(
-    config: GRPOConfig, train: Any, evaluation: Any, reward_funcs: Any, rollout_components: RolloutComponents
+    config: GRPOConfig,
+    train: Any,
+    evaluation: Any,
+    reward_funcs: tuple[Any, Any],
+    rollout_components: RolloutComponents,
 ) -> tuple[Any, Any]:
     """Both data sets with the columns that the configuration keeps: all of them unless `remove_unused_columns`.
+
+    `reward_funcs` are those of training and those of evaluation.
 
     Otherwise those that prompts are made of, and those that the signature of a reward function or of an environment's
     `reset` names. One warning names what is dropped. `**kwargs` names nothing.
     """
     if not config.remove_unused_columns:
         return train, evaluation
-    items = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    functions = [inspect_function(f) for f in items if callable(f) and not isinstance(f, (type, nn.Module))]
+    of_training, of_evaluation = (_functions_of(given) for given in reward_funcs)
     dropped: dict[str, list[str]] = {}
 
-    def kept(dataset: Any, name: str) -> Any:
+    def kept(dataset: Any, name: str, functions: Sequence[RewardFunction]) -> Any:
         columns = column_names(dataset)
         named = {column for function in functions for column in function.columns_named(columns)}
         named |= {*_PROMPT_COLUMNS, *rollout_components.columns_named}
@@ -227,12 +239,12 @@ def keep_columns(
             return dataset.remove_columns(unused)
         return dataset
 
-    train = kept(train, "train_dataset")
+    train = kept(train, "train_dataset", of_training)
     if isinstance(evaluation, Mapping):
-        parts = {key: kept(part, f"eval_dataset[{key!r}]") for key, part in evaluation.items()}
+        parts = {key: kept(part, f"eval_dataset[{key!r}]", of_evaluation) for key, part in evaluation.items()}
         evaluation = type(evaluation)(parts) if isinstance(evaluation, (DatasetDict, IterableDatasetDict)) else parts
     else:
-        evaluation = kept(evaluation, "eval_dataset")
+        evaluation = kept(evaluation, "eval_dataset", of_evaluation)
     if dropped:
         columns = "; ".join(f"{', '.join(map(repr, unused))} of {name}" for name, unused in dropped.items())
         logger.warning(
@@ -241,3 +253,9 @@ def keep_columns(
             columns,
         )
     return train, evaluation
+
+
+def _functions_of(reward_funcs: Any) -> list[RewardFunction]:
+    """The functions among rewards, whose signatures name columns."""
+    items = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    return [inspect_function(item) for item in items if callable(item) and not isinstance(item, (type, nn.Module))]

@@ -132,6 +132,8 @@ class Hooks(TRLNames, Trainer):
     """Is called with each generation batch of training, once it is scored."""
     _step_log: StepLog
     rewards: RewardRunner
+    eval_rewards: RewardRunner
+    """Those that score evaluations: `rewards`, unless `eval_reward_funcs` are given."""
     _micro_batches: list[MicroBatch]
     """This rank's micro-batches of the present optimizer step."""
     metric_store: MetricStore

@@ -143,6 +143,7 @@ def run_configuration(
         "adapter": adapter_settings(model),
         "rewards": list(trainer.rewards.names),
         "reward_functions": trainer.rewards.origins,
+        "eval_reward_functions": None if trainer.eval_rewards is trainer.rewards else trainer.eval_rewards.origins,
         "versions": versions_in_use(),
         "threads": torch.get_num_threads(),
         "sampling": sampling_settings(trainer),

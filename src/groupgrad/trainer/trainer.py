@@ -42,7 +42,6 @@ from groupgrad.objectives import (
     Advantages,
     OnPolicyInfo,
     PolicyLoss,
-    compute_advantages,
     find_mask,
     find_method,
     known_scores,
@@ -68,6 +67,7 @@ from groupgrad.trainer.constructor_arguments import (
 )
 from groupgrad.trainer.finite_steps import FiniteSteps
 from groupgrad.trainer.hooks import STEPS_IN_BACKWARD, Hooks
+from groupgrad.trainer.reward_runners import build_rewards
 from groupgrad.trainer.sampler_logprobs import precompute_gradient
 from groupgrad.trainer.step_log import MismatchWatch, StepLog, tolerance
 from groupgrad.trainer.trl_names import check_overrides
@@ -122,6 +122,9 @@ class GRPOTrainer(Hooks):
         agent: a program in place of a loop of the trainer's, `agent(row, session)`, plain or async, that talks to an
             OpenAI-compatible address and returns its reward, see `AgentSession`.
         response_parser: reads the calls from a turn whose syntax is not known, see `ChatFormat`.
+        eval_reward_funcs: what evaluations score completions by instead of `reward_funcs`, in the same forms, each with
+            weight 1; environments' own rewards stay. A reward model's tokenizer is the model's. `score_rollouts` and
+            `compute_advantages` of a subclass are then called in training alone.
         tokenizer, reward_fn, reward_model, num_generations: other spellings of `processing_class`, `reward_funcs` and
             `args.num_generations`.
 
@@ -149,6 +152,7 @@ class GRPOTrainer(Hooks):
         *,
         agent: Callable[..., Any] | None = None,
         response_parser: Callable[..., Any] | None = None,
+        eval_reward_funcs: Any = None,
         tokenizer: Any = None,
         reward_fn: Callable[..., Any] | None = None,
         reward_model: Any = None,
@@ -178,11 +182,14 @@ class GRPOTrainer(Hooks):
         )
         with one_thread("GRPOTrainer()"), ExitStack() as on_error:
             on_error.callback(rollouts.close)
-            datasets = dataset_checks.keep_columns(config, train_dataset, eval_dataset, reward_funcs, rollouts)
+            functions = reward_funcs, reward_funcs if eval_reward_funcs is None else eval_reward_funcs
+            datasets = dataset_checks.keep_columns(config, train_dataset, eval_dataset, functions, rollouts)
             train_dataset, eval_dataset = datasets
             dataset_checks.check_datasets(*datasets, self.plan, self.prompt_maker, rollouts, config)
-            self.rewards = build.build_rewards(config, reward_funcs, reward_processing_classes, rollouts)
-            dataset_checks.check_rewards(self.rewards, *datasets, rollouts)
+            self.rewards, self.eval_rewards = build_rewards(
+                config, reward_funcs, reward_processing_classes, eval_reward_funcs, rollouts
+            )
+            dataset_checks.check_rewards(self.rewards, self.eval_rewards, *datasets, rollouts)
             super().__init__(
                 model=policy.model,
                 args=config,
@@ -409,7 +416,7 @@ class GRPOTrainer(Hooks):
     def score_rollouts(self, rollouts: Sequence[Rollout], *, trainer_state: Any, step: int) -> RewardTable:
         """The rewards of finished rollouts of this rank, at least one, (B, R) in their order; NaN where not scored.
 
-        A subclass may change them, in training and evaluation.
+        A subclass may change them, in training and, without `eval_reward_funcs`, in evaluation.
         """
         return self.rewards.score(rollouts, trainer_state=trainer_state, step=step)
 
@@ -426,14 +433,7 @@ class GRPOTrainer(Hooks):
         credits turns. Every rank gets the same rewards and must return the same advantages. A subclass may change them,
         and need not take `lengths` and `turns`.
         """
-        options = self.components.collector.options
-        return compute_advantages(
-            *(rewards, options.reward_weights, num_generations, options.scale_rewards, options.aggregation),
-            estimator=options.estimator,
-            settings=options.estimator_settings,
-            lengths=lengths,
-            turns=turns,
-        )
+        return self.components.collector.options.advantages(rewards, num_generations, lengths, turns)
 
     def _end_step(self, step: int) -> None:
         """Collective. After the optimizer step: the controller, the reference, the step's own metrics."""
