@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,46 @@ def test_the_completions_of_a_prompt_are_counted_by_flag_then_by_file(flags: lis
     assert main(["eval", "model", *flags, "--limit", "1", "--answer", "length_parsed", "--k", "1,3"]) == 0
     shown = capsys.readouterr().out
     assert "maj@3" in shown and "temperature 1.0, top_p 1.0, repetition_penalty 1.0, max_completion_length 2" in shown
+
+
+def test_rewards_of_evaluation_in_the_file_take_the_place_of_those_of_training(flags: list[str], capsys: Any) -> None:
+    """Rewards on the command line win over those of the file, by either name; its weights go with its rewards."""
+    place = flags.index("--reward_funcs")
+    shared = [*flags[:place], *flags[place + 2 :], "--limit", "2", "--output", "found.json"]
+    file = Path("run.yaml").read_text() + "reward_funcs: [counts.count, counts.count]\nreward_weights: [2.0, 0.5]\n"
+    Path("run.yaml").write_text(f"{file}eval_reward_funcs: digits.odd\non_reward_failure: error\n")
+    odd, count = "digits.odd", "counts.count"
+    for given, names, weights in (
+        ([], ["odd"], None),
+        (["--eval-reward-funcs", count], ["count"], None),
+        (["--reward_funcs", odd, count], ["odd", "count"], [2.0, 0.5]),
+        (["--reward_funcs", odd, count, "--eval_reward_funcs", count, "--reward_weights", "3.0"], ["count"], [3.0]),
+    ):
+        assert main(["eval", "model", *shared, *given]) == 0
+        content = json.loads(Path("found.json").read_text())
+        assert (content["settings"]["rewards"], content["settings"]["reward_weights"]) == (names, weights)
+        assert f"rewards: {', '.join(names)}\n" in capsys.readouterr().out
+    Path("run.yaml").write_text(Path("run.yaml").read_text().replace("digits.odd", "digits.even"))
+    assert main(["eval", "model", *shared]) == 2
+    assert "reward function 'digits.even' cannot be imported" in capsys.readouterr().err
+
+
+def test_a_run_scores_its_evaluations_by_functions_of_their_own(
+    flags: list[str], run_flags: list[str], capsys: Any
+) -> None:
+    options = ["--eval_strategy", "steps", "--eval_steps", "1", "--dataset_test_name", "rows.jsonl"]
+    options += ["--per_device_eval_batch_size", "8", "--eval_reward_funcs", "digits.odd", "--eval_k", "1"]
+    assert main(["train", *run_flags, *options, "--dry-run"]) == 0
+    assert re.search(r"^rewards +count\nevaluated by +odd\n", capsys.readouterr().out, re.MULTILINE)
+    assert main(["train", *run_flags, *options]) == 0
+    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if "eval_reward" in line]
+    assert [line["step"] for line in found] == [1, 2]
+    for line in found:
+        assert line["eval_rewards/odd/mean"] == line["eval_reward"] == pytest.approx(line["eval_pass@1"])
+        assert "eval_rewards/count/mean" not in line
+    config = json.loads(Path("out/run_config.json").read_text())
+    assert (config["reward_functions"], config["eval_reward_functions"]) == (["counts.count"], ["digits.odd"])
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_resuming_and_pushing():
         (["--use_cpu", "--reward_funcs", "acuracy_reward"], "did you mean 'accuracy_reward'?"),
         (["--use_cpu", "--reward_funcs", "nowhere.reward"], "'nowhere.reward' cannot be imported"),
         (["--use_cpu", "--reward_funcs", "json.__name__"], "is a str, not a reward function"),
+        (["--use_cpu", "--reward_funcs", "accuracy_reward", "--eval_reward_funcs", "fomat"], "no built-in reward"),
         (["--use_cpu", "--reward_funcs", "accuracy_reward"], "no model is given; set model_name_or_path"),
         ([*BASE[:3], "--reward_funcs", "accuracy_reward", *BASE[3:5]], "set prompt_column"),
         ([*BASE, "--reward_model_name_or_path", "./none"], "reward_model_name_or_path='./none': there is no such"),
@@ -116,6 +117,17 @@ def test_rewards_of_your_own_from_the_current_folder(tmp_path):
         assert train.load_reward(spelling)([]) == [1.0]
     both = TaskArguments(reward_funcs=["accuracy_reward"], reward_model_name_or_path="some/reward")
     assert train.load_rewards(both) == [len, "some/reward"]
+
+
+def test_rewards_of_evaluation_are_named_like_those_of_training(tmp_path):
+    (tmp_path / "run.yaml").write_text("eval_strategy: epoch\neval_reward_funcs: think_format_reward\n")
+    given = [*BASE, "--reward_funcs", "accuracy_reward", "--dataset_test_name", "rows.jsonl", "--config", "run.yaml"]
+    assert cli.main(["train", *given]) == 0
+    assert cli.main(["train", *given, "--eval-reward-funcs", "accuracy_reward", "json:dumps"]) == 0
+    with pytest.warns(UserWarning, match=r"no effect: eval_reward_funcs=.* without evaluation; set eval_strategy"):
+        assert cli.main(["train", *given, "--eval_strategy", "no"]) == 0
+    found = [trainer.arguments.get("eval_reward_funcs") for trainer in FakeTrainer.instances]
+    assert found == [[max], [len, json.dumps], None]
 
 
 def test_loading_options_reach_the_config():

@@ -50,6 +50,9 @@ class TaskArguments:
         None, "Reward functions: built-in names, or dotted paths of your own such as rewards.my_reward."
     )
     reward_model_name_or_path: str | None = _option(None, "Reward model: hub id or folder of a sequence classifier.")
+    eval_reward_funcs: list[str] | None = _option(
+        None, "Reward functions of evaluation, named like reward_funcs; unset: the rewards of training."
+    )
 
 
 @dataclass

@@ -161,8 +161,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parsed(argv: Sequence[str]) -> Parsed:
+    """The command line, whose `reward_funcs` are what evaluation scores by."""
     with _without_warnings("these settings have no effect here"):
-        return parse(argv, EvalParser())
+        parsed = parse(argv, EvalParser())
+    words = {str(word).partition("=")[0].lstrip("-").replace("-", "_") for word in argv}
+    script, of_training = parsed.script, {"reward_funcs", "reward_model_name_or_path"}
+    # On the command line, rewards are those of this evaluation by either name, and win over those of the file.
+    if script.eval_reward_funcs is not None and (words.isdisjoint(of_training) or "eval_reward_funcs" in words):
+        script.reward_funcs, script.reward_model_name_or_path = script.eval_reward_funcs, None
+        if "reward_weights" not in words:  # those of the file belong to its rewards of training
+            parsed.config.reward_weights = None
+    script.eval_reward_funcs = None
+    return parsed
 
 
 @contextmanager

@@ -26,7 +26,7 @@ _REPLACED = {
 }
 """Arguments of the model that mean nothing for weights that a parent has trained."""
 
-_REWARD_FIELDS = ("reward_funcs", "reward_model_name_or_path")
+_REWARD_FIELDS = ("reward_funcs", "reward_model_name_or_path", "eval_reward_funcs")
 
 
 class CommandLineArms:
@@ -42,6 +42,7 @@ class CommandLineArms:
         """ValueError, as from `groupgrad train`, for settings that cannot work; neither data nor models are loaded."""
         parsed = parse_settings(settings)
         train.load_rewards(parsed.script)
+        train.load_eval_rewards(parsed.script, parsed.config.evaluates)
         train.take_model_options(parsed.model, parsed.config)
         train.peft_config(parsed.model)
         train.quantization_config(parsed.model)

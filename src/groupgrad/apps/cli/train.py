@@ -99,11 +99,13 @@ def build(
     from groupgrad.trainer import GRPOTrainer
 
     rewards = (rewards_of or load_rewards)(parsed.script)
+    eval_rewards = load_eval_rewards(parsed.script, parsed.config.evaluates)
     model = take_model_options(parsed.model, parsed.config)
     check_model_name("model_name_or_path", model)
     if parsed.script.reward_model_name_or_path:
         check_model_name("reward_model_name_or_path", parsed.script.reward_model_name_or_path)
     options = {"peft_config": peft_config(parsed.model), "quantization_config": quantization_config(parsed.model)}
+    options["eval_reward_funcs"] = eval_rewards
     train_dataset, eval_dataset = (splits_of or load_splits)(parsed.script, parsed.config.evaluates)
     return GRPOTrainer(
         model=model,
@@ -158,6 +160,20 @@ def load_rewards(script: TaskArguments) -> list[Any]:
             f"paths of your own functions, or set reward_model_name_or_path"
         )
     return rewards
+
+
+def load_eval_rewards(script: TaskArguments, evaluates: bool) -> list[Any] | None:
+    """Loads the named reward functions of evaluation; None if there are none, with a warning if nothing evaluates.
+
+    ValueError if one is unknown.
+    """
+    if script.eval_reward_funcs is None:
+        return None
+    functions = [load_reward(name) for name in script.eval_reward_funcs]
+    if evaluates:
+        return functions
+    warnings.warn(f"no effect: eval_reward_funcs={script.eval_reward_funcs!r} without evaluation; set eval_strategy")
+    return None
 
 
 def load_reward(name: str) -> Callable[..., Any]:
@@ -310,6 +326,7 @@ def describe(trainer: Any, parsed: Parsed) -> str:
         "prompts": str(run_summary.prompt_lengths(trainer, run_summary.PROMPTS_AT_START)),
         "ending": run_summary.ending_in_words(trainer),
         "rewards": ", ".join(trainer.rewards.names),
+        **({"evaluated by": ", ".join(trainer.eval_rewards.names)} if parsed.script.eval_reward_funcs else {}),
         "sampled by": f"{execution.engine_choice.name} engine: {execution.engine_choice.reason}",
         "scored in": f"{execution.layout_report.layout} layout",
         **run_summary.old_logprobs_row(trainer),
