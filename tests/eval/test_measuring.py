@@ -14,8 +14,9 @@ from datasets import Dataset
 from forked_ranks import on_ranks
 
 from groupgrad import GRPOConfig, GRPOTrainer
-from groupgrad.apps.eval import measuring, report, results
-from groupgrad.apps.eval.results import Evaluation, Measure
+from groupgrad.apps.eval import measuring, report
+from groupgrad.apps.eval.results import Evaluation
+from groupgrad.apps.runs.prompt_numbers import Measure, numbers_of_prompts
 
 ROWS = Dataset.from_list([{"prompt": text, "level": len(text)} for text in ("ab", "c", "1+1=", "xyz", "7")])
 
@@ -107,7 +108,7 @@ def test_a_model_of_three_tokens_has_the_enumerated_probabilities(trainer_of: An
     )
     found = evaluate(trainer)
     assert {text for prompt in found.prompts for text in prompt.completions} == {"", "a", "b", "aa", "ab", "ba", "bb"}
-    numbers = results.numbers_of_prompts(found, Measure((1, 3, 20)))
+    numbers = numbers_of_prompts(found.prompts, Measure((1, 3, 20)))
 
     def after(tokens: list[int]) -> list[float]:
         with torch.no_grad():

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from groupgrad.apps.eval import report, results
-from groupgrad.apps.eval.results import Evaluation, Measure, PromptResult
+from groupgrad.apps.eval.results import Evaluation
+from groupgrad.apps.runs.prompt_numbers import Measure, PromptResult, means, numbers_of_prompts
 
 NAN = math.nan
 
@@ -43,7 +44,7 @@ def test_the_numbers_of_a_prompt_by_hand() -> None:
         lengths=[1, 2, 3, 6],
         finish_reasons=["eos", "length", "eos", "eos"],
     )
-    numbers = results.numbers_of_prompts(evaluation(given), Measure((1, 2, 4)))
+    numbers = numbers_of_prompts([given], Measure((1, 2, 4)))
     assert {name: values[0] for name, values in numbers.items()} == pytest.approx(
         # Of the six pairs one has no right completion; in votes four pairs are ties, one is right, one wrong.
         {"reward": 1 / 2, "pass@1": 1 / 2, "pass@2": 5 / 6, "pass@4": 1, "maj@2": 1 / 2, "maj@4": 1 / 2}
@@ -52,20 +53,20 @@ def test_the_numbers_of_a_prompt_by_hand() -> None:
 
 
 def test_rewards_that_are_not_0_or_1_have_a_best_of_k_and_a_threshold() -> None:
-    numbers = results.numbers_of_prompts(evaluation(prompt([0.25, 0.5, 0.75])), Measure((1, 2), threshold=0.5))
+    numbers = numbers_of_prompts([prompt([0.25, 0.5, 0.75])], Measure((1, 2), threshold=0.5))
     assert numbers["pass@1"] == [pytest.approx(2 / 3)] and numbers["pass@2"] == [1.0]
     assert numbers["best@2"] == [pytest.approx((0.5 + 0.75 + 0.75) / 3)]
     rounded = 0.6 + 0.3 + 0.1
     assert rounded < 1.0
-    assert results.numbers_of_prompts(evaluation(prompt([rounded, 0.9])), Measure())["pass@1"] == [0.5]
+    assert numbers_of_prompts([prompt([rounded, 0.9])], Measure())["pass@1"] == [0.5]
 
 
 def test_completions_without_a_reward_are_left_out() -> None:
     both = evaluation(prompt([1.0, NAN, 0.0], ["2", "2", "3"]), prompt([NAN, NAN, NAN], [None, None, None]))
-    numbers = results.numbers_of_prompts(both, Measure((1, 3)))
+    numbers = numbers_of_prompts(both.prompts, Measure((1, 3)))
     assert numbers["reward"] == [0.5, pytest.approx(NAN, nan_ok=True)]
     assert numbers["pass@1"][0] == 0.5 and all(map(math.isnan, numbers["pass@3"]))
-    found = results.means(numbers)
+    found = means(numbers)
     assert (found["reward"].mean, found["reward"].prompts, found["pass@3"].prompts) == (0.5, 1, 0)
     shown = report.report(both, Measure((1, 3)))
     assert "reward: 1 prompts have too few scored completions and are left out" in shown
@@ -74,14 +75,14 @@ def test_completions_without_a_reward_are_left_out() -> None:
 
 def test_several_functions_have_means_of_their_own() -> None:
     given = prompt([0.7, 0.3], functions={"one": [1.0, 0.0], "two": [0.4, 0.6]})
-    numbers = results.numbers_of_prompts(evaluation(given), Measure())
+    numbers = numbers_of_prompts([given], Measure())
     assert (numbers["reward"], numbers["reward one"], numbers["reward two"]) == ([0.5], [0.5], [0.5])
 
 
 def test_means_by_a_column_are_in_the_order_of_its_values() -> None:
     given = [prompt([1.0], column=10), prompt([0.0], column=9), prompt([0.5], column=10), prompt([0.0], column="easy")]
     both = evaluation(*given, by="level")
-    found = results.means_by_column(both, results.numbers_of_prompts(both, Measure()))
+    found = results.means_by_column(both, numbers_of_prompts(both.prompts, Measure()))
     assert {value: part["reward"].mean for value, part in found.items()} == {"9": 0.0, "10": 0.75, "easy": 0.0}
     assert list(found) == ["9", "10", "easy"]
     rows = [line.split()[:3] for line in report.report(both, Measure()).splitlines()[-4:]]

@@ -122,9 +122,10 @@ def main(argv: Sequence[str]) -> int:
     parsed = _parsed(argv)
     from groupgrad import dist
     from groupgrad.apps.eval import report, results
+    from groupgrad.apps.runs.prompt_numbers import Measure
 
     flags = parsed.flags
-    measure = results.Measure(tuple(sorted(set(parsed.config.eval_k or [1]))), flags["threshold"])
+    measure = Measure(tuple(sorted(set(parsed.config.eval_k or [1]))), flags["threshold"])
 
     def write(differences: Any = None) -> None:
         if flags["output"] is not None and dist.is_main():

@@ -11,7 +11,8 @@ from typing import Any
 from tqdm import tqdm
 
 from groupgrad import dist
-from groupgrad.apps.eval.results import Evaluation, PromptResult
+from groupgrad.apps.eval.results import Evaluation
+from groupgrad.apps.runs.prompt_numbers import PromptResult
 from groupgrad.batching.eval_loader import EvalBatch
 from groupgrad.metrics import Metric
 from groupgrad.rollout.collector import Experience

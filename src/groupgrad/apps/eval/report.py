@@ -6,15 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupgrad.apps.eval.results import (
-    Difference,
-    Evaluation,
-    Mean,
-    Measure,
-    means,
-    means_by_column,
-    numbers_of_prompts,
-)
+from groupgrad.apps.eval.results import Evaluation, means_by_column
+from groupgrad.apps.runs.prompt_numbers import Difference, Mean, Measure, means, numbers_of_prompts
 
 SAMPLING = ("num_generations", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
 """Settings on which samples depend, beside the seed."""
@@ -24,7 +17,7 @@ _UNITS = {"length": "length (tokens)", "truncated": "truncated (share)"}
 
 def report(evaluation: Evaluation, measure: Measure) -> str:
     """Names model, data and settings; then the means with their intervals, and those of each value of a column."""
-    numbers, settings = numbers_of_prompts(evaluation, measure), evaluation.settings
+    numbers, settings = numbers_of_prompts(evaluation.prompts, measure), evaluation.settings
     found, count = means(numbers), len(evaluation.prompts)
     sampled = ", ".join(f"{name} {settings[name]}" for name in SAMPLING if settings[name] is not None)
     lines = [
