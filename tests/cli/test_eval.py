@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from groupgrad.apps.cli.main import main
+from groupgrad.apps.runs.run_folder import RunFolder
+from groupgrad.apps.view.evaluations import compared
 
 DIGITS = '''\
 def odd(completions, answer, log_extra=None, **kwargs):
@@ -124,6 +126,11 @@ def test_a_run_scores_its_evaluations_by_functions_of_their_own(
     for line in found:
         assert line["eval_rewards/odd/mean"] == line["eval_reward"] == pytest.approx(line["eval_pass@1"])
         assert "eval_rewards/count/mean" not in line
+    (shown,) = compared(RunFolder("out"))  # as the page does
+    means = {row["name"]: (row["there"]["mean"], row["here"]["mean"]) for row in shown["rows"]}
+    assert (shown["there"], shown["here"], shown["prompts"]) == (1, 2, 6)
+    assert means["reward"] == pytest.approx(tuple(line["eval_reward"] for line in found))
+    assert means["length"] == pytest.approx(tuple(line["eval_completions/mean_length"] for line in found))
     config = json.loads(Path("out/run_config.json").read_text())
     assert (config["reward_functions"], config["eval_reward_functions"]) == (["counts.count"], ["digits.odd"])
 

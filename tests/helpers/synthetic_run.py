@@ -35,15 +35,16 @@ def write_run(
     hostile: bool = False,
     ended: bool = True,
     evaluated: Collection[int] = (),
+    eval_rows: int = 8,
     turns: int = 0,
     settings: dict[str, Any] | None = None,
     images: bool = False,
 ) -> Path:
     """Writes a run that learns: its rewards rise, its entropy falls. `rows` a step, in groups of 8.
 
-    At the steps `evaluated` there are rollouts of an evaluation, at step 0 nothing else. With `turns` prompts and
-    completions are conversations of so many turns each. With `images` each prompt has one, and the first and the sixth
-    row of each group have one more, which a tool has returned.
+    At the steps `evaluated` there are `eval_rows` rollouts of an evaluation, at step 0 nothing else. With `turns`
+    prompts and completions are conversations of so many turns each. With `images` each prompt has one, and the first
+    and the sixth row of each group have one more, which a tool has returned.
     """
     folder.mkdir(parents=True)
     generator, numbers = random.Random(seed), np.random.default_rng(seed)
@@ -59,7 +60,7 @@ def write_run(
     for step in range(steps + 1):
         if step in evaluated:
             held_out = RolloutFiles(folder / run_files.EVAL_ROLLOUTS / "eval", rank=0, keep_bytes=10**9, seed=seed)
-            part = _rows(1.0, 8, tokens, generator, numbers, hostile=False)
+            part = _rows(step / steps, eval_rows, tokens, generator, numbers, hostile=False)
             part.phase, part.gradient_shares = "eval", None
             held_out.write(step, [to_table(step, part)], max_steps=steps)
         if step == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -405,6 +406,41 @@ def test_runs_are_compared_and_a_report_shows_the_same(tmp_path, open_page):
 
 
 @pytest.mark.slow
+def test_evaluations_are_compared_by_prompt_in_a_run_and_between_runs(tmp_path, open_page):
+    """A report compares as the page does; a new evaluation is compared without a reload."""
+    options: dict[str, Any] = {"rows": 16, "tokens": 20, "eval_rows": 64}
+    first = write_run(tmp_path / "first", steps=20, evaluated=[0, 10, 20], settings={"eval_k": [1]}, **options)
+    second = write_run(tmp_path / "second", steps=12, evaluated=[12], seed=2, **options)
+    report, later = tmp_path / "report.html", tmp_path / "later.parquet"
+    assert main(["view", str(first), str(second), "--export", str(report)]) == 0
+    interval = r"-?[\d.]+ \(-?[\d.]+ to -?[\d.]+\)"
+    heads = {}
+    with served(first, second) as address:
+        for where in (address, report.as_uri()):
+            page = open_page(where)
+            page.wait_for_selector(".evaluations")
+            text = page.inner_text(".evaluations")
+            assert page.locator(".evaluations table").count() == 1
+            assert "eval, 8 prompts\tfirst, step 20\tsecond, step 12\tsecond less first\tp" in text
+            assert re.search(rf"^reward\t{interval}\t{interval}\t{interval}\t[\d.]+$", text, re.MULTILINE)
+            page.uncheck(".run:has-text('second') input")
+            wait_until(page, "document.querySelector('.evaluations').innerText.includes('last less first')")
+            heads[where] = page.inner_text(".evaluations thead").strip()
+            assert re.search(rf"^pass@1\t{interval}", page.inner_text(".evaluations"), re.MULTILINE)
+        assert set(heads.values()) == {"eval, 8 prompts\tstep 0\tstep 20\tlast less first\tp"}
+        page = open_page(address)
+        page.uncheck(".run:has-text('first') input")
+        wait_until(page, "document.querySelector('.evaluations') === null")  # second has one evaluation
+        page.check(".run:has-text('first') input")
+        page.uncheck(".run:has-text('second') input")
+        (folder,) = (first / "eval_rollouts").iterdir()
+        shutil.copy(folder / "step_000010.0.parquet", later)
+        later.rename(folder / "step_000030.0.parquet")
+        LineFile(first / "metrics.jsonl").append({"step": 30, "eval_reward": 0.5})
+        wait_until(page, "document.querySelector('.evaluations')?.innerText.includes('step 30')")
+
+
+@pytest.mark.slow
 def test_a_page_asks_for_its_own_data_first_and_draws_once(tmp_path, open_page):
     folder = write_run(tmp_path / "first", steps=8, rows=8, tokens=10)
     with served(folder) as address:
@@ -477,11 +513,11 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(tmp_path, open_page)
 @pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
 def test_it_fits_and_can_be_read(tmp_path, open_page, size, scheme):
     """Nothing sticks out sideways, and text has a contrast of at least 4.5 to its background."""
-    folder = write_run(tmp_path / "first", steps=50, rows=16, tokens=20, evaluated=[50])
+    folder = write_run(tmp_path / "first", steps=50, rows=16, tokens=20, evaluated=[0, 50], eval_rows=32)
     store, panel = make_sweep_folder(tmp_path / "rates")
     store.set_state(2, "failed", "RuntimeError: a device is missing")
     for name, sweeps, places in (
-        (folder, [], {"#/": ".chart", "#/rollouts?step=5&group=0&row=5": ".tokens"}),
+        (folder, [], {"#/": ".evaluations", "#/rollouts?step=5&group=0&row=5": ".tokens"}),
         (tmp_path / "rates", [panel], {"#/sweep": ".sweep"}),
     ):
         with served(name, sweeps=sweeps) as address:

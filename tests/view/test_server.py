@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -232,6 +236,77 @@ def test_a_report_holds_groups_of_evaluations_too(tmp_path):
     found = {(row["step"], row["phase"]): row["group"] for row in held["rollouts"]}
     assert found == {(1, "train"): 0, (2, "train"): 1, (3, "train"): 0, (0, "eval"): 0, (3, "eval"): 0}
     assert held["facets"]["phases"] == ["train", "eval"]
+
+
+def prompts_of(run: RunFolder, step: int) -> dict[str, list[dict[str, Any]]]:
+    """The rows of an evaluation by prompt."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in run.rows(step, phase="eval"):
+        found.setdefault(row["prompt"], []).append(row)
+    return found
+
+
+def mean(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def compared(*runs: RunFolder) -> Callable[..., Any]:
+    """The answer on evaluations of one of these runs, perhaps against another one."""
+    client = TestClient(make_app(lambda: runs), base_url="http://127.0.0.1:8765")
+    return lambda run, **query: client.get(f"/api/runs/{run}/evaluations", params=query).json()
+
+
+def test_the_last_evaluation_is_compared_with_the_first_by_prompt(tmp_path):
+    """Means, differences and the sign-flip test of 3 prompts, whose 8 assignments of signs are all tried."""
+    evaluations: dict[str, Any] = {"evaluated": [0, 5, 9], "eval_rows": 24, "settings": {"eval_k": [1, 4]}}
+    run = RunFolder(write_run(tmp_path / "a", steps=9, tokens=9, seed=2, **evaluations))
+    answer = compared(run)
+    (found,) = answer(0)
+    assert (found["phase"], found["there"], found["here"], found["prompts"]) == ("eval", 0, 9, 3)
+    assert not found["rewards_differ"]
+    rows = {row["name"]: row for row in found["rows"]}
+    names = ["reward", "reward correct", "reward short", "pass@1", "pass@4", "best@4", "length", "truncated"]
+    assert list(rows) == names
+    first, last = prompts_of(run, 0), prompts_of(run, 9)
+    for name, column in (("reward", "reward"), ("reward short", "reward/short"), ("length", "num_tokens")):
+        before, after = ([mean(rows_of, column) for rows_of in part.values()] for part in (first, last))
+        differences = [one - other for one, other in zip(after, before)]
+        sums = [sum(s * d for s, d in zip(signs, differences)) for signs in itertools.product((1, -1), repeat=3)]
+        assert rows[name]["there"]["mean"] == pytest.approx(sum(before) / 3)
+        assert rows[name]["here"]["mean"] == pytest.approx(sum(after) / 3)
+        assert rows[name]["difference"]["mean"] == pytest.approx(sum(differences) / 3)
+        assert rows[name]["p"] == sum(abs(one) >= abs(sums[0]) - 1e-9 for one in sums) / 8
+        for side in ("here", "there", "difference"):
+            assert rows[name][side]["low"] <= rows[name][side]["mean"] <= rows[name][side]["high"]
+    right = [sum(row["reward"] >= 1 - 1e-9 for row in rows_of) for rows_of in last.values()]
+    passed = [1 - math.comb(8 - count, 4) / math.comb(8, 4) for count in right]
+    assert rows["pass@4"]["here"]["mean"] == pytest.approx(sum(passed) / 3)
+    assert rows["length"]["p"] == 0.75  # the signs of its differences are mixed
+    assert answer(0) == [found]
+
+
+def test_the_last_evaluations_of_two_runs_are_compared_on_the_prompts_of_both(tmp_path):
+    one = RunFolder(write_run(tmp_path / "one", steps=4, evaluated=[4], eval_rows=32, tokens=9))
+    two = RunFolder(write_run(tmp_path / "two", steps=6, evaluated=[2, 6], eval_rows=24, tokens=9, seed=1))
+    answer = compared(one, two)
+    assert answer(0) == []  # there is one evaluation
+    (found,) = answer(1, against=0)
+    assert (found["there"], found["here"], found["prompts"], found["rewards_differ"]) == (4, 6, 3, False)
+    there, here = prompts_of(one, 4), prompts_of(two, 6)
+    row = found["rows"][0]
+    for side, rows in (("there", there), ("here", here)):
+        assert row[side]["mean"] == pytest.approx(sum(mean(rows[prompt], "reward") for prompt in here) / 3)
+    assert row["difference"]["mean"] == pytest.approx(row["here"]["mean"] - row["there"]["mean"])
+
+    file = next((two.path / "eval_rollouts" / "eval").glob("*6*"))
+    table = pq.read_table(file)
+    strangers = table.set_column(table.column_names.index("prompt_id"), "prompt_id", [["other"] * table.num_rows])
+    pq.write_table(strangers.rename_columns({"reward/short": "reward/brief"}), file)
+    (found,) = answer(1, against=0)
+    assert (found["prompts"], found["rows"], found["rewards_differ"]) == (0, [], True)
+    client = TestClient(make_app(lambda: [one, two]), base_url="http://127.0.0.1:8765")
+    for against in ("7", "-1", "first"):
+        assert client.get("/api/runs/0/evaluations", params={"against": against}).status_code == 400
 
 
 def test_the_page_is_asked_for_in_three_requests(client):

@@ -35,6 +35,7 @@ _INDEXED = (
     *("step", "row", "group", "policy_version", "prompt_id", "reward", "advantage", "finish_reason", "num_tokens"),
     *("prompt", "completion", "is_messages", "tool_calls"),
 )
+_SCORED = ("row", "group", "prompt_id", "reward", "finish_reason", "num_tokens")
 _OPTIONAL = ("phase", "gradient_share")
 """Columns of the table that files of earlier releases lack."""
 
@@ -206,6 +207,27 @@ class RunFolder:
                     table = table.filter(pc.equal(table[column], value))
             found += table.to_pylist()
         return sorted(found, key=lambda item: item["row"])
+
+    def evaluations(self) -> dict[str, list[int]]:
+        """The steps of the evaluations whose rollouts are stored, ascending, by the folder of each set."""
+        found: dict[str, set[int]] = {}
+        for name, (step, _, _) in self._files().items():
+            folder = Path(name).parent
+            if folder.parent.name == run_files.EVAL_ROLLOUTS:
+                found.setdefault(folder.name, set()).add(step)
+        return {phase: sorted(steps) for phase, steps in sorted(found.items())}
+
+    def evaluation_files(self, phase: str, step: int) -> tuple[tuple[str, int, int], ...]:
+        """The files of an evaluation by their paths within the run's folder, with the time and size of each."""
+        folder = Path(run_files.EVAL_ROLLOUTS) / phase
+        present = sorted((name, file) for name, file in self._files().items() if Path(name).parent == folder)
+        return tuple((name, time, size) for name, (of, time, size) in present if of == step)
+
+    def scores(self, files: Sequence[str]) -> list[dict[str, Any]]:
+        """The rewards, lengths and finish reasons of all rows of some files, by number of the row; no texts."""
+        tables = [self._read(name, _SCORED) for name in files]
+        rows = [row for table in tables if table is not None for row in table.to_pylist()]
+        return sorted(rows, key=lambda row: row["row"])
 
     def facets(self) -> dict[str, list[Any]]:
         """Values to select by: finish reasons, tools, reward functions, and the first and last step."""

@@ -6,7 +6,7 @@ import re
 
 from groupgrad.apps.view import STATIC
 
-_NAMES = ("dom", "source", "charts", "virtual", "tokens", "overview", "rollouts", "sweep", "app")
+_NAMES = ("dom", "source", "charts", "virtual", "tokens", "evaluations", "overview", "rollouts", "sweep", "app")
 MODULES = tuple(f"{name}.js" for name in _NAMES)
 """The page's modules, each after those that it imports."""
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp
 
 from groupgrad.apps.runs.run_folder import RunFolder, import_pandas
 from groupgrad.apps.runs.selection import Selection
-from groupgrad.apps.view import LOCAL_HOSTS, page_files, views
+from groupgrad.apps.view import LOCAL_HOSTS, evaluations, page_files, views
 from groupgrad.apps.view.sweep_panel import SweepPanel, read_command
 from groupgrad.run_folder.rollout_table import TRAINING
 from groupgrad.run_folder.run_files import finite
@@ -174,6 +175,7 @@ def make_app(
         ),
         Route("/api/runs/{run:int}/rollouts", of_run(_rollouts)),
         Route("/api/runs/{run:int}/group", of_run(_group)),
+        Route("/api/runs/{run:int}/evaluations", of_run(partial(_evaluations, runs))),
         Route("/api/runs/{run:int}/images/{name}", image),
         Route("/api/sweeps", lambda request: _json([sweep.table() for sweep in sweeps])),
         Route("/api/sweeps/{sweep:int}/commands", _commands(sweeps, token), methods=["POST"]),
@@ -230,6 +232,16 @@ def _rollouts(run: RunFolder, request: Request) -> dict[str, Any]:
 def _group(run: RunFolder, request: Request) -> dict[str, Any]:
     phase = request.query_params.get("phase", TRAINING)
     return {"rows": run.rows(_number(request, "step", 0), group=_number(request, "group", 0), phase=phase)}
+
+
+def _evaluations(runs: Sequence[RunFolder], run: RunFolder, request: Request) -> list[dict[str, Any]]:
+    """The evaluations of a run, compared with those of the run `against`, or with its own first ones."""
+    if "against" not in request.query_params:
+        return evaluations.compared(run)
+    other = _number(request, "against", 0)
+    if not 0 <= other < len(runs):
+        raise ValueError(f"against={other} is the number of no run")
+    return evaluations.compared(run, runs[other])
 
 
 def _number(request: Request, name: str, default: int) -> int:

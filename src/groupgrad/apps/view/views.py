@@ -9,6 +9,7 @@ from typing import Any
 
 from groupgrad.apps.runs.run_folder import RunFolder, with_words
 from groupgrad.apps.runs.selection import Selection
+from groupgrad.apps.view import evaluations
 from groupgrad.apps.view.sweep_panel import SweepPanel
 from groupgrad.run_folder.advice import advice
 from groupgrad.run_folder.rollout_table import TRAINING
@@ -88,6 +89,7 @@ def report(runs: Sequence[RunFolder], sweeps: Sequence[SweepPanel] = ()) -> dict
         facets = run.facets()
         rows = [row for phase in facets["phases"] for row in _groups_of_report(run, phase)]
         shown = {"rollouts": rows, "images": _images_of_report(run, rows), "facets": facets}
+        shown["evaluations"] = {"own": evaluations.compared(run), "0": evaluations.compared(run, runs[0])}
         parts.append({**summary(run), "metrics": metrics(run)["lines"], **shown})
     return {"runs": parts, "sweeps": [sweep.table() for sweep in sweeps]}
 

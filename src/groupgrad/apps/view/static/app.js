@@ -90,7 +90,7 @@ function makePage(name, query) {
   if (name === "rollouts" && query.run === -1) return noRun();
   if (name === "sweep") return sweepPage(state, { source, addressOf });
   if (name === "rollouts") return rolloutsPage(state, query, { source, go, addressOf });
-  return overview(state, { openStep: (run, step) => go({ run, first_step: step, last_step: step }) });
+  return overview(state, { source, openStep: (run, step) => go({ run, first_step: step, last_step: step }) });
 }
 
 /** Shows the page of the address; `event` if the address has just changed. */

@@ -1,17 +1,19 @@
 // The first page: how the runs are doing, what calls for a change, charts, where the time went, what differs.
 import { CHARTS, makeChart, otherCharts, runMark } from "./charts.js";
+import { compareEvaluations, evaluationsCard } from "./evaluations.js";
 import { duration, el, fill, runColor, short } from "./dom.js";
 
 const PHASES = ["sampling", "weights", "rewards", "scoring", "training"];
 
 /** The page of the runs that are shown. Returns `{node, update, updateTiles, dispose}`; `update` draws anew after new metrics. */
-export function overview(state, { openStep }) {
+export function overview(state, { openStep, source }) {
   const node = el("div", { class: "overview" });
   const tiles = el("section", { class: "tiles", "aria-label": "Latest numbers" });
   const notes = el("section", { class: "notes", "aria-label": "Warnings" });
   const charts = el("section", { class: "charts", "aria-label": "Charts" });
   const more = el("div", { class: "charts" });
   const others = el("details", { class: "others", ontoggle: () => draw() }, el("summary", {}, el("h2", {}, "All other metrics")), more);
+  const evaluations = el("section", { class: "rest", "aria-label": "Evaluations" });
   const rest = el("section", { class: "rest" });
   const smoothing = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smoothing, id: "smoothing", oninput: () => {
     state.smoothing = Number(smoothing.value);
@@ -19,8 +21,9 @@ export function overview(state, { openStep }) {
   } });
   const tools = el("div", { class: "tools" }, el("label", { for: "smoothing" }, "Smoothing"), smoothing,
     el("span", { class: "quiet", id: "chart-keys" }, "drag to zoom, double-click to reset, click a step for its rollouts; by keyboard: Tab to a chart, arrow keys, + and - to zoom, 0 to reset, Enter for the rollouts"));
-  node.append(tiles, notes, tools, charts, others, rest);
+  node.append(tiles, notes, tools, charts, others, evaluations, rest);
   let drawn = [];
+  let asked = 0; // comparisons that were asked for; only the answer to the last one is shown
 
   function dispose() {
     drawn.forEach((figure) => figure.dispose());
@@ -53,9 +56,17 @@ export function overview(state, { openStep }) {
     updateTiles();
     fill(notes, notesOf(runs));
     draw();
+    compare(runs);
     const isOpen = rest.querySelector("details.settings")?.open ?? false;
     fill(rest, timeCard(runs), runs.length > 1 ? differences(runs) : settingsCard(runs[0]), ...runs.map(eventsCard));
     rest.querySelector("details.settings")?.toggleAttribute("open", isOpen);
+  }
+
+  /** Compares the evaluations anew; what was shown stays until the answer is there, or if there is none. */
+  async function compare(runs) {
+    const number = ++asked;
+    const compared = await compareEvaluations(runs, source).catch(() => null);
+    if (compared !== null && number === asked) fill(evaluations, evaluationsCard(compared));
   }
 
   update();

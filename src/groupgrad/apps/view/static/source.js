@@ -21,6 +21,7 @@ class ServerSource {
   summary(run) { return this.#get(`runs/${run}/summary`); }
   metrics(run, start) { return this.#get(`runs/${run}/metrics`, { start }); }
   rollouts(run, query) { return this.#get(`runs/${run}/rollouts`, query); }
+  evaluations(run, against) { return this.#get(`runs/${run}/evaluations`, { against }); }
   group(run, step, group, phase) { return this.#get(`runs/${run}/group`, { step, group, phase }); }
   async command(sweep, command) {
     const answer = await fetch(`/api/sweeps/${sweep}/commands`, {
@@ -41,6 +42,8 @@ class ReportSource {
   async sweeps() { return this.report.sweeps ?? []; }
   async summary(run) { return this.report.runs[run]; }
   async metrics(run) { return { lines: this.report.runs[run].metrics, next: "0", reset: true }; }
+  /** A report has comparisons with its first run alone. */
+  async evaluations(run, against) { return this.report.runs[run].evaluations[against ?? "own"] ?? []; }
   async group(run, step, group, phase = "train") {
     return { rows: this.report.runs[run].rollouts.filter((row) => row.step === step && row.group === group && (row.phase ?? "train") === phase) };
   }
