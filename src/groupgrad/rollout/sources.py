@@ -40,6 +40,8 @@ class RolloutComponents:
     """Set if there are tools or environments."""
     program: Callable[..., Any] | None = None
     """The user's agent, a program that talks to an address. It excludes the others."""
+    response_parser: Any = None
+    """Reads the calls of a program's turns, where the syntax is not known."""
 
     @property
     def makes_prompts(self) -> bool:
@@ -101,6 +103,7 @@ class RolloutComponents:
             return ProgramRollouts(
                 *(self.program, prompt_maker, engine, sampling, ProgramOptions(**program_options)),
                 reward_name=self.reward_names[0],
+                response_parser=self.response_parser,
                 seed=seed,
             )
         if self.function is not None:
@@ -197,8 +200,9 @@ def build_rollout_components(
     if agent is not None:
         given = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
         _check_program(agent, [name for name, value in given.items() if value])
+        parser = call_settings.pop("response_parser")
         _warn_unused({**call_settings, **reuse}, "an agent makes whole rollouts itself")
-        return RolloutComponents(program=agent)
+        return RolloutComponents(program=agent, response_parser=parser)
     if rollout_func is not None:
         _warn_unused({**call_settings, **reuse}, "a rollout_func makes whole rollouts itself")
         if tools or environment_factory:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupgrad.chat import ChatFormat, PlainFormat
+from groupgrad.chat.chat_format import ResponseParser
 from groupgrad.chat.chat_template import ChatTemplate
 from groupgrad.chat.records import Turn
 from groupgrad.chat.text_turns import TextTurns
@@ -85,8 +86,9 @@ class Place:
 class Formats:
     """How conversations with and without tools are written and read. Shared by all sessions of a run."""
 
-    def __init__(self, maker: PromptMaker, eos_ids: Sequence[int]):
+    def __init__(self, maker: PromptMaker, eos_ids: Sequence[int], response_parser: ResponseParser | None = None):
         self.maker, self._plain = maker, PlainFormat(maker, eos_ids)
+        self._response_parser = response_parser
         template = ChatTemplate(maker.tokenizer, maker.chat_template_kwargs, maker.template_messages)
         self._text_turns = TextTurns(template)
         self._by_tools: dict[str, ChatFormat] = {}
@@ -100,6 +102,7 @@ class Formats:
                     self.maker.tokenizer,
                     schemas=tools,
                     chat_template_kwargs=self.maker.chat_template_kwargs,
+                    response_parser=self._response_parser,
                     prepare_messages=self.maker.template_messages,
                     ending=self.maker.ending,
                     keeps_special_tokens=self.maker.keeps_special_tokens,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from groupgrad.chat.chat_format import ResponseParser
 from groupgrad.concurrency.workers import Outcome, Workers
 from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
@@ -65,11 +66,12 @@ class ProgramRollouts(RolloutSource):
         options: ProgramOptions,
         *,
         reward_name: str,
+        response_parser: ResponseParser | None = None,
         seed: int,
     ):
         self.agent, self.prompt_maker, self.engine = agent, prompt_maker, engine
         self.options, self.reward_name, self.seed = options, reward_name, seed
-        self.formats = Formats(prompt_maker, sampling.eos_ids)
+        self.formats = Formats(prompt_maker, sampling.eos_ids, response_parser)
         self.sampling = sampling
         self.texts = CompletionTexts(prompt_maker.tokenizer, sampling.eos_ids, prompt_maker.keeps_special_tokens)
         self.workers = Workers(NUM_THREADS)
@@ -148,7 +150,14 @@ class ProgramRollouts(RolloutSource):
         self.workers.close()
 
     def check_sampling(self, question: Question, sampling: SamplingOptions) -> None:
-        """BadRequest, or one warning, for a request that asks for another distribution than the policy's."""
+        """BadRequest, or one warning, for a request that asks for another distribution than the policy's.
+
+        Libraries ask for a call by default, and take a turn without one; so that is a warning.
+        """
+        if question.forces_calls:
+            self._say_once(
+                "tool_choice", "a request's tool_choice asks for a call, which a policy is not forced to make"
+            )
         for name, wanted in question.wanted.items():
             of_policy = getattr(sampling, name)
             if abs(wanted - of_policy) <= 1e-9:
@@ -159,9 +168,12 @@ class ProgramRollouts(RolloutSource):
                     f"{asked}, by which it is trained. Leave {name} out of the request, or set "
                     f"agent_sampling='policy' to have such requests sampled as the policy samples"
                 )
-            if name not in self._said:
-                self._said.add(name)
-                logger.warning("%s, which is what it gets (agent_sampling='policy'); said once", asked)
+            self._say_once(name, f"{asked}, which is what it gets (agent_sampling='policy')")
+
+    def _say_once(self, name: str, text: str) -> None:
+        if name not in self._said:
+            self._said.add(name)
+            logger.warning("%s; said once", text)
 
 
 class _Program:

@@ -52,6 +52,8 @@ class Question:
     stop: tuple[str, ...] = ()
     wanted: Mapping[str, float] = field(default_factory=dict)
     """`temperature` and `top_p`, where the request has them."""
+    forces_calls: bool = False
+    """The request's `tool_choice` asks for a call."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,6 +110,7 @@ def read_call(body: Any, *, is_chat: bool) -> Call:
         tools=_tools(body) if is_chat else [],
         max_tokens=most,
         stop=(given,) if isinstance(given, str) else tuple(map(str, given)),
+        forces_calls=is_chat and bool(body.get("tools")) and body.get("tool_choice") not in (None, "auto", "none"),
         wanted={name: float(body[name]) for name in ("temperature", "top_p") if body.get(name) is not None},
     )
     options = body.get("stream_options") or {}
@@ -130,13 +133,9 @@ def _text(prompt: Any) -> str | list[int]:
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools, choice = body.get("tools") or [], body.get("tool_choice") or "auto"
-    if choice == "none":
+    tools = body.get("tools") or []
+    if body.get("tool_choice") == "none":
         return []
-    if choice != "auto" and tools:
-        raise BadRequest(
-            f"tool_choice={choice!r} cannot be honoured, as it would change what is sampled; use 'auto' or 'none'"
-        )
     if not isinstance(tools, list) or not all(
         isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools
     ):
