@@ -26,6 +26,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "recipes/README.md": "recipes/index.md",
+    "recipes/papers.md": "recipes/papers.md",
     **{f"recipes/{path.stem}.md": f"recipes/{path.stem}.md" for path in (ROOT / "recipes").glob("*.yaml")},
     **{f"bench/{path.name}": f"bench/{path.name}" for path in (ROOT / "bench").glob("*.md")},
     **{

@@ -52,11 +52,13 @@ def test_a_claim_is_shown_by_its_sign_and_student_s_t(papers: Any) -> None:
     t = abs(statistics.fmean(differences)) / (statistics.stdev(differences) / 2) / math.sqrt(3)
     p = 1 - 2 / math.pi * (t / (1 + t * t) + math.atan(t))  # Student's distribution with three degrees of freedom
     assert (found.difference, found.p) == (pytest.approx(-1.625), pytest.approx(p, rel=1e-6))
-    assert found.is_shown and p < 0.05, "fewer tokens are what it claims"
+    assert found.word == "shown" and p < 0.05, "fewer tokens are what it claims"
     swapped = {
         arm._replace(label=dict(zip(study.arms, reversed(study.arms)))[arm.label]): r for arm, r in results.items()
     }
-    assert not papers.judge("dr_grpo", swapped, 4).is_shown, "the other way round it is not"
+    assert papers.judge("dr_grpo", swapped, 4).word == "the opposite"
+    swapped[papers.Arm("dr_grpo", "dr_grpo", 0)] = {"last": {"length": 1.0}}
+    assert papers.judge("dr_grpo", swapped, 4).word == "not shown", "one seed of four is another"
     page = papers.render(results, ["dr_grpo"], 4)
     assert "| `dr_grpo` 5.75 | `grpo` 7.38 | -1.6 ± " in page and " | shown | 4 min |" in page and "1 of 1 are." in page
 
