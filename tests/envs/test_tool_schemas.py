@@ -110,3 +110,53 @@ def test_two_tools_of_one_name_are_refused():
     assert make_tools([]) == []
     with pytest.raises(ValueError, match="two tools named 'multiply'"):
         make_tools([multiply, async_add, functools.partial(multiply, b=2)])
+
+
+# Schemas that a callable brings along
+
+
+def with_schema(parameters: Any, name: str = "find") -> Any:
+    def find(**arguments: Any) -> Any:
+        return arguments
+
+    find.__dict__["tool_schema"] = {"type": "function", "function": {"name": name, "parameters": parameters}}
+    return find
+
+
+def test_a_ready_schema_is_what_the_model_reads(workers: Workers):
+    parameters = {
+        "type": "object",
+        "properties": {"self": {"type": "string"}, "most": {"type": "integer", "default": None}, "any": True},
+        "required": ["self"],
+    }
+    function = with_schema(parameters, name="other")
+    (tool,) = make_tools([functools.partial(function)])
+    # The name is the callable's, by which it is called.
+    described = {"name": "find", "description": "", "parameters": parameters}
+    assert tool.schema == {"type": "function", "function": described}
+    for arguments in ({"self": "a"}, {"self": "a", "most": 3, "any": [1]}, {"self": "a", "most": None}):
+        assert call_tool(workers, [function], ToolCall("find", arguments)).result == str(arguments)
+    for arguments, problem in (
+        (
+            {},
+            "the argument 'self' is missing. 'find' takes: self (a string), most (an integer, may be left out), any (",
+        ),
+        ({"self": 3}, "the argument 'self' must be a string, but is 3"),
+        ({"self": "a", "b": 1}, "there is no argument 'b'"),
+    ):
+        assert call_tool(workers, [function], ToolCall("find", arguments)).content.startswith(problem)
+
+
+def test_a_ready_schema_may_take_arguments_without_names(workers: Workers):
+    for parameters in ({"additionalProperties": {"type": "string"}}, {"patternProperties": {"^x": {}}}):
+        assert call_tool(workers, [with_schema(parameters)], ToolCall("find", {"x": "a"})).result == "{'x': 'a'}"
+    (tool,) = make_tools([with_schema({})])
+    assert tool.schema["function"]["parameters"] == {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize("schema", [3, {"name": "find"}, {"function": {"parameters": {"properties": 3}}}])
+def test_a_ready_schema_of_another_form(schema: Any):
+    function = with_schema({})
+    function.__dict__["tool_schema"] = schema
+    with pytest.raises(ValueError, match=r"the tool 'find' has a tool_schema that is no schema of a function: .* Give"):
+        make_tools([function])

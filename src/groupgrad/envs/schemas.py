@@ -57,10 +57,38 @@ def describe(function: Callable[..., Any], name: str, where: str) -> dict[str, A
         ) from error
 
 
+def ready_schema(schema: Any, name: str, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A schema that a callable brings as its `tool_schema`, and the default values of arguments that it does not
+    require: `inspect.Parameter.empty` for those without one.
+
+    The function gets `name`, and `parameters` are an object with `properties`, on which chat templates rely. ValueError
+    for another form than {"type": "function", "function": {"description", "parameters"}}.
+    """
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    parameters = function.get("parameters", {}) if isinstance(function, Mapping) else None
+    properties = parameters.get("properties", {}) if isinstance(parameters, Mapping) else None
+    if function is None or parameters is None or not isinstance(properties, Mapping):
+        raise ValueError(
+            f"{where} has a tool_schema that is no schema of a function: {_json_text(schema)}. Give it the form "
+            '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {"type": "object", '
+            '"properties": {...}, "required": [...]}}}'
+        )
+    required = parameters.get("required", ())
+    defaults = {
+        key: value.get("default", inspect.Parameter.empty) if isinstance(value, Mapping) else inspect.Parameter.empty
+        for key, value in properties.items()
+        if key not in required
+    }
+    parameters = {**parameters, "type": "object", "properties": dict(properties)}
+    function = {"description": "", **function, "name": name, "parameters": parameters}
+    return {"type": "function", "function": function}, defaults
+
+
 def argument_problem(schema: Mapping[str, Any], defaults: Mapping[str, Any], arguments: Any) -> str | None:
     """The reason why arguments do not fit a tool, in words for the model; None if they fit.
 
-    `schema` comes from `describe`. `defaults` has the values of arguments that may be left out; an argument whose
+    `schema` comes from `describe` or `ready_schema`; keywords that `describe` never writes, such as `pattern`, are not
+    checked. `defaults` has the values of arguments that may be left out; an argument whose
     default is None may be null. Nothing is converted: "3" is not an integer, but 3 is a number.
     """
     function = schema["function"]
@@ -68,7 +96,8 @@ def argument_problem(schema: Mapping[str, Any], defaults: Mapping[str, Any], arg
     if not isinstance(arguments, dict):
         return f"the arguments must be an object with a value for each name, but are {_json_text(arguments)}"
     missing = [name for name in properties if name not in arguments and name not in defaults]
-    unexpected = [name for name in arguments if name not in properties]
+    is_open = function["parameters"].get("additionalProperties") or "patternProperties" in function["parameters"]
+    unexpected = [] if is_open else [name for name in arguments if name not in properties]
     if missing or unexpected:
         problems = [f"the argument '{name}' is missing" for name in missing]
         problems += [f"there is no argument {name!r}" for name in unexpected]
@@ -76,7 +105,7 @@ def argument_problem(schema: Mapping[str, Any], defaults: Mapping[str, Any], arg
     for name, value in arguments.items():
         if value is None and name in defaults and defaults[name] is None:
             continue
-        if (problem := _type_problem(f"the argument '{name}'", value, properties[name])) is not None:
+        if (problem := _type_problem(f"the argument '{name}'", value, properties.get(name, True))) is not None:
             return problem
     return None
 
@@ -90,8 +119,10 @@ def _json_text(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "..."
 
 
-def _in_words(schema: Mapping[str, Any]) -> str:
+def _in_words(schema: Any) -> str:
     """The values that a schema allows, in a few words: 'an integer or null'."""
+    if not isinstance(schema, Mapping):
+        return "any value"
     if "enum" in schema:
         words = "one of " + ", ".join(_json_text(value) for value in schema["enum"])
     elif "anyOf" in schema:
@@ -113,13 +144,15 @@ def _usage(name: str, properties: Mapping[str, Any], defaults: Mapping[str, Any]
     return f"'{name}' takes: {takes}"
 
 
-def _types(schema: Mapping[str, Any]) -> list[str]:
-    types = schema.get("type", [])
+def _types(schema: Any) -> list[str]:
+    types = schema.get("type", []) if isinstance(schema, Mapping) else []
     return [types] if isinstance(types, str) else list(types)
 
 
-def _type_problem(where: str, value: Any, schema: Mapping[str, Any]) -> str | None:
+def _type_problem(where: str, value: Any, schema: Any) -> str | None:
     """The reason why a value does not fit a schema, or None."""
+    if not isinstance(schema, Mapping):  # JSON Schema has true for what fits any value
+        return None
     if value is None and schema.get("nullable"):
         return None
     wrong = f"{where} must be {_in_words(schema)}, but is {_json_text(value)}"

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from groupgrad.chat import ToolCall
 from groupgrad.chat.tool_messages import Content, NotJson, cut, render, returned
-from groupgrad.concurrency.callables import function_name
+from groupgrad.concurrency.callables import function_name, innermost
 from groupgrad.concurrency.daemon_threads import DedicatedThread
 from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers, call_here
 from groupgrad.data.values import short_repr
-from groupgrad.envs.schemas import argument_problem, describe
+from groupgrad.envs.schemas import argument_problem, describe, ready_schema
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,10 @@ def make_tools(functions: Iterable[Callable[..., Any]]) -> list[Tool]:
     """Makes a tool of each function, with the schema that transformers' `get_json_schema` gives.
 
     A function is a function, bound method, callable object or `functools.partial` of one, plain or async, with a type
-    hint and a line of the docstring for each argument. TypeError for other objects and for functions that cannot be
-    called with keywords; ValueError for missing hints or descriptions and for two tools of one name.
+    hint and a line of the docstring for each argument; or with an attribute `tool_schema`, a ready schema in the form
+    of `Tool.schema`, as tools of servers have. TypeError for other objects and for functions that cannot be called with
+    keywords; ValueError for missing hints or descriptions, for a `tool_schema` of another form, and for two tools of
+    one name.
     """
     tools = [_make_function_tool(function, index) for index, function in enumerate(functions)]
     check_names(tools)
@@ -97,6 +99,9 @@ def make_tools(functions: Iterable[Callable[..., Any]]) -> list[Tool]:
 
 def make_tool(function: Callable[..., Any], name: str, where: str) -> Tool:
     """Makes one tool; `where` names the function in errors."""
+    if (ready := getattr(innermost(function), "tool_schema", None)) is not None:
+        schema, defaults = ready_schema(ready, name, where)
+        return Tool(name, schema, function, defaults)
     schema = describe(function, name, where)
     parameters = inspect.signature(function).parameters
     names = schema["function"]["parameters"].get("properties", {})
