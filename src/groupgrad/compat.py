@@ -54,6 +54,7 @@ SUPPORTED: dict[str, Supported] = {
     "openai": Supported("1.60", extra="judge"),
     "pillow": Supported("10", extra="vlm"),
     "matplotlib": Supported("3.8", extra="plot"),
+    "mcp": Supported("2", extra="mcp"),
     "reasoning-gym": Supported("0.1.25", extra="reasoning-gym"),
     "optuna": Supported("4", extra="optuna"),
     "opentelemetry-sdk": Supported("1.30", extra="telemetry"),
