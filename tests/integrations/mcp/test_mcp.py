@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import socket
@@ -26,7 +27,7 @@ from groupgrad.integrations.mcp import connection, mcp_environment, mcp_tools
 
 COMMAND = f"{sys.executable} {Path(__file__).parents[2] / 'helpers' / 'mcp_server.py'}"
 HASTY = ToolOptions(timeout_s=0.5)
-PATIENT = ToolOptions(timeout_s=20.0)
+PATIENT = ToolOptions(timeout_s=8.0)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,8 @@ def test_a_server_that_ends_fails_the_call_and_starts_again(workers: Workers, ca
     pid = ask(workers, tools, "who_is")
     reply = call_tool(workers, tools, ToolCall("die", {}), PATIENT)
     assert reply.failed and not reply.timed_out and "Connection closed" in reply.content
-    assert ask(workers, tools, "who_is") not in (pid, "")
+    new = ask(workers, tools, "who_is")
+    assert new.isdigit() and new != pid
     assert "has ended or hangs, and is started again by the next call" in caplog.text
     assert "I am ending" in caplog.text
 
@@ -119,8 +121,49 @@ def test_a_server_that_hangs_is_replaced(workers: Workers) -> None:
     tools = mcp_tools(COMMAND)
     pid = ask(workers, tools, "who_is")
     assert call_tool(workers, tools, ToolCall("hang", {}), HASTY).timed_out
-    assert ask(workers, tools, "who_is") not in (pid, "")
+    new = ask(workers, tools, "who_is")
+    assert new.isdigit() and new != pid
     wait_for_end(pid)
+
+
+def test_a_rollout_that_lost_its_server_gets_no_other() -> None:
+    environment = mcp_environment(COMMAND, names=["add", "die"])()
+
+    async def play() -> list[str]:
+        await environment.reset()
+        said = [await environment._call("add", step=1)]
+        for _ in range(2):
+            with pytest.raises(Exception) as failed:
+                await environment._call("die")
+            said.append(str(failed.value))
+        await environment.reset()
+        said.append(await environment._call("add", step=1))
+        await environment.close()
+        return said
+
+    first, ended, gone, again = asyncio.run(play())
+    assert (first, again) == ("the count is 1", "the count is 1")
+    assert ended == "Connection closed" and gone.startswith("the MCP server of this episode has ended")
+
+
+def test_many_servers_start_a_few_at_a_time() -> None:
+    made = mcp_environment(COMMAND, names=["add"])
+    environments = [made() for _ in range(2 * connection.STARTS_AT_ONCE + 2)]
+    starting = []
+
+    async def watch() -> None:
+        while True:
+            starting.append(sum(not session._opened.is_set() for session in connection._OPEN))
+            await asyncio.sleep(0.01)
+
+    async def begin() -> None:
+        await asyncio.gather(*(environment.reset() for environment in environments))
+        await asyncio.gather(*(environment.close() for environment in environments))
+
+    watching, _ = connection._LOOP.submit(watch())
+    asyncio.run(begin())
+    watching.cancel()
+    assert max(starting) == connection.STARTS_AT_ONCE
 
 
 def test_the_server_ends_with_its_tools(workers: Workers) -> None:

@@ -10,7 +10,7 @@ import shlex
 import weakref
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import TimeoutError as FuturesTimeout
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,10 +27,13 @@ HEALTH_S = 5.0
 """Time that a server has to list its tools after a call failed or was late; otherwise it counts as hanging."""
 EXIT_S = 8.0
 """Time that servers have to end at the interpreter's end. The package kills a process after about four seconds."""
+STARTS_AT_ONCE = os.cpu_count() or 1
+"""Processes that start at the same time; of many, each would take longer than `start_timeout_s`."""
 _MAX_TAIL = 2000
 """Bytes of a process's last messages that errors quote."""
 _LOOP = LoopThread("mcp")
 """Runs all sessions. It runs no code of the user, so nothing can block it."""
+_STARTS = asyncio.Semaphore(STARTS_AT_ONCE)
 
 
 async def on_loop(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -165,6 +168,11 @@ class _Session:
     @classmethod
     async def start(cls, server: Server) -> _Session:
         """A connected session. ConnectionError with the process's last words otherwise."""
+        async with nullcontext() if server.is_address else _STARTS:
+            return await cls._start(server)
+
+    @classmethod
+    async def _start(cls, server: Server) -> _Session:
         session = cls(server)
         opened = asyncio.create_task(session._opened.wait())
         await asyncio.wait(
@@ -249,7 +257,7 @@ def _close_all() -> None:
     """Ends all servers before the interpreter ends. The end of the loop would cancel those that are ending."""
 
     async def close() -> None:
-        await asyncio.wait({asyncio.create_task(session.close()) for session in _OPEN})
+        await asyncio.gather(*(session.close() for session in _OPEN))
 
     if _OPEN and _LOOP.loop is not None:
         with suppress(FuturesTimeout):
