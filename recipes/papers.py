@@ -80,7 +80,7 @@ class Study:
     walks: bool = False
     """The task is a walk of several turns instead of sums."""
     warm_up: int = WARM_UP_STEPS
-    """Steps of the warm-up on demonstrations. With fewer of them pass@16 leaves room above; 0 of them explore a walk."""
+    """Steps of the warm-up. With fewer of them pass@16 leaves room above; without any a walk is explored."""
     noisy: bool = False
     """The sampler's weights have noise, as those of another engine or precision have."""
 
