@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pages import NEEDS_BROWSER, served, wait_until
@@ -173,6 +174,25 @@ def test_each_turn_of_a_rollout_has_its_rewards_and_its_advantage(tmp_path, open
     assert second.split()[:1] == ["correct"] and second.split()[-2:] == ["advantage", "+0.5"]
     assert shades["n"] == 5 and shades["p"] > 5, "the first turn has five tokens, and a negative advantage"
     assert others == 0, "a rollout of one turn has nothing to add"
+
+
+def test_a_branch_is_marked_and_begins_a_turn(tmp_path, open_page):
+    """A branch at the fourth of the first turn's five tokens: three tokens have its advantage, two the next one's."""
+    folder = write_run(tmp_path / "run", steps=1, rows=8, tokens=60, turns=2)
+    path = folder / "rollouts" / "step_000001.0.parquet"
+    table = pq.read_table(path)
+    place = table.column_names.index("branches")
+    kind = table.field(place)
+    branches = [[{"start": 3, "context": [7] * 1234}] if row == 5 else [] for row in table["row"].to_pylist()]
+    pq.write_table(table.set_column(place, kind, pa.array(branches, kind.type)), path)
+    with served(folder) as address:
+        page = open_page(address + "#/rollouts?run=run&step=1&group=0&row=5&shade=advantage")
+        page.select_option("#shade", "advantage")
+        page.wait_for_selector(".detail[data-shade=advantage] #row-5 .branch")
+        said = [item.inner_text() for item in page.locator(".branch").all()]
+        shades = {kind: page.locator(f"#row-5 .tokens [class^={kind}]").count() for kind in "np"}
+    assert said == ["branch: continues 1,234 other tokens"]
+    assert shades == {"n": 3, "p": 2}
 
 
 SHORT_TIMES = {0.0: "0 ms", 2e-5: "<0.1 ms", 2.1e-4: "0.2 ms", 0.00996: "10 ms", 0.25: "250 ms", 0.9996: "1 s"}

@@ -91,5 +91,6 @@ def ending_metrics(rollouts: Sequence[Rollout], reasons: Sequence[FinishReason])
 
 
 def num_tokens(rollouts: Sequence[Rollout]) -> int:
-    """Prompt tokens and sampled completion tokens, each row with its own prompt."""
-    return sum(len(rollout.prompt.ids) + rollout.num_sampled for rollout in rollouts)
+    """Prompt tokens and sampled completion tokens, each row with its own prompt and each branch with its context."""
+    contexts = sum(len(branch.context) for rollout in rollouts for branch in rollout.branches)
+    return contexts + sum(len(rollout.prompt.ids) + rollout.num_sampled for rollout in rollouts)

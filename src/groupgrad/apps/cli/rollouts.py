@@ -213,8 +213,9 @@ def _advantages(row: dict[str, Any], writers: Sequence[str]) -> list[float | Non
     if not of_turns:
         return [row["advantage"] if writer == POLICY else None for writer in writers]
     sampled, turn, found = row["sampled"] or [True] * len(writers), -1, []
-    for before, now in pairwise([False, *sampled]):
-        turn += now and not before
+    starts = {branch["start"] for branch in row.get("branches") or []}
+    for place, (before, now) in enumerate(pairwise([False, *sampled])):
+        turn += now and (not before or place in starts)
         found.append(of_turns[turn] if now else None)
     return found
 

@@ -26,9 +26,14 @@ function advantageOf(row, place) {
   if (!row.turn_advantages) return row.advantage;
   let turn = -1;
   for (let at = 0; at <= place; at += 1) {
-    if (isSampled(row, at) && (at === 0 || !isSampled(row, at - 1))) turn += 1;
+    if (isSampled(row, at) && (at === 0 || !isSampled(row, at - 1) || branchAt(row, at))) turn += 1;
   }
   return row.turn_advantages[turn] ?? null;
+}
+
+/** The branch that begins at a token, if one does. */
+function branchAt(row, place) {
+  return (row.branches ?? []).find((branch) => branch.start === place);
 }
 
 function isSampled(row, place) {
@@ -57,13 +62,14 @@ function othersOf(row, start, stop) {
   return [...writers].sort().reverse().join(" and ");
 }
 
-/** Spans of tokens between which the writer changes from the policy to others or back: `[{own, start, end}]`. */
+/** Spans of tokens between which the writer changes from the policy to others or back, or a branch begins:
+ * `[{own, start, end}]`. */
 function spansOf(row, end) {
   const spans = [];
   for (let place = 0; place < end; place += 1) {
     const own = writerOf(row, place) === "policy";
     const last = spans[spans.length - 1];
-    if (last && last.own === own) last.end = place + 1;
+    if (last && last.own === own && !branchAt(row, place)) last.end = place + 1;
     else spans.push({ own, start: place, end: place + 1 });
   }
   return spans;
@@ -83,7 +89,9 @@ export function tokenBlock(row, by, scale, say) {
     const parts = spansOf(row, end).map(({ own, start, end: stop }) => {
       const nodes = [];
       for (let place = start; place < stop; place += 1) nodes.push(token(place));
-      return own ? nodes : el("details", { class: "reply" }, el("summary", {}, `${othersOf(row, start, stop)}, ${counted(stop - start, "token")}`), nodes);
+      const branch = branchAt(row, start);
+      const head = branch && el("div", { class: "branch" }, `branch: continues ${counted(branch.context.length, "other token")}`);
+      return own ? [head, nodes] : [head, el("details", { class: "reply" }, el("summary", {}, `${othersOf(row, start, stop)}, ${counted(stop - start, "token")}`), nodes)];
     });
     const left = row.tokens.length - end;
     fill(block, parts, left > 0 && el("button", { type: "button", onclick: () => draw(row.tokens.length) }, `show ${counted(left, "more token")}`));
