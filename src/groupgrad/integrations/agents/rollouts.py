@@ -22,11 +22,12 @@ from groupgrad.concurrency.workers import Outcome, Workers
 from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
 from groupgrad.data.values import copy_containers
-from groupgrad.engines.base import Engine, Request, Sample, SamplingOptions
+from groupgrad.engines.base import Engine, Request, SamplingOptions
+from groupgrad.integrations.agents.answers import read_sample
 from groupgrad.integrations.agents.conversations import Conversations, Formats, Place
 from groupgrad.integrations.agents.server import Address, make_app
 from groupgrad.integrations.agents.session import AgentSession, Asking, Clients
-from groupgrad.integrations.agents.wire import Answer, BadRequest, Question, message_of
+from groupgrad.integrations.agents.wire import BadRequest, Question
 from groupgrad.metrics import Metric, mean_of
 from groupgrad.rollout.driver import Driver, sample_turn, wait_for
 from groupgrad.rollout.requests import GenerationRequest, RolloutSource, versions_of
@@ -265,7 +266,7 @@ class _Program:
         limit = min(budget, question.max_tokens or budget)
         digest = hashlib.blake2b(repr(context).encode(), digest_size=16).digest()
         self._asked[digest] += 1
-        seed = _seed(self._seed, digest, self._asked[digest])
+        seed = answer_seed(self._seed, digest, self._asked[digest])
         keeps = not question.stop  # a turn that is cut has other tokens than the engine retains
         continued = ticket if place.is_longer else None
         ticket, sample = await sample_turn(Request(context, seed, limit, continues=continued, keep=keeps))
@@ -273,29 +274,12 @@ class _Program:
             place.branch.is_asked = False
             asking.answer.set_exception(BadRequest("this session has ended", status=409))
             return ticket
-        ids, is_cut = self._cut(sample, question.stop)
-        if sample.finish_reason != "eos" and not is_cut and limit == budget:
+        answered = read_sample(self._rollouts.formats, question, sample, len(context), digest.hex()[:12])
+        if sample.finish_reason != "eos" and not answered.is_cut and limit == budget:
             self._ended_by = reason if sample.finish_reason == "length" else sample.finish_reason
-        turn = self._rollouts.formats.parse(ids, question)
-        if is_cut:
-            turn.message["content"] = _before_stop(turn.message["content"], question.stop)
-        calls = turn.message.get("tool_calls", [])
-        call_ids = [call.get("id") or f"call_{digest.hex()[:12]}_{number}" for number, call in enumerate(calls)]
-        for call, call_id in zip(calls, call_ids):
-            call["id"] = call_id
-        self._conversations.answered(place, question, sample, ids, turn.message, self._step)
+        self._conversations.answered(place, question, sample, answered.ids, answered.message, self._step)
         self._session.num_answered = self._conversations.num_answered
-        ended = "stop" if is_cut or sample.finish_reason == "eos" else "length"
-        asking.answer.set_result(
-            Answer(
-                message_of(turn.message, call_ids),
-                turn.message.get("content") or "",
-                "tool_calls" if calls and ended == "stop" else ended,
-                len(context),
-                [self._rollouts.prompt_maker.tokenizer.decode([token]) for token in ids],
-                None if sample.logprobs is None else sample.logprobs[: len(ids)],
-            )
-        )
+        asking.answer.set_result(answered.answer)
         return ticket if keeps else None
 
     def _budget(self, place: Place, num_read: int) -> tuple[int, FinishReason]:
@@ -315,19 +299,6 @@ class _Program:
             )
             raise BadRequest(said, code="context_length_exceeded")
         return budget, reason
-
-    def _cut(self, sample: Sample, stop: Sequence[str]) -> tuple[list[int], bool]:
-        """The ids up to the token that completes a stop text, and whether there is one. The others were never used, and
-        the first ones are a sample of the policy with or without them."""
-        tokenizer = self._rollouts.prompt_maker.tokenizer
-        if not stop or not _has_stop(tokenizer.decode(sample.ids, skip_special_tokens=False), stop):
-            return sample.ids, False
-        low, high = 1, len(sample.ids)
-        while low < high:  # the first length whose text has a stop text
-            middle = (low + high) // 2
-            text = tokenizer.decode(sample.ids[:middle], skip_special_tokens=False)
-            low, high = (low, middle) if _has_stop(text, stop) else (middle + 1, high)
-        return sample.ids[:low], True
 
     def _rollout(self, outcome: Outcome) -> Rollout:
         """The row of all branches, and the reward that the program gave."""
@@ -398,16 +369,7 @@ def _joined(branches: Sequence[Any], name: str) -> list[Any]:
     return [value for branch in branches for value in getattr(branch, name)]
 
 
-def _has_stop(text: str, stop: Sequence[str]) -> bool:
-    return any(one in text for one in stop)
-
-
-def _before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop text, which OpenAI's API leaves out."""
-    return text[: min((place for one in stop if (place := text.find(one)) >= 0), default=len(text))]
-
-
-def _seed(seed: int, digest: bytes, number: int) -> int:
+def answer_seed(seed: int, digest: bytes, number: int) -> int:
     """Seed of an answer's random stream, by what it continues: the order of parallel requests does not matter."""
     named = hashlib.blake2b(f"{seed}/{digest.hex()}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(named, "big") >> 1

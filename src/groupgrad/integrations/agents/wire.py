@@ -193,19 +193,19 @@ def _call(call: Any) -> dict[str, Any]:
     return {"type": "function", **identity, "function": named}
 
 
-def message_of(turn: Mapping[str, Any], call_ids: Sequence[str]) -> dict[str, Any]:
-    """An assistant's message in the API's form, with an id for each call."""
+def message_of(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """An assistant's message in the API's form; its calls have ids."""
     found: dict[str, Any] = {"role": "assistant", "content": turn.get("content") or ""}
     if turn.get("reasoning_content"):
         found["reasoning_content"] = turn["reasoning_content"]
     if calls := turn.get("tool_calls"):
         found["tool_calls"] = [
             {
-                "id": call_id,
+                "id": call["id"],
                 "type": "function",
                 "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])},
             }
-            for call, call_id in zip(calls, call_ids)
+            for call in calls
         ]
     return found
 
