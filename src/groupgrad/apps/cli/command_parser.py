@@ -40,6 +40,11 @@ COMMAND_CODES: dict[str, dict[int, str]] = {
         75: "stopped by SIGTERM, SIGUSR1 or SIGHUP; the same command goes on",
         130: "stopped by Ctrl-C; the same command goes on",
     },
+    "serve": {
+        0: "it was ended by Ctrl-C",
+        1: "a package or the address is missing, or the model cannot be loaded",
+        2: "the command line cannot work",
+    },
     "vllm-serve": {
         0: "the help was printed, or vLLM's server was ended",
         1: "the server failed; any other status is that of vLLM's server too",

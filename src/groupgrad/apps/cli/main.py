@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "eval": Command("measure a model on a data set: pass@k, intervals, comparison of two", "train"),
     "plan": Command("predict the memory of a run, and say what fits", "train"),
     "sweep": Command("train many configurations in turns, and stop, resume, clone or delete them", "train"),
+    "serve": Command("serve a model at an OpenAI-compatible address", "look at runs"),
     "vllm-serve": Command("serve a model with vLLM, for a trainer that pushes weights to it", "train"),
     "view": Command("show runs, finished or in progress, as a local page", "look at runs"),
     "rollouts": Command("print rollouts that a run has stored", "look at runs"),
@@ -61,6 +62,7 @@ examples:
   groupgrad sweep sweep.yaml
   groupgrad view runs/math
   groupgrad rollouts runs/math --step 40 --min-reward 0.5
+  groupgrad serve runs/math --port 8000
   groupgrad replay runs/math --step 137 --row 5
   groupgrad bisect runs/math runs/math_again
   groupgrad env --model Qwen/Qwen2.5-0.5B-Instruct

@@ -1,0 +1,92 @@
+"""Answers requests at an address from one model, many at a time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+from typing import Any
+
+from groupgrad.engines.base import Request, SamplingOptions
+from groupgrad.integrations.agents.answers import read_sample
+from groupgrad.integrations.agents.rollouts import ProgramRollouts
+from groupgrad.integrations.agents.server import Address, make_app
+from groupgrad.integrations.agents.session import AgentSession, Asking, Clients
+from groupgrad.integrations.agents.wire import BadRequest, Question
+from groupgrad.rollout.driver import Driver, sample_turn, wait_for
+from groupgrad.rollout.requests import turn_seed
+
+logger = logging.getLogger(__name__)
+
+
+class ServedModel:
+    """Samples what is asked at `address` with the engine of `rollouts`, until `close`.
+
+    Requests of one temperature and top-p are sampled side by side and may arrive at any time; others wait until those
+    under way have ended. A temperature of 0 is the most likely token. Nothing is kept of a request.
+    """
+
+    def __init__(self, rollouts: ProgramRollouts, key: str, host: str, port: int):
+        self._rollouts, self._seeds = rollouts, itertools.count()
+        self.session = AgentSession("", key, Clients("", 600.0))
+        self.address = Address(make_app({key: self.session}.get), host, port)
+        self._next: Asking | None = None
+
+    def run(self) -> None:
+        """Answers requests on this thread until `close`."""
+        self._next = self.session.next_asking().result()
+        while self._next is not None:
+            options = self._options(self._next.question)
+            with self._rollouts.engine.session(options) as session:
+                driver: Driver[None] = Driver(session, [])
+                driver.rollouts.append(self._take(driver, self._next, options))
+                driver.run()
+
+    def close(self) -> None:
+        """Ends `run` once what is under way has ended, and the address. May be called from any thread."""
+        self.session.end()
+        self.address.close()
+
+    async def _take(self, driver: Driver[None], asking: Asking, options: SamplingOptions) -> None:
+        """Begins the answers to this question and to those that come, as long as they have the same options."""
+        following: Asking | None = asking
+        while following is not None and self._options(following.question) == options:
+            driver.spawn(self._answer(following))
+            following = (await wait_for([self.session.next_asking()])).results[0]
+        self._next = following
+
+    async def _answer(self, asking: Asking) -> None:
+        question, formats = asking.question, self._rollouts.formats
+        try:
+            context = formats.prompt_ids(question)
+            limit = self._limit(question, len(context))
+        except BadRequest as error:
+            asking.answer.set_exception(error)
+            return
+        number = next(self._seeds)
+        seed = turn_seed(self._rollouts.seed, number + 1)
+        _, sample = await sample_turn(Request(context, seed, limit))
+        asking.answer.set_result(read_sample(formats, question, sample, len(context), f"{number:012x}").answer)
+
+    def _options(self, question: Question) -> SamplingOptions:
+        """The sampling options of a request."""
+        wanted: dict[str, Any] = dict(question.wanted)
+        if wanted.get("temperature") == 0.0:
+            wanted = {"temperature": 1.0, "top_k": 1}
+        return replace(self._rollouts.sampling, **wanted)
+
+    def _limit(self, question: Question, num_read: int) -> int:
+        """Tokens that a request may sample; BadRequest if the context has no room for one."""
+        limit, max_context = question.max_tokens or self._rollouts.sampling.max_new_tokens, self._max_context
+        if max_context is None:
+            return limit
+        if num_read >= max_context:
+            raise BadRequest(
+                f"the conversation has {num_read} tokens, and the model has {max_context} positions",
+                code="context_length_exceeded",
+            )
+        return min(limit, max_context - num_read)
+
+    @property
+    def _max_context(self) -> int | None:
+        return self._rollouts.prompt_maker.max_context
