@@ -69,6 +69,9 @@ def test_what_is_refused(served: Any) -> None:
         client_of(found, "another").models.list()
     with pytest.raises(openai.BadRequestError, match="512 positions"):
         client_of(found).completions.create(model="m", prompt=[5] * 600)
+    for prompt in ([5, 10**6], [-1], ""):
+        with pytest.raises(openai.BadRequestError, match="no token"):
+            client_of(found).completions.create(model="m", prompt=prompt)
     with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
         client_of(found).completions.create(model="m", prompt="1", frequency_penalty=1.0)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from openai import APIStatusError
+from openai import APIStatusError, APITimeoutError
 from scripted_agents import with_tools
 
 from groupgrad import GRPOConfig, GRPOTrainer
@@ -357,6 +357,21 @@ def test_a_program_that_never_answers_is_named_and_ends_at_its_deadline(make_pro
     assert [rollout.prompt.row["number"] for rollout in failed] == [0, 0]
     assert all("agent_timeout_s=3" in rollout.trace.problem for rollout in failed)
     assert "agent of row" in caplog.text
+
+
+def test_a_client_that_goes_away_ends_nothing_else(make_programs: Any) -> None:
+    """And another engine, which samples whole batches, answers."""
+
+    async def solve(row: dict[str, Any], session: Any) -> float:
+        impatient = session.async_openai(timeout=0.001)
+        with pytest.raises(APITimeoutError):
+            await impatient.chat.completions.create(model="m", messages=[user("gone")], max_tokens=40)
+        await session.async_openai().chat.completions.create(model="m", messages=[user("a")], max_tokens=2)
+        return 1.0
+
+    trainer, found = make_programs(solve, rollout_engine="transformers")
+    trainer.train()
+    assert [rollout.finish_reason != "error" for rollout in found] == [True] * 4
 
 
 def test_programs_that_fail_or_return_no_reward(make_programs: Any) -> None:

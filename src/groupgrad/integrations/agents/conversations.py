@@ -112,9 +112,13 @@ class Formats:
         return self._by_tools[key]
 
     def prompt_ids(self, question: Question) -> list[int]:
-        """Token ids of a whole conversation or text; BadRequest if the template refuses it."""
+        """Token ids of a whole conversation or text, at least one; BadRequest if there are none, or wrong ones."""
         if question.text is not None:
-            return list(question.text) if isinstance(question.text, list) else self.maker.token_ids(question.text)
+            given, size = question.text, len(self.maker.tokenizer)
+            ids = self.maker.token_ids(given) if isinstance(given, str) else given
+            if not ids or not all(0 <= token < size for token in ids):
+                raise BadRequest(f"prompt has no token, or one outside of 0 to {size - 1}")
+            return list(ids)
         maker, messages = self.maker, question.messages
         try:
             if not question.tools:

@@ -103,6 +103,7 @@ class AgentSession:
     def ask(self, question: Question) -> Future[Answer]:
         """Asks for a completion."""
         answer: Future[Answer] = Future()
+        answer.set_running_or_notify_cancel()  # a client that goes away cancels nothing that is being sampled
         self._push(Asking(question, answer))
         return answer
 
