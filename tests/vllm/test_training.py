@@ -113,6 +113,44 @@ def test_each_generation_batch_is_sampled_from_the_weights_that_train(mode: str,
     assert bool(logged(trainer, "kl")) == (beta > 0)
 
 
+def test_an_evaluation_samples_by_options_of_its_own(mode: str, train: Any) -> None:
+    """With one token to choose from all completions of a prompt are equal; those of training are not."""
+    trainer = train(
+        mode,
+        max_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_sampling={"top_k": 1, "max_completion_length": 5, "num_generations": 4},
+        eval_k=[1, 4],
+        arguments={"eval_dataset": Dataset.from_dict({"prompt": ["a", "bc", "def"]})},
+    )
+    assert logged(trainer, "eval_frac_reward_zero_std") == [1.0] and logged(trainer, "frac_reward_zero_std") != [1.0]
+    assert logged(trainer, "eval_completions/max_length")[0] <= 5 < logged(trainer, "completions/max_length")[0]
+    assert logged(trainer, "eval_pass@1") == logged(trainer, "eval_pass@4")
+
+
+def test_a_loss_that_is_anchored_on_the_sampler(mode: str, train: Any) -> None:
+    trainer = train(mode, loss_type="dppo_tv", steps_per_generation=2, max_steps=4)
+    assert_in_step(trainer, [0, 2])
+    assert len(logged(trainer, "grad_norm")) == 4 and all(value > 0 for value in logged(trainer, "grad_norm"))
+
+
+def test_a_program_asks_an_address_that_vllm_answers(mode: str, train: Any, tokenizer: Any) -> None:
+    """Its second request continues the first one's tokens, and vLLM's log-probs are those of training."""
+    tokenizer = with_tools(tokenizer)
+
+    async def solve(row: dict[str, Any], session: Any) -> float:
+        client, said = session.async_openai(), [{"role": "user", "content": row["prompt"]}]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="m", messages=said, max_tokens=6)
+            said += [{"role": "assistant", "content": answer.choices[0].message.content}, said[0]]
+        return float(len(said[1]["content"]))
+
+    trainer = train(mode, max_completion_length=60, arguments={"agent": solve, "reward_funcs": None})
+    assert logged(trainer, "rollouts/turns") == [2.0] * 3 and logged(trainer, "rollouts/branches") == [0.0] * 3
+    assert max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 1e-3
+
+
 @pytest.mark.parametrize("updates", ["adapter", "merge"])
 def test_adapters_are_sampled_alone_or_merged(mode: str, updates: str, train: Any, monkeypatch: Any) -> None:
     trainer = train(
