@@ -73,7 +73,7 @@ PURELIB = -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 # What people write agents with, beside the suite as well; litellm alone has 85 MB.
 AGENTS_VENV ?= .venv-agents
-AGENTS ?= smolagents==1.26.0 openai-agents==0.24.0 mini-swe-agent==2.4.6
+AGENTS ?= smolagents==1.26.0 openai-agents==0.24.0 mini-swe-agent==2.4.6 verifiers==0.3.1
 
 # What builds and checks a release, in an environment of its own.
 WHEEL_VENV ?= .venv-wheel
@@ -99,7 +99,7 @@ help:
 	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
 	@echo "make test-real     run the tests on a pretrained model of 135 million parameters (about four minutes)"
-	@echo "make test-agents   train with smolagents, OpenAI's Agents SDK and mini-swe-agent (about four minutes)"
+	@echo "make test-agents   train with smolagents, OpenAI's Agents SDK, mini-swe-agent and verifiers (about four minutes)"
 	@echo "make test-environments  run the tests on OpenEnv and TextArena (about a minute)"
 	@echo "make test-torchao  run the tests of torchao's optimizers"
 	@echo "make test-kernels  run the tests of the C++ kernels, compiled for x86-64-v2, v3 and v4 in turn (about two minutes)"
@@ -155,7 +155,8 @@ test-deepspeed: $(VENV)/.groupgrad-deepspeed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(DEEPSPEED_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" -k zero $(DEEPSPEED_TESTS) $(TEST_ARGS)
 
 test-real: $(VENV)/.groupgrad-real
-	OMP_NUM_THREADS=1 GROUPGRAD_NEED_REAL=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m real tests $(TEST_ARGS)
+	OMP_NUM_THREADS=1 GROUPGRAD_NEED_REAL=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m real \
+		--ignore tests/examples/test_programs.py tests $(TEST_ARGS)
 
 test-torchao: $(VENV)/.groupgrad-torchao
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TORCHAO_FOLDER) $(VENV)/bin/python -m pytest -m "not gpu" \
@@ -167,7 +168,7 @@ test-environments: $(ENVIRONMENTS_VENV)/.groupgrad-environments
 
 test-agents: $(AGENTS_VENV)/.groupgrad-agents $(VENV)/.groupgrad-real
 	OMP_NUM_THREADS=1 GROUPGRAD_NEED_REAL=1 GROUPGRAD_REAL_MODEL=$(REAL_MODEL) PYTHONPATH=$(CURDIR)/src \
-		$(AGENTS_VENV)/bin/python -m pytest tests/examples/test_programs.py $(TEST_ARGS)
+		$(AGENTS_VENV)/bin/python -m pytest tests/examples/test_programs.py tests/integrations/test_verifiers.py $(TEST_ARGS)
 
 test-triton: $(VENV)/.groupgrad-triton
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(VENV)/bin/python -m pytest -n $(WORKERS) \
@@ -296,7 +297,7 @@ $(ENVIRONMENTS_VENV)/.groupgrad-environments: $(VENV)/.groupgrad-dev
 	@touch $@
 
 $(AGENTS_VENV)/.groupgrad-agents: $(VENV)/.groupgrad-dev
-	@echo "installing smolagents, openai-agents and mini-swe-agent into $(AGENTS_VENV) ..."
+	@echo "installing smolagents, openai-agents, mini-swe-agent and verifiers into $(AGENTS_VENV) ..."
 	$(PYTHON) -m venv --clear $(AGENTS_VENV)
 	$(VENV)/bin/python $(PURELIB) > "$$($(AGENTS_VENV)/bin/python $(PURELIB))/suite.pth"
 	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(AGENTS)

@@ -68,6 +68,7 @@ class AgentSession:
         self._waiter: Future[Asking | None] | None = None
         self._has_ended = False
         self._rewards: list[tuple[float, str | None, int | None]] = []
+        self._metrics: dict[str, float] = {}
         self.num_answered = 0
         """Requests that the model has answered so far."""
 
@@ -97,6 +98,11 @@ class AgentSession:
             raise ValueError(f"log_reward got turn={turn}; the model has answered {self.num_answered} requests")
         with self._lock:
             self._rewards.append((float(value), name, turn))
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Adds a number to the metric `rewards/<agent>/<name>`, the mean over rollouts. It is no part of the reward."""
+        with self._lock:
+            self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
 
     # ------------------------------------------------------------------------------------------- for the rollout
 
@@ -136,11 +142,11 @@ class AgentSession:
             waiter.set_result(item)
 
     def rewards(self, returned: Any, order: list[int]) -> tuple[Reward, dict[str, float]]:
-        """The rollout's reward from what the program returned and logged, and its named parts.
+        """The rollout's reward from what the program returned and logged, and its named parts and metrics.
 
         `order` has, for each turn of the row, the number of its request. TypeError for what is no reward.
         """
-        parts: dict[str, float] = {}
+        parts = dict(self._metrics)
         total: float | None = None
         by_turn: list[float | None] = [None] * len(order)
         if isinstance(returned, Mapping):
