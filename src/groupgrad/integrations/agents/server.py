@@ -94,7 +94,12 @@ class Address:
     """Serves an application on a free port of this machine, on a thread of its own, until `close`."""
 
     def __init__(self, app: Starlette, host: str = "127.0.0.1", port: int = 0):
-        self._socket = socket.create_server((host, port), backlog=2048)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # asyncio sends small parts at once only on sockets that name TCP; elsewhere an answer waits 40 ms for an ACK.
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((host, port))
+        self._socket.listen(2048)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
