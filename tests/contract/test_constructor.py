@@ -32,7 +32,15 @@ POSITIONAL = (
     "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class", "reward_processing_classes",
     "callbacks", "optimizers", "quantization_config", "peft_config", "tools", "rollout_func", "environment_factory",
 )  # fmt: skip
-OTHER_SPELLINGS = ("response_parser", "eval_reward_funcs", "tokenizer", "reward_fn", "reward_model", "num_generations")
+OTHER_SPELLINGS = (
+    "agent",
+    "response_parser",
+    "eval_reward_funcs",
+    "tokenizer",
+    "reward_fn",
+    "reward_model",
+    "num_generations",
+)
 SMALL = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False}
 
 

@@ -33,9 +33,9 @@ def takes_an_alias(responses: list[str], ground_truths: list[str]) -> list[float
     return [0.0] * len(responses)
 
 
-def words(functions: list[Any], columns: str, environments: Any = None) -> str:
+def words(functions: list[Any], columns: str, environments: Any = None, program: Any = None) -> str:
     dataset = Dataset.from_dict({name: ["x"] for name in columns.split()})
-    parts = SimpleNamespace(environments=environments)
+    parts = SimpleNamespace(environments=environments, program=program)
     return columns_in_words(
         SimpleNamespace(train_dataset=dataset, rollout_components=parts, rewards=RewardRunner(functions))
     )
@@ -78,6 +78,9 @@ def test_each_column_is_used_or_named_as_unused(functions: list[Any], columns: s
 def test_environments_get_whole_rows() -> None:
     text = "environments get all; prompts are made of prompt; reward functions name answer"
     assert words([names_answer], "prompt answer id", environments=object()) == text
+    assert words([names_answer], "prompt answer id", program=print) == text.replace(
+        "environments get", "the agent gets"
+    )
 
 
 def test_columns_that_a_function_makes_are_not_read_for_a_line() -> None:
