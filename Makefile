@@ -71,7 +71,7 @@ ENVIRONMENTS_VENV ?= .venv-environments
 ENVIRONMENTS ?= openenv==0.10.0 textarena==0.7.4
 PURELIB = -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-# What people write agents with, beside the suite as well; litellm alone has 85 MB.
+# What people write agents with, beside the suite as well, since OpenAI's Agents SDK wants an older MCP; litellm alone has 85 MB.
 AGENTS_VENV ?= .venv-agents
 AGENTS ?= smolagents==1.26.0 openai-agents==0.24.0 mini-swe-agent==2.4.6 verifiers==0.3.1
 
@@ -300,7 +300,9 @@ $(AGENTS_VENV)/.groupgrad-agents: $(VENV)/.groupgrad-dev
 	@echo "installing smolagents, openai-agents, mini-swe-agent and verifiers into $(AGENTS_VENV) ..."
 	$(PYTHON) -m venv --clear $(AGENTS_VENV)
 	$(VENV)/bin/python $(PURELIB) > "$$($(AGENTS_VENV)/bin/python $(PURELIB))/suite.pth"
-	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(AGENTS)
+	sed -E "/^(mcp|mcp-types)==/d" constraints.txt > $(AGENTS_VENV)/constraints.txt
+	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(AGENTS_VENV)/constraints.txt $(AGENTS)
 	@touch $@
 
 $(VENV)/.groupgrad-triton: $(VENV)/.groupgrad-dev
