@@ -167,7 +167,7 @@ test-environments: $(ENVIRONMENTS_VENV)/.groupgrad-environments
 		tests/contract/test_openenv_agents.py tests/examples/test_textarena_game.py $(TEST_ARGS)
 
 test-agents: $(AGENTS_VENV)/.groupgrad-agents $(VENV)/.groupgrad-real
-	OMP_NUM_THREADS=1 GROUPGRAD_NEED_REAL=1 GROUPGRAD_REAL_MODEL=$(REAL_MODEL) PYTHONPATH=$(CURDIR)/src \
+	OMP_NUM_THREADS=2 GROUPGRAD_NEED_REAL=1 GROUPGRAD_REAL_MODEL=$(REAL_MODEL) PYTHONPATH=$(CURDIR)/src \
 		$(AGENTS_VENV)/bin/python -m pytest tests/examples/test_programs.py tests/integrations/test_verifiers.py $(TEST_ARGS)
 
 test-triton: $(VENV)/.groupgrad-triton

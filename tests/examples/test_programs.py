@@ -4,6 +4,7 @@ mini-swe-agent, a bare `openai` client (`make test-agents`)."""
 from __future__ import annotations
 
 import importlib
+import json
 import statistics
 import sys
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ def test_a_program_trains(
 ) -> None:
     """The model reads what was asked and nothing is tokenised again: the sampler's log-probs are those of training."""
     module = program(name, package)
-    given = [f"{key}={value}" for key, value in {**SMALL, **QUIET, **settings}.items()]
+    given = [f"{key}={json.dumps(value)}" for key, value in {**SMALL, **QUIET, **settings}.items()]
     monkeypatch.setattr(sys, "argv", [name, str(smollm2), str(tmp_path), *given])
     arguments = (module.parse,) if hasattr(module, "parse") else ()
     trainer = importlib.import_module("run").train(module.solve, *arguments)
