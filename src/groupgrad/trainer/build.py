@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, set_seed
 
 from groupgrad import compat, dist
 from groupgrad.config import GRPOConfig
+from groupgrad.config.field_rules import changed
 from groupgrad.config.launcher import uses_deepspeed, uses_fsdp, zero_stage
 from groupgrad.config.sampling import eval_sampling_changes, sampling_options
 from groupgrad.config.settings import mapping
@@ -363,6 +364,9 @@ def build_components(
         forward_options = replace(forward_options, image_example=image)
     scorer = OldAndRefScorer(policy.model, policy.reference, forward_options, config.device)
     sampling = sampling_options(config, eos_ids=policy.eos_ids, pad_id=pad_id)
+    if rollout_components.program is None:
+        for name in changed(config, ("agent_timeout_s", "agent_sampling")):
+            warnings.warn(f"{name}={getattr(config, name)!r} has no effect: there is no agent")
     rollouts = rollout_components.source(
         engine,
         prompt_maker,
