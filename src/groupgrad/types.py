@@ -89,6 +89,8 @@ class Trace:
     """Seconds of `wait_s` during which the engine worked for other rollouts."""
     problem: str = ""
     """Why it ended as `error`, or what its environment failed at; empty if nothing did."""
+    numbers: dict[str, float] = field(default_factory=dict[str, float])
+    """Numbers that a program logged of it, by name."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from groupgrad import GRPOConfig, GRPOTrainer
 from groupgrad.errors import ConfigError, RolloutError
 from groupgrad.integrations.agents.server import Address
+from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.types import Rollout
 
 SCHEMA = {
@@ -455,3 +456,44 @@ def test_an_answer_does_not_wait_for_an_acknowledgement() -> None:
     finally:
         address.close()
     assert sorted(seconds[1:])[10] < 0.03
+
+
+def test_metrics_are_those_of_their_own_rollouts(make_programs: Any) -> None:
+    """Another generation batch may have been sampled meanwhile."""
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        ask(session, user("a"), max_tokens=2)
+        session.log_metric("number", row["number"])
+        return 0.0
+
+    trainer, _ = make_programs(solve)
+    source = trainer.components.collector.rollouts
+    try:
+        first, second = (source(GenerationRequest({0: {"number": n}}, range(2), 2, 2, "train", n, 0)) for n in (3, 5))
+        assert [source.metrics(rollouts)["rewards/solve/number"].read() for rollouts in (first, second)] == [3.0, 5.0]
+    finally:
+        source.close()
+
+
+def test_a_first_request_that_is_refused_is_not_the_prompt(make_programs: Any) -> None:
+    def solve(row: dict[str, Any], session: Any) -> float:
+        with pytest.raises(APIStatusError, match="4096 positions"):
+            ask(session, user("a" * 5000), max_tokens=2)
+        ask(session, user("b"), max_tokens=2)
+        return 1.0
+
+    trainer, found = make_programs(solve)
+    trainer.train()
+    assert [rollout.prompt.row["prompt"] for rollout in found] == [[user("b")]] * 4
+    assert [len(rollout.completion) for rollout in found] == [1] * 4
+
+
+def test_settings_of_agents_without_an_agent_are_named(make_model: Any, make_tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="agent_timeout_s=5.0 has no effect: there is no agent"):
+        GRPOTrainer(
+            make_model(),
+            lambda completions, **_: [0.0] * len(completions),
+            processing_class=make_tokenizer(),
+            args=GRPOConfig(output_dir=str(tmp_path), use_cpu=True, agent_timeout_s=5.0),
+            train_dataset=Dataset.from_list([{"prompt": "?"}] * 8),
+        )

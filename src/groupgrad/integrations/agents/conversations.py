@@ -1,4 +1,4 @@
-"""Exact rows: what a program's requests continue, by the token ids that were sampled.
+"""Finds the tokens that each request of a program continues, so that rows have the token ids that were sampled.
 
 Each answered request is a node: a conversation, and the token ids that the model read and wrote for it. A request whose
 messages begin with a node's continues its ids; only the messages behind it are rendered, as the text that the chat
@@ -33,6 +33,8 @@ class GrowingBranch:
 
     context: list[int]
     """Token ids before its first token."""
+    messages: list[dict[str, Any]]
+    """The messages that `context` renders; empty for plain text."""
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -67,7 +69,7 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Where a request continues."""
+    """The branch and the token ids that a request continues."""
 
     branch: GrowingBranch
     between: list[int]
@@ -75,7 +77,7 @@ class Place:
     is_longer: bool
     """True if the branch exists already."""
     digest: bytes
-    """Of the request's messages and tools."""
+    """Digest of the request's messages and tools."""
 
     @property
     def ids(self) -> list[int]:
@@ -84,7 +86,7 @@ class Place:
 
 
 class Formats:
-    """How conversations with and without tools are written and read. Shared by all sessions of a run."""
+    """Renders conversations with and without tools, and parses their turns. Shared by all sessions of a run."""
 
     def __init__(self, maker: PromptMaker, eos_ids: Sequence[int], response_parser: ResponseParser | None = None):
         self.maker, self._plain = maker, PlainFormat(maker, eos_ids)
@@ -147,10 +149,10 @@ class Formats:
 
 
 class Conversations:
-    """The branches and answered requests of one rollout, or of a served model if it does not `remember` them."""
+    """The branches and answered requests of one rollout."""
 
-    def __init__(self, formats: Formats, *, remember: bool = True):
-        self.formats, self._remember = formats, remember
+    def __init__(self, formats: Formats):
+        self.formats = formats
         self.branches: list[GrowingBranch] = []
         self._nodes: dict[bytes, _Node] = {}
         self.num_answered = 0
@@ -158,7 +160,7 @@ class Conversations:
         """The conversation that was answered last, with the answer."""
 
     def place(self, question: Question) -> Place:
-        """Where a request continues; its branch is marked as asked. BadRequest if it cannot be rendered."""
+        """Finds or begins the branch of a request, and marks it as asked. BadRequest if it cannot be rendered."""
         digests = _digests(question)
         for length in range(len(question.messages) - 1, 0, -1):
             node = self._nodes.get(digests[length])
@@ -172,14 +174,13 @@ class Conversations:
             if node.length == len(branch.ids) and not branch.is_asked:
                 branch.is_asked = True
                 return Place(branch, between, True, digests[-1])
-            return self._begun([*branch.context, *branch.ids[: node.length], *between], digests[-1])
-        return self._begun(self.formats.prompt_ids(question), digests[-1])
+            return self._begin([*branch.context, *branch.ids[: node.length], *between], question, digests[-1])
+        return self._begin(self.formats.prompt_ids(question), question, digests[-1])
 
-    def _begun(self, context: list[int], digest: bytes) -> Place:
-        branch = GrowingBranch(context, is_asked=True)
-        if self._remember:
-            self.branches.append(branch)
-        return Place(branch, [], False, digest)
+    def _begin(self, context: list[int], question: Question, digest: bytes) -> Place:
+        """Begins a branch behind these token ids."""
+        self.branches.append(GrowingBranch(context, question.messages, is_asked=True))
+        return Place(self.branches[-1], [], False, digest)
 
     def answered(
         self, place: Place, question: Question, sample: Sample, ids: list[int], message: dict[str, Any], step: int
@@ -191,7 +192,7 @@ class Conversations:
         branch.append(place.between, None, step)
         branch.append(ids, sample, step)
         branch.is_asked = False
-        if self._remember and question.text is None:
+        if question.text is None:
             key = _digest(place.digest, message)
             self._nodes[key] = _Node(branch, len(branch.ids), ids)
             self.last = [*question.messages, message]

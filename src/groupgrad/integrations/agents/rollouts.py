@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 from groupgrad.chat.chat_format import ResponseParser
+from groupgrad.concurrency.callables import is_async
 from groupgrad.concurrency.workers import Outcome, Workers
 from groupgrad.data.completions import CompletionTexts
 from groupgrad.data.prompts import PromptMaker
@@ -80,7 +81,6 @@ class ProgramRollouts(RolloutSource):
         """The open sessions by their keys."""
         self._address: Address | None = None
         self._clients: Clients | None = None
-        self._parts: list[dict[str, float]] = []
         self._said: set[str] = set()
 
     @property
@@ -98,7 +98,6 @@ class ProgramRollouts(RolloutSource):
     def __call__(self, request: GenerationRequest) -> list[Rollout]:
         """One rollout for each row number; all of them run side by side."""
         sampling = replace(self.sampling, **request.sampling)
-        self._parts = []
         programs = [_Program(self, request, row, sampling) for row in request.rows]
         with self.engine.session(sampling) as session:
             driver = Driver(session, [program.run() for program in programs])
@@ -118,27 +117,23 @@ class ProgramRollouts(RolloutSource):
         return session
 
     def close_session(self, session: AgentSession) -> None:
-        """Forgets a session's key."""
+        """Ends the use of a session's key."""
         self.sessions.pop(session.api_key, None)
 
-    def note_parts(self, parts: dict[str, float]) -> None:
-        """The named parts of a rollout's reward, for the metrics."""
-        self._parts.append(parts)
-
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-        """Requests and branches of a rollout, the named parts of its reward, and why rollouts ended."""
+        """Requests and branches of a rollout, the numbers that its program logged, and why rollouts ended."""
         traces = [rollout.trace for rollout in rollouts if rollout.trace is not None]
-        names = dict.fromkeys(name for parts in self._parts for name in parts)
-        count = len(rollouts)
+        count, logged = len(rollouts), defaultdict[str, list[float]](list)
+        for trace in traces:
+            for name, value in trace.numbers.items():
+                logged[name].append(value)
         return {
             **ending_metrics(rollouts, ("eos", "length", "context", "error")),
             "rollouts/turns": mean_of(sum(trace.num_turns for trace in traces), count),
             "rollouts/branches": mean_of(sum(len(rollout.branches) for rollout in rollouts), count),
             **{
-                f"rewards/{self.reward_name}/{name}": mean_of(
-                    sum(parts.get(name, 0.0) for parts in self._parts), sum(name in parts for parts in self._parts)
-                )
-                for name in names
+                f"rewards/{self.reward_name}/{name}": mean_of(sum(values), len(values))
+                for name, values in logged.items()
             },
             **self.engine.metrics(),
         }
@@ -190,12 +185,11 @@ class _Program:
         self._session = rollouts.open_session()
         self._conversations = Conversations(rollouts.formats)
         self._waiters: dict[int, Future[tuple[Asking, Place] | None]] = {}
-        """What the idle branches wait for, by the identity of each."""
+        """The next request of each idle branch, by the branch's `id`."""
         self._ends: list[Future[None]] = []
         """One for each branch, done once it has ended."""
         self._asked: Counter[bytes] = Counter()
-        """How often the same tokens were to be continued."""
-        self._first_messages: list[dict[str, Any]] | None = None
+        """The number of requests for each context, by its digest."""
         self._has_ended = False
         self._ended_by: FinishReason | None = None
         self._wait_s = self._hidden_s = 0.0
@@ -205,7 +199,6 @@ class _Program:
         session, row = self._session, copy_containers(dict(self._data))
         arguments, limit_s = {"row": row, "session": session}, self._rollouts.options.timeout_s
         name = f"the agent of row {self._row}"
-        # Positional, as a program may name its parameters as it likes.
         call = _positional(self._rollouts.agent)
         running = self._rollouts.workers.call(call, arguments, timeout_s=limit_s, name=name)
         running.add_done_callback(lambda _: session.end())
@@ -231,8 +224,6 @@ class _Program:
         except BadRequest as error:
             asking.answer.set_exception(error)
             return
-        if self._first_messages is None:
-            self._first_messages = asking.question.messages
         if place.is_longer:
             self._waiters.pop(id(place.branch)).set_result((asking, place))
         else:
@@ -270,7 +261,7 @@ class _Program:
         keeps = not question.stop  # a turn that is cut has other tokens than the engine retains
         continued = ticket if place.is_longer else None
         ticket, sample = await sample_turn(Request(context, seed, limit, continues=continued, keep=keeps))
-        if self._has_ended:  # nobody reads it
+        if self._has_ended:  # the program reads no answers any more
             place.branch.is_asked = False
             asking.answer.set_exception(BadRequest("this session has ended", status=409))
             return ticket
@@ -305,16 +296,16 @@ class _Program:
         branches = [branch for branch in self._conversations.branches if branch.ids]
         problem, reason = self._ending(outcome, bool(branches))
         reward: Reward = None
+        numbers: dict[str, float] = {}
         if reason != "error":
             order = [number for branch in branches for number in branch.requests]
             try:
                 value = None if outcome.error is not None else outcome.value
-                reward, parts = self._session.rewards(value, order)
-                self._rollouts.note_parts(parts)
+                reward, numbers = self._session.rewards(value, order)
             except TypeError as error:
                 problem, reason = str(error), "error"
         starts = [0, *accumulate(len(branch.ids) for branch in branches)]
-        first, said = self._first_messages or [], self._conversations.last
+        first, said = branches[0].messages if branches else [], self._conversations.last
         num_shared = next((i for i, (a, b) in enumerate(zip(first, said)) if a != b), min(len(first), len(said)))
         ids, versions = _joined(branches, "ids"), _joined(branches, "versions")
         # A program that completes plain text has no messages; its prompt is the data set's.
@@ -333,11 +324,11 @@ class _Program:
             **versions_of(versions, self._step),
             environment_rewards={self._rollouts.reward_name: reward},
             branches=tuple(Branch(start, tuple(b.context)) for start, b in zip(starts[1:], branches[1:])),
-            trace=Trace(self._conversations.num_answered, [], self._wait_s, self._hidden_s, problem),
+            trace=Trace(self._conversations.num_answered, [], self._wait_s, self._hidden_s, problem, numbers),
         )
 
     def _ending(self, outcome: Outcome, has_tokens: bool) -> tuple[str, FinishReason]:
-        """What went wrong, if anything, and why the rollout ended."""
+        """The error of the program, empty without one, and the reason why the rollout ended."""
         problem = "" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
         if outcome.timed_out:
             problem = f"the agent had not returned after agent_timeout_s={self._rollouts.options.timeout_s:g} seconds"
@@ -349,9 +340,7 @@ class _Program:
 
 
 def _positional(agent: Callable[..., Any]) -> Callable[..., Any]:
-    """The agent as a function of `row` and `session`, async if it is."""
-    from groupgrad.concurrency.callables import is_async
-
+    """The agent, which may name its parameters as it likes, as a function of `row` and `session`, async if it is."""
     if is_async(agent):
 
         async def call_async(row: Any, session: Any) -> Any:
