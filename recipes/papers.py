@@ -214,7 +214,7 @@ def with_noise(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
 
 
 def sight(here: int, goal: int) -> str:
-    """What the model reads: its place, a plus if the goal is above, the goal."""
+    """The text that the model reads: its place, a plus if the goal is above, the goal."""
     return f"{here}{'+' if goal > here else ' '}{goal}="
 
 

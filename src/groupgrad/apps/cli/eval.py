@@ -167,7 +167,7 @@ def _parsed(argv: Sequence[str]) -> Parsed:
         parsed = parse(argv, EvalParser())
     words = {str(word).partition("=")[0].lstrip("-").replace("-", "_") for word in argv}
     script, of_training = parsed.script, {"reward_funcs", "reward_model_name_or_path"}
-    # On the command line, rewards are those of this evaluation by either name, and win over those of the file.
+    # Rewards on the command line are meant for this evaluation, whichever flag names them, and win over the file's.
     if script.eval_reward_funcs is not None and (words.isdisjoint(of_training) or "eval_reward_funcs" in words):
         script.reward_funcs, script.reward_model_name_or_path = script.eval_reward_funcs, None
         if "reward_weights" not in words:  # those of the file belong to its rewards of training

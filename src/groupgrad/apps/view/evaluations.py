@@ -69,7 +69,7 @@ def _difference(here: _Place, there: _Place, ks: tuple[int, ...]) -> dict[str, A
 
 
 def _prompts(place: _Place) -> dict[tuple[str, int], PromptResult]:
-    """The prompts of an evaluation by their digest, and a number that tells equal ones apart."""
+    """The prompts of an evaluation by their digest and a number, since two may be equal."""
     rows_of: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in place.run.scores([name for name, _, _ in place.files]):
         rows_of.setdefault((row["prompt_id"], row["group"]), []).append(row)

@@ -1,4 +1,4 @@
-"""What a sample becomes: the message and the answer of a request, cut at a stop text."""
+"""Reads a sample as the answer to a request: cuts it at a stop text and parses its message."""
 
 from __future__ import annotations
 

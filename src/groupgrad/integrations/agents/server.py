@@ -24,7 +24,7 @@ MAX_BODY_BYTES = 64 << 20
 
 
 class Asked(Protocol):
-    """What answers the questions of one key."""
+    """Answers the questions that come with one key."""
 
     def ask(self, question: Question) -> Future[Answer]:
         """Thread-safe. The answer comes later; BadRequest, raised or as the future's exception, if it cannot."""

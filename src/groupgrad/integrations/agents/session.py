@@ -1,4 +1,4 @@
-"""What a program gets of its rollout: an address, a key, ready clients, and a place for rewards."""
+"""The session that a program gets for its rollout: an address, a key, ready clients, and methods that log rewards."""
 
 from __future__ import annotations
 

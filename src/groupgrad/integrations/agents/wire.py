@@ -74,7 +74,7 @@ class Answer:
 
 @dataclass(slots=True, frozen=True)
 class Call:
-    """What a request asks for besides its question."""
+    """A request: its question, the number of answers, and their form."""
 
     question: Question
     is_chat: bool

@@ -30,12 +30,12 @@ print(json.dumps({"status": done.returncode, "output": done.stdout.decode(errors
 
 
 class Done(NamedTuple):
-    """What a command did."""
+    """The result of a command."""
 
     status: int
     """Exit status; 124 if it did not end in time, 125 if it wrote or left behind more than it may."""
     output: str
-    """What it wrote, standard output and errors together."""
+    """Its standard output and errors, in the order in which they were written."""
 
 
 class SandboxedShell:
@@ -82,7 +82,7 @@ class SandboxedShell:
         return Done(found["status"], found["output"])
 
     async def _read(self, process: Any) -> bytes:
-        """What the script writes, to its end or to the limit."""
+        """The output of the script, up to its end or the limit."""
         output = bytearray()
         while len(output) <= self._output_bytes and (part := await process.stdout.read(1 << 16)):
             output += part

@@ -48,7 +48,7 @@ def run_on_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True)
 class Server:
-    """How to reach a server."""
+    """The command or address of a server, and options of its start."""
 
     target: str
     """A command with its arguments, or an address that begins with http:// or https://."""
@@ -135,7 +135,7 @@ class Connection:
         """Ends a session whose server does not answer any more."""
         try:
             await asyncio.wait_for(session.client.list_tools(), HEALTH_S)
-        except Exception:
+        except Exception:  # whatever the package raises, this server gives no answers any more
             self._opening = None
             self._held.clear()
             self._has_ended = True
@@ -190,7 +190,7 @@ class _Session:
         raise ConnectionError(f"the MCP server '{server.target}' could not be {verb}: {problem}{session.last_words()}")
 
     def last_words(self) -> str:
-        """What the process wrote last to its standard error, for the end of a message."""
+        """The end of the process's standard error, as the end of a message."""
         text = self._tail.decode(errors="replace").strip()
         return f". Its last messages:\n{text}" if text else ""
 
@@ -213,13 +213,13 @@ class _Session:
                 self.client = await stack.enter_async_context(Client(transport, cache=None))
                 self._opened.set()
                 await self._closing.wait()
-        except Exception:
+        except Exception:  # an error of the end of a session that was open is nobody's: its calls have failed already
             if not self._opened.is_set():
                 raise
             logger.debug("the session with '%s' ended with an error", self._server.target, exc_info=True)
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
-        """How the client talks to the server; the stack closes what belongs to it."""
+        """The transport of the client; the stack closes its parts."""
         if self._server.is_address:
             import httpx2
             from mcp.client.streamable_http import streamable_http_client

@@ -96,7 +96,7 @@ class OpenEnvEnvironment:
         await self._client.close()
 
     def _show(self, observation: dict[str, Any]) -> Any:
-        """What the model reads of an observation: a lone text, or JSON without empty fields; a tool's result."""
+        """An observation as the model reads it: a lone text, or JSON without empty fields; a tool's result."""
         if "tool_name" in observation:
             return _tool_result(observation)
         shown = {name: value for name, value in observation.items() if value not in (None, "", [], {})}

@@ -12,7 +12,7 @@ from groupgrad.integrations.agents.session import AgentSession
 
 
 class Loaded(NamedTuple):
-    """What a trainer takes of an environment: `GRPOTrainer(agent=..., train_dataset=..., eval_dataset=...)`."""
+    """The arguments that an environment gives: `GRPOTrainer(agent=..., train_dataset=..., eval_dataset=...)`."""
 
     dataset: Any
     """A `datasets.Dataset` with the environment's rows."""
