@@ -287,23 +287,21 @@ $(VENV)/.groupgrad-real: $(VENV)/.groupgrad-dev $(VENV)/.groupgrad-wheel example
 	$(VENV)/bin/python examples/make_smollm2.py $(REAL_MODEL)
 	@touch $@
 
-$(ENVIRONMENTS_VENV)/.groupgrad-environments: $(VENV)/.groupgrad-dev
-	@echo "installing OpenEnv and TextArena into $(ENVIRONMENTS_VENV) ..."
-	$(PYTHON) -m venv --clear $(ENVIRONMENTS_VENV)
-	$(VENV)/bin/python $(PURELIB) > "$$($(ENVIRONMENTS_VENV)/bin/python $(PURELIB))/suite.pth"
-	sed -E "/^(pillow|mcp|mcp-types)==/d" constraints.txt > $(ENVIRONMENTS_VENV)/constraints.txt
-	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint $(ENVIRONMENTS_VENV)/constraints.txt $(ENVIRONMENTS)
+# An environment, its packages, and what of the suite's constraints they have otherwise; all else is found in the suite's.
+define beside_the_suite
+	@echo "installing $(2) into $(1) ..."
+	$(PYTHON) -m venv --clear $(1)
+	$(VENV)/bin/python $(PURELIB) > "$$($(1)/bin/python $(PURELIB))/suite.pth"
+	sed -E "/^($(3))==/d" constraints.txt > $(1)/constraints.txt
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(1)/constraints.txt $(2)
 	@touch $@
+endef
+
+$(ENVIRONMENTS_VENV)/.groupgrad-environments: $(VENV)/.groupgrad-dev
+	$(call beside_the_suite,$(ENVIRONMENTS_VENV),$(ENVIRONMENTS),pillow|mcp|mcp-types)
 
 $(AGENTS_VENV)/.groupgrad-agents: $(VENV)/.groupgrad-dev
-	@echo "installing smolagents, openai-agents, mini-swe-agent and verifiers into $(AGENTS_VENV) ..."
-	$(PYTHON) -m venv --clear $(AGENTS_VENV)
-	$(VENV)/bin/python $(PURELIB) > "$$($(AGENTS_VENV)/bin/python $(PURELIB))/suite.pth"
-	sed -E "/^(mcp|mcp-types)==/d" constraints.txt > $(AGENTS_VENV)/constraints.txt
-	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint $(AGENTS_VENV)/constraints.txt $(AGENTS)
-	@touch $@
+	$(call beside_the_suite,$(AGENTS_VENV),$(AGENTS),mcp|mcp-types)
 
 $(VENV)/.groupgrad-triton: $(VENV)/.groupgrad-dev
 	@echo "installing Triton into $(TRITON_FOLDER) ..."
