@@ -49,8 +49,9 @@ def _serve(arguments: argparse.Namespace, folder: str) -> int:
     """Loads the model and answers requests. `folder` is for what a trainer writes."""
     from groupgrad.apps.serve.serving import ServedModel
 
-    served = ServedModel(_rollouts(arguments, folder), _key(arguments), arguments.host, arguments.port)
-    print(f"{arguments.model} is served at {served.address.url} with the key {served.session.api_key}", flush=True)
+    key = arguments.api_key or secrets.token_urlsafe(16)
+    served = ServedModel(_rollouts(arguments, folder), key, arguments.host, arguments.port)
+    print(f"{arguments.model} is served at {served.address.url} with the key {key}", flush=True)
     try:
         served.run()
     except KeyboardInterrupt:
@@ -58,10 +59,6 @@ def _serve(arguments: argparse.Namespace, folder: str) -> int:
     finally:
         served.close()
     return 0
-
-
-def _key(arguments: argparse.Namespace) -> str:
-    return arguments.api_key or secrets.token_urlsafe(16)
 
 
 def _rollouts(arguments: argparse.Namespace, folder: str) -> Any:

@@ -11,7 +11,7 @@ from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.integrations.agents.answers import read_sample
 from groupgrad.integrations.agents.rollouts import ProgramRollouts
 from groupgrad.integrations.agents.server import Address, make_app
-from groupgrad.integrations.agents.session import AgentSession, Asking, Clients
+from groupgrad.integrations.agents.session import Asking, Questions
 from groupgrad.integrations.agents.wire import BadRequest, Question
 from groupgrad.rollout.driver import Driver, sample_turn, wait_for
 from groupgrad.rollout.requests import turn_seed
@@ -28,13 +28,13 @@ class ServedModel:
 
     def __init__(self, rollouts: ProgramRollouts, key: str, host: str, port: int):
         self._rollouts, self._seeds = rollouts, itertools.count()
-        self.session = AgentSession("", key, Clients("", 600.0))
-        self.address = Address(make_app({key: self.session}.get), host, port)
+        self._questions = Questions()
+        self.address = Address(make_app({key: self._questions}.get), host, port)
         self._next: Asking | None = None
 
     def run(self) -> None:
         """Answers requests on this thread until `close`."""
-        self._next = self.session.next_asking().result()
+        self._next = self._questions.next_asking().result()
         while self._next is not None:
             options = self._options(self._next.question)
             with self._rollouts.engine.session(options) as session:
@@ -44,7 +44,7 @@ class ServedModel:
 
     def close(self) -> None:
         """Ends `run` once what is under way has ended, and the address. May be called from any thread."""
-        self.session.end()
+        self._questions.end()
         self.address.close()
 
     async def _take(self, driver: Driver[None], asking: Asking, options: SamplingOptions) -> None:
@@ -52,7 +52,7 @@ class ServedModel:
         following: Asking | None = asking
         while following is not None and self._options(following.question) == options:
             driver.spawn(self._answer(following))
-            following = (await wait_for([self.session.next_asking()])).results[0]
+            following = (await wait_for([self._questions.next_asking()])).results[0]
         self._next = following
 
     async def _answer(self, asking: Asking) -> None:

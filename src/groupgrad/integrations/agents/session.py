@@ -53,7 +53,52 @@ class Clients:
             return self._by_loop[loop].with_options(**options)
 
 
-class AgentSession:
+class Questions:
+    """A queue of questions, asked on any thread and answered by one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._askings: deque[Asking | None] = deque()
+        self._waiter: Future[Asking | None] | None = None
+        self._has_ended = False
+
+    def ask(self, question: Question) -> Future[Answer]:
+        """Asks for a completion."""
+        answer: Future[Answer] = Future()
+        answer.set_running_or_notify_cancel()  # a client that goes away cancels nothing that is being sampled
+        self._push(Asking(question, answer))
+        return answer
+
+    def next_asking(self) -> Future[Asking | None]:
+        """The next question; None once the program has ended. One caller at a time."""
+        waiter: Future[Asking | None] = Future()
+        with self._lock:
+            if not self._askings:
+                self._waiter = waiter
+                return waiter
+            item = self._askings.popleft()
+        waiter.set_result(item)
+        return waiter
+
+    def end(self) -> None:
+        """Takes no more questions."""
+        self._push(None)
+
+    def _push(self, item: Asking | None) -> None:
+        with self._lock:
+            if self._has_ended:
+                if item is None:
+                    return
+                raise BadRequest("this session has ended: its program returned or ran out of time", status=409)
+            self._has_ended = item is None
+            waiter, self._waiter = self._waiter, None
+            if waiter is None:
+                self._askings.append(item)
+        if waiter is not None:
+            waiter.set_result(item)
+
+
+class AgentSession(Questions):
     """One rollout, as its program sees it.
 
     `base_url`, `api_key` and `model` are for any client of OpenAI's API; `env` has them as environment variables, for
@@ -61,12 +106,9 @@ class AgentSession:
     """
 
     def __init__(self, base_url: str, api_key: str, clients: Clients):
+        super().__init__()
         self.base_url, self.api_key, self.model = base_url, api_key, MODEL
         self._clients = clients
-        self._lock = threading.Lock()
-        self._askings: deque[Asking | None] = deque()
-        self._waiter: Future[Asking | None] | None = None
-        self._has_ended = False
         self._rewards: list[tuple[float, str | None, int | None]] = []
         self._metrics: dict[str, float] = {}
         self.num_answered = 0
@@ -103,43 +145,6 @@ class AgentSession:
         """Adds a number to the metric `rewards/<agent>/<name>`, the mean over rollouts. It is no part of the reward."""
         with self._lock:
             self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
-
-    # ------------------------------------------------------------------------------------------- for the rollout
-
-    def ask(self, question: Question) -> Future[Answer]:
-        """Asks for a completion."""
-        answer: Future[Answer] = Future()
-        answer.set_running_or_notify_cancel()  # a client that goes away cancels nothing that is being sampled
-        self._push(Asking(question, answer))
-        return answer
-
-    def next_asking(self) -> Future[Asking | None]:
-        """The next question; None once the program has ended. One caller at a time."""
-        waiter: Future[Asking | None] = Future()
-        with self._lock:
-            if not self._askings:
-                self._waiter = waiter
-                return waiter
-            item = self._askings.popleft()
-        waiter.set_result(item)
-        return waiter
-
-    def end(self) -> None:
-        """Takes no more questions."""
-        self._push(None)
-
-    def _push(self, item: Asking | None) -> None:
-        with self._lock:
-            if self._has_ended:
-                if item is None:
-                    return
-                raise BadRequest("this session has ended: its program returned or ran out of time", status=409)
-            self._has_ended = item is None
-            waiter, self._waiter = self._waiter, None
-            if waiter is None:
-                self._askings.append(item)
-        if waiter is not None:
-            waiter.set_result(item)
 
     def rewards(self, returned: Any, order: list[int]) -> tuple[Reward, dict[str, float]]:
         """The rollout's reward from what the program returned and logged, and its named parts and metrics.
