@@ -126,6 +126,22 @@ def test_a_server_that_hangs_is_replaced(workers: Workers) -> None:
     wait_for_end(pid)
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_call_that_follows_a_late_one_at_once_waits_for_the_check_of_its_server() -> None:
+    async def play() -> tuple[str, str]:
+        held = connection.Connection(connection.Server(COMMAND))
+        first = await held.call("who-is", {})
+        late = asyncio.create_task(held.call("hang", {}))
+        await asyncio.sleep(0.3)
+        late.cancel()
+        second = await asyncio.create_task(held.call("who-is", {}))
+        await held.close()
+        return first.content[0].text, second.content[0].text
+
+    before, after = connection.run_on_loop(play())
+    assert before.isdigit() and after.isdigit() and before != after
+
+
 def test_a_rollout_that_lost_its_server_gets_no_other() -> None:
     environment = mcp_environment(COMMAND, names=["add", "die"])()
 

@@ -104,9 +104,14 @@ class Connection:
         """The result of a tool, as the package gives it. ConnectionError if there is no server; errors of the package
         if it ends during the call."""
         session = await self._started()
+        calling = asyncio.create_task(session.client.call_tool(name, arguments))
         try:
-            return await session.client.call_tool(name, arguments)
+            # Not `await calling`: cancelled, it would end only when the package has told the server so, and calls that
+            # begin meanwhile would go to a server that hangs.
+            await asyncio.wait({calling})
+            return calling.result()
         except BaseException:  # a cancelled call too: its deadline has passed
+            calling.cancel()
             if self._checking is None and session in self._held:
                 self._checking = asyncio.create_task(self._check(session))
             raise
