@@ -70,6 +70,9 @@ class Batch:
     """(B,) int64, the rows' places in this rank's batch of the optimizer step; None before the step has one."""
     sampling_entropy: torch.Tensor | None = None
     """(L,) float32, as the sampling engine reported them, NaN where it reported none; None if it never does."""
+    temperatures: torch.Tensor | None = None
+    """(L,) float32, the temperature that each token was sampled at and is scored at; NaN: the policy's. None: the
+    policy's for all."""
     token_advantages: torch.Tensor | None = None
     """(L,) float32, where the turns of a completion have advantages of their own; None: all tokens have their row's."""
     selected: torch.Tensor | None = None
@@ -241,6 +244,7 @@ _TOKEN_FIELDS = (
     "ref_logprobs",
     "sampling_logprobs",
     "sampling_entropy",
+    "temperatures",
     "token_advantages",
     "selected",
 )
@@ -249,6 +253,7 @@ _UNKNOWN = {
     "selected": False,
     "sampling_logprobs": float("nan"),
     "sampling_entropy": float("nan"),
+    "temperatures": float("nan"),
     "row_index": -1,
     "step_row": -1,
     "policy_version": -1,
@@ -319,7 +324,7 @@ class TokenScores:
     """Log-probs and entropies that a model gives the completion tokens of a batch."""
 
     logprobs: torch.Tensor
-    """(L,) float32, log-probability (nats) of each completion token at the sampling temperature."""
+    """(L,) float32, log-probability (nats) of each completion token at the temperature that it was sampled at."""
     entropy: torch.Tensor
     """(L,) float32, entropy (nats) of the distribution that each token was drawn from."""
     aux_loss: torch.Tensor | None = None

@@ -127,6 +127,9 @@ class Rollout:
     """Log-probability (nats, temperature applied) that the engine gave each token; None if it gives none."""
     sampling_entropy: list[float] | None = None
     """Entropy (nats) of the distribution that the engine drew each token from; None if it gives none."""
+    temperatures: list[float] | None = None
+    """Sampling temperature of each token, where a program asked for its own; NaN: the policy's. None: the policy's for
+    all."""
     policy_version: int = 0
     """Optimizer step whose weights sampled it; the earliest, where they changed meanwhile."""
     policy_versions: list[int] | None = None

@@ -94,6 +94,8 @@ def test_each_image_is_written_once(tmp_path: Path):
 def test_branches_are_stored_with_what_they_continue():
     rows = invented(2)
     first, second = rows.rollouts
-    rows.rollouts = [first, replace(second, branches=(Branch(3, (7, 8)), Branch(9, (1,))))]
-    stored = to_table(1, rows)["branches"].to_pylist()
-    assert stored == [[], [{"start": 3, "context": [7, 8]}, {"start": 9, "context": [1]}]]
+    hot = [0.5] * len(second.completion_ids)
+    rows.rollouts = [first, replace(second, branches=(Branch(3, (7, 8)), Branch(9, (1,))), temperatures=hot)]
+    stored = to_table(1, rows)
+    assert stored["branches"].to_pylist() == [[], [{"start": 3, "context": [7, 8]}, {"start": 9, "context": [1]}]]
+    assert stored["temperatures"].to_pylist() == [None, hot]

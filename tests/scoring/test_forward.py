@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +67,21 @@ def test_temperature_divides_the_logits(temperature: float, tiled_head: bool, bu
     scores = score_tokens(model, batch, ForwardOptions(temperature=temperature, tiled_head=tiled_head))
     torch.testing.assert_close(scores.logprobs, logprobs, **TOLERANCE)
     torch.testing.assert_close(scores.entropy, entropy, **TOLERANCE)
+
+
+def test_tokens_may_have_temperatures_of_their_own(any_model, batch, row_logits):
+    """Log-probs, entropies and gradients; also behind heads with caps and biases."""
+    own = torch.tensor([math.nan, 0.4, 2.5]).repeat(batch.num_tokens)[: batch.num_tokens]
+    of_tokens = own.nan_to_num(nan=0.8)[:, None]
+    logprobs, entropy = plain(row_logits(any_model, batch), batch.completion_ids, of_tokens)
+    masked = replace(batch, temperatures=own, trained=torch.arange(batch.num_tokens) % 5 != 4)
+    scores = score_tokens(any_model, masked, ForwardOptions(temperature=0.8))
+    kept = masked.trained.float()
+    torch.testing.assert_close(scores.logprobs, logprobs * kept, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(scores.entropy, entropy * kept, rtol=1e-5, atol=2e-5)
+    weights = torch.linspace(-1, 2, batch.num_tokens) * kept
+    actual, expected = (gradients(any_model, (weights * values).sum()) for values in (scores.logprobs, logprobs))
+    assert_same_gradients(actual, expected)
 
 
 def test_what_fills_short_rows_is_never_looked_at(build, batch):

@@ -46,6 +46,7 @@ def collate(
         sampling_logprobs=_reported([rollout.sampling_logprobs for rollout in rollouts], lengths),
         row_index=_integers([rollout.index for rollout in rollouts]),
         sampling_entropy=_reported([rollout.sampling_entropy for rollout in rollouts], lengths),
+        temperatures=_reported([rollout.temperatures for rollout in rollouts], lengths),
         media=media if any(media) else None,
         row_media=row_media if any(row_media) else None,
         policy_version=_integers([rollout.policy_version for rollout in rollouts]),

@@ -155,7 +155,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "shuffle_rows": ("groups", "rows"),
     "gradient_dtype": ("auto", "float32", "weights"),
     "rollout_engine": ("auto", "native", "transformers"),
-    "agent_sampling": ("refuse", "policy"),
+    "agent_sampling": ("refuse", "policy", "request"),
     "special_tokens_in_prompts": ("auto", "split", "keep"),
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers"),

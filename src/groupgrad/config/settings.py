@@ -238,7 +238,7 @@ class GRPOSettings(LegacyArguments):
     agent_sampling: str = _option(
         "refuse",
         "What becomes of an agent's request for a temperature or top_p that is not the policy's: 'refuse' answers it "
-        "with an error; 'policy' samples as the policy does.",
+        "with an error; 'policy' samples as the policy does; 'request' samples and trains at its temperature.",
     )
 
     # --- vLLM ---

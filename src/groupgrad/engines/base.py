@@ -47,6 +47,9 @@ class Request:
     """Retain the finished request, so that another may continue it."""
     media: Media | None = None
     """Images of the placeholders in `prompt_ids`, in order; None without images."""
+    temperature: float | None = None
+    """Temperature of this completion alone, 0 for the most likely tokens; None: that of the options. Only for engines
+    that have `takes_temperatures`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,6 +80,11 @@ class Engine(Protocol):
 
         Training then uses them instead of computing them again.
         """
+        ...
+
+    @property
+    def takes_temperatures(self) -> bool:
+        """True if requests may have a temperature of their own, by which their log-probs and entropies are then."""
         ...
 
     @property
@@ -183,6 +191,7 @@ class BatchEngine(ABC):
     """Base class of engines that sample whole batches. Log-probs are not exact unless a subclass says so."""
 
     is_exact: bool = False
+    takes_temperatures: bool = False
     path: str = ""
 
     def metrics(self) -> dict[str, Metric]:

@@ -119,6 +119,7 @@ def to_table(step: int, rows: StoredRows) -> pa.Table:
         "tokens": _lists(rows.offsets, pa.array(rows.texts, pa.string())),
         "policy_versions": pa.array([rollout.policy_versions for rollout in rollouts], pa.list_(pa.int32())),
         "sampled": pa.array([rollout.sampled for rollout in rollouts], pa.list_(pa.bool_())),
+        "temperatures": pa.array([rollout.temperatures for rollout in rollouts], pa.list_(pa.float32())),
         "branches": pa.array([[asdict(b) for b in r.branches] for r in rollouts], _BRANCHES),
         "writers": pa.array(_writers(rows), pa.list_(pa.string())),
         "logprobs": _numbers_of_tokens(rows.offsets, rows.logprobs),

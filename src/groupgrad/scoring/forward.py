@@ -32,7 +32,8 @@ from groupgrad.scoring.early_gradients import PrecomputedGradient
 from groupgrad.scoring.fused_modules import compiled_parts
 from groupgrad.scoring.head_hook import HeadHook, StatesTap
 from groupgrad.scoring.layout import ForwardInputs, dense_inputs, flat_inputs
-from groupgrad.scoring.logit_transform import logit_transform
+from groupgrad.scoring.logit_transform import head_layer, logit_transform
+from groupgrad.scoring.tiled_head import LogitTransform
 from groupgrad.scoring.vlm import with_images
 from groupgrad.types import Media, Prompt
 
@@ -146,6 +147,8 @@ def _hook_for(
     tokens = batch.completion_ids
     hook = HeadHook(tokens, inputs.rows, inputs.predictors, inputs.shape, options.temperature, options.entropy_gradient)
     hook.precomputed, hook.tap = precomputed, tap
+    if batch.temperatures is not None:
+        hook.scales = (options.temperature / batch.temperatures).nan_to_num(nan=1.0)
     # Elsewhere a GPU computes tokens without a gradient too, since to find them the host would wait for it.
     hook.has_few_gradients = tokens.device.type != "cuda" or batch.totals.entropy_threshold is not None
     return hook if bool(on_host(batch.trained).all()) else hook.at(_loss_tokens(batch))
@@ -154,11 +157,19 @@ def _hook_for(
 def _score_pass(model: nn.Module, inputs: ForwardInputs, hook: HeadHook, options: ForwardOptions) -> TokenScores:
     """The scores of the tokens of `hook`, from one forward pass."""
     transform = logit_transform(unwrap(model)) if options.tiled_head else None
+    if hook.scales is not None and not _is_linear(output_head(model), transform):
+        transform = None  # temperatures scale logits, which only behind such a head is as scaling its input
     on_head = partial(on_shards, hook) if is_zero_sharded(model) else hook.on
     with compiled_parts(model, is_dense=inputs.attention is None), on_head(output_head(model), transform):
         output = inputs.run(model)
     scores = hook.scores_of(output.logits) if hook.scores is None else hook.scores
     return replace(scores, aux_loss=getattr(output, "aux_loss", None)) if options.aux_loss else scores
+
+
+def _is_linear(head: nn.Module | None, transform: LogitTransform | None) -> bool:
+    """True if the logits are linear in the input of the head."""
+    layer = head_layer(head)
+    return layer is not None and layer.linear.bias is None and transform is not None and transform.softcap is None
 
 
 def _loss_tokens(batch: Batch) -> torch.Tensor:

@@ -46,6 +46,8 @@ class HeadHook:
     """Called with the hidden states that predict the tokens."""
     has_few_gradients: bool = True
     """The backward pass leaves out tokens without a gradient."""
+    scales: torch.Tensor | None = None
+    """(L,) what multiplies the logits of each token, where some have another temperature; None: 1 for all."""
     places: torch.Tensor | None = None
     """(L,) int64 indices of the tokens in the batch; None for all tokens."""
     is_narrowed: bool = False
@@ -59,7 +61,9 @@ class HeadHook:
         if precomputed is not None:
             precomputed = PrecomputedGradient(precomputed.logprobs[places], precomputed.gradient[places])
         tokens, rows, positions = self.tokens[places], self.rows[places], self.positions[places]
-        return replace(self, tokens=tokens, rows=rows, positions=positions, precomputed=precomputed, places=places)
+        scales = None if self.scales is None else self.scales[places]
+        found = replace(self, tokens=tokens, rows=rows, positions=positions, scales=scales)
+        return replace(found, precomputed=precomputed, places=places)
 
     @contextmanager
     def on(self, head: Any, transform: LogitTransform | None = None) -> Iterator[None]:
@@ -95,6 +99,8 @@ class HeadHook:
 
     def tiled_scores(self, head: Any, hidden: torch.Tensor, transform: LogitTransform) -> TokenScores:
         """The scores from the (L, H) states that predict the tokens; logits never exist."""
+        if self.scales is not None:  # as if it multiplied the logits, which are linear in the states here
+            hidden = (hidden * self.scales.to(hidden.device)[:, None]).to(hidden.dtype)
         layer = head_layer(head)
         assert layer is not None  # otherwise there is no transform
         arguments = (hidden, layer.output_head(hidden), self.tokens)
@@ -115,6 +121,8 @@ class HeadHook:
         logits = (logits[0] if self.is_narrowed else self._predictors(logits)).float()
         if self.temperature != 1.0:
             logits = logits / self.temperature
+        if self.scales is not None:
+            logits = logits * self.scales.to(logits.device)[:, None]
         logprobs = logits.gather(-1, self.tokens[:, None]).squeeze(-1) - torch.logsumexp(logits, dim=-1)
         with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
             entropy = torch.cat([_entropy(part) for part in logits.split(ENTROPY_TOKENS)])

@@ -99,7 +99,7 @@ def agent_options(config: GRPOConfig) -> AgentOptions:
 
 def program_options(config: GRPOConfig) -> dict[str, Any]:
     """Returns the options of agents that are programs."""
-    return {"timeout_s": float(config.agent_timeout_s), "follows_policy": config.agent_sampling == "policy"}
+    return {"timeout_s": float(config.agent_timeout_s), "sampling": config.agent_sampling}
 
 
 def engine_options(config: GRPOConfig) -> EngineOptions:

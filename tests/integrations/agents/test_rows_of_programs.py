@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import math
 import random
 import threading
 import time
@@ -87,7 +88,7 @@ def contexts(rollout: Rollout) -> list[list[int]]:
 
 
 def assert_exact(model: Any, rollout: Rollout) -> None:
-    """Log-probs and entropies of the row are those of plain passes in float64."""
+    """Log-probs of the row are those of plain passes in float64, each at its temperature."""
     assert rollout.sampled is not None and rollout.sampling_logprobs is not None
     model = model.double()
     for place, context in enumerate(contexts(rollout)):
@@ -95,6 +96,8 @@ def assert_exact(model: Any, rollout: Rollout) -> None:
             continue
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([context])).logits[0, -1]
+        if rollout.temperatures is not None and not math.isnan(rollout.temperatures[place]):
+            logits = logits / rollout.temperatures[place]
         logprobs = logits.log_softmax(-1)
         assert rollout.sampling_logprobs[place] == pytest.approx(
             float(logprobs[rollout.completion_ids[place]]), abs=1e-4
@@ -313,15 +316,65 @@ def test_an_image_and_a_foreign_key_are_refused(make_programs: Any) -> None:
 
 
 def test_another_temperature_may_be_sampled_as_the_policy(make_programs: Any, caplog: Any) -> None:
+    refused: list[Any] = []
+
     def solve(row: dict[str, Any], session: Any) -> float:
-        ask(session, user("a"), max_tokens=2, temperature=0.0)
+        ask(session, user("a"), max_tokens=2)
+        try:
+            ask(session, user("a"), max_tokens=2, temperature=0.0)
+        except APIStatusError as error:
+            refused.append(error)
         return 1.0
 
     trainer, found = make_programs(solve, agent_sampling="policy")
     trainer.train()
+    assert not refused
     assert len(found) == 4 and caplog.text.count("asks for temperature=0") == 1
     with pytest.raises(ConfigError, match="agent_sampling='maybe'"):
         make_programs(solve, agent_sampling="maybe")
+
+
+def test_requests_are_sampled_and_trained_at_their_own_temperatures(make_programs: Any) -> None:
+    most_likely: list[tuple[str, str, float]] = []
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        first = ask(session, user("a"), max_tokens=6, temperature=0.4).choices[0].message
+        messages = [user("a"), first.model_dump(exclude_none=True), user("b")]
+        one, two = (ask(session, *messages, max_tokens=6, temperature=0.0, logprobs=True).choices[0] for _ in range(2))
+        logprob = sum(entry.logprob for entry in one.logprobs.content)
+        most_likely.append((one.message.content, two.message.content, logprob))
+        session.log_reward(0.5, turn=1)  # a turn that is not trained: its reward is the whole rollout's
+        session.log_reward(0.125, turn=0)
+        ask(session, *messages, max_tokens=6, temperature=2.5)
+        ask(session, user("c"), max_tokens=6)
+        with pytest.raises(APIStatusError, match=r"top_p=0\.5"):
+            ask(session, user("a"), max_tokens=2, top_p=0.5)
+        with pytest.raises(APIStatusError, match="temperature=-1 is not 0 or a positive number"):
+            ask(session, user("a"), max_tokens=2, temperature=-1)
+        return float(row["number"])
+
+    trainer, found = make_programs(solve, agent_sampling="request", advantage_estimator="turn_returns")
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    # Training scores the tokens at the temperatures at which they were sampled.
+    assert trainer.state.log_history[0]["sampling/logp_mismatch"] == pytest.approx(0.0, abs=1e-6)
+    trainer.model.load_state_dict(before)
+    assert len(most_likely) == 4 and all(one == two for one, two, _ in most_likely)
+    assert [logprob for _, _, logprob in most_likely] == pytest.approx([0.0] * 4, abs=1e-6)
+    for rollout in found:
+        assert rollout.temperatures is not None and rollout.sampled is not None
+        pairs = zip(rollout.sampled, rollout.temperatures, strict=True)
+        kinds = [(sampled, None if math.isnan(t) else t) for sampled, t in pairs]
+        assert {*kinds} == {(True, 0.4), (False, None), (True, 2.5), (True, None)}
+        assert_exact(trainer.model, rollout)
+        assert rollout.trace is not None and (len(rollout.turns), rollout.trace.num_turns) == (3, 5)
+        ((_, by_turn),) = rollout.environment_rewards.items()
+        assert by_turn == [0.125, None, rollout.prompt.row["number"] + 0.5]
+
+
+def test_an_engine_of_one_temperature_is_named(make_programs: Any) -> None:
+    with pytest.raises(ValueError, match="agent_sampling='request' does not work with TransformersEngine"):
+        make_programs(lambda row, session: 1.0, agent_sampling="request", rollout_engine="transformers")
 
 
 def test_a_budget_that_is_used_up(make_programs: Any) -> None:

@@ -53,6 +53,7 @@ class NativeEngine:
 
     _recorder = staticmethod(cuda_recorder)
     is_exact = True
+    takes_temperatures = True
 
     def __init__(
         self,

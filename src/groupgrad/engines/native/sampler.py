@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ TILE = 1 << 19
 BLOCK = 128
 """Neighbouring tokens per partial sum; sampling first finds the block, then the token in it."""
 
+COLDEST = 1e-6
+"""Temperature at which a request for 0 is sampled."""
+
 _BELOW_ONE = 1.0 - 2**-52
 
 
@@ -37,6 +41,8 @@ class Sampler:
         self.logprobs = torch.zeros(0, 0, dtype=torch.float32, device=device)
         """(rows, longest) of the tokens sampled so far."""
         self.entropies = torch.zeros(0, 0, dtype=torch.float32, device=device)
+        self._scales: dict[int, float] = {}
+        """By row, what multiplies the logits of a request that has a temperature of its own."""
         self._free: list[int] = []
         self._seen: torch.Tensor | None = None
         self._unseen: dict[int, list[int]] = {}
@@ -62,6 +68,9 @@ class Sampler:
         )
         self._draws[torch.tensor(rows, device=self.device), :longest] = draws.to(self.device)
         self._free = self._free[len(requests) :]
+        for row, request in zip(rows, requests):
+            if request.temperature is not None:
+                self._scales[row] = self.params.temperature / max(request.temperature, COLDEST)
         if self.params.repetition_penalty != 1.0:
             self._unseen.update(zip(rows, (request.prompt_ids for request in requests)))
         return rows
@@ -94,11 +103,15 @@ class Sampler:
         # One copy from a GPU, for which the host waits.
         logprobs, entropies = torch.stack([self.logprobs[at, :longest], self.entropies[at, :longest]]).tolist()
         self._free += rows
+        for row in rows:
+            self._scales.pop(row, None)
         return [(p[:count], e[:count]) for p, e, count in zip(logprobs, entropies, counts)]
 
     def choose(self, logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n,) next tokens from logits (n, V), for the requests in table `rows` (n,) that have `counts` (n,) tokens."""
         draws = self._draws[rows, counts]
+        if self._scales:
+            logits = logits.float() * torch.tensor(self._scales_of(rows), device=logits.device)[:, None]
         choice = choose(self._kernels, logits, self.params.temperature, draws) if self._kernels else None
         if choice is None:
             choice = self._choose_in_tiles(logits, draws, rows, counts)
@@ -109,12 +122,18 @@ class Sampler:
         return choice.tokens
 
     def unfiltered(self, rows: torch.Tensor, counts: torch.Tensor, idle: int = 0) -> UnfilteredSampling | None:
-        """Sampling state of the requests in `rows` (n,) with `counts` (n,) tokens; None without kernels to sample."""
-        if self._kernels is None:
+        """Sampling state of the requests in `rows` (n,) with `counts` (n,) tokens.
+
+        None without kernels to sample, or where a request has a temperature of its own.
+        """
+        if self._kernels is None or (self._scales and set(self._scales_of(rows)) != {1.0}):
             return None
         return UnfilteredSampling(
             self._draws, self.logprobs, self.entropies, self.params.temperature, rows, counts, self._ends, idle
         )
+
+    def _scales_of(self, rows: torch.Tensor) -> list[float]:
+        return [self._scales.get(row, 1.0) for row in cast(list[int], rows.tolist())]
 
     def _choose_in_tiles(
         self, logits: torch.Tensor, draws: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor

@@ -40,16 +40,19 @@ class GrowingBranch:
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+    """NaN for the policy's."""
     requests: list[int] = field(default_factory=list)
-    """Numbers of the requests that its turns answer, in the order in which the rollout's were answered."""
+    """Numbers of the requests that its trained turns answer, in the order in which the rollout's were answered."""
     is_asked: bool = False
     """A request that makes it longer is under way."""
 
-    def append(self, ids: Sequence[int], sample: Sample | None, step: int) -> None:
+    def append(self, ids: Sequence[int], sample: Sample | None, step: int, temperature: float | None = None) -> None:
         """Appends sampled tokens with their sample, or tokens of messages, whose log-probs and entropies are NaN."""
         unknown = [NAN] * len(ids)
         versions = None if sample is None else sample.policy_versions
         self.ids += ids
+        self.temperatures += unknown if temperature is None else [temperature] * len(ids)
         self.sampled += [sample is not None] * len(ids)
         self.logprobs += unknown if sample is None or sample.logprobs is None else sample.logprobs[: len(ids)]
         self.entropies += unknown if sample is None or sample.entropies is None else sample.entropies[: len(ids)]
@@ -78,6 +81,8 @@ class Place:
     """True if the branch exists already."""
     digest: bytes
     """Digest of the request's messages and tools."""
+    temperature: float | None
+    """At which the answer is sampled; None for the policy's."""
 
     @property
     def ids(self) -> list[int]:
@@ -159,7 +164,7 @@ class Conversations:
         self.last: list[dict[str, Any]] = []
         """The conversation that was answered last, with the answer."""
 
-    def place(self, question: Question) -> Place:
+    def place(self, question: Question, temperature: float | None = None) -> Place:
         """Finds or begins the branch of a request, and marks it as asked. BadRequest if it cannot be rendered."""
         digests = _digests(question)
         for length in range(len(question.messages) - 1, 0, -1):
@@ -173,24 +178,32 @@ class Conversations:
             branch = node.branch
             if node.length == len(branch.ids) and not branch.is_asked:
                 branch.is_asked = True
-                return Place(branch, between, True, digests[-1])
-            return self._begin([*branch.context, *branch.ids[: node.length], *between], question, digests[-1])
-        return self._begin(self.formats.prompt_ids(question), question, digests[-1])
+                return Place(branch, between, True, digests[-1], temperature)
+            context = [*branch.context, *branch.ids[: node.length], *between]
+            return Place(self._begin(context, question), [], False, digests[-1], temperature)
+        return Place(self._begin(self.formats.prompt_ids(question), question), [], False, digests[-1], temperature)
 
-    def _begin(self, context: list[int], question: Question, digest: bytes) -> Place:
+    def _begin(self, context: list[int], question: Question) -> GrowingBranch:
         """Begins a branch behind these token ids."""
         self.branches.append(GrowingBranch(context, question.messages, is_asked=True))
-        return Place(self.branches[-1], [], False, digest)
+        return self.branches[-1]
 
     def answered(
         self, place: Place, question: Question, sample: Sample, ids: list[int], message: dict[str, Any], step: int
     ) -> None:
-        """Notes that a request was answered by the first tokens `ids` of a sample, and by this message."""
-        branch = place.branch
-        branch.requests.append(self.num_answered)
+        """Notes that a request was answered by the first tokens `ids` of a sample, and by this message.
+
+        At a temperature of 0 the tokens are certain, so they have no gradient and are not trained.
+        """
+        branch, is_trained = place.branch, place.temperature != 0.0
+        if is_trained:
+            branch.requests.append(self.num_answered)
         self.num_answered += 1
         branch.append(place.between, None, step)
-        branch.append(ids, sample, step)
+        if is_trained:
+            branch.append(ids, sample, step, place.temperature)
+        else:
+            branch.append(ids, None, step)
         branch.is_asked = False
         if question.text is None:
             key = _digest(place.digest, message)

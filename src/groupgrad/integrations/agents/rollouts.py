@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from groupgrad.chat.chat_format import ResponseParser
 from groupgrad.concurrency.callables import is_async
@@ -47,8 +48,9 @@ class ProgramOptions:
 
     timeout_s: float = 600.0
     """Seconds that a rollout may take."""
-    follows_policy: bool = False
-    """Sample at the policy's temperature and top-p where a request asks for others; False: refuse it."""
+    sampling: Literal["refuse", "policy", "request"] = "refuse"
+    """What becomes of a request for another temperature or top-p than the policy's: it is refused, sampled as the
+    policy samples, or sampled at its own temperature."""
 
 
 class ProgramRollouts(RolloutSource):
@@ -56,7 +58,7 @@ class ProgramRollouts(RolloutSource):
 
     `sampling.max_new_tokens` is the budget of each branch: the tokens behind its context, those of later messages
     included. A rollout whose program raises, runs out of time or asks for nothing ends as `error`, unless a budget was
-    used up: then as `length`.
+    used up: then as `length`. ValueError for `request` with an engine that has one temperature for all.
     """
 
     def __init__(
@@ -75,6 +77,11 @@ class ProgramRollouts(RolloutSource):
         self.options, self.reward_name, self.seed = options, reward_name, seed
         self.formats = Formats(prompt_maker, sampling.eos_ids, response_parser)
         self.sampling = sampling
+        if options.sampling == "request" and not engine.takes_temperatures:
+            raise ValueError(
+                f"agent_sampling='request' does not work with {type(engine).__name__}, which samples all requests at "
+                f"one temperature; use groupgrad's own engine, or agent_sampling='policy'"
+            )
         self.texts = CompletionTexts(prompt_maker.tokenizer, sampling.eos_ids, prompt_maker.keeps_special_tokens)
         self.workers = Workers(NUM_THREADS)
         self.sessions: dict[str, AgentSession] = {}
@@ -145,11 +152,13 @@ class ProgramRollouts(RolloutSource):
             self._address = self._clients = None
         self.workers.close()
 
-    def check_sampling(self, question: Question, sampling: SamplingOptions) -> None:
-        """BadRequest, or one warning, for a request that asks for another distribution than the policy's.
+    def temperature(self, question: Question, sampling: SamplingOptions) -> float | None:
+        """The temperature at which a request is sampled; None for the policy's.
 
-        Libraries ask for a call by default, and take a turn without one; so that is a warning.
+        BadRequest, or one warning, for a request that asks for a distribution that it does not get. Libraries ask for a
+        call by default, and take a turn without one; so that is a warning.
         """
+        temperature: float | None = None
         if question.forces_calls:
             self._say_once(
                 "tool_choice", "a request's tool_choice asks for a call, which a policy is not forced to make"
@@ -158,13 +167,20 @@ class ProgramRollouts(RolloutSource):
             of_policy = getattr(sampling, name)
             if abs(wanted - of_policy) <= 1e-9:
                 continue
+            if name == "temperature" and self.options.sampling == "request":
+                if not 0.0 <= wanted < math.inf:
+                    raise BadRequest(f"temperature={wanted:g} is not 0 or a positive number")
+                temperature = wanted
+                continue
             asked = f"a request asks for {name}={wanted:g}, and the policy samples at {name}={of_policy:g}"
-            if not self.options.follows_policy:
+            if self.options.sampling != "policy":
+                honoured = "" if name == "top_p" else ", or 'request' to have the temperature honoured"
                 raise BadRequest(
                     f"{asked}, by which it is trained. Leave {name} out of the request, or set "
-                    f"agent_sampling='policy' to have such requests sampled as the policy samples"
+                    f"agent_sampling='policy' to have such requests sampled as the policy samples{honoured}"
                 )
             self._say_once(name, f"{asked}, which is what it gets (agent_sampling='policy')")
+        return temperature
 
     def _say_once(self, name: str, text: str) -> None:
         if name not in self._said:
@@ -219,8 +235,8 @@ class _Program:
     def _take(self, asking: Asking) -> None:
         """Hands a question to the branch that it makes longer, or to a new one."""
         try:
-            self._rollouts.check_sampling(asking.question, self._sampling)
-            place = self._conversations.place(asking.question)
+            temperature = self._rollouts.temperature(asking.question, self._sampling)
+            place = self._conversations.place(asking.question, temperature)
         except BadRequest as error:
             asking.answer.set_exception(error)
             return
@@ -260,7 +276,8 @@ class _Program:
         seed = answer_seed(self._seed, digest, self._asked[digest])
         keeps = not question.stop  # a turn that is cut has other tokens than the engine retains
         continued = ticket if place.is_longer else None
-        ticket, sample = await sample_turn(Request(context, seed, limit, continues=continued, keep=keeps))
+        request = Request(context, seed, limit, continues=continued, keep=keeps, temperature=place.temperature)
+        ticket, sample = await sample_turn(request)
         if self._has_ended:  # the program reads no answers any more
             place.branch.is_asked = False
             asking.answer.set_exception(BadRequest("this session has ended", status=409))
@@ -308,6 +325,7 @@ class _Program:
         first, said = branches[0].messages if branches else [], self._conversations.last
         num_shared = next((i for i, (a, b) in enumerate(zip(first, said)) if a != b), min(len(first), len(said)))
         ids, versions = _joined(branches, "ids"), _joined(branches, "versions")
+        temperatures = _joined(branches, "temperatures")
         # A program that completes plain text has no messages; its prompt is the data set's.
         row = {**self._data, "prompt": first or self._data.get("prompt", "")}
         (text,) = self._rollouts.texts([ids])
@@ -321,6 +339,7 @@ class _Program:
             sampled=_joined(branches, "sampled"),
             sampling_logprobs=_joined(branches, "logprobs"),
             sampling_entropy=_joined(branches, "entropies"),
+            temperatures=None if all(map(math.isnan, temperatures)) else temperatures,
             **versions_of(versions, self._step),
             environment_rewards={self._rollouts.reward_name: reward},
             branches=tuple(Branch(start, tuple(b.context)) for start, b in zip(starts[1:], branches[1:])),

@@ -149,7 +149,8 @@ class AgentSession(Questions):
     def rewards(self, returned: Any, order: list[int]) -> tuple[Reward, dict[str, float]]:
         """The rollout's reward from what the program returned and logged, and its named parts and metrics.
 
-        `order` has, for each turn of the row, the number of its request. TypeError for what is no reward.
+        `order` has, for each trained turn of the row, the number of its request; what is logged for another one is the
+        whole rollout's. TypeError for what is no reward.
         """
         parts = dict(self._metrics)
         total: float | None = None
@@ -163,9 +164,9 @@ class AgentSession(Questions):
         for value, name, turn in logged:
             if name is not None:
                 parts[name] = parts.get(name, 0.0) + value
-            if turn is None:
+            if turn is None or turn not in order:
                 total = (total or 0.0) + value
-            elif turn in order:  # else the rollout ended before its answer
+            else:
                 place = order.index(turn)
                 by_turn[place] = (by_turn[place] or 0.0) + value
         if all(value is None for value in by_turn):

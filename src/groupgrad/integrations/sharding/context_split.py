@@ -51,7 +51,7 @@ class ContextPart:
             part_hook = replace(hook.at(self.scored), positions=self.predictors)
         else:
             nothing = self.scored.new_zeros(1)
-            part_hook = replace(hook, tokens=nothing, rows=nothing, positions=nothing, precomputed=None)
+            part_hook = replace(hook, tokens=nothing, rows=nothing, positions=nothing, scales=None, precomputed=None)
         return replace(part_hook, shape=self.inputs.shape, places=hook.places)
 
     def join(self, scores: TokenScores) -> TokenScores:

@@ -146,6 +146,7 @@ class VLLMPolicy:
 
     is_exact = False
     """vLLM computes with kernels of its own, from a copy of the weights."""
+    takes_temperatures = False
     path = ""
 
     def __init__(
