@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {"peft": True},
     "tools": {"tools": True, "max_completion_length": 40, "max_tool_calling_iterations": 2},
     "async_rewards": {"reward": "async"},
+    "program": {"program": True, "max_completion_length": 40, "agent_sampling": "request"},
     "stream": {"stream": True},
     "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
     "background": {"save_in_background": True, "save_total_limit": 2},

@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "adapter": {"adapter": True, "beta": 0.1, "warmup_steps": 4},
     "tools": {"tools": True, "beta": 0.05},
     "turns": {"tools": True, "reward": turns_reward, "advantage_estimator": "gigpo", "max_completion_length": 80},
+    "program": {"program": True, "beta": 0.05, "max_completion_length": 60, "agent_sampling": "request"},
     "adaptive_entropy": {
         "entropy_coef": 0.1,
         "use_adaptive_entropy": True,
@@ -56,6 +57,16 @@ def read_call(text: str, ids: list[int]) -> dict[str, Any]:
     """Makes every other turn a tool call."""
     call = {"name": "add", "arguments": {"number": len(ids)}}
     return {"role": "assistant", "content": text, "tool_calls": [call] if ids[0] % 2 else []}
+
+
+def ask_twice(row: dict[str, Any], session: Any) -> None:
+    """An agent that asks again behind the answer, hotter, and then about something else."""
+    client, messages = session.openai(), [{"role": "user", "content": row["prompt"]}]
+    for options in ({}, {"temperature": 1.5}):
+        answer = client.chat.completions.create(model=session.model, messages=messages, max_tokens=6, **options)
+        said = answer.choices[0].message.model_dump(exclude_none=True)
+        messages = [*messages, said, {"role": "user", "content": "b"}]
+    client.chat.completions.create(model=session.model, messages=messages[-1:], max_tokens=4)
 
 
 def make_trainer(
@@ -98,6 +109,8 @@ def make_trainer(
         extra = {"response_parser": read_call, **extra, "tools": [add] if tools is True else tools}
         if isinstance(dataset[0]["prompt"], str):
             dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    if config.pop("program", False):
+        tokenizer, extra["agent"] = with_tools(tokenizer), ask_twice
     if config.pop("adapter", False):
         from peft import LoraConfig
 
