@@ -1,12 +1,13 @@
 """Trains what papers claim on a tiny model, ten seeds each, and says which claims it shows: `make papers`.
 
-The model is that of `groupgrad demo --tiny`, warmed up on careless demonstrations of a sum in steps. The arms of a
+The model is that of `groupgrad demo --tiny`, warmed up on careless demonstrations of a sum in steps. With `--model
+real` it is SmolLM2-135M-Instruct on the sums of `groupgrad demo`, three seeds each (`make papers-real`). The arms of a
 study start from the same weights, see the same prompts in the same order, and end when they have spent the same number
 of tokens; only what a study is about differs. A claim is shown if the paired difference over the seeds has its sign,
 with p < 0.05 by Student's t. What is not shown at this size may still hold at the paper's.
 
-A finished arm is a line of `results.jsonl`, and a later call goes on with the arms that are missing. The page is
-`recipes/papers.md`, its picture `docs/papers.png`.
+A finished arm is a line of `results.jsonl`, and a later call goes on with the arms that are missing. The pages are
+`recipes/papers.md` and `recipes/papers-real.md`, the pictures `docs/papers.png` and `docs/papers-real.png`.
 """
 
 from __future__ import annotations
@@ -38,21 +39,79 @@ from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.apps.demo import pretrained
 from groupgrad.apps.demo.run import ON_A_CPU, WARM_UP_STEPS
 from groupgrad.apps.demo.task import MAX_COMPLETION_LENGTH, correctness_reward, make_model, make_splits, make_tokenizer
 from groupgrad.apps.demo.task import warm_up as warm_up_on
 from groupgrad.apps.runs.student import student_quantile, student_tail
 
 ROOT = Path(__file__).parents[1]
-SEEDS, EVALUATIONS = 10, 6
-HELD_OUT, TRIES = 64, 16
-"""Held-out prompts, and answers to each of them: pass@1 and pass@16 are over these."""
+TRIES = 16
+"""Answers to each held-out prompt: pass@1 and pass@16 are over these."""
 JOBS = 2
 """Arms that are trained side by side."""
 NOISE = 0.02
 """Standard deviation of the noise on the sampler's weights, in that of each weight tensor."""
 TURNS, LAST = 10, 9
 """Turns of a walk, and the last of its places, which begin at 0."""
+
+
+class Model(NamedTuple):
+    """What arms train, how long, and what all of them set."""
+
+    title: str
+    about: str
+    seeds: int
+    held_out: int
+    """Held-out prompts."""
+    evaluations: int
+    """At equal parts of an arm's tokens, after the one at its start."""
+    reward: Any
+    settings: dict[str, Any]
+    rows: float = 1.0
+    """Rows of a pass, in those that a study names."""
+    tokens: int | None = None
+    """That an arm may spend; None: what its study says."""
+    page: str = "papers"
+
+
+MODELS = {
+    "tiny": Model(
+        "a tiny model",
+        "The model is that of `groupgrad demo --tiny`, 130,000 parameters, which adds four\ndigits in written steps; "
+        "for turns it walks on a line. For pass@16 it is warmed up for 150 steps, not\n"
+        f"{WARM_UP_STEPS}, so that there is room above; it walks without a warm-up.",
+        seeds=10,
+        held_out=64,
+        evaluations=6,
+        reward=correctness_reward,
+        settings={
+            "per_device_train_batch_size": 256,
+            "num_generations": 16,
+            "max_completion_length": MAX_COMPLETION_LENGTH,
+            "learning_rate": 3e-4,
+            "adam_beta2": 0.98,
+        },
+    ),
+    "real": Model(
+        "SmolLM2-135M-Instruct",
+        'The model is that of `groupgrad demo`, SmolLM2-135M-Instruct, which is asked "What is 47 +\n36?" and the like '
+        "and rewarded if the last number of its answer is right.",
+        seeds=3,
+        held_out=24,
+        evaluations=3,
+        reward=pretrained.last_number_is_right,
+        settings={
+            "per_device_train_batch_size": 32,
+            "num_generations": 8,
+            "max_completion_length": 32,
+            "learning_rate": 1e-5,
+        },
+        rows=1 / 8,
+        tokens=16_000,
+        page="papers-real",
+    ),
+}
 
 
 class Arm(NamedTuple):
@@ -249,18 +308,24 @@ def reached(won: list[bool], **_: Any) -> list[float]:
 
 
 @lru_cache
-def base(seed: int, warm_up: int) -> tuple[Any, Any]:
+def base(name: str, seed: int, warm_up: int) -> tuple[Any, Any]:
     """The model that the arms of a seed start from, and its tokenizer."""
+    if name == "real":
+        return pretrained.load()
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed)
     warm_up_on(model, tokenizer, make_splits(seed).warm_up, num_steps=warm_up, seed=seed)
     return model, tokenizer
 
 
-def data(study: Study, seed: int) -> tuple[Dataset, Dataset]:
+def data(name: str, study: Study, seed: int) -> tuple[Dataset, Dataset]:
     """The prompts of training, and those that are held out."""
+    num_held_out = MODELS[name].held_out
+    if name == "real":
+        questions, held_out = pretrained.make_splits(seed)
+        return questions, held_out.select(range(num_held_out))
     if not study.walks:
-        splits = make_splits(seed, num_held_out=HELD_OUT)
+        splits = make_splits(seed, num_held_out=num_held_out)
         return tuple(Dataset.from_list([one.row() for one in part]) for part in (splits.grpo, splits.held_out))
     stream = random.Random(f"walks/{seed}")
     pairs = [(start, goal) for start in range(LAST + 1) for goal in range(LAST + 1) if abs(start - goal) > 2]
@@ -269,20 +334,18 @@ def data(study: Study, seed: int) -> tuple[Dataset, Dataset]:
     return Dataset.from_list(rows[:-12]), Dataset.from_list(rows[-12:])
 
 
-def make_config(arm: Arm, num_held_out: int, folder: Path) -> GRPOConfig:
+def make_config(name: str, arm: Arm, num_held_out: int, folder: Path) -> GRPOConfig:
     """What all arms share, and what the study and the arm set."""
-    study = STUDIES[arm.study]
+    study, rows = STUDIES[arm.study], "per_device_train_batch_size"
+    shared = dict(study.shared)
+    if rows in shared:
+        shared[rows] = round(shared[rows] * MODELS[name].rows)
     settings: dict[str, Any] = {
         **ON_A_CPU,
         "output_dir": str(folder / "-".join(map(str, arm)).replace(", ", "_")),
         "seed": arm.seed,
         "max_steps": 100_000,  # the tokens end the run
-        "per_device_train_batch_size": 256,
-        "num_generations": 16,
-        "max_completion_length": MAX_COMPLETION_LENGTH,
-        "learning_rate": 3e-4,
         "lr_scheduler_type": "constant",
-        "adam_beta2": 0.98,
         "eval_strategy": "steps",
         "eval_steps": 1_000_000,
         "eval_on_start": True,
@@ -291,20 +354,20 @@ def make_config(arm: Arm, num_held_out: int, folder: Path) -> GRPOConfig:
         "eval_k": [1, TRIES],
         "disable_tqdm": True,
     }
-    return GRPOConfig(**settings | study.shared | study.arms[arm.label])
+    return GRPOConfig(**settings | MODELS[name].settings | shared | study.arms[arm.label])
 
 
-def train(arm: Arm, tokens: int | None, folder: Path) -> dict[str, Any]:
+def train(name: str, arm: Arm, tokens: int | None, folder: Path) -> dict[str, Any]:
     """In a process of the pool: trains an arm, and returns its evaluations and what is compared."""
     transformers_logging.disable_progress_bar()
-    study, started = STUDIES[arm.study], time.perf_counter()
-    model, tokenizer = base(arm.seed, study.warm_up)
-    train_set, held_out = data(study, arm.seed)
-    spent = Spent(tokens or study.tokens, EVALUATIONS)
+    study, shared, started = STUDIES[arm.study], MODELS[name], time.perf_counter()
+    model, tokenizer = base(name, arm.seed, study.warm_up)
+    train_set, held_out = data(name, study, arm.seed)
+    spent = Spent(tokens or shared.tokens or study.tokens, shared.evaluations)
     trainer = Measured(
         model=copy.deepcopy(model),
-        reward_funcs=reached if study.walks else correctness_reward,
-        args=make_config(arm, len(held_out), folder),
+        reward_funcs=reached if study.walks else shared.reward,
+        args=make_config(name, arm, len(held_out), folder),
         train_dataset=train_set,
         eval_dataset=held_out,
         processing_class=tokenizer,
@@ -387,7 +450,7 @@ def draw(results: Mapping[Arm, dict[str, Any]], names: Sequence[str], seeds: int
     figure.savefig(path)
 
 
-def render(results: Mapping[Arm, dict[str, Any]], names: Sequence[str], seeds: int) -> str:
+def render(model: Model, results: Mapping[Arm, dict[str, Any]], names: Sequence[str], seeds: int) -> str:
     """The page."""
     rows = []
     for name in names:
@@ -407,39 +470,42 @@ def render(results: Mapping[Arm, dict[str, Any]], names: Sequence[str], seeds: i
         rows.append(f"| {' | '.join(cells)} |")
     shown = sum(judge(name, results, seeds).word == "shown" for name in names)
     return (
-        "# What papers claim, on a tiny model\n\n"
-        f"`make papers` trains the two arms of each claim with {seeds} seeds, from the same weights, on the same\n"
-        "prompts, at equal tokens. The model is that of `groupgrad demo --tiny`, 130,000 parameters, which adds four\n"
-        "digits in written steps; for turns it walks on a line. For pass@16 it is warmed up for 150 steps, not\n"
-        f"{WARM_UP_STEPS}, so that there is room above; it walks without a warm-up.\n\n"
+        f"# What papers claim, on {model.title}\n\n"
+        f"`make {model.page}` trains the two arms of each claim with {seeds} seeds, from the same weights, on the\n"
+        f"same prompts, at equal tokens. {model.about}\n\n"
         f"pass@1 and pass@{TRIES} are over {TRIES} answers to each held-out prompt, at temperature 1. A claim is\n"
         "shown if the paired difference over the seeds has its sign, with p < 0.05 (Student's t, two-sided; ± is its\n"
         f"95 % interval). {shown} of {len(names)} are. What is not shown at this size may hold at the paper's, and\n"
         "the other way round.\n\n"
         "| claim | measure | first | second | difference | p | | time |\n|---|---|---|---|---|---|---|---|\n"
         + "\n".join(rows)
-        + "\n\n![What is compared, seed by seed](../docs/papers.png)\n"
+        + f"\n\n![What is compared, seed by seed](../docs/{model.page}.png)\n"
     )
 
 
 def main() -> int:
     """Trains the arms that are missing, then draws and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="tiny", help="the tiny model, or SmolLM2-135M-Instruct")
     parser.add_argument("--only", choices=STUDIES, action="append", help="this study alone; repeatable")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"seeds 0, 1, ..., 2 at least (default {SEEDS})")
+    parser.add_argument("--seeds", type=int, help="seeds 0, 1, ..., 2 at least (default 10, or 3 of the real model)")
     parser.add_argument("--tokens", type=int, help="that an arm may spend, in place of each study's own")
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/papers"), help="where results.jsonl is written")
+    parser.add_argument("--output_dir", type=Path, help="where results.jsonl is written (default runs/PAGE)")
     options = parser.parse_args()
-    names = options.only or list(STUDIES)
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    path, plan = options.output_dir / "results.jsonl", {"tokens": options.tokens, "held_out": HELD_OUT}
+    model = MODELS[options.model]
+    if options.model == "real" and (problem := pretrained.missing_because()):
+        parser.error(problem)
+    names = options.only or [name for name, study in STUDIES.items() if options.model == "tiny" or not study.walks]
+    seeds, folder = options.seeds or model.seeds, options.output_dir or Path("runs") / model.page
+    folder.mkdir(parents=True, exist_ok=True)
+    path, plan = folder / "results.jsonl", {"tokens": options.tokens, "held_out": model.held_out}
     results = finished(path, plan, Arm)
-    arms = [Arm(name, label, seed) for name in names for seed in range(options.seeds) for label in STUDIES[name].arms]
+    arms = [Arm(name, label, seed) for name in names for seed in range(seeds) for label in STUDIES[name].arms]
     missing = [arm for arm in arms if arm not in results]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    spawn, log = multiprocessing.get_context("spawn"), options.output_dir / "log.txt"
+    spawn, log = multiprocessing.get_context("spawn"), folder / "log.txt"
     with ProcessPoolExecutor(JOBS, spawn, start_process, (log,)) as pool:
-        futures: list[Any] = [pool.submit(train, arm, options.tokens, options.output_dir) for arm in missing]
+        futures: list[Any] = [pool.submit(train, options.model, arm, options.tokens, folder) for arm in missing]
         started = time.perf_counter()
         for number, future in enumerate(as_completed(futures), 1):
             result = future.result()
@@ -454,8 +520,8 @@ def main() -> int:
                 flush=True,
             )
     results = finished(path, plan, Arm)
-    draw(results, names, options.seeds, ROOT / "docs" / "papers.png")
-    (ROOT / "recipes" / "papers.md").write_text(render(results, names, options.seeds), encoding="utf-8")
+    draw(results, names, seeds, ROOT / "docs" / f"{model.page}.png")
+    (ROOT / "recipes" / f"{model.page}.md").write_text(render(model, results, names, seeds), encoding="utf-8")
     return 0
 
 

@@ -59,15 +59,17 @@ def test_a_claim_is_shown_by_its_sign_and_student_s_t(papers: Any) -> None:
     assert papers.judge("dr_grpo", swapped, 4).word == "the opposite"
     swapped[papers.Arm("dr_grpo", "dr_grpo", 0)] = {"last": {"length": 1.0}}
     assert papers.judge("dr_grpo", swapped, 4).word == "not shown", "one seed of four is another"
-    page = papers.render(results, ["dr_grpo"], 4)
+    page = papers.render(papers.MODELS["tiny"], results, ["dr_grpo"], 4)
     assert "| `dr_grpo` 5.75 | `grpo` 7.38 | -1.6 ± " in page and " | shown | 4 min |" in page and "1 of 1 are." in page
 
 
 @pytest.mark.filterwarnings("error:these settings have no effect")
-def test_every_arm_is_a_configuration(papers: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["tiny", "real"])
+def test_every_arm_is_a_configuration(papers: Any, model: str, tmp_path: Path) -> None:
     for name, study in papers.STUDIES.items():
         assert len(study.arms) == 2
-        first, second = (vars(papers.make_config(papers.Arm(name, label, 0), 4, tmp_path)) for label in study.arms)
+        arms = (papers.Arm(name, label, 0) for label in study.arms)
+        first, second = (vars(papers.make_config(model, arm, 4, tmp_path)) for arm in arms)
         assert {key for key in first if first[key] != second[key]} - {"output_dir", "logging_dir"}
 
 
@@ -76,9 +78,9 @@ def test_every_arm_is_a_configuration(papers: Any, tmp_path: Path) -> None:
 def test_an_arm_trains(papers: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A noisy sampler, and walks of ten turns."""
     monkeypatch.setattr(papers, "WARM_UP_STEPS", 5)
-    monkeypatch.setattr(papers, "HELD_OUT", 4)
+    monkeypatch.setitem(papers.MODELS, "tiny", papers.MODELS["tiny"]._replace(held_out=4))
     label = next(iter(papers.STUDIES[name].arms))
-    result = papers.train(papers.Arm(name, label, 0), 6_000, tmp_path)
+    result = papers.train("tiny", papers.Arm(name, label, 0), 6_000, tmp_path)
     curve = result["curve"]
     assert curve[0]["tokens"] == 0 and curve[-1]["tokens"] >= 6_000
     assert all(0 <= one["pass@1"] <= one["pass@16"] <= 1 and one["entropy"] > 0 for one in curve)
