@@ -1,5 +1,5 @@
-"""Agents of other libraries train a pretrained model through the address: smolagents, OpenAI's Agents SDK,
-mini-swe-agent, a bare `openai` client (`make test-agents`)."""
+"""Agents of other libraries train a pretrained model through the address, and a bare `openai` client does
+(`make test-agents`)."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ("openai_client", "openai", {}),
         ("smolagents_agent", "smolagents", {"max_completion_length": 48}),
         ("openai_agents_sdk", "agents", {}),
+        ("pydantic_ai_agent", "pydantic_ai", {}),
+        ("langgraph_agent", "langgraph", {}),
         ("mini_swe_agent", "minisweagent", {"max_completion_length": 128}),
     ],
 )
