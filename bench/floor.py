@@ -4,7 +4,7 @@
 
 A floor counts what exact GRPO needs when prompts are computed once per group and nothing is padded: multiplications at
 the measured rate, or bytes at the measured bandwidth, whichever takes longer. Norms, softmax, sampling and all Python
-count as nothing, so 100 % cannot be reached.
+count as nothing. The rates are those of torch's products; more than 100 % means that groupgrad's own were faster.
 """
 
 from __future__ import annotations

@@ -107,7 +107,8 @@ _MEMORY = (
 _FLOOR = (
     "A floor counts the multiplications of exact GRPO (each prompt once a group, no padding, no work for groups whose "
     "rewards are all equal) at the measured rate, or the bytes of weights, keys and values at the measured bandwidth, "
-    "whichever takes longer at each decode step. Everything else counts as nothing. "
+    "whichever takes longer at each decode step. Everything else counts as nothing. The rates are those of torch's "
+    "products; more than 100 % means that groupgrad's own were faster. "
     f"Target: sampling of `uniform` at {SAMPLING_TARGET:.0%} or more."
 )
 _LENGTHS = (
