@@ -170,7 +170,8 @@ test-environments: $(ENVIRONMENTS_VENV)/.groupgrad-environments
 
 test-agents: $(AGENTS_VENV)/.groupgrad-agents $(VENV)/.groupgrad-real
 	OMP_NUM_THREADS=2 GROUPGRAD_NEED_REAL=1 GROUPGRAD_REAL_MODEL=$(REAL_MODEL) PYTHONPATH=$(CURDIR)/src \
-		$(AGENTS_VENV)/bin/python -m pytest tests/examples/test_programs.py tests/integrations/test_verifiers.py $(TEST_ARGS)
+		$(AGENTS_VENV)/bin/python -m pytest tests/examples/test_programs.py tests/integrations/test_verifiers.py \
+		tests/integrations/agents/test_anthropic.py $(TEST_ARGS)
 
 test-triton: $(VENV)/.groupgrad-triton
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(VENV)/bin/python -m pytest -n $(WORKERS) \

@@ -8,7 +8,6 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +16,6 @@ import pytest
 import torch
 from datasets import Dataset
 from openai import APIStatusError, APITimeoutError
-from scripted_agents import with_tools
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -36,43 +34,6 @@ SCHEMA = {
         "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]},
     },
 }
-
-
-@pytest.fixture
-def make_programs(
-    tmp_path: Path, make_model: Any, make_tokenizer: Any
-) -> Callable[..., tuple[GRPOTrainer, list[Rollout]]]:
-    """A trainer of a program, and the list that its training rollouts come to."""
-
-    def make(
-        agent: Any, *, budget: int = 200, reward_funcs: Any = None, **config: Any
-    ) -> tuple[GRPOTrainer, list[Rollout]]:
-        settings: dict[str, Any] = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "report_to": "none",
-            "save_strategy": "no",
-            "per_device_train_batch_size": 4,
-            "num_generations": 2,
-            "max_completion_length": budget,
-            "max_steps": 1,
-            "logging_steps": 1,
-            "disable_tqdm": True,
-            "agent_timeout_s": 60,
-        }
-        trainer = GRPOTrainer(
-            model=make_model(max_position_embeddings=4096),
-            processing_class=with_tools(make_tokenizer()),
-            agent=agent,
-            reward_funcs=reward_funcs,
-            args=GRPOConfig(**settings | config),
-            train_dataset=Dataset.from_list([{"number": n} for n in range(4)]),
-        )
-        found: list[Rollout] = []
-        trainer.on_experience = lambda experience: found.extend(experience.rollouts)
-        return trainer, found
-
-    return make
 
 
 def contexts(rollout: Rollout) -> list[list[int]]:

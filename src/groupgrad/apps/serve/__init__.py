@@ -1,1 +1,1 @@
-"""Serves a model at an OpenAI-compatible address, sampled by the engine that a training would use."""
+"""Serves a model at an address of OpenAI's and Anthropic's APIs, sampled by the engine that a training would use."""

@@ -1,1 +1,1 @@
-"""Programs that talk to an OpenAI-compatible address as agents: their tokens are recorded as they were sampled."""
+"""Programs as agents, over an address of OpenAI's and Anthropic's APIs: tokens are recorded as they were sampled."""

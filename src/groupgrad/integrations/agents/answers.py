@@ -28,7 +28,8 @@ class Answered:
 def read_sample(formats: Formats, question: Question, sample: Sample, num_read: int, mark: str) -> Answered:
     """The answer that a sample is. `num_read` tokens stood before it; ids of calls that have none begin with `mark`."""
     tokenizer = formats.maker.tokenizer
-    ids, is_cut = _cut(tokenizer, sample.ids, question.stop)
+    ids, stop_text = _cut(tokenizer, sample.ids, question.stop)
+    is_cut = stop_text is not None
     turn = formats.parse(ids, question)
     if is_cut:
         turn.message["content"] = _before_stop(turn.message["content"], question.stop)
@@ -43,24 +44,25 @@ def read_sample(formats: Formats, question: Question, sample: Sample, num_read: 
         num_read,
         [tokenizer.decode([token]) for token in ids],
         None if sample.logprobs is None else sample.logprobs[: len(ids)],
+        stop_text,
     )
     return Answered(ids, is_cut, turn.message, answer)
 
 
-def _cut(tokenizer: Any, ids: list[int], stop: Sequence[str]) -> tuple[list[int], bool]:
-    """The ids up to the token that completes a stop text, and whether there is one."""
+def _cut(tokenizer: Any, ids: list[int], stop: Sequence[str]) -> tuple[list[int], str | None]:
+    """The ids up to the token that completes a stop text, and that text; None if there is none."""
 
-    def has_stop(length: int) -> bool:
+    def first_stop(length: int) -> str | None:
         text = tokenizer.decode(ids[:length], skip_special_tokens=False)
-        return any(one in text for one in stop)
+        return min((one for one in stop if one in text), key=text.find, default=None)
 
-    if not stop or not has_stop(len(ids)):
-        return ids, False
+    if not stop or first_stop(len(ids)) is None:
+        return ids, None
     low, high = 1, len(ids)
     while low < high:  # the first length whose text has a stop text
         middle = (low + high) // 2
-        low, high = (low, middle) if has_stop(middle) else (middle + 1, high)
-    return ids[:low], True
+        low, high = (low, middle) if first_stop(middle) is not None else (middle + 1, high)
+    return ids[:low], first_stop(low)
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The address: an HTTP server on this machine that speaks OpenAI's API. It needs Starlette and uvicorn."""
+"""The address: an HTTP server that speaks OpenAI's API and Anthropic's. It needs Starlette and uvicorn."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import uvicorn
@@ -17,10 +19,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from groupgrad.concurrency.event_loop import LoopThread
-from groupgrad.integrations.agents.wire import MODEL, Answer, BadRequest, Question, events, read_call, response
+from groupgrad.integrations.agents import messages_wire, wire
+from groupgrad.integrations.agents.wire import MODEL, Answer, BadRequest, Call, Question
 
 MAX_BODY_BYTES = 64 << 20
 """Largest body of a request; a conversation of a million tokens has a tenth of it."""
+
+_MODELS = {
+    "object": "list",
+    "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "groupgrad"}],
+}
 
 
 class Asked(Protocol):
@@ -31,49 +39,67 @@ class Asked(Protocol):
         ...
 
 
+@dataclass(slots=True, frozen=True)
+class _Form:
+    """An API: how its requests are read, and how its answers and errors are written."""
+
+    read: Callable[[Any], Call]
+    response: Callable[[Call, Sequence[Answer]], dict[str, Any]]
+    events: Callable[[Call, Sequence[Answer]], Iterator[str]]
+    error: Callable[[BadRequest], dict[str, Any]]
+
+
+_CHAT = _Form(partial(wire.read_call, is_chat=True), wire.response, wire.events, lambda error: error.body)
+_TEXT = _Form(partial(wire.read_call, is_chat=False), wire.response, wire.events, lambda error: error.body)
+_MESSAGES = _Form(messages_wire.read_call, messages_wire.response, messages_wire.events, messages_wire.error_body)
+
+
 def make_app(find: Callable[[str], Asked | None]) -> Starlette:
     """The application. `find` gives what answers a key, None for an unknown one."""
 
-    async def complete(request: Request, *, is_chat: bool) -> Response:
+    async def answer(request: Request, form: _Form) -> tuple[Call, list[Answer]]:
+        asked = _authorized(request, find)
+        call = form.read(await _body(request))
+        futures = [asyncio.wrap_future(asked.ask(call.question)) for _ in range(call.n)]
+        return call, await asyncio.gather(*futures)
+
+    async def complete(request: Request, form: _Form) -> Response:
         try:
-            asked = _authorized(request)
-            body = await _body(request)
-            call = read_call(body, is_chat=is_chat)
-            futures = [asyncio.wrap_future(asked.ask(call.question)) for _ in range(call.n)]
-            answers = await asyncio.gather(*futures)
+            call, answers = await answer(request, form)
         except BadRequest as error:
-            return JSONResponse(error.body, status_code=error.status)
+            return _refusal(error, form)
         if call.stream:
-            return StreamingResponse(events(call, answers), media_type="text/event-stream")
-        return JSONResponse(response(call, answers))
+            return StreamingResponse(form.events(call, answers), media_type="text/event-stream")
+        return JSONResponse(form.response(call, answers))
 
-    async def chat(request: Request) -> Response:
-        return await complete(request, is_chat=True)
-
-    async def text(request: Request) -> Response:
-        return await complete(request, is_chat=False)
-
-    async def models(request: Request) -> Response:
+    async def show(request: Request, page: Callable[[], Response]) -> Response:
         try:
-            _authorized(request)
+            _authorized(request, find)
         except BadRequest as error:
-            return JSONResponse(error.body, status_code=error.status)
-        entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "groupgrad"}
-        return JSONResponse({"object": "list", "data": [entry]})
+            return _refusal(error, _CHAT)
+        return page()
 
-    def _authorized(request: Request) -> Asked:
-        found = find(request.headers.get("authorization", "").removeprefix("Bearer "))
-        if found is None:
-            raise BadRequest("this key opens no session here", status=401, code="invalid_api_key")
-        return found
+    routes = [
+        Route("/v1/chat/completions", partial(complete, form=_CHAT), methods=["POST"]),
+        Route("/v1/completions", partial(complete, form=_TEXT), methods=["POST"]),
+        Route("/v1/messages", partial(complete, form=_MESSAGES), methods=["POST"]),
+        Route("/v1/models", partial(show, page=partial(JSONResponse, _MODELS))),
+    ]
+    return Starlette(routes=routes)
 
-    return Starlette(
-        routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", text, methods=["POST"]),
-            Route("/v1/models", models),
-        ]
-    )
+
+def _authorized(request: Request, find: Callable[[str], Asked | None]) -> Asked:
+    """What answers the key of a request, by either API's header."""
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    for key in (request.headers.get("x-api-key"), bearer):
+        if key is not None and (found := find(key)) is not None:
+            return found
+    raise BadRequest("this key opens no session here", status=401, code="invalid_api_key")
+
+
+def _refusal(error: BadRequest, form: _Form) -> Response:
+    # Clients of both APIs send a request again after some statuses, although it would be refused again.
+    return JSONResponse(form.error(error), status_code=error.status, headers={"x-should-retry": "false"})
 
 
 async def _body(request: Request) -> Any:
@@ -86,7 +112,7 @@ async def _body(request: Request) -> Any:
         parts.append(part)
     try:
         return json.loads(b"".join(parts))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
 
 

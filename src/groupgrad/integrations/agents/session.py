@@ -102,7 +102,7 @@ class AgentSession(Questions):
     """One rollout, as its program sees it.
 
     `base_url`, `api_key` and `model` are for any client of OpenAI's API; `env` has them as environment variables, for
-    child processes. All requests with this key belong to this rollout. Thread-safe.
+    child processes, and for clients of Anthropic's API. All requests with this key belong to this rollout. Thread-safe.
     """
 
     def __init__(self, base_url: str, api_key: str, clients: Clients):
@@ -116,9 +116,19 @@ class AgentSession(Questions):
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables that clients read: `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_API_BASE`."""
-        url = self.base_url
-        return {"OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": self.api_key}
+        """Environment variables that clients read.
+
+        `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_API_BASE`; and `ANTHROPIC_BASE_URL`, to whose end clients add
+        `/v1/messages`, and `ANTHROPIC_API_KEY`.
+        """
+        url, key = self.base_url, self.api_key
+        return {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": key,
+        }
 
     def openai(self, **options: Any) -> Any:
         """An `openai.OpenAI` client of this session; `options` are those of the client."""

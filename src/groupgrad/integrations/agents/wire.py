@@ -25,18 +25,23 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Parameters that would change the distribution or the answer, and the values at which they do not."""
 
+NO_CODE = "invalid_request_error"
+"""Code of errors without one of their own."""
+_MAX_TEMPERATURE = 100.0
+
 
 class BadRequest(ValueError):
     """A request that cannot be answered; the message says what to change."""
 
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error"):
+    def __init__(self, message: str, *, status: int = 400, code: str = NO_CODE):
         super().__init__(message)
         self.status, self.code = status, code
 
     @property
     def body(self) -> dict[str, Any]:
         """The error as OpenAI's API words it."""
-        return {"error": {"message": str(self), "type": "invalid_request_error", "param": None, "code": self.code}}
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,6 +75,8 @@ class Answer:
     """The text of each sampled token."""
     logprobs: list[float] | None
     """Nats, of each sampled token."""
+    stop_text: str | None = None
+    """The text of `Question.stop` that ended the turn; None if none did."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,38 +89,31 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    shows_reasoning: bool = False
+    """In Anthropic's form: the answer has the reasoning, too. In OpenAI's it always has."""
 
 
 def read_call(body: Any, *, is_chat: bool) -> Call:
     """The request of a JSON body. BadRequest for what cannot be honoured."""
     if not isinstance(body, Mapping):
         raise BadRequest("the body is not a JSON object")
-    for name, neutral in _REFUSED.items():
-        if body.get(name) is not None and body[name] not in neutral:
-            raise BadRequest(
-                f"{name}={body[name]!r} cannot be honoured: the tokens are trained with the log-probs of the policy's "
-                f"own distribution. Leave it out"
-            )
-    kind = (body.get("response_format") or {}).get("type", "text")
+    refuse_others(body, _REFUSED)
+    kind = read_object(body, "response_format").get("type", "text")
     if kind != "text":
         raise BadRequest(f"response_format {kind!r} cannot be honoured; ask for the format in the prompt")
-    most = body.get("max_completion_tokens") or body.get("max_tokens")
-    if most is not None and (not isinstance(most, int) or most < 1):
-        raise BadRequest(f"max_tokens={most!r} is no positive whole number")
     n = body.get("n") or 1
     if not isinstance(n, int) or not 1 <= n <= 128:
         raise BadRequest(f"n={n!r} is no whole number from 1 to 128")
-    given = body.get("stop") or []
     question = Question(
         messages=_messages(body) if is_chat else [],
         text=None if is_chat else _text(body.get("prompt")),
         tools=_tools(body) if is_chat else [],
-        max_tokens=most,
-        stop=(given,) if isinstance(given, str) else tuple(map(str, given)),
+        max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
+        stop=read_stop(body, "stop"),
         forces_calls=is_chat and bool(body.get("tools")) and body.get("tool_choice") not in (None, "auto", "none"),
-        wanted={name: float(body[name]) for name in ("temperature", "top_p") if body.get(name) is not None},
+        wanted=read_wanted(body),
     )
-    options = body.get("stream_options") or {}
+    options = read_object(body, "stream_options")
     return Call(
         question,
         is_chat,
@@ -122,6 +122,56 @@ def read_call(body: Any, *, is_chat: bool) -> Call:
         include_usage=bool(options.get("include_usage")),
         logprobs=body.get("logprobs") not in (None, False, 0),
     )
+
+
+def refuse_others(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """BadRequest for a parameter that has another value than those at which it changes nothing."""
+    for name, values in neutral.items():
+        if body.get(name) is not None and body[name] not in values:
+            raise BadRequest(
+                f"{name}={body[name]!r} cannot be honoured: the tokens are trained with the log-probs of the policy's "
+                f"own distribution. Leave it out"
+            )
+
+
+def read_object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object of this name, empty if there is none."""
+    value = body.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise BadRequest(f"{name}={value!r} is no JSON object")
+    return value
+
+
+def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
+    """Tokens that an answer may have, by the first of these names that the body has."""
+    for name in names:
+        if (most := body.get(name)) is not None:
+            if type(most) is not int or most < 1:
+                raise BadRequest(f"{name}={most!r} is no positive whole number")
+            return most
+    return None
+
+
+def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """The stop texts of this name."""
+    given = body.get(name) or []
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise BadRequest(f"{name}={given!r} is no list of texts, each of at least one character")
+    return tuple(texts)
+
+
+def read_wanted(body: Mapping[str, Any]) -> dict[str, float]:
+    """The temperature and top-p, where the body has them."""
+    wanted: dict[str, float] = {}
+    for name, most in (("temperature", _MAX_TEMPERATURE), ("top_p", 1.0)):
+        if (value := body.get(name)) is None:
+            continue
+        if not isinstance(value, (int, float)) or not 0 <= value <= most or (name == "top_p" and value == 0):
+            least = "above 0 and" if name == "top_p" else "from 0"
+            raise BadRequest(f"{name}={value!r} cannot be sampled with; it is a number {least} up to {most:g}")
+        wanted[name] = float(value)
+    return wanted
 
 
 def _text(prompt: Any) -> str | list[int]:
@@ -155,18 +205,19 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRequest("a message is no object with a role")
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
-    found: dict[str, Any] = {"role": role, "content": _content(message.get("content"))}
+    found: dict[str, Any] = {"role": role, "content": read_content(message.get("content"))}
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None and role == "tool":
             found[name] = str(message[name])
     if reasoning := message.get("reasoning_content"):
         found["reasoning_content"] = str(reasoning)
     if calls := message.get("tool_calls"):
-        found["tool_calls"] = [_call(call) for call in calls]
+        found["tool_calls"] = [read_tool_call(call) for call in calls]
     return found
 
 
-def _content(content: Any) -> str:
+def read_content(content: Any) -> str:
+    """The text of a message, of its blocks one a line; BadRequest for blocks that are no text."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = []
@@ -178,7 +229,8 @@ def _content(content: Any) -> str:
     return "\n".join(parts)
 
 
-def _call(call: Any) -> dict[str, Any]:
+def read_tool_call(call: Any) -> dict[str, Any]:
+    """A call with its arguments as an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise BadRequest("a tool call has no function")

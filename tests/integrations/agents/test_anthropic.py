@@ -1,0 +1,123 @@
+"""The package `anthropic` at the address, as it is (`make test-agents`)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from base_fixtures import CHARACTERS
+from fixed_answers import FixedAnswers, answer
+
+from groupgrad.integrations.agents.server import Address, make_app
+
+anthropic: Any = pytest.importorskip("anthropic", reason="anthropic is not installed: `make test-agents` installs it")
+
+TOOL = {
+    "name": "look",
+    "description": "Looks.",
+    "input_schema": {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]},
+}
+ASKED = {"model": "m", "max_tokens": 6, "messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.fixture
+def client_of() -> Iterator[Callable[..., Any]]:
+    """`client_of(answers, key)`: a client of an address with these answers for the key `secret`."""
+    addresses: list[Address] = []
+
+    def make(answers: FixedAnswers, key: str = "secret") -> Any:
+        addresses.append(Address(make_app({"secret": answers}.get)))
+        return anthropic.Anthropic(base_url=addresses[-1].url.removesuffix("/v1"), api_key=key)
+
+    yield make
+    for address in addresses:
+        address.close()
+
+
+def call_each_time(read: str, ids: list[int]) -> dict[str, Any]:
+    """Reads every turn as its text and a call."""
+    return {"content": f"{read}.", "tool_calls": [{"name": "look", "arguments": {"at": len(ids)}}]}
+
+
+def test_a_tool_over_two_turns_is_one_row(make_programs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+
+    def solve(row: dict[str, Any], session: Any) -> float:
+        with lock, monkeypatch.context() as patch:
+            for name, value in session.env.items():
+                patch.setenv(name, value)
+            client = anthropic.Anthropic()  # which reads the variables
+        first = client.messages.create(**ASKED, tools=[TOOL])
+        assert [block.type for block in first.content] == ["text", "tool_use"]
+        result = {"type": "tool_result", "tool_use_id": first.content[1].id, "content": "7"}
+        messages = [
+            *ASKED["messages"],
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": [result]},
+        ]
+        client.messages.create(**{**ASKED, "messages": messages}, tools=[TOOL])
+        return float(row["number"])
+
+    trainer, found = make_programs(solve, response_parser=call_each_time)
+    trainer.train()
+    assert [(len(rollout.turns), len(rollout.branches)) for rollout in found] == [(2, 0)] * 4
+    assert trainer.state.log_history[0]["sampling/logp_mismatch"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_runner_of_tools_makes_one_row(make_programs: Any) -> None:
+    places: list[int] = []
+
+    async def solve(row: dict[str, Any], session: Any) -> float:
+        @anthropic.beta_async_tool
+        async def look(at: int) -> str:
+            """Looks.
+
+            Args:
+                at: Where.
+            """
+            places.append(at)
+            return str(at)
+
+        client = anthropic.AsyncAnthropic(base_url=session.env["ANTHROPIC_BASE_URL"], api_key=session.api_key)
+        # Turns that end by a stop text are as good as finished ones, without which the runner runs no tool.
+        options = {**ASKED, "stop_sequences": list(CHARACTERS), "tools": [look], "max_iterations": 3}
+        async for message in client.beta.messages.tool_runner(**options):  # which first asks for a thread
+            assert message.stop_reason == "tool_use" and message.content[-1].name == "look"
+        return float(row["number"])
+
+    trainer, found = make_programs(solve, response_parser=call_each_time)
+    trainer.train()
+    assert [(len(rollout.turns), len(rollout.branches)) for rollout in found] == [(3, 0)] * 4
+    assert len(places) >= 8
+
+
+@pytest.mark.parametrize(
+    "given",
+    [answer("Yes."), answer(""), answer("I look.", calls=2, reason="tool_calls"), answer("é", stop_text="x")],
+    ids=["text", "nothing", "calls", "stop text"],
+)
+def test_a_stream_gives_the_same_message(given: Any, client_of: Any) -> None:
+    client = client_of(FixedAnswers(given))
+    whole = client.messages.create(**ASKED, tools=[TOOL])
+    with client.messages.stream(**ASKED, tools=[TOOL]) as stream:
+        texts = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert texts == given.message["content"]
+    for block, other in zip(final.content, whole.content, strict=True):
+        expected = other.to_dict()
+        assert {name: block.to_dict()[name] for name in expected} == expected
+    ending = ("stop_reason", "stop_sequence", "usage", "model", "role")
+    assert [getattr(final, name) for name in ending] == [getattr(whole, name) for name in ending]
+
+
+def test_errors_are_those_of_the_package(client_of: Any) -> None:
+    answers = FixedAnswers(answer("Yes."))
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    with pytest.raises(anthropic.BadRequestError, match="'image' cannot be read") as refused:
+        client_of(answers).messages.create(**{**ASKED, "messages": [{"role": "user", "content": [image]}]})
+    assert refused.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.AuthenticationError, match="opens no session"):
+        client_of(answers, "another").messages.create(**ASKED)
+    assert not answers.asked
