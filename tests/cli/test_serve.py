@@ -3,34 +3,65 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 import torch
+from fixed_answers import send
 from scripted_agents import with_tools
 
 from groupgrad.apps.cli import serve
+from groupgrad.apps.serve import serving
 from groupgrad.apps.serve.serving import ServedModel
+from groupgrad.integrations.agents.server import listen
 
 
 @pytest.fixture
-def served(tmp_path: Path, make_model: Any, make_tokenizer: Any) -> Iterator[tuple[ServedModel, Any, Any]]:
-    """A served model, on a thread of its own, with the model and its tokenizer."""
+def prepared(tmp_path: Path, make_model: Any, make_tokenizer: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """`prepare(listening)`, which makes a served model that does not run yet; the model; its tokenizer."""
     model, tokenizer = make_model(), with_tools(make_tokenizer())
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     arguments = serve.parser().parse_args([str(tmp_path / "model"), "--max_tokens", "12"])
-    found = ServedModel(serve._rollouts(arguments, str(tmp_path / "run")), "secret", "127.0.0.1", 0)
+    made: list[ServedModel] = []
+
+    def prepare(listening: Any = None) -> ServedModel:
+        rollouts = serve._rollouts(arguments, str(tmp_path / "run"))
+        made.append(ServedModel(rollouts, "secret", listening or listen()))
+        return made[-1]
+
+    yield prepare, model.eval(), tokenizer
+    for found in made:
+        found.close()
+
+
+@contextmanager
+def running(found: ServedModel) -> Iterator[None]:
+    """The model is served on a thread of its own."""
     thread = threading.Thread(target=found.run)
     thread.start()
-    yield found, model.eval(), tokenizer
-    found.close()
-    thread.join(timeout=30)
+    try:
+        yield
+    finally:
+        found.close()
+        thread.join(timeout=30)
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def served(prepared: Any) -> Iterator[tuple[ServedModel, Any, Any]]:
+    """A served model, with the model and its tokenizer."""
+    prepare, model, tokenizer = prepared
+    found = prepare()
+    with running(found):
+        yield found, model, tokenizer
 
 
 def client_of(found: ServedModel, key: str = "secret") -> Any:
@@ -79,3 +110,55 @@ def test_what_is_refused(served: Any) -> None:
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
     assert serve.main([str(tmp_path / "nothing")]) == 1
     assert "nothing" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(capsys: Any, monkeypatch: Any) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(serve, "_rollouts", lambda *arguments: loaded.append(arguments))
+    with listen() as taken:
+        port = taken.getsockname()[1]
+        assert serve.main(["model", "--port", str(port)]) == 1
+    said = capsys.readouterr().err
+    assert f"port {port} of 127.0.0.1 is in use by another program" in said and "set --port to another" in said
+    assert serve.main(["model", "--host", "no.such.host.invalid"]) == 1
+    assert "nothing can be served at no.such.host.invalid, port 0" in capsys.readouterr().err
+    assert not loaded
+
+
+def test_the_options_reach_the_served_model(capsys: Any, monkeypatch: Any) -> None:
+    made: list[Any] = []
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def make(rollouts: Any, key: str, listening: Any) -> Any:
+        made.append((rollouts, key, listening.getsockname()[0]))
+        return SimpleNamespace(address=SimpleNamespace(url="the address"), run=interrupt, close=lambda: None)
+
+    monkeypatch.setattr(serve, "_rollouts", lambda arguments, folder: arguments.model)
+    monkeypatch.setattr(serving, "ServedModel", make)
+    assert serve.main(["some model", "--api-key", "k", "--host", "127.0.0.1"]) == 0
+    assert made == [("some model", "k", "127.0.0.1")]
+    assert "some model is served at the address with the key k" in capsys.readouterr().out
+
+
+def test_what_connects_while_the_model_loads_is_answered(prepared: Any) -> None:
+    with listen() as listening, ThreadPoolExecutor(1) as threads:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/completions"
+        answer = threads.submit(send, url, {"prompt": "1", "max_tokens": 2}, authorization="Bearer secret")
+        time.sleep(0.2)
+        with running(prepared[0](listening=listening)):
+            assert answer.result(timeout=60)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--port", "70000", "'70000' is no port; give 1 to 65535"),
+        ("--port", "-1", "--port"),
+    ],
+)
+def test_options_that_cannot_work(option: str, value: str, said: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        serve.main(["model", option, value])
+    assert end.value.code == 2 and said in capsys.readouterr().err

@@ -151,6 +151,13 @@ class CommandParser(HelpfulParser):
         return super().parse_args(words, namespace)
 
 
+def port_number(text: str) -> int:
+    """Returns the port that an option names; argparse shows the error for what is none."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 1 to 65535, or 0 for any that is free")
+    return int(text)
+
+
 def in_columns(rows: Mapping[str, Any]) -> list[str]:
     """Lines of names and what they have, in two columns."""
     width = max(map(len, rows))

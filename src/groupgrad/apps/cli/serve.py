@@ -6,14 +6,15 @@ import argparse
 import secrets
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from groupgrad import compat
-from groupgrad.apps.cli.command_parser import CommandParser, refuse
+from groupgrad.apps.cli.command_parser import CommandParser, port_number, refuse
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until it is interrupted. Returns 1 if a package is missing or the model cannot be loaded."""
+    """Serves until it is interrupted. Returns 1 if a package or the address is missing, or no model can be loaded."""
     arguments = parser().parse_args(argv)
     try:
         for package in ("starlette", "uvicorn"):
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a hub id, a folder, a checkpoint or a run's output_dir")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve at")
-    parser.add_argument("--port", type=int, default=0, help="port; 0: any that is free")
+    parser.add_argument("--port", type=port_number, default=0, help="port; 0: any that is free")
     parser.add_argument("--api_key", "--api-key", help="key that requests must have; unset: a random one")
     parser.add_argument(
         "--max_tokens", "--max-tokens", type=int, default=1024, help="tokens of an answer, unless a request says fewer"
@@ -47,17 +48,21 @@ def parser() -> argparse.ArgumentParser:
 
 def _serve(arguments: argparse.Namespace, folder: str) -> int:
     """Loads the model and answers requests. `folder` is for what a trainer writes."""
-    from groupgrad.apps.serve.serving import ServedModel
+    from groupgrad.integrations.agents.server import listen
 
     key = arguments.api_key or secrets.token_urlsafe(16)
-    served = ServedModel(_rollouts(arguments, folder), key, arguments.host, arguments.port)
-    print(f"{arguments.model} is served at {served.address.url} with the key {key}", flush=True)
-    try:
-        served.run()
-    except KeyboardInterrupt:
-        print("ended")
-    finally:
-        served.close()
+    # The port comes first: a model may take a minute to load, and what connects meanwhile is answered afterwards.
+    with closing(listen(arguments.host, arguments.port)) as listening:
+        from groupgrad.apps.serve.serving import ServedModel
+
+        served = ServedModel(_rollouts(arguments, folder), key, listening)
+        print(f"{arguments.model} is served at {served.address.url} with the key {key}", flush=True)
+        try:
+            served.run()
+        except KeyboardInterrupt:
+            print("ended")
+        finally:
+            served.close()
     return 0
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from groupgrad import compat
-from groupgrad.apps.cli.command_parser import CommandParser, refuse
+from groupgrad.apps.cli.command_parser import CommandParser, port_number, refuse
 from groupgrad.apps.cli.sweep import CommandLinePanel
 from groupgrad.apps.runs.run_folder import NoRun, RunFolder
 from groupgrad.apps.sweep.store import FILE as SWEEP_FILE
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     )
     page = parser.add_argument_group("Page")
     page.add_argument("--host", help="address to serve at (default: 127.0.0.1); another one needs a token")
-    page.add_argument("--port", type=_port, help="port (default: any that is free, from 8765 on)")
+    page.add_argument("--port", type=port_number, help="port (default: any that is free, from 8765 on)")
     page.add_argument("--token", help="token of the address (default: a random one for a sweep or another --host)")
     report = parser.add_argument_group("Report")
     report.add_argument("--export", metavar="FILE", type=Path, help="write a report that needs no server, and end")
@@ -82,12 +82,6 @@ def _check_writable(path: Path) -> None:
         ) from None
     if is_new:
         path.unlink()
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 1 to 65535, or 0 for any that is free")
-    return int(text)
 
 
 def _panels(folders: Sequence[Path]) -> list[CommandLinePanel]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """Samples what is asked at `address` with the engine of `rollouts`, until `close`.
+    """Samples what is asked at `address`, on the socket `listening`, with the engine of `rollouts`, until `close`.
 
     Requests of one temperature and top-p are sampled side by side and may arrive at any time; others wait until those
     under way have ended. A temperature of 0 is the most likely token. Nothing is kept of a request.
     """
 
-    def __init__(self, rollouts: ProgramRollouts, key: str, host: str, port: int):
+    def __init__(self, rollouts: ProgramRollouts, key: str, listening: socket.socket):
         self._rollouts, self._seeds = rollouts, itertools.count()
         self._questions = Questions()
-        self.address = Address(make_app({key: self._questions}.get), host, port)
         self._next: Asking | None = None
+        self.address = Address(make_app({key: self._questions}.get), listening)
 
     def run(self) -> None:
         """Answers requests on this thread until `close`."""

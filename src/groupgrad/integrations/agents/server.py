@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -116,17 +117,36 @@ async def _body(request: Request) -> Any:
         raise BadRequest(f"the body is no JSON: {error}") from error
 
 
-class Address:
-    """Serves an application on a free port of this machine, on a thread of its own, until `close`."""
+def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A socket to which clients connect from now on; port 0 is any that is free. OSError if there can be none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends small parts at once only on sockets that name TCP; elsewhere an answer waits 40 ms for an ACK.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(
+                f"port {port} of {host} is in use by another program; end it, or set --port to another port, or to 0 "
+                f"for any that is free"
+            ) from None
+        raise OSError(f"nothing can be served at {host}, port {port}: {error}; set --host and --port") from error
+    return listening
 
-    def __init__(self, app: Starlette, host: str = "127.0.0.1", port: int = 0):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # asyncio sends small parts at once only on sockets that name TCP; elsewhere an answer waits 40 ms for an ACK.
-        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((host, port))
-        self._socket.listen(2048)
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
+
+class Address:
+    """Serves an application on a socket that listens, on a thread of its own, until `close`.
+
+    Without a socket it is a free port of this machine.
+    """
+
+    def __init__(self, app: Starlette, listening: socket.socket | None = None):
+        self._socket = listen() if listening is None else listening
+        host, port = self._socket.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._loop = LoopThread("agent-address")
