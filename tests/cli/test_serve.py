@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -162,3 +163,37 @@ def test_options_that_cannot_work(option: str, value: str, said: str, capsys: An
     with pytest.raises(SystemExit) as end:
         serve.main(["model", option, value])
     assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+def metrics_of(found: ServedModel) -> dict[str, float]:
+    """The numbers of `/metrics` by their names."""
+    status, text = send(found.address.url.replace("/v1", "/metrics"), authorization="Bearer secret")
+    assert status == 200
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    described = re.findall("^# TYPE (\\w+) (?:counter|gauge)$", text, re.MULTILINE)
+    assert described == [line.split()[0] for line in lines]
+    return {name.removeprefix("groupgrad_"): float(value) for name, value in map(str.split, lines)}
+
+
+def test_metrics(served: Any) -> None:
+    found, *_ = served
+    client = client_of(found)
+    before = metrics_of(found)
+    assert set(before.values()) == {0.0}
+    answers = [client.completions.create(model="m", prompt="1+1=", max_tokens=most) for most in (1, 4)]
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="m", prompt="")
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="m", prompt="1", best_of=3)
+    status, _ = send(
+        f"{found.address.url}/messages",
+        {"max_tokens": 2, "messages": [{"role": "user", "content": "1"}]},
+        x_api_key="secret",
+    )
+    after = metrics_of(found)
+    assert status == 200 and (after["requests_answered_total"], after["requests_refused_total"]) == (3, 2)
+    assert after["requests_under_way"] == 0 and after["sampling_seconds_total"] > 0
+    assert after["tokens_read_total"] > sum(answer.usage.prompt_tokens for answer in answers)
+    written = sum(answer.usage.completion_tokens for answer in answers)
+    assert written < after["tokens_written_total"] <= written + 2
+    assert send(found.address.url.replace("/v1", "/metrics"))[0] == 401

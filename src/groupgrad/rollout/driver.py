@@ -84,8 +84,8 @@ class Driver(Generic[T]):
     """By the rollout's index."""
     _answered: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     """The index of the waiting rollout, once for each of its futures that is done."""
-    _engine_s: float = 0.0
-    """Seconds that the engine has worked."""
+    engine_s: float = 0.0
+    """Seconds that the engine has worked so far."""
     _patience_s: float = field(default_factory=lambda: LEAST_PATIENCE_S)
     """Seconds that a wave waits for a rollout at most: those of the engine's last call."""
 
@@ -126,7 +126,7 @@ class Driver(Generic[T]):
             self._sampling[ticket], self._last_tickets[index] = index, ticket
             return
         futures, samples_next = awaited
-        self._waiting[index] = _Wait(futures, samples_next, time.perf_counter(), self._engine_s)
+        self._waiting[index] = _Wait(futures, samples_next, time.perf_counter(), self.engine_s)
         for future in futures:
             future.add_done_callback(lambda _: self._answered.put(index))
         if not futures:
@@ -168,11 +168,11 @@ class Driver(Generic[T]):
         started = time.perf_counter()
         ended = self.session.advance()
         took = time.perf_counter() - started
-        self._engine_s += took
+        self.engine_s += took
         self._patience_s = max(LEAST_PATIENCE_S, took)
         return ended
 
     def _end_wait(self, wait: _Wait) -> ToolWait:
         seconds = time.perf_counter() - wait.began
-        hidden_s = min(seconds, self._engine_s - wait.engine_s)
+        hidden_s = min(seconds, self.engine_s - wait.engine_s)
         return ToolWait([future.result() for future in wait.futures], seconds, hidden_s)

@@ -30,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "serve",
         description="Serve a model at an address that speaks OpenAI's API (/v1/chat/completions, /v1/completions, "
-        "/v1/models) and Anthropic's (/v1/messages), sampled by the engine that a training would use.",
+        "/v1/models) and Anthropic's (/v1/messages), sampled by the engine that a training would use. /metrics has "
+        "counts for Prometheus.",
         examples="groupgrad serve runs/math\ngroupgrad serve Qwen/Qwen2.5-0.5B-Instruct --port 8000 --api_key secret",
     )
     parser.add_argument("model", metavar="MODEL", help="a hub id, a folder, a checkpoint or a run's output_dir")

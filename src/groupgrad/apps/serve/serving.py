@@ -11,7 +11,7 @@ from typing import Any
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.integrations.agents.answers import read_sample
 from groupgrad.integrations.agents.rollouts import ProgramRollouts
-from groupgrad.integrations.agents.server import Address, make_app
+from groupgrad.integrations.agents.server import Address, Traffic, make_app
 from groupgrad.integrations.agents.session import Asking, Questions
 from groupgrad.integrations.agents.wire import BadRequest, Question
 from groupgrad.rollout.driver import Driver, sample_turn, wait_for
@@ -29,9 +29,12 @@ class ServedModel:
 
     def __init__(self, rollouts: ProgramRollouts, key: str, listening: socket.socket):
         self._rollouts, self._seeds = rollouts, itertools.count()
-        self._questions = Questions()
+        self._questions, self._traffic = Questions(), Traffic()
         self._next: Asking | None = None
-        self.address = Address(make_app({key: self._questions}.get), listening)
+        self._sampling: tuple[float, Driver[None] | None] = (0.0, None)
+        """Seconds of sampling by drivers that have ended, and the one that runs."""
+        app = make_app({key: self._questions}.get, traffic=self._traffic, metrics=self._metrics_text)
+        self.address = Address(app, listening)
 
     def run(self) -> None:
         """Answers requests on this thread until `close`."""
@@ -41,7 +44,9 @@ class ServedModel:
             with self._rollouts.engine.session(options) as session:
                 driver: Driver[None] = Driver(session, [])
                 driver.rollouts.append(self._take(driver, self._next, options))
+                self._sampling = (self._sampling[0], driver)
                 driver.run()
+                self._sampling = (self._sampling[0] + driver.engine_s, None)
 
     def close(self) -> None:
         """Ends `run` once what is under way has ended, and the address. May be called from any thread."""
@@ -91,3 +96,22 @@ class ServedModel:
     @property
     def _max_context(self) -> int | None:
         return self._rollouts.prompt_maker.max_context
+
+    def _metrics_text(self) -> str:
+        """What was answered so far, in Prometheus' text format."""
+        traffic, (past_s, driver) = self._traffic, self._sampling
+        seconds = past_s + (0.0 if driver is None else driver.engine_s)
+        rows = [
+            ("requests_answered_total", "Requests that were answered.", traffic.answered),
+            ("requests_refused_total", "Requests that got an error.", traffic.refused),
+            ("requests_under_way", "Requests that wait or are being sampled.", traffic.under_way),
+            ("tokens_read_total", "Tokens of prompts of answered requests.", traffic.tokens_read),
+            ("tokens_written_total", "Tokens of answers.", traffic.tokens_written),
+            ("sampling_seconds_total", "Time that the engine has sampled.", seconds),
+        ]
+        return "".join(
+            f"# HELP groupgrad_{name} {text}\n"
+            f"# TYPE groupgrad_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
+            f"groupgrad_{name} {value}\n"
+            for name, text, value in rows
+        )

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from groupgrad.concurrency.event_loop import LoopThread
@@ -55,8 +55,29 @@ _TEXT = _Form(partial(wire.read_call, is_chat=False), wire.response, wire.events
 _MESSAGES = _Form(messages_wire.read_call, messages_wire.response, messages_wire.events, messages_wire.error_body)
 
 
-def make_app(find: Callable[[str], Asked | None]) -> Starlette:
-    """The application. `find` gives what answers a key, None for an unknown one."""
+@dataclass(slots=True)
+class Traffic:
+    """Requests of an address so far, and the tokens of their answers. The event loop of the address counts them."""
+
+    answered: int = 0
+    refused: int = 0
+    """Requests that got an error."""
+    under_way: int = 0
+    tokens_read: int = 0
+    tokens_written: int = 0
+
+
+def make_app(
+    find: Callable[[str], Asked | None],
+    *,
+    traffic: Traffic | None = None,
+    metrics: Callable[[], str] | None = None,
+) -> Starlette:
+    """The application. `find` gives what answers a key, None for an unknown one.
+
+    `traffic` is kept up to date. `metrics` gives the text of `/metrics`; None: there is no such page.
+    """
+    counts = Traffic() if traffic is None else traffic
 
     async def answer(request: Request, form: _Form) -> tuple[Call, list[Answer]]:
         asked = _authorized(request, find)
@@ -65,10 +86,17 @@ def make_app(find: Callable[[str], Asked | None]) -> Starlette:
         return call, await asyncio.gather(*futures)
 
     async def complete(request: Request, form: _Form) -> Response:
+        counts.under_way += 1
         try:
             call, answers = await answer(request, form)
         except BadRequest as error:
+            counts.refused += 1
             return _refusal(error, form)
+        finally:
+            counts.under_way -= 1
+        counts.answered += 1
+        counts.tokens_read += answers[0].num_prompt_tokens
+        counts.tokens_written += sum(len(one.tokens) for one in answers)
         if call.stream:
             return StreamingResponse(form.events(call, answers), media_type="text/event-stream")
         return JSONResponse(form.response(call, answers))
@@ -86,6 +114,9 @@ def make_app(find: Callable[[str], Asked | None]) -> Starlette:
         Route("/v1/messages", partial(complete, form=_MESSAGES), methods=["POST"]),
         Route("/v1/models", partial(show, page=partial(JSONResponse, _MODELS))),
     ]
+    if metrics is not None:
+        text = partial(PlainTextResponse, media_type="text/plain; version=0.0.4")
+        routes.append(Route("/metrics", partial(show, page=lambda: text(metrics()))))
     return Starlette(routes=routes)
 
 
