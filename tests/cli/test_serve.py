@@ -26,16 +26,16 @@ from groupgrad.integrations.agents.server import listen
 
 @pytest.fixture
 def prepared(tmp_path: Path, make_model: Any, make_tokenizer: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """`prepare(listening)`, which makes a served model that does not run yet; the model; its tokenizer."""
+    """`prepare(timeout_s, listening)`, which makes a served model that does not run yet; the model; its tokenizer."""
     model, tokenizer = make_model(), with_tools(make_tokenizer())
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     arguments = serve.parser().parse_args([str(tmp_path / "model"), "--max_tokens", "12"])
     made: list[ServedModel] = []
 
-    def prepare(listening: Any = None) -> ServedModel:
+    def prepare(timeout_s: float = 600.0, listening: Any = None) -> ServedModel:
         rollouts = serve._rollouts(arguments, str(tmp_path / "run"))
-        made.append(ServedModel(rollouts, "secret", listening or listen()))
+        made.append(ServedModel(rollouts, "secret", listening or listen(), timeout_s))
         return made[-1]
 
     yield prepare, model.eval(), tokenizer
@@ -132,14 +132,14 @@ def test_the_options_reach_the_served_model(capsys: Any, monkeypatch: Any) -> No
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    def make(rollouts: Any, key: str, listening: Any) -> Any:
-        made.append((rollouts, key, listening.getsockname()[0]))
+    def make(rollouts: Any, key: str, listening: Any, timeout_s: float = 600.0) -> Any:
+        made.append((rollouts, key, listening.getsockname()[0], timeout_s))
         return SimpleNamespace(address=SimpleNamespace(url="the address"), run=interrupt, close=lambda: None)
 
     monkeypatch.setattr(serve, "_rollouts", lambda arguments, folder: arguments.model)
     monkeypatch.setattr(serving, "ServedModel", make)
-    assert serve.main(["some model", "--api-key", "k", "--host", "127.0.0.1"]) == 0
-    assert made == [("some model", "k", "127.0.0.1")]
+    assert serve.main(["some model", "--api-key", "k", "--host", "127.0.0.1", "--timeout", "2.5"]) == 0
+    assert made == [("some model", "k", "127.0.0.1", 2.5)]
     assert "some model is served at the address with the key k" in capsys.readouterr().out
 
 
@@ -155,6 +155,9 @@ def test_what_connects_while_the_model_loads_is_answered(prepared: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
+        ("--timeout", "0", "'0' is no number of seconds above 0"),
+        ("--timeout", "soon", "'soon' is no number of seconds above 0"),
+        ("--timeout", "nan", "'nan' is no number of seconds above 0"),
         ("--port", "70000", "'70000' is no port; give 1 to 65535"),
         ("--port", "-1", "--port"),
     ],
@@ -197,3 +200,55 @@ def test_metrics(served: Any) -> None:
     written = sum(answer.usage.completion_tokens for answer in answers)
     assert written < after["tokens_written_total"] <= written + 2
     assert send(found.address.url.replace("/v1", "/metrics"))[0] == 401
+
+
+class Watched:
+    """An engine that notes its requests in `asked`, and whose steps take `step_s` seconds more."""
+
+    def __init__(self, engine: Any, step_s: float = 0.0):
+        self._engine, self._step_s = engine, step_s
+        self.asked: list[Any] = []
+
+    @contextmanager
+    def session(self, options: Any) -> Iterator[Any]:
+        with self._engine.session(options) as session:
+
+            def submit(request: Any) -> int:
+                self.asked.append(request)
+                return session.submit(request)
+
+            def advance() -> Any:
+                time.sleep(self._step_s)
+                return session.advance()
+
+            yield SimpleNamespace(submit=submit, advance=advance, release=session.release)
+
+
+def test_a_request_that_waits_too_long_is_told_and_never_sampled(prepared: Any) -> None:
+    found = prepared[0](2.0)
+    began = time.monotonic()
+    with pytest.raises(openai.APIStatusError, match="not answered within its 2 seconds") as late:
+        client_of(found).completions.create(model="m", prompt="1", max_tokens=4)
+    assert late.value.status_code == 503 and late.value.code == "timeout" and 2 <= time.monotonic() - began < 15
+    found._rollouts.engine = engine = Watched(found._rollouts.engine)
+    with running(found):
+        answer = client_of(found).completions.create(model="m", prompt="2", max_tokens=4)
+        counts = metrics_of(found)
+    assert 1 <= answer.usage.completion_tokens <= 4
+    assert len(engine.asked) == 1, "the late request was sampled too"
+    assert (counts["requests_answered_total"], counts["requests_refused_total"]) == (1, 1)
+    assert counts["tokens_written_total"] == answer.usage.completion_tokens
+
+
+def test_a_request_that_is_sampled_too_long_is_told(prepared: Any) -> None:
+    found = prepared[0](1.0)
+    found._rollouts.engine = engine = Watched(found._rollouts.engine, step_s=2.0)
+    with running(found):
+        with ThreadPoolExecutor(1) as threads:
+            late = threads.submit(client_of(found).completions.create, model="m", prompt="1", max_tokens=2)
+            while not engine.asked:
+                time.sleep(0.01)
+            assert metrics_of(found)["requests_under_way"] == 1
+            with pytest.raises(openai.APIStatusError, match="not answered within its 1 seconds"):
+                late.result(timeout=30)
+        assert metrics_of(found)["requests_under_way"] == 0

@@ -24,11 +24,11 @@ ASKED = {"model": "m", "max_tokens": 6, "messages": [{"role": "user", "content":
 
 @pytest.fixture
 def client_of() -> Iterator[Callable[..., Any]]:
-    """`client_of(answers, key)`: a client of an address with these answers for the key `secret`."""
+    """`client_of(answers, key, timeout_s=None)`: a client of an address with these answers for the key `secret`."""
     addresses: list[Address] = []
 
-    def make(answers: FixedAnswers, key: str = "secret") -> Any:
-        addresses.append(Address(make_app({"secret": answers}.get)))
+    def make(answers: FixedAnswers, key: str = "secret", timeout_s: float | None = None) -> Any:
+        addresses.append(Address(make_app({"secret": answers}.get, timeout_s=timeout_s)))
         return anthropic.Anthropic(base_url=addresses[-1].url.removesuffix("/v1"), api_key=key)
 
     yield make
@@ -121,3 +121,10 @@ def test_errors_are_those_of_the_package(client_of: Any) -> None:
     with pytest.raises(anthropic.AuthenticationError, match="opens no session"):
         client_of(answers, "another").messages.create(**ASKED)
     assert not answers.asked
+
+
+def test_a_late_request_is_not_sent_again(client_of: Any) -> None:
+    waiting = FixedAnswers(None)
+    with pytest.raises(anthropic.APIStatusError, match=r"not answered within its 0\.2 seconds") as late:
+        client_of(waiting, timeout_s=0.2).messages.create(**ASKED)
+    assert late.value.status_code == 503 and len(waiting.asked) == 1

@@ -41,6 +41,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max_tokens", "--max-tokens", type=int, default=1024, help="tokens of an answer, unless a request says fewer"
     )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=600.0,
+        help="seconds within which a request is answered; later it gets an error (503)",
+    )
     parser.add_argument("--dtype", default="float32", help="precision to load the model in")
     parser.add_argument("--gguf_file", metavar="NAME", help="GGUF file in the model's folder that has its weights")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
@@ -56,7 +62,7 @@ def _serve(arguments: argparse.Namespace, folder: str) -> int:
     with closing(listen(arguments.host, arguments.port)) as listening:
         from groupgrad.apps.serve.serving import ServedModel
 
-        served = ServedModel(_rollouts(arguments, folder), key, listening)
+        served = ServedModel(_rollouts(arguments, folder), key, listening, arguments.timeout)
         print(f"{arguments.model} is served at {served.address.url} with the key {key}", flush=True)
         try:
             served.run()
@@ -65,6 +71,16 @@ def _serve(arguments: argparse.Namespace, folder: str) -> int:
         finally:
             served.close()
     return 0
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
 
 
 def _rollouts(arguments: argparse.Namespace, folder: str) -> Any:

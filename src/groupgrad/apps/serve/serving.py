@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
+import time
 from dataclasses import replace
 from typing import Any
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.integrations.agents.answers import read_sample
 from groupgrad.integrations.agents.rollouts import ProgramRollouts
-from groupgrad.integrations.agents.server import Address, Traffic, make_app
+from groupgrad.integrations.agents.server import Address, Traffic, late, make_app
 from groupgrad.integrations.agents.session import Asking, Questions
 from groupgrad.integrations.agents.wire import BadRequest, Question
 from groupgrad.rollout.driver import Driver, sample_turn, wait_for
@@ -24,16 +25,18 @@ class ServedModel:
     """Samples what is asked at `address`, on the socket `listening`, with the engine of `rollouts`, until `close`.
 
     Requests of one temperature and top-p are sampled side by side and may arrive at any time; others wait until those
-    under way have ended. A temperature of 0 is the most likely token. Nothing is kept of a request.
+    under way have ended. A temperature of 0 is the most likely token. Nothing is kept of a request. One that is not
+    answered within `timeout_s` seconds gets an error, and is not sampled if that has not begun.
     """
 
-    def __init__(self, rollouts: ProgramRollouts, key: str, listening: socket.socket):
-        self._rollouts, self._seeds = rollouts, itertools.count()
+    def __init__(self, rollouts: ProgramRollouts, key: str, listening: socket.socket, timeout_s: float = 600.0):
+        self._rollouts, self._seeds, self._timeout_s = rollouts, itertools.count(), timeout_s
         self._questions, self._traffic = Questions(), Traffic()
         self._next: Asking | None = None
         self._sampling: tuple[float, Driver[None] | None] = (0.0, None)
         """Seconds of sampling by drivers that have ended, and the one that runs."""
-        app = make_app({key: self._questions}.get, traffic=self._traffic, metrics=self._metrics_text)
+        find = {key: self._questions}.get
+        app = make_app(find, timeout_s=timeout_s, traffic=self._traffic, metrics=self._metrics_text)
         self.address = Address(app, listening)
 
     def run(self) -> None:
@@ -64,6 +67,8 @@ class ServedModel:
     async def _answer(self, asking: Asking) -> None:
         question, formats = asking.question, self._rollouts.formats
         try:
+            if time.monotonic() - asking.since > self._timeout_s:  # the client has been told
+                raise late(self._timeout_s)
             context = formats.prompt_ids(question)
             limit = self._limit(question, len(context))
         except BadRequest as error:

@@ -70,12 +70,14 @@ class Traffic:
 def make_app(
     find: Callable[[str], Asked | None],
     *,
+    timeout_s: float | None = None,
     traffic: Traffic | None = None,
     metrics: Callable[[], str] | None = None,
 ) -> Starlette:
     """The application. `find` gives what answers a key, None for an unknown one.
 
-    `traffic` is kept up to date. `metrics` gives the text of `/metrics`; None: there is no such page.
+    A request that is not answered within `timeout_s` seconds gets an error; None: it may take any time. `traffic` is
+    kept up to date. `metrics` gives the text of `/metrics`; None: there is no such page.
     """
     counts = Traffic() if traffic is None else traffic
 
@@ -88,10 +90,10 @@ def make_app(
     async def complete(request: Request, form: _Form) -> Response:
         counts.under_way += 1
         try:
-            call, answers = await answer(request, form)
-        except BadRequest as error:
+            call, answers = await asyncio.wait_for(answer(request, form), timeout_s)
+        except (BadRequest, asyncio.TimeoutError) as error:
             counts.refused += 1
-            return _refusal(error, form)
+            return _refusal(error if isinstance(error, BadRequest) else late(timeout_s or 0.0), form)
         finally:
             counts.under_way -= 1
         counts.answered += 1
@@ -127,6 +129,16 @@ def _authorized(request: Request, find: Callable[[str], Asked | None]) -> Asked:
         if key is not None and (found := find(key)) is not None:
             return found
     raise BadRequest("this key opens no session here", status=401, code="invalid_api_key")
+
+
+def late(timeout_s: float) -> BadRequest:
+    """The error for a request that was not answered within its time, in seconds."""
+    return BadRequest(
+        f"this request was not answered within its {timeout_s:g} seconds; ask for fewer tokens, send fewer requests at "
+        f"once, or serve with a longer --timeout",
+        status=503,
+        code="timeout",
+    )
 
 
 def _refusal(error: BadRequest, form: _Form) -> Response:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,8 @@ class Asking:
 
     question: Question
     answer: Future[Answer]
+    since: float = field(default_factory=time.monotonic)
+    """When it was asked, in seconds of `time.monotonic`."""
 
 
 class Clients:
