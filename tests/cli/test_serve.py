@@ -80,6 +80,15 @@ def test_the_most_likely_tokens_are_those_of_generate(served: Any) -> None:
         assert answer.choices[0].text == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+def test_a_temperature_close_to_0_is_that_of_0(served: Any) -> None:
+    client = client_of(served[0]).with_options(timeout=20)
+    cold = {"model": "m", "prompt": "1+1=", "temperature": 1e-45}
+    assert (
+        client.completions.create(**cold).choices[0].text
+        == client.completions.create(**{**cold, "temperature": 0}).choices[0].text
+    )
+
+
 def test_requests_of_many_options_are_answered(served: Any) -> None:
     client = client_of(served[0])
 

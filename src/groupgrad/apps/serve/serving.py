@@ -82,7 +82,7 @@ class ServedModel:
     def _options(self, question: Question) -> SamplingOptions:
         """The sampling options of a request."""
         wanted: dict[str, Any] = dict(question.wanted)
-        if wanted.get("temperature") == 0.0:
+        if wanted.get("temperature", 1.0) < 1e-5:  # logits that are divided by less may become infinite
             wanted = {"temperature": 1.0, "top_k": 1}
         return replace(self._rollouts.sampling, **wanted)
 
