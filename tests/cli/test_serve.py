@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import threading
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -261,3 +263,17 @@ def test_a_request_that_is_sampled_too_long_is_told(prepared: Any) -> None:
             with pytest.raises(openai.APIStatusError, match="not answered within its 1 seconds"):
                 late.result(timeout=30)
         assert metrics_of(found)["requests_under_way"] == 0
+
+
+def test_a_page_of_any_origin_may_ask_from_a_browser(served: Any) -> None:
+    where = urlsplit(served[0].address.url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=20)
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    connection.request("OPTIONS", "/v1/chat/completions", headers={"Origin": "https://a.example", **asks})
+    allowed = connection.getresponse()
+    allowed.read()
+    assert allowed.status == 200 and allowed.headers["Access-Control-Allow-Origin"] == "*"
+    assert "authorization" in allowed.headers["Access-Control-Allow-Headers"]
+    connection.request("GET", "/v1/models", headers={"Origin": "https://a.example", "Authorization": "Bearer secret"})
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.headers["Access-Control-Allow-Origin"] == "*"

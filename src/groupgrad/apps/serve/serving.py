@@ -9,6 +9,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
+
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.integrations.agents.answers import read_sample
 from groupgrad.integrations.agents.rollouts import ProgramRollouts
@@ -37,6 +39,8 @@ class ServedModel:
         """Seconds of sampling by drivers that have ended, and the one that runs."""
         find = {key: self._questions}.get
         app = make_app(find, timeout_s=timeout_s, traffic=self._traffic, metrics=self._metrics_text)
+        # Pages of any origin may ask from a browser, since what they ask needs the key.
+        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         self.address = Address(app, listening)
 
     def run(self) -> None:
@@ -82,7 +86,7 @@ class ServedModel:
     def _options(self, question: Question) -> SamplingOptions:
         """The sampling options of a request."""
         wanted: dict[str, Any] = dict(question.wanted)
-        if wanted.get("temperature", 1.0) < 1e-5:  # logits that are divided by less may become infinite
+        if wanted.get("temperature") == 0.0:
             wanted = {"temperature": 1.0, "top_k": 1}
         return replace(self._rollouts.sampling, **wanted)
 
