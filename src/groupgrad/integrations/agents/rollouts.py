@@ -168,8 +168,6 @@ class ProgramRollouts(RolloutSource):
             if abs(wanted - of_policy) <= 1e-9:
                 continue
             if name == "temperature" and self.options.sampling == "request":
-                if not 0.0 <= wanted < math.inf:
-                    raise BadRequest(f"temperature={wanted:g} is not 0 or a positive number")
                 temperature = wanted
                 continue
             asked = f"a request asks for {name}={wanted:g}, and the policy samples at {name}={of_policy:g}"

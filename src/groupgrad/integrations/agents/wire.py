@@ -27,7 +27,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 NO_CODE = "invalid_request_error"
 """Code of errors without one of their own."""
-_MAX_TEMPERATURE = 100.0
+_COLDEST, _MAX_TEMPERATURE = 1e-5, 100.0
 
 
 class BadRequest(ValueError):
@@ -162,7 +162,7 @@ def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def read_wanted(body: Mapping[str, Any]) -> dict[str, float]:
-    """The temperature and top-p, where the body has them."""
+    """The temperature and top-p, where the body has them; a temperature by which logits may become infinite is 0."""
     wanted: dict[str, float] = {}
     for name, most in (("temperature", _MAX_TEMPERATURE), ("top_p", 1.0)):
         if (value := body.get(name)) is None:
@@ -170,7 +170,7 @@ def read_wanted(body: Mapping[str, Any]) -> dict[str, float]:
         if not isinstance(value, (int, float)) or not 0 <= value <= most or (name == "top_p" and value == 0):
             least = "above 0 and" if name == "top_p" else "from 0"
             raise BadRequest(f"{name}={value!r} cannot be sampled with; it is a number {least} up to {most:g}")
-        wanted[name] = float(value)
+        wanted[name] = float(value) if name == "top_p" or value >= _COLDEST else 0.0
     return wanted
 
 
