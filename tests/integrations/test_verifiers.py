@@ -3,6 +3,7 @@ refused (`make test-verifiers`)."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ __all__ = ["Chat", "Sums"]
 SEVERAL = (
     TASKS
     + """
+import asyncio
+
+calls = []
+
 
 class TalkConfig(vf.EnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig()
@@ -77,7 +82,12 @@ class TalkConfig(vf.EnvConfig):
 
 class Talk(vf.Env[TalkConfig]):
     async def start(self):
+        calls.append("start")
+        await asyncio.sleep(0.2)
         self.turns = 3
+
+    async def stop(self):
+        calls.append("stop")
 
     async def run(self, task, agents):
         async with agents.agent.interaction(task) as talk:
@@ -90,6 +100,7 @@ class Talk(vf.Env[TalkConfig]):
 __all__ = ["Chat", "Sums", "Talk"]
 """
 )
+DOWN = SEVERAL.replace("self.turns = 3", "raise KeyError('away')")
 BROKEN = TASKS.replace("float(len(trace.last_reply))", "trace.no_such_thing")
 HERE = {"runtime": {"type": "subprocess"}}
 
@@ -149,6 +160,17 @@ def test_an_environment_of_several_turns(train: Any) -> None:
     mean, long, said, turns = (log[f"rewards/several_turns_tasks/{name}"] for name in ("mean", "long", "said", "turns"))
     assert turns == 3.0 and mean == pytest.approx(0.5 * long + 2.0 * said + turns)
     assert (log["rollouts/error"], log["rollouts/turns"], log["rollouts/branches"]) == (0.0, 3.0, 0.0)
+
+
+def test_rollouts_share_what_an_environment_starts(train: Any) -> None:
+    train("shared_tasks", SEVERAL, agent=HERE)
+    assert sys.modules["shared_tasks"].calls == ["start", "stop"]
+
+
+def test_rollouts_share_a_start_that_fails(train: Any) -> None:
+    with pytest.raises(RolloutError, match=r"4 of 4 rollouts of step 0 failed.*KeyError: 'away'"):
+        train("down_tasks", DOWN, agent=HERE)
+    assert sys.modules["down_tasks"].calls == ["start", "stop"]
 
 
 def test_attempts_of_an_episode_have_their_mean(train: Any) -> None:

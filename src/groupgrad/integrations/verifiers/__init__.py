@@ -81,26 +81,34 @@ class _Service:
     """
 
     def __init__(self, environment: Any):
-        self._environment = copy.copy(environment)  # an environment has one service, and here each loop has one
-        self._lock = asyncio.Lock()
+        self._environment = environment
         self._num_rollouts = 0
-        self._serving: Any = None
+        self._up: asyncio.Task[tuple[Any, Any]] | None = None
 
     async def __aenter__(self) -> Any:
-        async with self._lock:
-            if self._serving is None:
-                serving = self._environment.serving()
-                await serving.__aenter__()
-                self._serving = serving
-            self._num_rollouts += 1
-        return self._environment
+        self._num_rollouts += 1
+        if self._up is None:
+            self._up = asyncio.create_task(self._start())
+        try:  # servers that do not start, which may take minutes to find out, fail all who wait for them
+            environment, _ = await asyncio.shield(self._up)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return environment
 
     async def __aexit__(self, *_: object) -> None:
-        self._num_rollouts -= 1  # before it waits, since a wait may be cancelled
-        async with self._lock:
-            if self._num_rollouts == 0 and self._serving is not None:
-                serving, self._serving = self._serving, None
-                await serving.__aexit__(None, None, None)
+        self._num_rollouts -= 1
+        if self._num_rollouts or self._up is None:
+            return
+        up, self._up = self._up, None
+        if not up.cancel() and not up.cancelled() and up.exception() is None:
+            await up.result()[1].__aexit__(None, None, None)
+
+    async def _start(self) -> tuple[Any, Any]:
+        environment = copy.copy(self._environment)  # it has what it shares as attributes, and may end while one starts
+        serving = environment.serving()
+        await serving.__aenter__()
+        return environment, serving
 
 
 def _problem(environment: Any, episode: Any, trained: list[Any]) -> str:
