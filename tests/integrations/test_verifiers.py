@@ -121,9 +121,9 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def train(load: Any, tmp_path: Path, make_model: Any, make_tokenizer: Any) -> Any:
-    """`train(name, source, **arguments)`: the log of a step on this environment."""
+    """`train(name, source, **arguments)`: the log of the first step on this environment."""
 
-    def train(name: str, source: str, **arguments: Any) -> dict[str, float]:
+    def train(name: str, source: str, max_steps: int = 1, **arguments: Any) -> dict[str, float]:
         loaded = load(name, source, **arguments)
         trainer = GRPOTrainer(
             make_model(max_position_embeddings=2048),
@@ -137,7 +137,7 @@ def train(load: Any, tmp_path: Path, make_model: Any, make_tokenizer: Any) -> An
                 per_device_train_batch_size=4,
                 num_generations=2,
                 max_completion_length=300,
-                max_steps=1,
+                max_steps=max_steps,
                 logging_steps=1,
             ),
             train_dataset=loaded.dataset,
@@ -163,8 +163,8 @@ def test_an_environment_of_several_turns(train: Any) -> None:
 
 
 def test_rollouts_share_what_an_environment_starts(train: Any) -> None:
-    train("shared_tasks", SEVERAL, agent=HERE)
-    assert sys.modules["shared_tasks"].calls == ["start", "stop"]
+    train("shared_tasks", SEVERAL, max_steps=2, agent=HERE)
+    assert sys.modules["shared_tasks"].calls == ["start", "stop"] * 2  # once a batch
 
 
 def test_rollouts_share_a_start_that_fails(train: Any) -> None:
