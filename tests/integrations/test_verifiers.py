@@ -101,6 +101,10 @@ __all__ = ["Chat", "Sums", "Talk"]
 """
 )
 DOWN = SEVERAL.replace("self.turns = 3", "raise KeyError('away')")
+BY_MESSAGES = TASKS.replace("openai import AsyncOpenAI", "anthropic import AsyncAnthropic").replace(
+    "AsyncOpenAI(base_url=endpoint,", "AsyncAnthropic(base_url=endpoint.removesuffix('/v1'),"
+)
+BY_MESSAGES = BY_MESSAGES.replace("chat.completions.create(", "messages.create(max_tokens=9, ")
 BROKEN = TASKS.replace("float(len(trace.last_reply))", "trace.no_such_thing")
 HERE = {"runtime": {"type": "subprocess"}}
 
@@ -153,6 +157,11 @@ def test_weighted_rewards_and_metrics_arrive(train: Any) -> None:
     mean, long, said, known = (log[f"rewards/one_turn_tasks/{name}"] for name in ("mean", "long", "said", "known"))
     assert mean == pytest.approx(0.5 * long + 2.0 * said) and long > 0 and 31 <= known <= 38
     assert (log["rollouts/error"], log["rollouts/turns"], log["rollouts/branches"]) == (0.0, 1.0, 0.0)
+
+
+def test_a_harness_that_speaks_anthropics_messages(train: Any) -> None:
+    log = train("messages_tasks", BY_MESSAGES, agent=HERE)
+    assert (log["rollouts/error"], log["rollouts/turns"]) == (0.0, 1.0) and log["rewards/messages_tasks/long"] > 0
 
 
 def test_an_environment_of_several_turns(train: Any) -> None:

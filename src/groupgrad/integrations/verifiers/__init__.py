@@ -40,9 +40,10 @@ class EnvironmentAgent:
         """The reward of a row's task. RuntimeError for an episode that failed or was not scored in time."""
         from verifiers.v1 import EvalClientConfig, ModelContext, SamplingConfig
 
-        # verifiers reads keys from environment variables, and rollouts of one process need different ones.
-        key = {"x-api-key": session.api_key}
-        client = EvalClientConfig(base_url=session.base_url, api_key_var="", headers=key)
+        # verifiers reads keys from environment variables, and rollouts of one process need different ones. It sets the
+        # header in which a request's API has the key; the address then finds the session by the other.
+        keys = {"authorization": f"Bearer {session.api_key}", "x-api-key": session.api_key}
+        client = EvalClientConfig(base_url=session.base_url, api_key_var="", headers=keys)
         context = ModelContext(session.model, client, SamplingConfig(**self._sampling_args))
 
         def check(trace: Any) -> None:
