@@ -4,13 +4,15 @@
 
 SmolLM2-135M-Instruct samples. An async program talks to the address through the `openai` client, all sessions at once;
 beside it, in turn, coroutines of the same engine sample the very same tokens: seeds, messages and limits are equal, and
-so are the ids, which is checked. The columns: seconds of both, their ratio, and milliseconds more for each request.
+so are the ids, which is checked. The columns: seconds of both, their ratio, milliseconds more for each request, and how
+much of the processor's time the program with its client took for each request, and the server.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
 from typing import Any
 
@@ -84,28 +86,42 @@ def beside(rollouts: ProgramRollouts, request: GenerationRequest, options: argpa
         return Driver(session, [talk(row) for row in request.rows]).run()
 
 
+def processor_seconds(thread: str) -> float:
+    """Of a thread of this process, by its name."""
+    (found,) = (one for one in threading.enumerate() if one.name == thread)
+    assert found.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(found.ident))
+
+
 def measure(rollouts: ProgramRollouts, count: int, options: argparse.Namespace) -> list[str]:
     """A row of the table."""
     seconds: dict[str, list[float]] = {"address": [], "beside": []}
+    threads: dict[str, list[float]] = {"async-functions": [], "agent-address": []}
     for number in range(options.repetitions + 1):
         request = GenerationRequest({0: {"number": 0}}, range(count), count, count, "train", number, 0)
+        before = [processor_seconds(name) if number else 0.0 for name in threads]
         began = time.perf_counter()
         over_address = [rollout.completion_ids for rollout in rollouts(request)]
         middle = time.perf_counter()
         assert over_address == beside(rollouts, request, options), "the address sampled other tokens"
         if number:  # the first warms up
+            for start, (name, values) in zip(before, threads.items()):
+                values.append(processor_seconds(name) - start)
             seconds["address"].append(middle - began)
             seconds["beside"].append(time.perf_counter() - middle)
     address, without = (statistics.median(values) for values in seconds.values())
     ratios = [a / b for a, b in zip(*seconds.values())]
-    more = 1000 * (address - without) / (count * options.turns)
+    to_ms = 1000 / (count * options.turns)
+    program, server = (f"{statistics.median(values) * to_ms:.2f}" for values in threads.values())
     spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
     return [
         str(count),
         f"{address:.2f}",
         f"{without:.2f}",
         f"{statistics.median(ratios):.2f} ({spread})",
-        f"{more:.2f}",
+        f"{(address - without) * to_ms:.2f}",
+        program,
+        server,
     ]
 
 
@@ -119,7 +135,8 @@ def main() -> None:
     options = parser.parse_args()
     rollouts = make_rollouts(options)
     rows = [measure(rollouts, count, options) for count in (1, options.sessions)]
-    print(table(["sessions", "address, s", "beside, s", "ratio", "ms a request more"], rows))
+    header = ["sessions", "address, s", "beside, s", "ratio", "ms a request more", "ms of the program", "of the server"]
+    print(table(header, rows))
     rollouts.close()
 
 
