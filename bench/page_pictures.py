@@ -1,8 +1,10 @@
-"""Makes the pictures of the page of `groupgrad view` in the documents, of the run of `groupgrad demo` and of a sweep.
+"""Makes the pictures of the page of `groupgrad view` in the documents: of a demo, an agent and a sweep.
 
     groupgrad demo --output-dir runs/demo
     python bench/page_pictures.py runs/demo docs
-    python bench/page_pictures.py runs/rates docs      while a sweep trains there
+    python examples/programs/openai_agents_sdk.py runs/smollm2 runs/agents max_steps=3
+    python bench/page_pictures.py runs/agents docs agent
+    python bench/page_pictures.py runs/rates docs sweep      while a sweep trains there
 
 It needs Playwright and Chromium (`pip install playwright`, `apt-get install chromium`).
 """
@@ -20,21 +22,21 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-PICTURES: dict[str, tuple[str, tuple[int, int], Any, str]] = {
-    "view-overview.png": ("#/", (1280, 900), "light", ".chart canvas"),
-    "view-rollouts.png": ("#/rollouts?run=0&step=200&group=0&row=1", (1280, 900), "light", ".tokens"),
-    "view-phone.png": ("#/rollouts", (390, 780), "dark", ".item .chip"),
+PICTURES: dict[str, dict[str, tuple[str, tuple[int, int], Any, str]]] = {
+    "demo": {
+        "view-overview.png": ("#/", (1280, 900), "light", ".chart canvas"),
+        "view-rollouts.png": ("#/rollouts?run=0&step=200&group=0&row=1", (1280, 900), "light", ".tokens"),
+        "view-phone.png": ("#/rollouts", (390, 780), "dark", ".item .chip"),
+    },
+    "agent": {"view-agent.png": ("#/rollouts?run=0&step=1&group=0&row=0", (1280, 720), "light", ".tokens")},
+    "sweep": {"view-sweep.png": ("#/sweep", (1280, 560), "light", ".sweep")},
 }
-"""File → place on the page, size, colours, and what has to be there."""
-
-SWEEP_PICTURES: dict[str, tuple[str, tuple[int, int], Any, str]] = {
-    "view-sweep.png": ("#/sweep", (1280, 560), "light", ".sweep"),
-}
+"""What runs → file → place on the page, size, colours, and what has to be there."""
 
 
-def main(run: Path, folder: Path) -> None:
-    """Writes the pictures of a run, or of a sweep, into a folder."""
-    pictures = SWEEP_PICTURES if (run / "sweep.sqlite").exists() else PICTURES
+def main(run: Path, folder: Path, kind: str) -> None:
+    """Writes the pictures of a run or a sweep into a folder."""
+    pictures = PICTURES[kind]
     command = [sys.executable, "-u", "-m", "groupgrad", "view", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -60,4 +62,4 @@ def save(screenshot: bytes, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "demo")
