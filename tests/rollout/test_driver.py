@@ -100,9 +100,21 @@ def test_while_one_waits_the_others_are_sampled():
     assert Driver(ScriptedSession(), [waits(), samples()]).run() == [["a", "b"], 5]
 
 
+class Awaited(Future[Any]):
+    """Done some seconds after somebody began to wait for it, so that no wait is shorter."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self._timer = threading.Timer(seconds, self.set_result, [None])
+
+    def add_done_callback(self, fn: Any) -> None:
+        super().add_done_callback(fn)
+        self._timer.start()
+
+
 def test_waiting_and_the_engines_work_meanwhile_are_measured():
     async def waits() -> Any:
-        return await wait_for([later(None, 0.6)])
+        return await wait_for([Awaited(0.6)])
 
     async def samples() -> Any:
         return await sample_turn(Request([1], seed=0, max_new_tokens=8))
@@ -118,7 +130,7 @@ def test_waiting_and_the_engines_work_meanwhile_are_measured():
 def test_work_of_the_engine_before_a_wait_hides_none_of_it():
     async def samples_and_waits() -> Any:
         await sample_turn(Request([1], seed=0, max_new_tokens=2))
-        return await wait_for([later(None, 0.2)])
+        return await wait_for([Awaited(0.2)])
 
     (wait,) = Driver(ScriptedSession(advance_s=0.1), [samples_and_waits()]).run()
     assert wait.seconds >= 0.2
