@@ -87,7 +87,7 @@ def beside(rollouts: ProgramRollouts, request: GenerationRequest, options: argpa
 
 
 def processor_seconds(thread: str) -> float:
-    """Of a thread of this process, by its name."""
+    """The processor time of a thread of this process, which is found by its name."""
     (found,) = (one for one in threading.enumerate() if one.name == thread)
     assert found.ident is not None
     return time.clock_gettime(time.pthread_getcpuclockid(found.ident))

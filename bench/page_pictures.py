@@ -31,7 +31,7 @@ PICTURES: dict[str, dict[str, tuple[str, tuple[int, int], Any, str]]] = {
     "agent": {"view-agent.png": ("#/rollouts?run=0&step=1&group=0&row=0", (1280, 720), "light", ".tokens")},
     "sweep": {"view-sweep.png": ("#/sweep", (1280, 560), "light", ".sweep")},
 }
-"""What runs → file → place on the page, size, colours, and what has to be there."""
+"""Kind of run → file → place on the page, size, colours, and what has to be there."""
 
 
 def main(run: Path, folder: Path, kind: str) -> None:

@@ -84,7 +84,7 @@ class Engine(Protocol):
 
     @property
     def takes_temperatures(self) -> bool:
-        """True if requests may have a temperature of their own, by which their log-probs and entropies are then."""
+        """True if a request may have a temperature of its own. Its log-probs and entropies are then those at it."""
         ...
 
     @property

@@ -107,7 +107,7 @@ class ServedModel:
         return self._rollouts.prompt_maker.max_context
 
     def _metrics_text(self) -> str:
-        """What was answered so far, in Prometheus' text format."""
+        """Counts of requests and tokens so far, in Prometheus' text format."""
         traffic, (past_s, driver) = self._traffic, self._sampling
         seconds = past_s + (0.0 if driver is None else driver.engine_s)
         rows = [

@@ -42,7 +42,7 @@ class Sampler:
         """(rows, longest) of the tokens sampled so far."""
         self.entropies = torch.zeros(0, 0, dtype=torch.float32, device=device)
         self._scales: dict[int, float] = {}
-        """By row, what multiplies the logits of a request that has a temperature of its own."""
+        """Factors of the logits of requests that have a temperature of their own, by row."""
         self._free: list[int] = []
         self._seen: torch.Tensor | None = None
         self._unseen: dict[int, list[int]] = {}

@@ -28,7 +28,9 @@ from groupgrad.integrations.agents.wire import (
 
 _REFUSED: dict[str, tuple[Any, ...]] = {"top_k": (0,)}
 _OF_SERVERS = {"thread": "thread_unsupported_request", "compaction": None, "container": None, "mcp_servers": None}
-"""What only Anthropic's servers do, and the code by which the package's runner of tools goes on without it."""
+"""Fields of requests that only Anthropic's servers understand, with the code of their error, where it has one.
+
+After `thread_unsupported_request` the package's runner of tools sends whole conversations."""
 _BLOCKS = {"user": ("tool_result",), "assistant": ("tool_use", "thinking", "redacted_thinking"), "system": ()}
 """Kinds of content blocks besides texts, by the role of their message."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -49,7 +49,7 @@ class ProgramOptions:
     timeout_s: float = 600.0
     """Seconds that a rollout may take."""
     sampling: Literal["refuse", "policy", "request"] = "refuse"
-    """What becomes of a request for another temperature or top-p than the policy's: it is refused, sampled as the
+    """How a request for another temperature or top-p than the policy's is treated: it is refused, sampled as the
     policy samples, or sampled at its own temperature."""
 
 

@@ -123,7 +123,7 @@ def make_app(
 
 
 def _authorized(request: Request, find: Callable[[str], Asked | None]) -> Asked:
-    """What answers the key of a request, by either API's header."""
+    """Finds the session of a request by its key, in either API's header. BadRequest for an unknown key."""
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
     for key in (request.headers.get("x-api-key"), bearer):
         if key is not None and (found := find(key)) is not None:

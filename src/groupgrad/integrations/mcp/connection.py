@@ -218,7 +218,7 @@ class _Session:
                 self.client = await stack.enter_async_context(Client(transport, cache=None))
                 self._opened.set()
                 await self._closing.wait()
-        except Exception:  # an error of the end of a session that was open is nobody's: its calls have failed already
+        except Exception:  # once the session is open, its calls report their own errors
             if not self._opened.is_set():
                 raise
             logger.debug("the session with '%s' ended with an error", self._server.target, exc_info=True)

@@ -76,9 +76,10 @@ class EnvironmentAgent:
 
 
 class _Service:
-    """What an environment's rollouts on an event loop share, such as servers of tools: up while any is under way.
+    """The servers of an environment, such as those of tools, which its rollouts on an event loop share.
 
-    It does not stay up between batches, since verifiers' server keeps a client for each key that it has seen.
+    They run while a rollout is under way, and end between batches, since verifiers' own server keeps a client for each
+    key that it has seen.
     """
 
     def __init__(self, environment: Any):
