@@ -6,14 +6,16 @@ Shapes are named as in `types.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from groupgrad.types import Branch, Media
+
+_Sequence = TypeVar("_Sequence", bytes, tuple[int, ...])
 
 
 @dataclass(slots=True, frozen=True)
@@ -286,6 +288,17 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 def rows_of(offsets: torch.Tensor) -> torch.Tensor:
     """(L,) the number of the part that each element belongs to, from the (n+1,) offsets of the parts."""
     return torch.repeat_interleave(torch.arange(offsets.shape[0] - 1, device=offsets.device), offsets.diff())
+
+
+def wholes_of(sequences: Mapping[int, _Sequence]) -> dict[int, int]:
+    """Number of a sequence -> that of one which begins with it and begins no other, for those that have such a one."""
+    # In this order, all that begin with a sequence follow it at once.
+    order = sorted(sequences, key=sequences.__getitem__)
+    wholes: dict[int, int] = {}
+    for number, following in reversed(list(pairwise(order))):
+        if sequences[following][: len(sequences[number])] == sequences[number]:
+            wholes[number] = wholes.get(following, following)
+    return wholes
 
 
 def _tokens_of(offsets: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,13 +18,16 @@ Row = tuple[int, int, int, int]
 """Start, length, and the start and length of the prompt before it, 0 and 0 without one."""
 
 
-def make_rows(prompts: list[int], rows: list[tuple[int, int]]) -> tuple[list[Row], int]:
-    """Prompts of these lengths, then rows of (prompt or -1, length) in this order; and the number of tokens."""
+def make_rows(prompts: list[int], rows: list[tuple[int, ...]]) -> tuple[list[Row], int]:
+    """Prompts of these lengths, then rows of (prompt or -1, length) in this order; and the number of tokens.
+
+    A third number of a row is how much of its prompt it continues, if not all.
+    """
     found: list[Row] = []
     end = 0
-    for number, length in [*((-1, length) for length in prompts), *rows]:
+    for number, length, *seen in [*((-1, length) for length in prompts), *rows]:
         before, many = (0, 0) if number < 0 else found[number][:2]
-        found.append((end, length, before, many))
+        found.append((end, length, before, *(seen or [many])))
         end += length
     return found, end
 
@@ -98,11 +101,16 @@ def computed(
 MIXED = make_rows([13, 1, 61], [(0, 5), (2, 40), (0, 0), (1, 17), (-1, 90), (0, 23), (2, 1), (-1, 1), (1, 8), (2, 70)])
 """Rows of several prompts in no order, one without tokens, and rows without a prompt."""
 
+PREFIXES = make_rows([13, 61], [(1, 9, 20), (0, 5), (1, 40), (1, 1, 60), (1, 70, 1), (0, 23, 12), (1, 8, 20)])
+"""Rows that continue different parts of two prompts, in no order."""
+
 
 @pytest.mark.parametrize(("repeat", "width"), [(1, 8), (2, 16), (3, 20), (4, 64), (1, 33)])
 @pytest.mark.parametrize("window", [None, 1, 6, 30])
 @pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("layout", [MIXED, PREFIXES], ids=["mixed", "prefixes"])
 def test_gradients_are_those_of_float64(
+    layout: tuple[list[Row], int],
     repeat: int,
     width: int,
     window: int | None,
@@ -111,7 +119,7 @@ def test_gradients_are_those_of_float64(
     threads: Callable[[int], None],
 ):
     torch.manual_seed(width + (window or 0))
-    rows, num_tokens = MIXED
+    rows, num_tokens = layout
     inputs = [torch.randn(num_tokens, heads, width) for heads in (2 * repeat, 2, 2)]
     grad, call = torch.randn(num_tokens, 2 * repeat, width), AttentionCall(0, width**-0.5, softcap, window)
     leaves = [x.double().requires_grad_() for x in inputs]
@@ -148,11 +156,12 @@ def test_rows_longer_than_a_tile_of_keys(kernels: ctypes.CDLL):
         ([1300], [(0, 70), (0, 1)]),
         ([512], [(0, 512)] * 2),  # a piece ends with a row
         ([], [(-1, 0), (-1, 800)]),
+        ([900], [(0, 300, 20), (0, 500), (0, 200, 899), (0, 700, 300)]),
     ],
 )
 def test_pieces_of_long_rows_are_added_in_order(
     prompts: list[int],
-    rows: list[tuple[int, int]],
+    rows: list[tuple[int, ...]],
     window: int | None,
     kernels: ctypes.CDLL,
     threads: Callable[[int], None],
@@ -173,8 +182,10 @@ def test_pieces_of_long_rows_are_added_in_order(
             assert all(map(torch.equal, found, computed(kernels, inputs, spans, call, grad)))
 
 
-def test_rows_of_a_prompt_are_one_group_with_the_prompt_first():
-    rows = torch.tensor([(9, 4, 0, 0, 0, 9), (13, 7, 0, 9, 0, 13), (0, 9, 0, 0, 0, 0), (20, 3, 0, 4, 9, 20)])
+def test_rows_of_a_prompt_follow_it_those_that_share_most_first():
+    rows = torch.tensor(
+        [(9, 4, 0, 0, 0, 9), (23, 2, 0, 5, 0, 23), (13, 7, 0, 9, 0, 13), (0, 9, 0, 0, 0, 0), (20, 3, 0, 4, 9, 20)]
+    )
     found, bounds = rows_by_prompt(rows)
-    assert found.tolist() == [[0, 9, 0, 0], [13, 7, 0, 9], [9, 4, 0, 0], [20, 3, 9, 4]]
-    assert bounds.tolist() == [0, 2, 4]
+    assert found.tolist() == [[0, 9, 0, 0], [13, 7, 0, 9], [23, 2, 0, 5], [9, 4, 0, 0], [20, 3, 9, 4]]
+    assert bounds.tolist() == [0, 3, 5]

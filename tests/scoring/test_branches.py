@@ -13,15 +13,20 @@ from groupgrad.batching.buffer import GenerationBuffer
 from groupgrad.batching.packing import row_costs
 from groupgrad.objectives import FORWARD_AND_BACKWARD
 from groupgrad.scoring.forward import ForwardOptions, score_tokens
+from groupgrad.scoring.layout import flat_layout
 from groupgrad.types import Branch
 
 
-def with_branches(batch: Batch) -> Batch:
-    """The batch with branches in its first row of three tokens: one repeats its prompt, one goes elsewhere."""
+def with_branches(batch: Batch, kind: str = "elsewhere") -> Batch:
+    """The batch with two branches in its first row of three tokens.
+
+    One repeats its prompt and one goes elsewhere, or both continue their prompt by a history that grows.
+    """
     lengths = batch.offsets.diff().tolist()
     row = next(row for row, length in enumerate(lengths) if length >= 3)
     prompt = batch.prompts()[int(batch.prompt_of_row[row])]
-    branches = (Branch(1, prompt), Branch(2, (5, 6, 7)))
+    contexts = {"elsewhere": (prompt, (7, 6, 5)), "growing": ((*prompt, 9), (*prompt, 9, 8, 8, 5))}[kind]
+    branches = tuple(Branch(start, context) for start, context in enumerate(contexts, 1))
     return replace(batch, branches=tuple(branches if r == row else () for r in range(len(lengths))))
 
 
@@ -41,9 +46,10 @@ def by_hand(model: Any, batch: Batch) -> torch.Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.parametrize("kind", ["elsewhere", "growing"])
 @pytest.mark.parametrize("layout", ["shared", "packed", "dense"])
-def test_scores_and_gradients(layout: Any, build, batch):
-    model, branched = build("qwen3"), with_branches(batch)
+def test_scores_and_gradients(layout: Any, kind: str, build, batch):
+    model, branched = build("qwen3"), with_branches(batch, kind)
     expected = by_hand(model, branched)
     scores = score_tokens(model, branched, ForwardOptions(layout=layout))
     torch.testing.assert_close(scores.logprobs, expected.float(), rtol=0, atol=1e-5)
@@ -57,11 +63,20 @@ def test_scores_and_gradients(layout: Any, build, batch):
         torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_costs_the_contexts_of_its_branches(batch):
-    passes = [FORWARD_AND_BACKWARD] * batch.num_rows
-    plain, branched = row_costs(batch, passes), row_costs(with_branches(batch), passes)
+def test_a_history_that_grows_is_computed_once(batch):
+    branched = with_branches(batch, "growing").by_branch()
+    apart, once = (len(flat_layout(branched, shared_prefixes=shared).ids) for shared in (False, True))
     row = next(row for row, length in enumerate(batch.offsets.diff().tolist()) if length >= 3)
-    more = 3 * (len(batch.prompts()[int(batch.prompt_of_row[row])]) + 3)
+    prompt = len(batch.prompts()[int(batch.prompt_of_row[row])])
+    assert apart - once == prompt + (prompt + 1)
+
+
+@pytest.mark.parametrize(("kind", "more"), [("elsewhere", 3), ("growing", 4)])
+def test_a_row_costs_the_contexts_of_its_branches_once(kind: str, more: int, batch):
+    passes = [FORWARD_AND_BACKWARD] * batch.num_rows
+    plain, branched = row_costs(batch, passes), row_costs(with_branches(batch, kind), passes)
+    row = next(row for row, length in enumerate(batch.offsets.diff().tolist()) if length >= 3)
+    more = 3 * (len(batch.prompts()[int(batch.prompt_of_row[row])]) + more)
     differences = [after.completion - before.completion for before, after in zip(plain, branched)]
     assert differences == [more if number == row else 0 for number in range(batch.num_rows)]
 

@@ -117,11 +117,14 @@ def test_it_is_the_same_function(window, softcap, monkeypatch):
     functions = flex._functions(lambda: None)
     monkeypatch.setattr(flex, "_kernels", lambda: functions)
     monkeypatch.setattr(flex, "_try_once", lambda *_: None)
-    flat, inputs = make_layout(), heads()
     call = AttentionCall(layer=0, scale=0.3, softcap=softcap, window=window)
-    actual = attend_flex(*inputs, flat.attention.places(CPU), call)
-    assert actual is not None
-    torch.testing.assert_close(actual, flat.attention.attend(*inputs, call), rtol=1e-5, atol=1e-6)
+    sequence = [5, 6, 7, 8, 9]
+    prefixes = build_batch([sequence, sequence[:2]], [0, 1, 1], [[1] * 6, [2] * 4, [3] * 5])
+    for flat in (make_layout(), flat_layout(prefixes, shared_prefixes=True)):
+        assert len(flat.ids) == 17
+        actual = attend_flex(*heads(), flat.attention.places(CPU), call)
+        assert actual is not None
+        torch.testing.assert_close(actual, flat.attention.attend(*heads(), call), rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------ when it is used

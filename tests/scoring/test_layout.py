@@ -22,7 +22,7 @@ from groupgrad.scoring.attention import attention_dropout, flat_obstacle
 from groupgrad.scoring.attention_layout import AttentionCall
 from groupgrad.scoring.block_attention import BlockLayout
 from groupgrad.scoring.blocks import TokenSpan, make_blocks
-from groupgrad.scoring.forward import ForwardOptions, layout_for, score_tokens
+from groupgrad.scoring.forward import ForwardOptions, build_batch, layout_for, score_tokens
 from groupgrad.scoring.layout import flat_layout
 from groupgrad.types import Media
 
@@ -35,7 +35,8 @@ def batches(draw: Any) -> Batch:
     """Ragged batches: prompts of 1 to 9 tokens, 1 to 9 rows of 0 to 12 tokens in any order."""
     prompts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     rows = draw(st.lists(st.tuples(st.integers(0, len(prompts) - 1), st.integers(0, 12)), min_size=1, max_size=9))
-    return random_batch(prompts, rows, seed=draw(st.integers(0, 2**20)))
+    batch = random_batch(prompts, rows, seed=draw(st.integers(0, 2**20)))
+    return begun_alike(batch) if draw(st.booleans()) else batch
 
 
 def random_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 48, seed: int = 0) -> Batch:
@@ -56,6 +57,15 @@ def random_batch(prompts: list[int], rows: list[tuple[int, int]], vocab: int = 4
         advantages=torch.randn(len(rows), generator=stream),
         totals=StepTotals(rows=len(rows) + 2.0, tokens=float(trained.sum()) + 5.0),
     )
+
+
+def begun_alike(batch: Batch) -> Batch:
+    """The batch with the first prompt's tokens at the beginning of every prompt."""
+    starts, ids = batch.prompt_offsets.tolist(), batch.prompt_ids.clone()
+    for start, end in itertools.pairwise(starts):
+        length = min(end - start, starts[1])
+        ids[start : start + length] = ids[:length]
+    return replace(batch, prompt_ids=ids)
 
 
 def adapt(model: Any) -> Any:
@@ -150,7 +160,7 @@ def test_recomputed_layers_see_the_plan_of_their_own_forward_pass(make_model, us
 def test_every_architecture_gives_the_dense_numbers(any_model, monkeypatch):
     if flat_obstacle(any_model) is not None:
         pytest.skip(str(flat_obstacle(any_model)))
-    batch = random_batch([3, 7, 12], [(p, n) for n in (0, 1, 5, 9, 13) for p in (2, 0, 1)])
+    batch = begun_alike(random_batch([3, 7, 12], [(p, n) for n in (0, 1, 5, 9, 13) for p in (2, 0, 1)]))
     expected = score_tokens(any_model, batch, DENSE)
     for layout, tile in (("shared", 4), ("shared", 256), ("packed", 7)):
         monkeypatch.setattr(blocks_module, "QUERY_TILE", tile)
@@ -175,12 +185,17 @@ def test_every_token_is_a_query_once(prompts, lengths, tile, bound):
         for length in prompts:
             spans.append(TokenSpan(end, length))
             end += length
-        for prompt, length in lengths:
-            spans.append(TokenSpan(end, length, shared=spans[prompt % len(prompts)]))
+        for number, (prompt, length) in enumerate(lengths):
+            shared = spans[prompt % len(prompts)]
+            seen = shared.length if number % 3 else 1 + number % shared.length
+            spans.append(TokenSpan(end, length, shared=replace(shared, length=seen)))
             end += length
         blocks = make_blocks(spans)
     places = torch.cat([block.queries.flatten() for block in blocks])
     assert sorted(places[places < end].tolist()) == list(range(end))
+    for block in blocks:
+        places = torch.zeros(0) if block.prompts is None else block.prompts[block.prompts < end]
+        assert len(places.unique()) == len(places), "a block has a prompt's token twice"
 
 
 def test_what_each_token_of_a_shared_prompt_sees():
@@ -202,6 +217,21 @@ def test_what_each_token_of_a_shared_prompt_sees():
         [fifth, fifth, 0, 0, fifth, fifth, fifth],
     ]
     torch.testing.assert_close(weights, torch.tensor(expected))
+
+
+def test_a_prompt_that_begins_another_is_a_part_of_it():
+    """Of three prompts the first two begin the last one; their rows see as much of it as they continue."""
+    batch = build_batch([[5], [5, 6], [5, 6, 7], [8]], [1, 2, 0, 3, 1], [[1] * 3, [2] * 2, [3] * 2, [4] * 2, []])
+    flat = flat_layout(batch, shared_prefixes=True)
+    assert flat.ids.tolist() == [5, 6, 7, 1, 1, 2, 3, 8, 4]
+    assert flat.positions.tolist() == [0, 1, 2, 2, 3, 3, 1, 0, 1]
+    assert flat.predictors.tolist() == [1, 3, 4, 2, 5, 0, 6, 7, 8]
+    zeros, ones = torch.zeros(1, 9, 16), torch.eye(9, 16)[None]
+    weights = flat.attention.attend(zeros, zeros, ones, AttentionCall(layer=0, scale=1.0))[:, 0, :9]
+    seen = [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4], [0, 1, 2, 5], [0, 6], [7], [7, 8]]
+    expected = [[1 / len(places) if place in places else 0.0 for place in range(9)] for places in seen]
+    torch.testing.assert_close(weights, torch.tensor(expected))
+    assert len(flat_layout(batch).ids) == 12  # where a recurrent layer has a state at the end of a prompt only
 
 
 @pytest.mark.parametrize("window", [None, 2, 4])

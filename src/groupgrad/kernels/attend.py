@@ -116,13 +116,14 @@ class _AttentionGradient(ctypes.Structure):
 def rows_by_prompt(spans: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sorts `spans` (n, 6) (see `span_table`) by prompt for `attend_gradient`.
 
-    Returns (n, 4) rows, in which each prompt is followed by the rows that share it, and the (groups + 1,) bounds of
-    these groups.
+    Returns (n, 4) rows, in which each prompt is followed by the rows that share it, those that share most of it first,
+    and the (groups + 1,) bounds of these groups.
     """
     starts, lengths, _, prompt_lengths, prompts, _ = spans.unbind(1)
     is_behind = prompt_lengths > 0
     owners = torch.where(is_behind, prompts, starts)
-    order = (2 * owners + is_behind).argsort(stable=True)
+    order = prompt_lengths.argsort(descending=True, stable=True)
+    order = order[(2 * owners + is_behind)[order].argsort(stable=True)]
     rows = torch.stack([starts, lengths, prompts, prompt_lengths], 1)[order]
     counts = owners[order].unique_consecutive(return_counts=True)[1]
     return rows, torch.cat([counts.new_zeros(1), counts.cumsum(0)])

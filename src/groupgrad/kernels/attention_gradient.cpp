@@ -12,7 +12,7 @@
 
 extern "C" {
 
-// Consecutive tokens behind a prompt of `prompt_length` tokens, or without one. `attend.py` mirrors these structures.
+// Consecutive tokens behind `prompt_length` tokens of a prompt, or without one. `attend.py` mirrors these structures.
 struct AttentionRow {
     int64_t start, length, prompt_start, prompt_length;
 };
@@ -111,8 +111,10 @@ public:
     // The gradients of a piece's queries, and what these add to those of keys and values. `done` is the piece before.
     void add(const Piece &piece, const std::atomic<bool> &done) const {
         const KeyPart none{0, 0, nullptr, nullptr, nullptr, nullptr};
-        const AttentionRow &last = *piece.last;
-        const KeyPart prompt = last.prompt_length ? read(last.prompt_start, last.prompt_length, of_prompt) : none;
+        const AttentionRow &front = *piece.first, &last = *piece.last;
+        // What any row of the piece sees of the prompt: rows that see less come later.
+        const long seen = !last.prompt_length ? 0 : front.prompt_length ? front.prompt_length : front.length;
+        const KeyPart prompt = seen ? read(last.prompt_start, seen, of_prompt) : none;
         const long some = tokens_of_tile(call);
         const long count = piece.last - piece.first + 1;
         for (long i = 0; i < count; i++) {
@@ -121,11 +123,13 @@ public:
             const bool is_prompt = prompt.length && !row->prompt_length;
             const long begin = row == piece.first ? piece.begin : 0, end = row == piece.last ? piece.end : row->length;
             const KeyPart suffix = is_prompt ? prompt : read(row->start, end, of_row);
+            KeyPart before = is_prompt ? none : prompt;
+            before.length = row->prompt_length;
             for (long first = begin; first < end; first += some)
-                add_tile(is_prompt ? none : prompt, suffix, first, std::min<long>(some, end - first));
+                add_tile(before, suffix, first, std::min<long>(some, end - first));
             if (!is_prompt) write(suffix, begin, done);
         }
-        const long known = !piece.first->prompt_length ? piece.begin : piece.is_first ? 0 : prompt.length;
+        const long known = !front.prompt_length ? piece.begin : piece.is_first ? 0 : prompt.length;
         write(prompt, known, done);
     }
 
@@ -266,15 +270,17 @@ void cut(const AttentionGradient &call, const AttentionRow *first, const Attenti
 extern "C" {
 
 // Gradients with respect to queries, keys and values. Rows from `bounds[g]` to `bounds[g + 1]` share a prompt, which may
-// be one of them. Returns 1 without memory.
+// be the first of them; those that share most of it come first. Returns 1 without memory.
 int groupgrad_attend_gradient(const AttentionGradient *call, const AttentionRow *rows, const int64_t *bounds, int64_t groups,
                               int threads) {
     Lengths most;
     std::vector<Piece> pieces;
-    for (long group = 0; group < groups; group++) cut(*call, rows + bounds[group], rows + bounds[group + 1], pieces);
-    for (const AttentionRow *row = rows; row < rows + bounds[groups]; row++) {
-        most.row = std::max<long>(most.row, row->length);
-        most.prompt = std::max<long>(most.prompt, row->prompt_length);
+    for (long group = 0; group < groups; group++) {
+        const AttentionRow *first = rows + bounds[group], *end = rows + bounds[group + 1];
+        cut(*call, first, end, pieces);
+        for (const AttentionRow *row = first; row < end; row++) most.row = std::max<long>(most.row, row->length);
+        const long prompt = first->prompt_length ? first->prompt_length : end - first > 1 ? first->length : 0;
+        most.prompt = std::max(most.prompt, prompt);
     }
     const long each = GroupGradient::scratch_size(*call, most);
     Memory memory(threads * each);

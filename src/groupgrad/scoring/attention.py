@@ -134,6 +134,12 @@ def flat_obstacle(model: nn.Module) -> str | None:
     return None
 
 
+def continues_prefixes(model: nn.Module) -> bool:
+    """True if a row can go on from inside a shared prompt. Recurrent layers have a state at its end only."""
+    inner = pretrained(model)
+    return inner is None or not recurrent_classes(inner)
+
+
 def _has_interface(inner: PreTrainedModel) -> bool:
     """True if attention layers call transformers' attention interface, and the model takes positions."""
     return inner._can_set_attn_implementation() and "position_ids" in arguments(inner)

@@ -48,7 +48,7 @@ class TokenSpan:
     row: int | None = None
     """Number of the row in the batch; None for a shared prompt."""
     shared: TokenSpan | None = None
-    """The shared prompt that comes before the row; None if the span has all tokens of its row."""
+    """What comes before the row: a shared prompt, or its first tokens. None if the span has all tokens of its row."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ def _make_masks(block: Block, window: int | None) -> Masks:
 
 @dataclass(slots=True, frozen=True)
 class _Group:
-    """Rows of similar length that continue one prompt, or have none."""
+    """Rows of similar length that continue the same tokens of a prompt, or have none."""
 
     rows: list[TokenSpan]
     prompt: TokenSpan | None
@@ -133,6 +133,8 @@ class _Rectangle:
     """Groups of one kind, the one with most rows first. Missing rows of the others are padding."""
 
     groups: list[_Group]
+    prompts: set[int]
+    """The places of the groups' prompts."""
 
     @property
     def num_rows(self) -> int:
@@ -142,13 +144,14 @@ class _Rectangle:
     def takes(self, group: _Group) -> bool:
         """True if another group wastes little on padding and there are few scores.
 
-        No block has two groups of one prompt, since such groups have too many scores together.
+        No block has two groups of one prompt: `Block.prompts` has a token once.
         """
         width, prompt_width = group.kind
         row_scores = width * (width + prompt_width)
         missing = self.num_rows - len(group.rows)
         return (
             self.groups[0].kind == group.kind
+            and (group.prompt is None or group.prompt.start not in self.prompts)
             and width <= QUERY_TILE
             and missing * row_scores <= _SPARE_SCORES
             and (len(self.groups) + 1) * self.num_rows * row_scores <= BLOCK_SCORES
@@ -173,10 +176,11 @@ def make_blocks(spans: Sequence[TokenSpan]) -> list[Block]:
     num_tokens = sum(span.length for span in spans)
     rectangles: list[_Rectangle] = []
     for group in sorted(_groups(spans), key=lambda group: (group.kind, -len(group.rows))):
-        if rectangles and rectangles[-1].takes(group):
-            rectangles[-1].groups.append(group)
-        else:
-            rectangles.append(_Rectangle([group]))
+        if not rectangles or not rectangles[-1].takes(group):
+            rectangles.append(_Rectangle([], set()))
+        rectangles[-1].groups.append(group)
+        if group.prompt is not None:
+            rectangles[-1].prompts.add(group.prompt.start)
     return [block for rectangle in rectangles for block in _blocks_of(rectangle, num_tokens)]
 
 
@@ -195,7 +199,7 @@ def _groups(spans: Sequence[TokenSpan]) -> list[_Group]:
                 sizes[value] = _size_class(value)
         kind = (sizes[length], sizes[prompt_length])
         # Rows without a prompt are groups of their own.
-        key = (-1 - row.start if prompt is None else prompt.start, *kind)
+        key = (-1 - row.start if prompt is None else prompt.start, kind[0], prompt_length)
         group = classes.get(key)
         is_full = group is not None and (len(group.rows) + 1) * kind[0] * sum(kind) > BLOCK_SCORES
         if group is None or is_full or kind[0] > QUERY_TILE:

@@ -43,7 +43,7 @@ _TRIED_TOKENS = 3 * _BLOCK - 1
 
 @dataclass(slots=True)
 class TokenPlaces:
-    """Row, prompt and position of each flat token, all (T,) int64. A row is named by the place of its first token."""
+    """Where each flat token belongs, all (T,) int64. A row is named by the place of its first token."""
 
     row: torch.Tensor
     """The token's row; a shared prompt is a row too."""
@@ -51,6 +51,8 @@ class TokenPlaces:
     """The shared prompt of its row, or the row itself if it has none."""
     position: torch.Tensor
     """Position in the row, the prompt counted."""
+    begin: torch.Tensor
+    """Position of the row's first token: the number of tokens of the prompt that come before the row."""
     _masks: dict[int | None, Any] = field(default_factory=dict)
 
     @classmethod
@@ -58,18 +60,20 @@ class TokenPlaces:
         """The places of all flat tokens, in the order of their spans."""
         lengths = torch.tensor([s.length for s in spans], dtype=torch.int64)
         # Columns of one tensor would have strides, which torch compiles for.
-        table = [(s.start, (s.shared or s).start, s.position - s.start) for s in spans]
-        row, prompt, offset = (
+        table = [(s.start, (s.shared or s).start, s.position - s.start, s.position) for s in spans]
+        row, prompt, offset, begin = (
             torch.tensor(column, dtype=torch.int64).repeat_interleave(lengths) for column in zip(*table)
         )
         position = offset + torch.arange(len(offset))
-        return cls(to_device(row, device), to_device(prompt, device), to_device(position, device))
+        row, prompt, position, begin = (to_device(x, device) for x in (row, prompt, position, begin))
+        return cls(row, prompt, position, begin)
 
     def visible(self, window: int | None) -> Callable[..., torch.Tensor]:
         """The mask function for flex attention: True where a query attends to a key."""
 
         def rule(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            related = (self.row[query] == self.row[key]) | (self.prompt[query] == self.row[key])
+            is_before = (self.prompt[query] == self.row[key]) & (self.position[key] < self.begin[query])
+            related = (self.row[query] == self.row[key]) | is_before
             distance = self.position[query] - self.position[key]
             is_visible = related & (distance >= 0)
             return is_visible if window is None else is_visible & (distance < window)
@@ -161,8 +165,9 @@ def _try_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call:
     with torch.inference_mode(False), torch.enable_grad(), hooks:
         q, k, v = (_ones_like(x).requires_grad_() for x in (query, key, value))
         position = torch.arange(_TRIED_TOKENS, device=query.device)
-        # Two tensors of zeros: torch would compile a variant for one tensor given twice.
-        places = TokenPlaces(torch.zeros_like(position), torch.zeros_like(position), position)
+        # Tensors of their own: torch would compile a variant for one tensor given twice.
+        row, prompt, begin = (torch.zeros_like(position) for _ in range(3))
+        places = TokenPlaces(row, prompt, position, begin)
         output = _attend(q, k, v, places, call)
         gradients = torch.autograd.grad(output, [q, k, v], torch.ones_like(output))
     # Reading the numbers waits for the device, which reports errors late.

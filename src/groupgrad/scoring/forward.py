@@ -27,7 +27,7 @@ from groupgrad.integrations.sharding.zero3 import is_zero_sharded
 from groupgrad.memory.oom import score_in_parts
 from groupgrad.models.adapters import dora_scales_kept
 from groupgrad.models.unwrapping import output_head, unwrap
-from groupgrad.scoring.attention import attention_dropout, flat_obstacle, without_cudnn_attention
+from groupgrad.scoring.attention import attention_dropout, continues_prefixes, flat_obstacle, without_cudnn_attention
 from groupgrad.scoring.early_gradients import PrecomputedGradient
 from groupgrad.scoring.fused_modules import compiled_parts
 from groupgrad.scoring.head_hook import HeadHook, StatesTap
@@ -114,7 +114,12 @@ def score_tokens(
     if layout == "dense":
         inputs = dense_inputs(batch, options.pad_id, aux_loss=options.aux_loss)
     else:
-        inputs = flat_inputs(batch, shared_prompts=layout == "shared", aux_loss=options.aux_loss)
+        inputs = flat_inputs(
+            batch,
+            shared_prompts=layout == "shared",
+            shared_prefixes=continues_prefixes(model),
+            aux_loss=options.aux_loss,
+        )
     if batch.has_images:
         inputs = with_images(model, batch, inputs)
     hook = _hook_for(batch, inputs, options, precomputed, tap)

@@ -1,8 +1,8 @@
 """Lays out a batch for the forward pass that scores it, in one of three layouts.
 
-The shared layout has each distinct prompt once, followed by its rows. The packed layout has a copy of the prompt for
-each row. Both are flat and without padding; the last token of a completion predicts nothing, so it is left out. The
-dense layout has a padded row for each completion.
+The shared layout has each distinct prompt once, followed by its rows; a prompt that begins a longer one is a part of
+it. The packed layout has a copy of the prompt for each row. Both are flat and without padding; the last token of a
+completion predicts nothing, so it is left out. The dense layout has a padded row for each completion.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from groupgrad.batch import Batch, on_host, to_device
+from groupgrad.batch import Batch, on_host, to_device, wholes_of
 from groupgrad.scoring.attention import run_flat
 from groupgrad.scoring.attention_layout import AttentionLayout
 from groupgrad.scoring.block_attention import BlockLayout
@@ -79,9 +79,14 @@ def dense_inputs(batch: Batch, pad_id: int, *, aux_loss: bool) -> ForwardInputs:
     return ForwardInputs(to_device(ids, device), batch.row_of_token, to_device(predictors, device), arguments)
 
 
-def flat_inputs(batch: Batch, *, shared_prompts: bool, aux_loss: bool) -> ForwardInputs:
-    """All rows end to end, with each distinct prompt once (`shared_prompts`) or once per row."""
-    inputs = flat_layout(batch, shared_prompts=shared_prompts, keep_last=aux_loss)
+def flat_inputs(batch: Batch, *, shared_prompts: bool, shared_prefixes: bool, aux_loss: bool) -> ForwardInputs:
+    """All rows end to end, with each distinct prompt once (`shared_prompts`) or once per row.
+
+    The auxiliary loss counts the tokens of every prompt, so there no prompt is a part of another.
+    """
+    inputs = flat_layout(
+        batch, shared_prompts=shared_prompts, shared_prefixes=shared_prefixes and not aux_loss, keep_last=aux_loss
+    )
     if aux_loss:
         inputs.arguments["output_router_logits"] = True
     if aux_loss and shared_prompts:
@@ -90,9 +95,13 @@ def flat_inputs(batch: Batch, *, shared_prompts: bool, aux_loss: bool) -> Forwar
     return inputs
 
 
-def flat_layout(batch: Batch, *, shared_prompts: bool = True, keep_last: bool = False) -> ForwardInputs:
+def flat_layout(
+    batch: Batch, *, shared_prompts: bool = True, shared_prefixes: bool = False, keep_last: bool = False
+) -> ForwardInputs:
     """Lays out each distinct prompt once (`shared_prompts`) or once per row, on the batch's device.
 
+    With `shared_prefixes` a prompt that begins a longer one is a part of it, and its rows go on from inside the longer
+    one. So an agent's history is computed once, however many of its turns are branches.
     A row with images of its own never shares its prompt, because a row's images go to the model together.
     `keep_last` also computes the last tokens of completions and the prompts of empty ones. That matters only to sums
     over all tokens (the load balancing of experts).
@@ -110,23 +119,28 @@ def flat_layout(batch: Batch, *, shared_prompts: bool = True, keep_last: bool = 
         ids.append(tokens)
         return spans[-1]
 
+    prompt_of_row = on_host(batch.prompt_of_row).tolist()
+    computed = [row for row in range(batch.num_rows) if len(completions[row]) or keep_last]
+    wholes = {prompt: prompt for prompt in {prompt_of_row[row] for row in computed}}
+    if shared_prompts and shared_prefixes and not batch.has_images:
+        wholes |= wholes_of({prompt: prompts[prompt].tobytes() for prompt in wholes})
     rows_of_prompt: dict[int, list[int]] = {}
-    for row, prompt in enumerate(on_host(batch.prompt_of_row).tolist()):
-        if len(completions[row]) or keep_last:
-            rows_of_prompt.setdefault(prompt, []).append(row)
+    for row in computed:
+        rows_of_prompt.setdefault(wholes[prompt_of_row[row]], []).append(row)
     row_media = batch.row_media or (None,) * batch.num_rows
     has_separate_prompt = {row for row, media in enumerate(row_media) if media is not None or not shared_prompts}
-    for prompt, rows in rows_of_prompt.items():
-        shared = None if has_separate_prompt.issuperset(rows) else append(prompts[prompt], prompt)
+    for whole, rows in rows_of_prompt.items():
+        shared = None if has_separate_prompt.issuperset(rows) else append(prompts[whole], whole)
         for row in rows:
             tokens = completions[row] if keep_last else completions[row][:-1]
+            before = prompts[prompt_of_row[row]]
             if shared is None or row in has_separate_prompt:
-                start = append(np.concatenate([prompts[prompt], tokens]), prompt, row).start
-                firsts[row] = start + len(prompts[prompt])
+                firsts[row] = append(np.concatenate([before, tokens]), whole, row).start + len(before)
                 predecessors[row] = firsts[row] - 1
             else:
-                firsts[row] = append(tokens, prompt, row, shared).start
-                predecessors[row] = shared.start + shared.length - 1
+                part = shared if len(before) == shared.length else replace(shared, length=len(before))
+                firsts[row] = append(tokens, whole, row, part).start
+                predecessors[row] = part.start + part.length - 1
     starts, begins, sizes = np.array([(s.start, s.position, s.length) for s in spans], np.int64).reshape(-1, 3).T
     positions = np.arange(sizes.sum()) - np.repeat(starts - begins, sizes)
     device = batch.completion_ids.device

@@ -83,7 +83,11 @@ def check_layout(
     """
     # A low temperature multiplies rounding, and nothing else, so layouts are compared without one.
     options, rounding, obstacle = replace(options, temperature=1.0), Rounding.of(model, precision), flat_obstacle(model)
-    batch, reasons, difference = random_batch(model, example), [] if obstacle is None else [obstacle], None
+    batch, reasons, difference = (
+        random_batch(model, example, has_part=True),
+        [] if obstacle is None else [obstacle],
+        None,
+    )
     candidates: list[tuple[InputLayout, bool]] = [("shared", True), ("shared", False), ("dense", True)]
     with torch.no_grad(), evaluation_mode(model), precision():
         with _HeadCall.of(model) as head_call:
@@ -185,10 +189,11 @@ def check_causal(model: nn.Module, precision: Callable[[], AbstractContextManage
         )
 
 
-def random_batch(model: nn.Module, example: Prompt | None = None) -> Batch:
+def random_batch(model: nn.Module, example: Prompt | None = None, *, has_part: bool = False) -> Batch:
     """A small ragged batch of random token ids on the model's device.
 
-    For a VLM some rows continue `example`, a prompt with images, and contain a placeholder that stands for no image.
+    With `has_part` one more row continues only the first tokens of a prompt that others continue as a whole. For a VLM
+    some rows continue `example`, a prompt with images, and contain a placeholder that stands for no image.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -197,6 +202,10 @@ def random_batch(model: nn.Module, example: Prompt | None = None) -> Batch:
     prompt_of_row = [prompt + copy * len(_PROMPT_LENGTHS) for copy in range(copies) for prompt, _ in _ROWS]
     ids = random_ids(model, sum(lengths) + sum(prompt_lengths), generator).split([*lengths, *prompt_lengths])
     completions, prompts = ([row.tolist() for row in part] for part in (ids[: len(lengths)], ids[len(lengths) :]))
+    if has_part:
+        prompt_of_row.append(len(prompts))
+        prompts.append(prompts[0][:-2])
+        completions.append(completions[0])
     media = None
     if example is not None and example.media is not None and is_multimodal(model):
         vocab_size = _text_config(model).vocab_size
@@ -204,8 +213,8 @@ def random_batch(model: nn.Module, example: Prompt | None = None) -> Batch:
         for row in random_ids(model, sum(_LENGTHS_WITH_IMAGES), generator).split(list(_LENGTHS_WITH_IMAGES)):
             completions.append([*row.tolist(), *placeholder, int(row[0])])
             prompt_of_row.append(len(prompts))
+        media = (*[None] * len(prompts), example.media)
         prompts.append(example.ids)
-        media = (*[None] * len(prompt_lengths), example.media)
     return build_batch(prompts, prompt_of_row, completions, media).to(device)
 
 

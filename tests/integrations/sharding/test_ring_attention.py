@@ -19,7 +19,7 @@ from groupgrad.scoring.forward import build_batch
 from groupgrad.scoring.layout import flat_layout
 
 HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 6, 5
-SEEDS = range(4)
+SEEDS = range(5)
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 7},
@@ -55,7 +55,8 @@ def dense(spans: list[TokenSpan], tensors: dict[str, torch.Tensor], call: Attent
     prompt = torch.tensor([starts[s.shared.start] if s.shared is not None and s.shared.length else -1 for s in spans])[
         number
     ]
-    visible = (number[:, None] == number) | (prompt[:, None] == number)
+    begin = torch.tensor([s.shared.length if s.shared is not None else 0 for s in spans])[number]
+    visible = (number[:, None] == number) | ((prompt[:, None] == number) & (position < begin[:, None]))
     distance = position[:, None] - position
     visible &= distance >= 0
     if call.window is not None:
@@ -74,9 +75,9 @@ def dense(spans: list[TokenSpan], tensors: dict[str, torch.Tensor], call: Attent
 def made(seed: int, kind: str, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Tensor], torch.Tensor, AttentionCall]:
     """A layout whose token ids count from 1 on, its queries, keys and values, a gradient, and options of a layer.
 
-    Rows share their prompts, but for seed 2.
+    Rows share their prompts, but for seed 2; with seed 4 they share parts of one prompt.
     """
-    inputs = flat_layout(random_batch(seed), shared_prompts=seed != 2)
+    inputs = flat_layout(random_batch(seed), shared_prompts=seed != 2, shared_prefixes=seed == 4)
     num_tokens = len(inputs.ids)
     stream = torch.Generator().manual_seed(100 + seed)
     shapes = {"query": (HEADS, WIDTH), "key": (KEY_HEADS, WIDTH), "value": (KEY_HEADS, VALUE_WIDTH)}

@@ -98,6 +98,8 @@ def _tiles_of(queries: TokenSpan, keys: Sequence[TokenSpan], window: int | None)
             distance = queries.position + first - span.position
             begin = 0 if window is None else max(0, distance - window + 1)
             end = min(span.length, distance + num_queries)
+            if queries.shared is not None and span.row is None:
+                end = min(end, queries.shared.length - span.position)
             for key in range(begin, end, KEY_TILE):
                 stop = min(key + KEY_TILE, end)
                 places = slice(span.start + key, span.start + stop)
