@@ -13,6 +13,7 @@ from base_fixtures import build as build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_checks import assert_same_samples
+from tiny_hybrids import make_hybrid
 
 from groupgrad.engines.base import BatchEngine, BatchSession, Request, Sample, SamplingOptions, Session
 from groupgrad.engines.native import NativeEngine, scheduler
@@ -341,6 +342,38 @@ def test_when_memory_is_short_what_is_kept_goes_and_rows_give_way_and_say_the_sa
     replies = sum(1 + len(turn.new_ids) for row in rows for turn in row.turns[1:])
     assert statistics.num_prefilled > len(LONG) + len(SHORT) + replies
     assert_sampled_as_if_alone(model, rows, ENDLESS)
+
+
+STORED = [3 + i % 40 for i in range(80)]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "num_computed"),
+    [
+        ("qwen3", [*STORED, 44, 45], 2),
+        ("qwen3", STORED[:70], 1),
+        ("qwen3", [*STORED[:66], 44, 45, 46], 3),
+        ("qwen3", [*STORED[:64], 44], 1),
+        ("qwen3", [*STORED[:63], 44], 64),
+        ("hybrid", [*STORED, 44, 45], 82),  # its states are known behind the last token only
+    ],
+    ids=["longer", "shorter", "apart", "enough in common", "little in common", "recurrent"],
+)
+def test_what_a_stored_prompt_begins_with_too_is_copied(
+    name: str, prompt: list[int], num_computed: int, build
+):
+    model = make_hybrid("qwen3_next") if name == "hybrid" else build(name)
+    engine = NativeEngine(model)
+    requests = [Request(STORED, 3, 6, keep=True), Request([9, *STORED], 4, 6, keep=True), Request(prompt, 5, 6)]
+    with engine.session(ENDLESS) as session:
+        samples = {}
+        for request in requests:
+            before = engine.statistics.num_prefilled
+            session.submit(request)
+            while session.num_open:
+                samples.update(session.advance())
+    assert engine.statistics.num_prefilled - before == num_computed
+    assert_same_samples([samples[2]], NativeEngine(model).sample([requests[2]], ENDLESS))
 
 
 def test_rows_that_come_are_worth_more_than_rows_that_may_come_back(build):

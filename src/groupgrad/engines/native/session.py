@@ -37,6 +37,10 @@ PREFILL_TOKENS = 8192
 FIRST_TOKEN_ROWS = 64
 """First tokens sampled at once; the logits of a prompt are copied for each of its sequences."""
 
+LEAST_COPIED = 64
+"""Tokens that a prompt must have in common with a stored one for their keys and values to be copied. Chat templates
+begin all prompts with a few equal tokens, whose copies would save nothing."""
+
 RUN_SECONDS = 0.05
 """Decode steps run for about this long between calls of the scheduler; a small model's step takes less."""
 
@@ -237,14 +241,30 @@ class NativeSession:
         without_logits = {id(s.group): s.group for s in fresh if s.group.first_logits is None}.values()
         stored = [group for group in without_logits if group not in new_groups]
         has_states = bool(self._cache.state_tokens)
-        self._prefill_prompts(
-            [*((g, 0) for g in new_groups), *((g, _start_of_last_pass(g, has_states)) for g in stored)]
-        )
+        begun = [(group, 0 if has_states else self._copy_beginning(group, new_groups)) for group in new_groups]
+        self._prefill_prompts([*begun, *((g, _start_of_last_pass(g, has_states)) for g in stored)])
         first_slot = len(self._scheduler.running) - len(sequences)
         slots = list(enumerate(sequences, first_slot))
         self._cache.begin_suffixes([(slot, s.group.slot) for slot, s in slots if not s.num_stored])
         self._sample_first_tokens(fresh)
         self._prefill_suffixes([(slot, s) for slot, s in slots if s.num_stored])
+
+    def _copy_beginning(self, group: Group, new_groups: list[Group]) -> int:
+        """Copies what a new prompt has in common with a stored one; returns the number of tokens.
+
+        An agent that rewrites its history, or opens a sub-agent, sends a new prompt that begins as an earlier one.
+        """
+        most, source = 0, group
+        for other in self._scheduler.groups:
+            if other in new_groups or other.media is not None or group.media is not None:
+                continue
+            if (common := _num_common(group.prompt_ids, other.prompt_ids)) > most:
+                most, source = common, other
+        most = min(most, len(group.prompt_ids) - 1)  # the last token is computed, for the logits after it
+        if most < LEAST_COPIED:
+            return 0
+        self._cache.prompts.move([(source.slot, group.slot)], most)
+        return most
 
     def _prefill_prompts(self, groups: list[tuple[Group, int]]) -> None:
         """Computes prompts, each from a place on; the tokens before it are stored."""
@@ -394,6 +414,20 @@ def _start_of_last_pass(group: Group, has_states: bool = False) -> int:
     last = len(group.prompt_ids) - 1
     is_image = group.prompt_images is not None and bool(group.prompt_images.mask[last])
     return 0 if is_image or has_states else last
+
+
+def _num_common(some: list[int], others: list[int]) -> int:
+    """Number of tokens with which both begin; 0 if there are fewer than `LEAST_COPIED`."""
+    low, high = LEAST_COPIED, min(len(some), len(others))
+    if high < low or some[:low] != others[:low]:
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if some[low:middle] == others[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _packs(items: list[tuple[Any, PrefillRun]], max_tokens: int) -> Iterator[list[tuple[Any, PrefillRun]]]:
