@@ -21,8 +21,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from groupgrad import GRPOConfig, GRPOTrainer
+from groupgrad.engines.transformers import TransformersEngine
 from groupgrad.errors import ConfigError, RolloutError
 from groupgrad.integrations.agents.server import Address
+from groupgrad.rollout import driver
 from groupgrad.rollout.requests import GenerationRequest
 from groupgrad.types import Rollout
 
@@ -448,9 +450,35 @@ def test_a_thousand_sessions_are_open_at_once(make_programs: Any) -> None:
         open_now -= 1
         return 1.0
 
-    trainer, found = make_programs(solve, per_device_train_batch_size=1000, num_generations=250)
+    trainer, found = make_programs(solve, per_device_train_batch_size=1000, num_generations=250, agent_timeout_s=600)
     trainer.train()
     assert most == 1000 and len(found) == 1000 and all(rollout.finish_reason != "error" for rollout in found)
+
+
+def test_whole_batches_wait_for_no_program_that_waits_for_them(make_programs: Any, monkeypatch: Any) -> None:
+    """They wait for programs that have been answered, but not for further requests of those that have not."""
+    monkeypatch.setattr(driver, "LEAST_PATIENCE_S", 30.0)
+    sizes: list[int] = []
+    sample = TransformersEngine.sample
+
+    def counted(engine: Any, requests: Any, options: Any) -> Any:
+        sizes.append(len(requests))
+        return sample(engine, requests, options)
+
+    monkeypatch.setattr(TransformersEngine, "sample", counted)
+
+    async def solve(row: dict[str, Any], session: Any) -> float:
+        messages = [user("a")]
+        for _ in range(3):
+            answer = await session.async_openai().chat.completions.create(model="m", messages=messages, max_tokens=4)
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), user("b")]
+        return 1.0
+
+    trainer, _ = make_programs(solve, rollout_engine="transformers")
+    sizes.clear()  # the engine has been tried
+    began = time.perf_counter()
+    trainer.train()
+    assert time.perf_counter() - began < 30.0 and sizes == [4, 4, 4]
 
 
 def test_an_answer_does_not_wait_for_an_acknowledgement() -> None:

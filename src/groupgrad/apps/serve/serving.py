@@ -65,7 +65,7 @@ class ServedModel:
         following: Asking | None = asking
         while following is not None and self._options(following.question) == options:
             driver.spawn(self._answer(following))
-            following = (await wait_for([self._questions.next_asking()])).results[0]
+            following = (await wait_for([self._questions.next_asking()], samples_next=False)).results[0]
         self._next = following
 
     async def _answer(self, asking: Asking) -> None:

@@ -216,7 +216,8 @@ class _Program:
         call = _positional(self._rollouts.agent)
         running = self._rollouts.workers.call(call, arguments, timeout_s=limit_s, name=name)
         running.add_done_callback(lambda _: session.end())
-        while (asking := (await wait_for([session.next_asking()])).results[0]) is not None:
+        # A program that has asked is waiting itself, so nothing waits for what else it may ask.
+        while (asking := (await wait_for([session.next_asking()], samples_next=not self._ends)).results[0]) is not None:
             self._take(asking)
         self._has_ended = True
         self.close()
