@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -113,3 +115,18 @@ def test_peak_memory_sees_what_was_freed():
     assert memory.peak() - before >= 180 * 2**20
     memory.reset()
     assert memory.peak() - before < 90 * 2**20
+
+
+def test_memory_settles_when_no_thread_works_any_more():
+    memory, kept = PeakMemory(), []
+    before = memory.settle()
+
+    def work() -> None:
+        while time.thread_time() < 0.3:
+            pass
+        kept.append(b"x" * (256 * 2**20))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert memory.settle() - before >= 180 * 2**20
+    thread.join()
