@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import torch
+from torch import nn
 from transformers import TrainerCallback
 
 from groupgrad import dist
@@ -29,7 +30,7 @@ from groupgrad.batch import Batch, TokenScores
 from groupgrad.data.digest import dataset_digest
 from groupgrad.integrations.sharding.sharding import is_sharded
 from groupgrad.models.unwrapping import unwrap
-from groupgrad.models.weights_digest import WeightsDigest
+from groupgrad.models.weights_digest import weights_digest
 from groupgrad.rollout.collector import Experience
 from groupgrad.run_folder import run_files
 from groupgrad.run_folder.render import plain_value
@@ -95,8 +96,8 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._lines: deque[tuple[LineFile, dict[str, Any]]] = deque()
         """Lines that wait to be written: a save writes them itself, in place of waiting for rollouts before them."""
         self._lines_lock = threading.Lock()
-        self._digest: WeightsDigest | None = None
-        """The digest of a training's weights; None where no rank has all of them."""
+        self._parameters: list[tuple[str, nn.Parameter]] | None = None
+        """The weights of a training, of which digests are recorded; None where no rank has all of them."""
         self._handler = _EventHandler(self)
         self._has_failed = False
         self._num_skipped = 0
@@ -137,7 +138,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._is_open = False
         self._forget()
         logging.getLogger("groupgrad").removeHandler(self._handler)
-        self._digest = None
+        self._parameters = None
         if not self._writer.close(WAIT_S):
             logger.warning("%s: the last rollouts were not written within %g s", self._folder, WAIT_S)
         self._write_lines()
@@ -165,8 +166,7 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
         self._is_open = self._is_usable = self._prepare(step, None if resumed is None else Path(resumed.folder))
         if self._is_open and state.is_world_process_zero:
             can_digest = not (is_sharded(trainer.model) or trainer.is_fsdp_enabled)
-            parameters = unwrap(trainer.model).named_parameters
-            self._digest = self._try(lambda: WeightsDigest(parameters())) if can_digest else None
+            self._parameters = list(unwrap(trainer.model).named_parameters()) if can_digest else None
             self._start(step, None if resumed is None else str(resumed.folder))
             logging.getLogger("groupgrad").addHandler(self._handler)
 
@@ -401,8 +401,10 @@ class RunRecorder(TrainerCallback, AbstractContextManager):
 
     def _digest_now(self, *, trained_only: bool) -> str | None:
         """The digest of the weights as they are; None if there is none."""
-        digest = self._digest
-        return None if digest is None else self._try(lambda: digest.value(trained_only=trained_only))
+        if self._parameters is None:
+            return None
+        named = [pair for pair in self._parameters if pair[1].requires_grad or not trained_only]
+        return self._try(lambda: weights_digest(named))
 
     def _write_lines(self) -> None:
         """Writes the lines that wait, in their order."""
