@@ -198,7 +198,7 @@ def _commands(sweeps: Sequence[SweepPanel], token: str | None) -> Callable[[Requ
         except ValueError as error:
             return PlainTextResponse(str(error), status_code=400)
         try:
-            return _json({"text": await run_in_threadpool(given.give_to, sweeps[number]), "refused": False})
+            return _json({"text": await run_in_threadpool(sweeps[number].act, **given), "refused": False})
         except ValueError as error:
             return _json({"text": str(error), "refused": True})
 

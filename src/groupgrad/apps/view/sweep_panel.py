@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 KINDS = ("stop", "resume", "clone", "delete")
@@ -18,28 +17,14 @@ class SweepPanel(Protocol):
         ...
 
     def act(self, kind: str, arm: int, settings: Sequence[str], *, from_weights: bool) -> str:
-        """Gives a command and returns the message for the user. ValueError, with the reason, if it is refused."""
+        """Gives a command and returns the message for the user. `settings` are `KEY=VALUE`, the changes of a clone.
+        ValueError, with the reason, if it is refused."""
         ...
 
 
-@dataclass(slots=True, frozen=True)
-class PageCommand:
-    """A command from the page."""
-
-    kind: str
-    arm: int
-    settings: tuple[str, ...] = ()
-    """`KEY=VALUE` of each change of a clone."""
-    from_weights: bool = False
-
-    def give_to(self, sweep: SweepPanel) -> str:
-        """Gives the command to a sweep and returns the message for the user. ValueError if it is refused."""
-        return sweep.act(self.kind, self.arm, self.settings, from_weights=self.from_weights)
-
-
-def read_command(content_type: str, body: bytes) -> PageCommand:
-    """Reads the command from a request. ValueError if it is no command, or if its content type is not JSON: pages of
-    other sites can send other types without the browser asking this server first."""
+def read_command(content_type: str, body: bytes) -> dict[str, Any]:
+    """The arguments of `SweepPanel.act` for the command of a request. ValueError if it is no command, or if its content
+    type is not JSON: pages of other sites can send other types without the browser asking this server first."""
     if content_type.partition(";")[0].strip() != "application/json":
         raise ValueError(f"a command is JSON, and this is {content_type or 'nothing'}; send application/json")
     try:
@@ -55,4 +40,4 @@ def read_command(content_type: str, body: bytes) -> PageCommand:
         raise ValueError(f"set={settings!r} is not a list of KEY=VALUE")
     if not isinstance(from_weights, bool):
         raise ValueError(f"from_weights={from_weights!r} is neither true nor false")
-    return PageCommand(given["kind"], arm, tuple(settings), from_weights)
+    return {"kind": given["kind"], "arm": arm, "settings": settings, "from_weights": from_weights}
