@@ -52,6 +52,12 @@ def locked(output_dir: str | os.PathLike[str]) -> Iterator[None]:
             lock.release()
 
 
+def is_trained(folder: Path) -> bool:
+    """True if a process of this machine trains the run or the sweep in a folder."""
+    owner = _owner(folder)
+    return owner is not None and owner["host"] == socket.gethostname() and psutil.pid_exists(int(owner["pid"]))
+
+
 def _write_owner(folder: Path) -> None:
     owner = {
         "host": socket.gethostname(),

@@ -18,12 +18,12 @@ from typing import Any
 from groupgrad.apps.cli.command_parser import CommandParser, refuse
 from groupgrad.apps.cli.yaml_files import read_setting, read_settings
 from groupgrad.apps.sweep.commands import apply_commands, check_queued
-from groupgrad.apps.sweep.report import arms_in_turn, cost, is_trained, steps_so_far, table
+from groupgrad.apps.sweep.report import arms_in_turn, cost, steps_so_far, table
 from groupgrad.apps.sweep.store import FILE, Store
 from groupgrad.apps.sweep.sweep_plan import SweepPlan, merged, read_plan
 from groupgrad.errors import OutputDirInUse
 from groupgrad.imports import quick_imports
-from groupgrad.run_folder.run_lock import locked
+from groupgrad.run_folder.run_lock import is_trained, locked
 from groupgrad.spelling import did_you_mean
 
 ACTIONS = ("status", "stop", "resume", "clone", "delete")

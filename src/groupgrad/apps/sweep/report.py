@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import psutil
 
 from groupgrad.apps.runs.followed_files import steps_made
 from groupgrad.apps.sweep import compare
 from groupgrad.apps.sweep.store import DONE, DROPPED, FAILED, STOPPED, WAITING, Arm, Store
-from groupgrad.run_folder.run_files import LOCK_OWNER
+from groupgrad.run_folder.run_lock import is_trained
 
 LAST_SHARE = 0.1
 """Share of an arm's run whose last steps are averaged."""
@@ -182,15 +177,6 @@ def shown_state(row: Result, in_turn: Collection[str]) -> str:
     if row.state == WAITING and row.name in in_turn:
         return "training"
     return row.state if row.rung is None else f"{row.state} at rung {row.rung}"
-
-
-def is_trained(folder: Path) -> bool:
-    """True if a process of this machine trains the sweep or the run in a folder."""
-    try:
-        owner = json.loads((folder / LOCK_OWNER).read_text(encoding="utf-8"))
-        return owner["host"] == socket.gethostname() and psutil.pid_exists(int(owner["pid"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def _window(arm: Arm) -> int:
