@@ -151,6 +151,13 @@ class CommandParser(HelpfulParser):
         return super().parse_args(words, namespace)
 
 
+def positive_count(text: str) -> int:
+    """Returns the number that an option has, 1 or more; argparse shows the error for what is none."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no count; give 1 or more")
+    return int(text)
+
+
 def port_number(text: str) -> int:
     """Returns the port that an option names; argparse shows the error for what is none."""
     if not text.isdecimal() or int(text) > 65535:

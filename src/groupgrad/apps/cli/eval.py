@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import tempfile
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupgrad.apps.cli.check import quiet_settings
-from groupgrad.apps.cli.command_parser import epilog, refuse
+from groupgrad.apps.cli.command_parser import epilog, positive_count, refuse
 from groupgrad.apps.cli.launch import add_flags
 from groupgrad.apps.cli.parsing import Parsed, TrainParser, parse
 from groupgrad.config.settings import mapping
@@ -64,12 +63,15 @@ class EvalParser(TrainParser):
         self.add_argument("model", metavar="MODEL", help="model to evaluate: a hub id, a folder, a checkpoint or a run")
         group = self.add_argument_group("Evaluation")
         group.add_argument(
-            "--k", type=_counts, metavar="K,...", help="the k of pass@k, best@k and maj@k; unset: eval_k, or 1"
+            "--k",
+            type=lambda text: [positive_count(part) for part in text.split(",")],
+            metavar="K,...",
+            help="the k of pass@k, best@k and maj@k; unset: eval_k, or 1",
         )
         group.add_argument(
             "--threshold", type=float, default=1.0, help="a completion with this reward or more is right"
         )
-        group.add_argument("--limit", type=_count, metavar="N", help="evaluate on the first N rows")
+        group.add_argument("--limit", type=positive_count, metavar="N", help="evaluate on the first N rows")
         group.add_argument("--by", metavar="COLUMN", help="also print the means of each value of this column")
         group.add_argument(
             "--answer",
@@ -274,15 +276,3 @@ def _evaluate(prepared: _Prepared, parsed: Parsed) -> Any:
 
     trainer, rows, model, settings = prepared
     return evaluate(trainer, rows, model, settings, answers=parsed.flags["answer"], by=parsed.flags["by"])
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return number
-
-
-def _counts(text: str) -> list[int]:
-    """Numbers from 1 on, separated by commas."""
-    return [_count(part) for part in text.split(",")]

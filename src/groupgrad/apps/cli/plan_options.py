@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from groupgrad.apps.cli.command_parser import CommandParser
+from groupgrad.apps.cli.command_parser import CommandParser, positive_count
 from groupgrad.byte_sizes import parse_bytes
 from groupgrad.imports import quick_imports
 
@@ -96,18 +96,18 @@ def parser() -> argparse.ArgumentParser:
     batches = parser.add_argument_group("Groups and lengths")
     _add_count(batches, "prompt", 512, "tokens of the longest prompt")
     _add_count(batches, "completion", 256, "max_completion_length")
-    generations = _setting("num_generations", _count)
+    generations = _setting("num_generations", positive_count)
     batches.add_argument("--num-generations", type=generations, default=8, help="completions of a prompt")
     batches.add_argument(
         "--micro-batch",
-        type=_count,
+        type=positive_count,
         help="most per_device_train_batch_size (default: 8, up to the completions of a step where they fit)",
     )
     _add_count(
         batches, "accumulation", 2, "gradient_accumulation_steps; from 2 on gradients are held beside activations"
     )
     batches.add_argument(
-        "--rows", type=_count, help="completions that a device samples at a time (default: those of a step)"
+        "--rows", type=positive_count, help="completions that a device samples at a time (default: those of a step)"
     )
     _add_training(parser)
     _add_vllm(parser)
@@ -149,13 +149,13 @@ def _add_vllm(parser: argparse.ArgumentParser) -> None:
     vllm.add_argument("--vllm-server", action=switch, default=False, help="a vLLM server on other devices samples")
     vllm.add_argument(
         "--vllm-tensor-parallel-size",
-        type=_count,
+        type=positive_count,
         help="devices that share the weights of a vLLM (default: 1; of a server the fewest with which it fits)",
     )
 
 
 def _add_count(group: Any, name: str, default: int, help: str) -> None:
-    group.add_argument(f"--{name}", type=_count, default=default, help=help)
+    group.add_argument(f"--{name}", type=positive_count, default=default, help=help)
 
 
 def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, RunSizes]:
@@ -375,12 +375,6 @@ def _bytes(text: str) -> int:
     if size is None or text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no size; write it as 80GB or 24GiB")
     return size
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no count; give 1 or more")
-    return int(text)
 
 
 def _setting(name: str, read: Callable[[str], float]) -> Callable[[str], float]:

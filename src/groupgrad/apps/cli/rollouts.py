@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from groupgrad.apps.cli.command_parser import CommandParser, refuse
+from groupgrad.apps.cli.command_parser import CommandParser, positive_count, refuse
 from groupgrad.apps.runs.run_folder import RunFolder
 from groupgrad.apps.runs.selection import Selection
 from groupgrad.run_folder.render import duration, visible
@@ -148,17 +148,10 @@ def parser() -> argparse.ArgumentParser:
     printed = parser.add_argument_group("Output")
     printed.add_argument("--sort", default="reward", help="column to order by")
     printed.add_argument("--ascending", action="store_true", help="lowest first")
-    printed.add_argument("--limit", type=_at_least_one, default=10, help="most rollouts to print")
+    printed.add_argument("--limit", type=positive_count, default=10, help="most rollouts to print")
     printed.add_argument("--tokens", choices=[*UNITS], help="also print the tokens, shaded by this")
     printed.add_argument("--json", action="store_true", help="print one line of JSON a rollout, with all its columns")
     return parser
-
-
-def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} prints nothing; give 1 or more")
-    return number
 
 
 def _steps(text: str | None) -> tuple[int | None, int | None]:
