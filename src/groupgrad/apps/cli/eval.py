@@ -6,16 +6,20 @@ import gc
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from groupgrad.apps.cli.check import quiet_settings
 from groupgrad.apps.cli.command_parser import epilog, positive_count, refuse
 from groupgrad.apps.cli.launch import add_flags
 from groupgrad.apps.cli.parsing import Parsed, TrainParser, parse
 from groupgrad.config.settings import mapping
+
+if TYPE_CHECKING:
+    from groupgrad.apps.eval.results import Evaluation
 
 ROWS_AT_ONCE = 256
 """Completions that a process samples and scores at a time, unless `per_device_eval_batch_size` is given."""
@@ -141,18 +145,17 @@ def main(argv: Sequence[str]) -> int:
                 there = results.read(Path(flags["against"]))
             elif flags["against"] is not None:
                 models.append(_model(flags["against"]))
-            prepared = _prepare(parsed, models[0], folder, there)
+            evaluated = _prepare(parsed, models[0], folder, there)
         except (ValueError, TypeError, ImportError, OSError) as error:
             return refuse("eval", error)
         try:
-            here = _evaluate(prepared, parsed)
+            here = evaluated()
             _print(report.report(here, measure))
             write()
             if len(models) > 1:
-                del prepared
+                del evaluated
                 gc.collect()  # trainers are in cycles, and the next model needs the memory
-                again = _parsed(argv)
-                there = _evaluate(_prepare(again, models[1], folder, here), again)
+                there = _prepare(_parsed(argv), models[1], folder, here)()
                 _print("\n" + report.report(there, measure))
             if there is not None:
                 differences = results.compare(here, there, measure)
@@ -221,17 +224,8 @@ def _model(name: str) -> str:
     return name
 
 
-class _Prepared(NamedTuple):
-    """A trainer that only evaluates, and what it evaluates."""
-
-    trainer: Any
-    rows: Any
-    model: str
-    settings: dict[str, Any]
-
-
-def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> _Prepared:
-    """Loads the data and a model; the trainer writes to `folder`.
+def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> Callable[[], Evaluation]:
+    """Loads the data and a model, whose trainer writes to `folder`. Returns the function that evaluates it.
 
     ValueError for data that do not fit, or whose prompts are not those of the evaluation `there`.
     """
@@ -239,7 +233,7 @@ def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> _Prepared:
 
     from groupgrad.apps.cli.dataset import load_test_split
     from groupgrad.apps.cli.train import build
-    from groupgrad.apps.eval import results
+    from groupgrad.apps.eval import measuring, results
     from groupgrad.run_folder.render import plain_value
 
     flags, script, config = parsed.flags, parsed.script, parsed.config
@@ -268,11 +262,4 @@ def _prepare(parsed: Parsed, model: str, folder: str, there: Any) -> _Prepared:
         "rewards": trainer.rewards.names,
         "reward_weights": config.reward_weights,
     }
-    return _Prepared(trainer, rows, model, settings)
-
-
-def _evaluate(prepared: _Prepared, parsed: Parsed) -> Any:
-    from groupgrad.apps.eval.measuring import evaluate
-
-    trainer, rows, model, settings = prepared
-    return evaluate(trainer, rows, model, settings, answers=parsed.flags["answer"], by=parsed.flags["by"])
+    return partial(measuring.evaluate, trainer, rows, model, settings, answers=flags["answer"], by=flags["by"])
