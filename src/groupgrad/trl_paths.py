@@ -7,7 +7,7 @@ names that `groupgrad` exports. A path of an earlier release has what the module
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -48,74 +48,62 @@ def find(name: str, where: str) -> Any:
 
 
 class _Paths(MetaPathFinder, Loader):
-    """Finds TRL's modules that groupgrad has no module for."""
+    """Finds modules that are not there: `names_of` returns how one of a path finds its names, or None for no such path.
+
+    A folder that git has left behind for its caches does not count as a module of a path that has moved.
+    """
+
+    def __init__(self, names_of: Callable[[str], Callable[[str], Any] | None]):
+        self._names_of = names_of
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, where = fullname.partition(".")
-        if package != _PACKAGE or not _is_of_trl(where):
-            return None
-        return ModuleSpec(fullname, self, is_package=True)
+        return ModuleSpec(fullname, self, is_package=True) if package == _PACKAGE and self._names_of(where) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        where = spec.name.partition(".")[2]
-        module = ModuleType(spec.name, f"Names that scripts import from trl.{where}.")
-
-        def named(name: str) -> Any:
-            try:
-                return find(name, where)
-            except AttributeError as error:
-                if name.startswith("__") or f"{where}.{name}" in _INNER:
-                    raise
-                # An AttributeError would make `from ... import ...` look for a module of this name, and find one.
-                raise ImportError(f"groupgrad has no {name}: import it from trl.{where}") from error
-
-        module.__getattr__ = named  # pyright: ignore[reportAttributeAccessIssue]
+        module = ModuleType(spec.name, "Names that scripts import from here; groupgrad has them elsewhere.")
+        module.__getattr__ = self._names_of(spec.name.partition(".")[2])  # pyright: ignore[reportAttributeAccessIssue]
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """A module of other modules' names has nothing to run."""
 
 
-class _MovedPaths(MetaPathFinder, Loader):
-    """Finds modules of earlier releases; a folder that git has left behind for its caches does not count."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        package, _, where = fullname.partition(".")
-        return ModuleSpec(fullname, self, is_package=True) if package == _PACKAGE and _moved(where) else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        place = f"{_PACKAGE}.{_moved(spec.name.partition('.')[2])}"
-        module = ModuleType(spec.name, f"Names of {place}, where this module is now.")
-        module.__getattr__ = lambda name: getattr(import_module(place), name)  # pyright: ignore[reportAttributeAccessIssue]
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """A module of other modules' names has nothing to run."""
-
-
-def _is_of_trl(where: str) -> bool:
+def _of_trl(where: str) -> Callable[[str], Any] | None:
+    """Finds the names of a module of TRL that groupgrad has no module for."""
     room, _, inner = where.partition(".")
     if room == "models":  # which groupgrad has too
-        return inner == "utils"
-    if room != "trainer":
-        return room in _ROOMS
-    return inner in _OF_TRAINER or inner.rpartition("_")[0] in _TRAINERS
+        is_there = inner == "utils"
+    elif room == "trainer":
+        is_there = inner in _OF_TRAINER or inner.rpartition("_")[0] in _TRAINERS
+    else:
+        is_there = room in _ROOMS
+
+    def named(name: str) -> Any:
+        try:
+            return find(name, where)
+        except AttributeError as error:
+            if name.startswith("__") or f"{where}.{name}" in _INNER:
+                raise
+            # An AttributeError would make `from ... import ...` look for a module of this name, and find one.
+            raise ImportError(f"groupgrad has no {name}: import it from trl.{where}") from error
+
+    return named if is_there else None
 
 
-def _moved(where: str) -> str | None:
-    """The place of a module of an earlier release."""
+def _moved(where: str) -> Callable[[str], Any] | None:
+    """Finds the names of a module of an earlier release where they are now."""
     for old, new in _MOVED.items():
         if where == old or where.startswith(f"{old}."):
-            return new + where[len(old) :]
+            place = f"{_PACKAGE}.{new}{where[len(old) :]}"
+            return lambda name: getattr(import_module(place), name)
     return None
 
 
 def install() -> None:
     """Adds TRL's paths behind all others, and those of earlier releases before them. May be called repeatedly."""
     if not any(isinstance(finder, _Paths) for finder in sys.meta_path):
-        sys.meta_path.append(_Paths())
-        sys.meta_path.insert(0, _MovedPaths())
+        sys.meta_path.append(_Paths(_of_trl))
+        sys.meta_path.insert(0, _Paths(_moved))
