@@ -2,8 +2,7 @@
 
 On the main thread the signal SIGVTALRM brings the error, which also ends a blocking call of the system. A timer sends
 the same signal after some computing time, for code that keeps Python's lock but checks for signals, as a regular
-expression does: no other thread of Python can run then. Threads other than the main one, and all threads where there is
-no such signal, meet the error when they return to Python.
+expression does: no other thread of Python can run then. Other threads meet the error when they return to Python.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-_SIGNAL: Any = getattr(signal, "SIGVTALRM", None)
 _started: list[Interrupt] = []
 """The interrupts of the main thread, the outermost first."""
 _timer_lock = threading.RLock()
@@ -47,10 +45,10 @@ class Interrupt:
     def start(self) -> None:
         """Chooses the present thread."""
         self._thread, self._is_over = threading.get_ident(), False
-        self._by_signal = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGVTALRM")
+        self._by_signal = threading.current_thread() is threading.main_thread()
         if self._by_signal:
             if not _started:
-                self._before = signal.signal(_SIGNAL, _raise_due)
+                self._before = signal.signal(signal.SIGVTALRM, _raise_due)
             _started.append(self)
 
     def end(self) -> None:
@@ -65,7 +63,7 @@ class Interrupt:
                 _started.remove(self)
                 _set_timer()
             if not _started:
-                signal.signal(_SIGNAL, signal.SIG_DFL if self._before is None else self._before)
+                signal.signal(signal.SIGVTALRM, signal.SIG_DFL if self._before is None else self._before)
 
     def throw(self) -> None:
         """Raises the error if there is one. For any other thread."""
@@ -73,7 +71,7 @@ class Interrupt:
             if self._is_over:
                 return
             if self._by_signal:
-                signal.pthread_kill(self._thread, _SIGNAL)
+                signal.pthread_kill(self._thread, signal.SIGVTALRM)
                 return
             error = self._due()
             if error is not None:
@@ -108,8 +106,7 @@ def _take_back(thread: int) -> None:
 def _set_timer() -> None:
     """Starts the timer anew for the interrupt that needs it first."""
     seconds = min((interrupt._cpu_s for interrupt in _started), default=math.inf)
-    if _SIGNAL is not None:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0 if seconds == math.inf else seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.0 if seconds == math.inf else seconds)
 
 
 def _raise_due(number: int, frame: FrameType | None) -> None:

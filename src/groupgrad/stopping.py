@@ -154,7 +154,7 @@ def received_signals(*, ignored: tuple[str, ...] = (), leaves_work: bool = True)
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [getattr(signal, name) for name in SIGNALS if name not in ignored and hasattr(signal, name)]
+    numbers = [getattr(signal, name) for name in SIGNALS if name not in ignored]
     numbers = [number for number in numbers if not _is_of_nohup(number)]
     before: dict[int, Any] = {}
     _request.name, _request.num_interruptible, _request.leaves_work = None, 0, leaves_work

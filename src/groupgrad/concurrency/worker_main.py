@@ -11,6 +11,7 @@ import faulthandler
 import logging
 import os
 import pickle
+import resource
 import signal
 import traceback
 from collections.abc import Callable, Sequence
@@ -74,9 +75,8 @@ def serve(
     memory of this process.
     """
     _end_with(parent)
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):  # the trainer decides what a signal ends
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, frame: None)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: None)  # the trainer decides what a signal ends
     faulthandler.enable()
     loaded: list[Callable[..., Any]] = []
 
@@ -111,15 +111,10 @@ def _reply(call: Callable[[], Any]) -> bytes:
 
 
 def _limit_memory(num_bytes: int | None) -> None:
-    if num_bytes is None:
-        return
-    try:
-        import resource
-
+    if num_bytes is not None:
         # Not the address space, of which libraries for accelerators reserve many times what they use.
-        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
-    except (ImportError, ValueError, OSError):
-        pass  # this system has no such limit; deadlines still apply
+        with contextlib.suppress(ValueError, OSError):  # under a lower limit than this one; deadlines still apply
+            resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
 
 
 def _end_with(parent: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,11 +14,6 @@ import psutil
 import torch
 
 from groupgrad import dist
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,16 +75,12 @@ def fullest(usages: Iterable[Usage]) -> tuple[Usage, int]:
 
 def _forget_peak() -> None:
     """Resets this process's peak memory to its present memory; does nothing outside Linux."""
-    try:
+    with suppress(OSError):  # then the peak since its start counts, an upper bound
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # then the peak since its start counts, an upper bound
-        return
 
 
 def _peak_bytes() -> int:
     """Returns the most resident memory of this process since `_forget_peak`."""
     present = psutil.Process().memory_info()
-    if resource is None:
-        return max(present.rss, getattr(present, "peak_wset", 0))
     unit = 1 if sys.platform == "darwin" else 1024
     return max(present.rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
