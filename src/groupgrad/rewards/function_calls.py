@@ -24,7 +24,7 @@ from groupgrad.concurrency.workers import NoAnswer, Outcome, Workers, call_here
 from groupgrad.errors import RewardError
 from groupgrad.rewards.call_inputs import CallInputs, CallLog
 from groupgrad.rewards.functions import RewardFunction, call_error
-from groupgrad.rewards.remote_function import RemoteFunction
+from groupgrad.rewards.remote_function import call_logged
 from groupgrad.rewards.supervision import SupervisionOptions
 
 LOGGERS = ("log_extra", "log_metric")
@@ -165,7 +165,7 @@ def _runs_in_process(function: RewardFunction) -> bool:
 
 def _pickled(function: RewardFunction) -> bytes:
     try:
-        return cloudpickle.dumps(RemoteFunction(function.call))
+        return cloudpickle.dumps(functools.partial(call_logged, function.call))
     except Exception as error:
         raise TypeError(
             f"reward function '{function.name}' cannot be sent to a worker process ({type(error).__name__}: {error}); "

@@ -14,29 +14,24 @@ from typing import Any
 import numpy as np
 
 
-class RemoteFunction:
-    """Calls a reward function with loggers that record their calls."""
+def call_logged(
+    function: Callable[..., Any], arguments: dict[str, Any], loggers: list[str], seed: str
+) -> tuple[Any, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
+    """Calls a reward function with `loggers` that record their calls.
 
-    def __init__(self, function: Callable[..., Any]):
-        self._function = function
-
-    def __call__(
-        self, arguments: dict[str, Any], loggers: list[str], seed: str
-    ) -> tuple[Any, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
-        """Returns the rewards, and the calls of each of the `loggers` as (logger, arguments, keyword arguments).
-
-        The random streams of Python, NumPy and, if loaded, PyTorch start at `seed`.
-        """
-        _set_seed(seed)
-        logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        for logger in loggers:
-            arguments[logger] = lambda *args, logger=logger, **kwargs: logged.append(
-                (logger, copy.deepcopy(args), copy.deepcopy(kwargs))
-            )
-        returned = self._function(**arguments)
-        if inspect.isawaitable(returned):  # a plain function, such as a lambda, around an async one
-            returned = asyncio.run(_awaited(returned))
-        return returned, list(logged)
+    Returns the rewards, and the calls as (logger, arguments, keyword arguments). The random streams of Python, NumPy
+    and, if loaded, PyTorch start at `seed`.
+    """
+    _set_seed(seed)
+    logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    for logger in loggers:
+        arguments[logger] = lambda *args, logger=logger, **kwargs: logged.append(
+            (logger, copy.deepcopy(args), copy.deepcopy(kwargs))
+        )
+    returned = function(**arguments)
+    if inspect.isawaitable(returned):  # a plain function, such as a lambda, around an async one
+        returned = asyncio.run(_awaited(returned))
+    return returned, list(logged)
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
