@@ -128,8 +128,11 @@ def model_shape(name: str, config: Any, *, half: bool) -> ModelShape:
     With `half` the activations are those of autocast in bfloat16. ValueError, with the reason, for an architecture that
     transformers has no causal language model of, or whose layers cannot be measured one by one.
     """
-    if has_tower(config) and (why := _unplanned_parts(config)) is not None:
-        raise ValueError(f"{name}: models of type {config.model_type!r} {why}; plan for a text model of the same sizes")
+    if has_tower(config) and type(config) not in AutoModelForImageTextToText._model_mapping:
+        raise ValueError(
+            f"{name}: models of type {config.model_type!r} have a text decoder beside parts for other things than "
+            "images; plan for a text model of the same sizes"
+        )
     try:
         return _shape(name, config, half=half)
     except Exception as error:  # model files fail in many ways on configurations that they do not expect
@@ -158,13 +161,6 @@ def whole_rows(config: Any, settings: Mapping[str, Any]) -> str | None:
         small = _copy_with(_small_config(text, _factor(text)), [kinds.index(kind) for kind in set(kinds)], config)
         weight = effective_aux_loss_weight(small, ForwardOptions(), weight, None)
     return whole_rows_reason(model, flat_obstacle(model), aux_loss=weight != 0.0)
-
-
-def _unplanned_parts(config: Any) -> str | None:
-    """Says why a model whose text decoder is one of several parts cannot be planned for; None if it can."""
-    if type(config) not in AutoModelForImageTextToText._model_mapping:
-        return "have a text decoder beside parts for other things than images"
-    return None
 
 
 def _first_line(error: Exception) -> str:
