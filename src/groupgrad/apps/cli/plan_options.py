@@ -381,17 +381,12 @@ def _setting(name: str, read: Callable[[str], float]) -> Callable[[str], float]:
     """Reads a number that a run gets as the setting `name`, and refuses one that the run would refuse."""
 
     def value_of(text: str) -> float:
+        from groupgrad.config.field_rules import field_problem  # loads transformers, which --help does without
+
         value = read(text)
-        if (problem := _problem(name, value)) is not None:
+        if (problem := field_problem(name, value)) is not None:
             raise argparse.ArgumentTypeError(problem)
         return value
 
     value_of.__name__ = read.__name__  # argparse names it where `read` raises ValueError
     return value_of
-
-
-def _problem(name: str, value: Any) -> str | None:
-    """Why a run refuses this value of the setting `name`; None if it does not, or has no such setting."""
-    from groupgrad.config.field_rules import field_problem  # loads transformers, which --help does without
-
-    return field_problem(name, value)
