@@ -92,7 +92,8 @@ class ServedModel:
 
     def _limit(self, question: Question, num_read: int) -> int:
         """Tokens that a request may sample; BadRequest if the context has no room for one."""
-        limit, max_context = question.max_tokens or self._rollouts.sampling.max_new_tokens, self._max_context
+        limit = question.max_tokens or self._rollouts.sampling.max_new_tokens
+        max_context = self._rollouts.prompt_maker.max_context
         if max_context is None:
             return limit
         if num_read >= max_context:
@@ -101,10 +102,6 @@ class ServedModel:
                 code="context_length_exceeded",
             )
         return min(limit, max_context - num_read)
-
-    @property
-    def _max_context(self) -> int | None:
-        return self._rollouts.prompt_maker.max_context
 
     def _metrics_text(self) -> str:
         """Counts of requests and tokens so far, in Prometheus' text format."""
