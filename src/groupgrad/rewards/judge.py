@@ -143,10 +143,9 @@ class judge:
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], **self.request_options}
         key = hashlib.sha256(json.dumps([str(self.base_url), body], sort_keys=True).encode()).hexdigest()
         async with limit:
-            cached = self._cached(key)
-            if cached is not None:
+            if cached := self._query("SELECT reply FROM replies WHERE key = ?", key):
                 self._counts["cached"] += 1
-                return cached
+                return cached[0][0]
             await self._wait_for_turn()
             self._counts["requests"] += 1
             try:
@@ -162,7 +161,7 @@ class judge:
                     ) from error
                 return None
         self._count_tokens(answer.usage)
-        self._store(key, reply)
+        self._query("INSERT OR REPLACE INTO replies VALUES (?, ?)", key, reply)
         return reply
 
     async def _wait_for_turn(self) -> None:
@@ -181,13 +180,6 @@ class judge:
         if self.price is not None:
             asked, replied = self.price
             self._counts["cost"] += (usage.prompt_tokens * asked + usage.completion_tokens * replied) / 1e6
-
-    def _cached(self, key: str) -> str | None:
-        rows = self._query("SELECT reply FROM replies WHERE key = ?", key)
-        return rows[0][0] if rows else None
-
-    def _store(self, key: str, reply: str) -> None:
-        self._query("INSERT OR REPLACE INTO replies VALUES (?, ?)", key, reply)
 
     def _query(self, statement: str, *values: str) -> list[Any]:
         """Runs a statement on the cache and returns its rows; empty without a cache.
