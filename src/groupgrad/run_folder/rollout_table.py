@@ -184,11 +184,8 @@ def _prompt_text(prompt: Prompt) -> str:
 
 
 def _prompt_id(prompt: Prompt) -> str:
-    return _digest(_prompt_text(prompt), prompt.media.key if prompt.media else "")
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha1("\0".join(parts).encode("utf-8", errors="replace")).hexdigest()[:12]
+    text = f"{_prompt_text(prompt)}\0{prompt.media.key if prompt.media else ''}"
+    return hashlib.sha1(text.encode("utf-8", errors="replace")).hexdigest()[:12]
 
 
 def _numbers(values: Sequence[float] | np.ndarray) -> pa.Array:
