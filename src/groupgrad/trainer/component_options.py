@@ -77,14 +77,9 @@ def advantage_settings(config: GRPOConfig) -> Any:
     return find_estimator(config.advantage_estimator).make_settings(mapping(config.advantage_settings))
 
 
-def state_attribute(config: GRPOConfig) -> str | None:
-    """Returns the attribute of environments that is the state of a turn, if the advantage estimator reads one."""
-    state = find_estimator(config.advantage_estimator).state
-    return None if state is None else state(advantage_settings(config))
-
-
 def agent_options(config: GRPOConfig) -> AgentOptions:
     """Returns the options of agents, their tools and environments."""
+    state = find_estimator(config.advantage_estimator).state
     return AgentOptions(
         max_tool_calling_iterations=config.max_tool_calling_iterations,
         tools=ToolOptions(
@@ -93,7 +88,7 @@ def agent_options(config: GRPOConfig) -> AgentOptions:
             num_threads=config.tool_threads,
         ),
         ahead=config.rollout_ahead,
-        state=state_attribute(config),
+        state=None if state is None else state(advantage_settings(config)),
     )
 
 

@@ -263,7 +263,11 @@ class GRPOTrainer(Hooks):
 
         `index` is the place among the step's micro-batches of the one that needs it first.
         """
-        rows = self._reread(key) if key.rows is None else key.rows
+        rows = key.rows
+        if rows is None:  # a checkpoint should have held the generation batch
+            groups = self.plan.rank_groups(dist.rank(), key.generation)
+            with dist.errors_on_all_ranks():
+                rows = reread_rows(key, self.train_dataset, groups, self.buffer.incompatibility)
         request = training_request(self.plan, dist.rank(), key.generation, rows, self.state.global_step)
         upcoming = self._upcoming(key, index) if key.ahead else []
         experience = self.components.collector(request, trainer_state=self.state, upcoming=upcoming)
@@ -274,12 +278,6 @@ class GRPOTrainer(Hooks):
         is_complete = self.plan.is_on_policy and self.reference is None
         batch = experience.batch if is_complete else self._with_logprobs(experience.batch)
         return rows_to_trainers(batch, self.plan, key.generation)
-
-    def _reread(self, key: MicroBatchKey) -> dict[int, dict[str, Any]]:
-        """Collective. The data-set rows of a generation batch that a checkpoint should have held, by group."""
-        groups = self.plan.rank_groups(dist.rank(), key.generation)
-        with dist.errors_on_all_ranks():
-            return reread_rows(key, self.train_dataset, groups, self.buffer.incompatibility)
 
     def _upcoming(self, key: MicroBatchKey, index: int) -> list[GenerationRequest]:
         """Requests for the generation batches after the `index`-th micro-batch's that may be sampled ahead."""
