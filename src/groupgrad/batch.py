@@ -207,8 +207,8 @@ class Batch:
         starts: list[int] = []
         prompt_of: list[int] = []
         row_of: list[int] = []
-        prompt_of_row = _integers(self.prompt_of_row)
-        for row, ((start, end), branches) in enumerate(zip(pairwise(_integers(self.offsets)), self.branches)):
+        prompt_of_row = integers(self.prompt_of_row)
+        for row, ((start, end), branches) in enumerate(zip(pairwise(integers(self.offsets)), self.branches)):
             begins = [start + branch.start for branch in branches]
             assert all(a < b for a, b in pairwise([start - 1, *begins, end])), "a branch begins outside its row"
             for branch in branches:
@@ -235,7 +235,7 @@ class Batch:
 
     def prompts(self) -> list[tuple[int, ...]]:
         """The token ids of the Q distinct prompts."""
-        ids, bounds = _integers(self.prompt_ids), _integers(self.prompt_offsets)
+        ids, bounds = integers(self.prompt_ids), integers(self.prompt_offsets)
         return [tuple(ids[start:end]) for start, end in pairwise(bounds)]
 
 
@@ -311,11 +311,12 @@ def _tokens_of(offsets: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor
 
 def _selected(items: tuple[Any, ...] | None, places: torch.Tensor) -> tuple[Any, ...] | None:
     """The items at these places; None if all are empty."""
-    selected = () if items is None else tuple(items[place] for place in _integers(places))
+    selected = () if items is None else tuple(items[place] for place in integers(places))
     return selected if any(selected) else None
 
 
-def _integers(values: torch.Tensor) -> list[int]:
+def integers(values: torch.Tensor) -> list[int]:
+    """The integers of a tensor of one dimension."""
     return cast(list[int], values.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
+
+from groupgrad.batch import integers
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,16 +45,12 @@ def nonfinite_tokens(parts: Sequence[TokenTerms]) -> dict[int, NonFiniteToken]:
     for part in parts:
         if part.step_row is None:
             continue
-        starts, places = _integers(part.offsets), _integers(part.step_row)
+        starts, places = integers(part.offsets), integers(part.step_row)
         for term, values in part.values.items():
             bad = part.trained & ~values.isfinite()
-            for token in _integers(bad.nonzero().flatten()):
+            for token in integers(bad.nonzero().flatten()):
                 row = int(torch.searchsorted(part.offsets, token, right=True)) - 1
                 if places[row] not in found:
                     numbers = {name: float(one[token]) for name, one in part.values.items()}
                     found[places[row]] = NonFiniteToken(term, token - starts[row], numbers)
     return found
-
-
-def _integers(values: torch.Tensor) -> list[int]:
-    return cast(list[int], values.tolist())  # pyright: ignore[reportUnknownMemberType]
