@@ -21,6 +21,7 @@ from groupgrad.objectives.estimator import (
     weighted_sum,
 )
 from groupgrad.objectives.estimators import find_estimator
+from groupgrad.objectives.measure import mean_where
 from groupgrad.types import Turns
 
 
@@ -127,8 +128,7 @@ def reward_spread(rewards: torch.Tensor, names: Sequence[str], combined: torch.T
 
 
 def _mean(values: torch.Tensor) -> Metric:
-    scored = ~values.isnan()
-    return mean_of(torch.where(scored, values, torch.zeros_like(values)).sum(), scored.sum())
+    return mean_where(values, ~values.isnan())
 
 
 def _shape_error(rewards: torch.Tensor, weight: torch.Tensor, num_generations: int) -> str:

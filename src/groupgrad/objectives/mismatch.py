@@ -63,12 +63,11 @@ def _bounds(options: MismatchOptions) -> tuple[float, float]:
     return low, float("inf") if options.clip_max is None else options.clip_max
 
 
-def _dropped(ratio: PerToken | PerRow, batch: Batch, options: MismatchOptions) -> PerToken:
-    """(L,) bool, tokens that a mask takes out of the policy term."""
+def _dropped(ratio: PerToken | PerRow, batch: Batch, options: MismatchOptions) -> torch.Tensor:
+    """(L,) bool, loss tokens that a mask takes out of the policy term."""
     low, high = _bounds(options)
-    outside = broadcast_to_tokens(ratio, batch)
-    outside = (outside < low) | (outside > high)
-    return PerToken(outside & ("mask" in options.mode))
+    values = broadcast_to_tokens(ratio, batch)
+    return batch.trained & ((values < low) | (values > high)) & ("mask" in options.mode)
 
 
 def mismatch_metrics(batch: Batch, options: MismatchOptions, old_logprobs: torch.Tensor) -> dict[str, Metric]:
@@ -87,7 +86,7 @@ def mismatch_metrics(batch: Batch, options: MismatchOptions, old_logprobs: torch
     unbounded = _unbounded(gap, batch, options)
     ratio = unbounded.values if "mask" in options.mode else _bounded(unbounded.values, options)
     counts = counted(unbounded, batch)
-    dropped = _dropped(unbounded, batch, options).values & batch.trained
+    dropped = _dropped(unbounded, batch, options)
     kept_in_row = row_sum((batch.trained & ~dropped).float(), batch)
     return {
         "sampling/sampling_logp_difference/mean": mean_where(distance, gap.measured),

@@ -55,9 +55,7 @@ def off_policy_keep(
     The drift is the mean over loss tokens of `behaviour - logprobs`, in nats; a token whose behaviour log-prob is NaN
     (the engine gave none) counts as no drift. No gradient. Source: arXiv:2512.02556, off-policy sequence masking.
     """
-    gap = behaviour_logprobs - logprobs.detach()
-    gap = torch.where(gap.isnan(), torch.zeros_like(gap), gap)
-    is_near = PerRow(row_mean(gap, batch) <= threshold)
+    is_near = PerRow(row_mean(-drift(logprobs, behaviour_logprobs, batch), batch) <= threshold)
     return (token_advantages(batch) >= 0) | broadcast_to_tokens(is_near, batch)
 
 
