@@ -94,7 +94,7 @@ class _Report:
     def add(self, *findings: Finding) -> None:
         """Prints further findings."""
         self.findings += findings
-        self._print(as_text(findings, shutil.get_terminal_size((120, 24)).columns))
+        print_on_main(as_text(findings, shutil.get_terminal_size((120, 24)).columns))
 
     def fail(self, reason: str) -> None:
         """Prints that the round has failed."""
@@ -102,13 +102,15 @@ class _Report:
 
     def end(self) -> None:
         """Prints the numbers of errors and warnings."""
-        self._print(f"\n{in_numbers(self.findings)}\n")
+        print_on_main(f"\n{in_numbers(self.findings)}\n")
 
-    def _print(self, text: str) -> None:
-        from groupgrad import dist
 
-        if dist.is_main():
-            print(text, end="", flush=True)
+def print_on_main(text: str) -> None:
+    """Prints a text on the main process alone."""
+    from groupgrad import dist
+
+    if dist.is_main():
+        print(text, end="", flush=True)
 
 
 def _build(parsed: Parsed, folder: str) -> Any:

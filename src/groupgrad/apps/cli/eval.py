@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupgrad.apps.cli.check import quiet_settings
+from groupgrad.apps.cli.check import print_on_main, quiet_settings
 from groupgrad.apps.cli.command_parser import epilog, positive_count, refuse
 from groupgrad.apps.cli.launch import add_flags
 from groupgrad.apps.cli.parsing import Parsed, TrainParser, parse
@@ -150,16 +150,16 @@ def main(argv: Sequence[str]) -> int:
             return refuse("eval", error)
         try:
             here = evaluated()
-            _print(report.report(here, measure))
+            print_on_main(report.report(here, measure))
             write()
             if len(models) > 1:
                 del evaluated
                 gc.collect()  # trainers are in cycles, and the next model needs the memory
                 there = _prepare(_parsed(argv), models[1], folder, here)()
-                _print("\n" + report.report(there, measure))
+                print_on_main("\n" + report.report(there, measure))
             if there is not None:
                 differences = results.compare(here, there, measure)
-                _print("\n" + report.comparison(here, there, differences))
+                print_on_main("\n" + report.comparison(here, there, differences))
                 write(differences)
         except (ValueError, OSError) as error:
             return refuse("eval", error, 1)
@@ -187,13 +187,6 @@ def _without_warnings(text: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=text)
         yield
-
-
-def _print(text: str) -> None:
-    from groupgrad import dist
-
-    if dist.is_main():
-        print(text, end="", flush=True)
 
 
 def _check(parsed: Parsed) -> None:
