@@ -293,14 +293,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A random float32 model of the architecture in evaluation mode, with weights large enough to tell tokens apart."""
+    """A random model of the architecture."""
     family, sizes = ARCHITECTURES[name]
-    config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
+    return build_family(family, seed, **{**sizes, **changes})
+
+
+def build_family(family: str, seed: int = 0, scale: float = 0.3, **sizes: Any) -> Any:
+    """A random float32 model of the family in evaluation mode, with weights large enough to tell tokens apart."""
+    config = getattr(transformers, f"{family}Config")(**sizes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+            parameter.add_(scale * torch.randn_like(parameter))
     return model.eval()
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import base_fixtures
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.native.attention_layouts import ProbeLayout
 from groupgrad.engines.native.cpp_step import CompiledModel
@@ -14,19 +13,7 @@ from groupgrad.engines.native.direct_step import DirectModel, direct_model
 from groupgrad.engines.native.logits import last_logits
 from groupgrad.scoring.forward import evaluation_mode
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-}
+SIZES: dict[str, Any] = {**base_fixtures.SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
 CHANGES: dict[str, dict[str, Any]] = {
     "Llama": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
     "Mistral": {"sliding_window": 6},
@@ -48,10 +35,4 @@ def direct_form(model: Any) -> CompiledModel | DirectModel | str:
 
 def make(family: str, **changes: Any) -> Any:
     """A model of two layers with random weights."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **CHANGES[family], **changes})
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()
+    return base_fixtures.build_family(family, **{**SIZES, **CHANGES[family], **changes})

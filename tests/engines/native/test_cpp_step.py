@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
+from base_fixtures import build_family
 from filelock import FileLock
-from known_decoders import direct_form
+from known_decoders import SIZES, direct_form
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from groupgrad.engines.base import Request, SamplingOptions
 from groupgrad.engines.native import NativeEngine, runner
@@ -28,19 +27,8 @@ from groupgrad.kernels import build, library, status
 from groupgrad.kernels import compile as loading
 
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
-BASE: dict[str, Any] = {
-    "vocab_size": 53,
-    "hidden_size": 36,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-}
+WIDTHS = {"vocab_size": 53, "hidden_size": 36, "intermediate_size": 50, "max_position_embeddings": 512}
+BASE: dict[str, Any] = {**SIZES, **WIDTHS}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 MANY_HEADS = {"hidden_size": 40, "num_attention_heads": 20, "num_key_value_heads": 1, "head_dim": 6}
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
@@ -90,12 +78,7 @@ def quick(fresh, monkeypatch, tmp_path):
 
 
 def make(family: str, changes: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**{**BASE, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()
+    return build_family(family, **{**BASE, **changes})
 
 
 def requests() -> list[Request]:

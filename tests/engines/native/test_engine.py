@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import base_fixtures
+import known_decoders
 import pytest
 import torch
 from base_fixtures import ARCHITECTURES
@@ -22,19 +23,7 @@ from groupgrad.scoring.attention import flat_obstacle
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [12, 16])
 OPTIONS = SamplingOptions(max_new_tokens=10, eos_ids=(1,), pad_id=0)
 GREEDY = replace(OPTIONS, extra={"do_sample": False})
-SIZES: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {**known_decoders.SIZES, "head_dim": 4}
 WINDOWED = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", SIZES),

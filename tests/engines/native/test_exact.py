@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
+from known_decoders import SIZES
 from transformers import AutoModelForCausalLM
 
 from groupgrad.batch import Batch, TokenScores
@@ -28,20 +29,8 @@ from groupgrad.types import Prompt, Rollout
 pytestmark = pytest.mark.skipif(library() is None, reason=status())
 
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
-BASE: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-}
+WIDTHS = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+BASE: dict[str, Any] = {**SIZES, **WIDTHS, "max_position_embeddings": 1024, "tie_word_embeddings": False}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 ODD = {"hidden_size": 45, "intermediate_size": 77, "head_dim": 10, "vocab_size": 129, "num_attention_heads": 3}
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}

@@ -8,32 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from known_decoders import direct_form
+from base_fixtures import build_family
+from known_decoders import SIZES, direct_form
 from sample_checks import assert_same_samples
 from torch import nn
-from transformers import AutoModelForCausalLM, BambaConfig, Lfm2Config, NemotronHConfig, Qwen3_5TextConfig
 
 from groupgrad.engines.base import Request, Sample, SamplingOptions
 from groupgrad.engines.native import engine as native
 from groupgrad.engines.native.cpp_step import CompiledModel, CompiledStep
 from groupgrad.engines.native.engine import NativeEngine
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "intermediate_size": 40,
+WIDTHS = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": 512}
+COMMON: dict[str, Any] = {**SIZES, **WIDTHS, "head_dim": 16}
+OF_DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
-    "max_position_embeddings": 512,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
 }
 """No width is a multiple of a vector's; two heads of values share one of keys; a quarter of a head rotates."""
 
@@ -48,9 +41,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "five taps": {"linear_conv_kernel_dim": 5},
 }
 
-OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": (
-        NemotronHConfig,
+        "NemotronH",
         {
             "layer_types": ["mamba", "mlp", "attention", "mamba", "mlp"],
             "mamba_num_heads": 4,
@@ -63,7 +56,7 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "bamba": (
-        BambaConfig,
+        "Bamba",
         {
             "attn_layer_indices": [2],
             "mamba_n_heads": 4,
@@ -74,34 +67,23 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "lfm2": (
-        Lfm2Config,
+        "Lfm2",
         {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8, "conv_bias": True},
     ),
 }
-"""Configuration class and settings; as above no width is a multiple of a vector's."""
-_OF_DELTA = [name for name in SIZES if name.startswith("linear_") or name in ("layer_types", "num_hidden_layers")]
+"""Family and settings; as above no width is a multiple of a vector's."""
 
 OPTIONS = SamplingOptions(max_new_tokens=40, eos_ids=(1,), pad_id=0)
 
 
 def make(**changes: Any) -> Any:
-    return _random(Qwen3_5TextConfig(**{**SIZES, **changes}))
+    return build_family("Qwen3_5Text", scale=0.1, **{**COMMON, **OF_DELTA, **changes})
 
 
 def make_other(name: str) -> Any:
-    config, own = OTHERS[name]
-    sizes = {key: value for key, value in SIZES.items() if key not in _OF_DELTA}
+    family, own = OTHERS[name]
     number = {"num_hidden_layers": len(own.get("layer_types", range(4)))}
-    return _random(config(**{**sizes, **number, **own}))
-
-
-def _random(config: Any) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return build_family(family, scale=0.1, **{**COMMON, **number, **own})
 
 
 def requests(keep: bool = False) -> list[Request]:
